@@ -10,7 +10,7 @@ from typing import Any
 
 from streamtune.recipe.yaml import KeyPath, Marks, Mistake, show_path
 
-__all__ = ["ALIASES", "DATASET_ALIASES", "INSTEAD", "LATER", "SWITCHES", "VALUES", "apply_aliases"]
+__all__ = ["ALIASES", "DATASET_ALIASES", "DATASET_INSTEAD", "INSTEAD", "LATER", "SWITCHES", "VALUES", "apply_aliases"]
 
 ALIASES: dict[str, str] = {
     # model
@@ -34,6 +34,9 @@ ALIASES: dict[str, str] = {
     "system": "default_system",
     "val_set_size": "val_size",
     "shuffle_merged_datasets": "shuffle",
+    # tokens
+    "add_tokens": "added_tokens",
+    "tokens": "added_tokens",
     # routers of a mixture of experts
     "aux_loss_coef": "router_aux_loss_coef",
     "moe_aux_loss_coef": "router_aux_loss_coef",
@@ -82,6 +85,27 @@ DATASET_ALIASES: dict[str, str] = {
 }
 """Another trainer's key of an entry of ``datasets``: ours."""
 
+DATASET_INSTEAD: dict[str, str] = {
+    "data_files": "write the path of each file",
+    "ds_type": "delete it; the file's ending says it",
+    "field": "write columns: {text: NAME}",
+    "field_input": "write columns: {input: NAME}",
+    "field_instruction": "write columns: {instruction: NAME}",
+    "field_messages": "write columns: {messages: NAME}",
+    "field_output": "write columns: {output: NAME}",
+    "field_system": "write columns: {system: NAME}",
+    "field_tools": "write columns: {tools: NAME}",
+    "formatting": "write type: messages, sharegpt or alpaca",
+    "message_property_mappings": "write type: sharegpt for turns with 'from' and 'value'",
+    "ranking": "write type: preference",
+    "roles_to_train": "write it at the top level: it is the same for all datasets",
+    "streaming": "delete it; rows are read one by one and kept on disk",
+    "tags": "write type: sharegpt for turns with 'from' and 'value'",
+    "text_column": "write columns: {text: NAME}",
+    "train_on_eos": "write it at the top level: it is the same for all datasets",
+}
+"""Another trainer's key of an entry of ``datasets`` that has no equal: how to say it here."""
+
 SWITCHES: dict[str, tuple[str, str]] = {
     "load_in_4bit": ("quantization", "nf4"),
     "load_in_8bit": ("quantization", "int8"),
@@ -102,7 +126,12 @@ VALUES: dict[str, dict[str, Any]] = {
 INSTEAD: dict[str, str] = {
     "attn_implementation": "delete the line; the engine picks the attention kernel, see `streamtune env`",
     "dataset": "write datasets: [{path: ...}]",
+    "add_special_tokens": "write special_tokens: {additional_special_tokens: [...]}",
+    "dataset_test_split": "write eval_datasets: {test: {path: ..., split: test}}",
     "do_train": "delete the line; `streamtune sft` trains",
+    "eos_token": "write special_tokens: {eos_token: ...}",
+    "eval_dataset": "write eval_datasets: {NAME: PATH}",
+    "eval_on_each_dataset": "delete the line; each of eval_datasets has a loss of its own",
     "evals_per_epoch": "write eval_steps: N",
     "eval_strategy": "write eval_steps: N",
     "flash_attention": "delete the line; the engine picks the attention kernel, see `streamtune env`",
@@ -113,17 +142,27 @@ INSTEAD: dict[str, str] = {
     "completion_only_loss": "write train_on: completion",
     "enable_thinking": "write chat_template_kwargs: {enable_thinking: false}",
     "loss_scale": "write train_on: assistant, last or all; a message with train: false is not trained",
+    "interleave_prob": "write weight: P in each entry of datasets",
+    "interleave_probs": "write weight: P in each entry of datasets",
     "mask_history": "write train_on: last",
+    "mix_strategy": "write weight: P in each entry of datasets; without weights all rows are visited",
+    "new_special_tokens": "write special_tokens: {additional_special_tokens: [...]}",
+    "pad_token": "write special_tokens: {pad_token: ...}",
+    "resize_vocab": "delete the line; the model gets a row for each new token",
+    "stopping_strategy": "delete the line; an epoch of weighted datasets is as long as all rows",
     "logging_dir": "delete the line; everything a run writes is in output_dir",
     "overwrite_output_dir": "delete the line; use another output_dir, or --resume",
     "save_strategy": "write save_steps: N",
     "saves_per_epoch": "write save_steps: N",
     "max_samples": "write max_rows: N in each entry of datasets",
     "stage": "delete the line; the command says it: `streamtune sft`",
+    "streaming": "delete the line; rows are read one by one and kept on disk, not in memory",
     "strict": "write on_bad_row: error, or on_bad_row: skip",
     "template": "delete the line; the tokenizer's own template is used, or write chat_template",
     "train_on_inputs": "write train_on: all, or train_on: assistant",
+    "test_datasets": "write eval_datasets: {NAME: PATH}",
     "train_on_prompt": "write train_on: all, or train_on: assistant",
+    "val_dataset": "write eval_datasets: {NAME: PATH}",
     "use_liger_kernel": "delete the line; the head is streamed already",
 }
 """Another trainer's key that has no equal: how to say it here."""
@@ -245,6 +284,11 @@ def _spell_out(entries: Any, where: KeyPath, marks: Marks, notes: list[str], mis
         if isinstance(entry, str):
             entries[index] = {"path": entry}
         elif isinstance(entry, dict):
+            for key in [key for key in entry if key in DATASET_INSTEAD]:
+                del entry[key]
+                mistakes.append(
+                    Mistake((*where, index, key), f"'{key}' is another trainer's key", DATASET_INSTEAD[key])
+                )
             for key in [key for key in entry if key in DATASET_ALIASES]:
                 ours, path = DATASET_ALIASES[key], (*where, index, key)
                 if ours in entry:

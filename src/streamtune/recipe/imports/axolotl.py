@@ -7,7 +7,18 @@ from typing import Any
 
 from .axolotl_datasets import take_datasets
 from .conversion import Conversion, PeerTrainer
-from .rules import FieldRule, UnconvertedError, by_itself, no_counterpart, one_of, same, split_names, to, without
+from .rules import (
+    FieldRule,
+    UnconvertedError,
+    by_itself,
+    no_counterpart,
+    one_of,
+    same,
+    special_tokens,
+    split_names,
+    to,
+    without,
+)
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_trackers, take_warmup
 
 __all__ = ["AXOLOTL"]
@@ -129,9 +140,9 @@ FIELDS: dict[str, FieldRule] = {
     **by_itself("a token for the hub belongs in HF_TOKEN", "hf_use_auth_token"),
     **by_itself("`streamtune export` merges", "merge_lora", "merge_method"),
     # lost
-    **without(
-        "the tokenizer is taken as it is: add tokens to it first", "special_tokens", "tokens", "added_tokens_overrides"
-    ),
+    "special_tokens": to("special_tokens", special_tokens),
+    "tokens": to("added_tokens"),
+    "added_tokens_overrides": no_counterpart("tokens of the tokenizer keep their text"),
     **without("the tokenizer is taken as it is", "tokenizer_use_mistral_common"),
     **without(
         "embeddings keep their size", "resize_token_embeddings_to_32x", "mean_resizing_embeddings", "shrink_embeddings"
@@ -200,7 +211,6 @@ FIELDS: dict[str, FieldRule] = {
         "evaluation computes losses only", "do_causal_lm_eval", "eval_causal_lm_metrics", "do_bench_eval", trains=False
     ),
     **without("evaluation computes losses only", "bench_dataset", "bench_split", trains=False),
-    "test_datasets": no_counterpart("held-out rows are a part of the datasets: val_size", trains=False),
     "push_dataset_to_hub": no_counterpart("a run uploads nothing", trains=False),
     "profiler_steps": no_counterpart("`streamtune bench` measures", trains=False),
     **without(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .conversion import Conversion
-from .datasets import put_datasets, rows_of_split
+from .datasets import put_datasets, put_eval_sets, rows_of_split
 
 __all__ = ["take_datasets"]
 
@@ -54,8 +54,8 @@ LOADERS = ("json", "csv", "parquet", "text", "arrow")
 
 
 def take_datasets(conversion: Conversion) -> None:
-    """Convert ``datasets`` and ``pretraining_dataset``."""
-    for name in ("datasets", "pretraining_dataset"):
+    """Convert ``datasets``, ``pretraining_dataset`` and ``test_datasets``."""
+    for name in ("datasets", "pretraining_dataset", "test_datasets"):
         entries = conversion.take(name)
         if entries is None:
             if name in conversion.file.fields:
@@ -69,6 +69,9 @@ def take_datasets(conversion: Conversion) -> None:
                 specs += _dataset(conversion, entry, name, index)
             else:
                 conversion.lose(name, index, why="an entry without a path")
+        if name == "test_datasets":
+            put_eval_sets(conversion, specs, name)
+            continue
         put_datasets(conversion, specs, name)
         if name == "pretraining_dataset":
             conversion.ours.setdefault("train_on", "all")
@@ -103,7 +106,7 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
             continue
         elif key in COLUMNS:
             if value != COLUMNS[key] and not (key == "field_messages" and value == "conversations"):
-                lose(key, f"the column is called '{COLUMNS[key]}' here: rename it")
+                spec["columns"] = {**spec.get("columns", {}), COLUMNS[key]: value}
         elif key in ("roles_to_train", "train_on_eos"):
             _take_trained(conversion, key, value, name, index)
         elif key == "message_field_training" and value in FLAGS:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .conversion import Conversion
-from .datasets import put_datasets, rows_of_split
+from .datasets import put_datasets, put_eval_sets, put_weights, rename_columns, rows_of_split
 
 __all__ = ["take_datasets"]
 
@@ -19,18 +19,35 @@ SHAREGPT_TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human"
 
 
 def take_datasets(conversion: Conversion) -> None:
-    """Convert ``dataset``, by the ``dataset_info.json`` of ``dataset_dir``."""
-    names = conversion.take("dataset")
+    """Convert ``dataset`` and ``eval_dataset``, by the ``dataset_info.json`` of ``dataset_dir``, and their mixture."""
     folder, most = conversion.take("dataset_dir"), conversion.take("max_samples")
     for name in ("dataset_dir", "max_samples"):
         if name in conversion.file.fields:
             conversion.unneeded(name, why="see datasets")
-    if names is None:
-        return
+    put_datasets(conversion, _specs(conversion, "dataset", folder, most), "dataset")
+    put_eval_sets(conversion, _specs(conversion, "eval_dataset", folder, most), "eval_dataset")
+    strategy, shares = conversion.take("mix_strategy"), conversion.take("interleave_probs")
+    given = conversion.file.fields
+    mixes = str(strategy or "concat").startswith("interleave")
+    if mixes:
+        entries = conversion.ours.get("datasets", [])
+        put_weights(conversion, shares or [1.0] * len(entries), "interleave_probs" if shares else "mix_strategy")
+    for name in ("mix_strategy", "interleave_probs"):
+        if name in given and not (mixes and name == ("interleave_probs" if shares else "mix_strategy")):
+            conversion.unneeded(name, why="weights of the datasets say it" if mixes else "off, as here")
+
+
+def _specs(conversion: Conversion, field: str, folder: Any, most: Any) -> list[dict[str, Any]]:
+    """Return our entries for the datasets that a field names."""
+    names = conversion.take(field)
+    if names in (None, ""):
+        if field in conversion.file.fields:
+            conversion.unneeded(field, why="no value")
+        return []
     names = names.split(",") if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        conversion.lose("dataset", why="names were expected")
-        return
+        conversion.lose(field, why="names were expected")
+        return []
     names = [name.strip() for name in names]
     info, found_in = _dataset_info(conversion, str(folder or "data"))
     specs = []
@@ -41,13 +58,13 @@ def take_datasets(conversion: Conversion) -> None:
             if folder != "ONLINE":
                 missing = "there is none" if info is None else f"it has no '{name}'"
                 why = f"'{name}' is read from {found_in}, and {missing}: write the path of its file"
-                conversion.lose("dataset", why=why)
+                conversion.lose(field, why=why)
         else:
             spec = _dataset(conversion, name, entry, Path(found_in).parent)
         if isinstance(most, int) and most:
             spec["max_rows"] = min(most, spec.get("max_rows", most))
         specs.append(spec)
-    put_datasets(conversion, specs, "dataset")
+    return specs
 
 
 def _dataset_info(conversion: Conversion, folder: str) -> tuple[dict[str, Any] | None, str]:
@@ -84,7 +101,7 @@ def _dataset(conversion: Conversion, name: str, entry: dict[str, Any], folder: P
     if entry.get("subset"):
         spec["name"] = entry["subset"]
     if entry.get("num_samples"):
-        spec["max_rows"] = entry["num_samples"]
+        spec |= {"max_rows": entry["num_samples"], "shuffle": True}
     if entry.get("revision") or entry.get("folder"):
         lose("a revision or a folder of a dataset on the hub")
     _take_columns(spec, entry, lose)
@@ -95,34 +112,41 @@ def _take_columns(spec: dict[str, Any], entry: dict[str, Any], lose: Any) -> Non
     """Write the type of the rows, where their columns have the names that are read here."""
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
     sharegpt = entry.get("formatting", "alpaca") == "sharegpt"
+    style = {**SHAREGPT_TAGS, **{key: tag for key, tag in tags.items() if key in SHAREGPT_TAGS}}
+    if sharegpt and style != OPENAI_TAGS and (entry.get("ranking") or "kto_tag" in columns):
+        lose("turns of prompts and answers have 'role' and 'content' here")
     if entry.get("ranking"):
-        wrong = [key for key, column in columns.items() if PREFERENCE.get(key) not in (None, column)]
-        if wrong or (not sharegpt and "prompt" not in columns):
-            lose("rows of preferences have the columns prompt, chosen and rejected here: rename them")
-        spec["type"] = "preference"
+        if not sharegpt and "prompt" not in columns:
+            lose("rows of preferences have the columns prompt, chosen and rejected here: write columns")
+        prompt = columns.get("messages") if sharegpt else columns.get("prompt")
+        theirs = {"prompt": prompt, "chosen": columns.get("chosen"), "rejected": columns.get("rejected")}
+        rename_columns(spec, theirs, "preference")
         return
     if "kto_tag" in columns:
-        spec["type"] = "unpaired"
-        lose("rows have the columns prompt, completion and label here: rename them")
+        theirs = {"completion": columns.get("response"), "label": columns["kto_tag"]}
+        rename_columns(spec, {"prompt": columns.get("messages") or columns.get("prompt"), **theirs}, "unpaired")
         return
     if sharegpt:
-        style = {**SHAREGPT_TAGS, **{key: tag for key, tag in tags.items() if key in SHAREGPT_TAGS}}
         column = columns.get("messages", "conversations")
-        if style == OPENAI_TAGS and column in ("messages", "conversations"):
-            spec["type"] = "messages"
-        elif style == SHAREGPT_TAGS and column == "conversations":
-            spec["type"] = "sharegpt"
+        others = {ours: columns.get(ours) for ours in ("system", "tools")}
+        if style == OPENAI_TAGS:
+            rename_columns(spec, {"messages": column if column != "conversations" else None, **others}, "messages")
+        elif style == SHAREGPT_TAGS:
+            rename_columns(spec, {"conversations": column, **others}, "sharegpt")
         else:
-            lose(
-                "turns have 'role' and 'content' in a column 'messages' here, or 'from' and 'value' in 'conversations'"
-            )
+            lose("turns have 'role' and 'content' here, or 'from' and 'value'")
         return
     given = {**{key: ALPACA[key] for key in ("prompt", "query", "response")}, **columns} if columns else ALPACA
     if columns == {"prompt": "text"}:
         spec["type"] = "text"
-    elif columns == {"prompt": "prompt", "response": "completion"}:
-        spec["type"] = "prompt_completion"
+    elif columns and "response" not in columns and set(columns) == {"prompt"}:
+        rename_columns(spec, {"text": columns["prompt"]}, "text")
+    elif "query" not in columns and {"prompt", "response"} <= columns.keys() and "history" not in columns:
+        theirs = {"prompt": columns["prompt"], "completion": columns["response"], "system": columns.get("system")}
+        rename_columns(spec, theirs, "prompt_completion")
     elif all(given[key] == column for key, column in ALPACA.items() if key in given):
         spec["type"] = "alpaca"
+    elif "history" not in columns:
+        rename_columns(spec, {ALPACA[key]: given[key] for key in given if key in ALPACA}, "alpaca")
     else:
-        lose("the columns are called instruction, input and output here: rename them")
+        lose("the column of earlier turns is called history here")

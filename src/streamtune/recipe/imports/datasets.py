@@ -1,4 +1,4 @@
-"""Entries of ``datasets``, as the trainers' importers write them."""
+"""Entries of ``datasets`` and ``eval_datasets``, their weights and columns, as the trainers' importers write them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from .conversion import Conversion
 
-__all__ = ["put_datasets", "rows_of_split"]
+__all__ = ["put_datasets", "put_eval_sets", "put_weights", "rename_columns", "rows_of_split"]
 
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 
@@ -36,3 +36,44 @@ def rows_of_split(spec: dict[str, Any], split: Any, lose: Callable[[str], None])
     spec["split"] = found[1]
     if found[2]:
         spec["max_rows"] = int(found[2])
+
+
+def put_weights(conversion: Conversion, value: Any, *path: str | int, note: str = "") -> None:
+    """Write the weights of the datasets that are there: a list of numbers, or a text with commas."""
+    entries = conversion.ours.get("datasets", [])
+    try:
+        parts = value.split(",") if isinstance(value, str) else list(value)
+        weights = [float(part) for part in parts]
+    except (TypeError, ValueError):
+        conversion.lose(*path, why="a list of numbers was expected")
+        return
+    if len(weights) != len(entries):
+        conversion.lose(*path, why=f"{len(weights)} numbers for {len(entries)} datasets: write weight in each")
+        return
+    weighted = [{**entry, "weight": weight} for entry, weight in zip(entries, weights, strict=True)]
+    conversion.put("datasets", weighted, *path, note=note or "shares of an epoch, which is as long as all rows")
+
+
+def put_eval_sets(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int, note: str = "") -> None:
+    """Write eval sets, each under a name made of its path."""
+    named: dict[str, list[dict[str, Any]]] = {}
+    for spec in specs:
+        place = str(spec["path"])
+        if place.endswith(DATA_FILES):
+            spec.pop("split", None)  # of a file: it has none
+            place = place.rpartition(".")[0]
+        name = re.sub(r"[^A-Za-z0-9_-]+", "-", re.split(r"[/\\\\]", place)[-1]).strip("-")
+        name = name if name[:1].isalpha() and name not in ("held_out", "nll") else f"set-{name}"
+        while name in named:
+            name += "-2"
+        named[name] = [spec]
+    if named:
+        conversion.put("eval_datasets", {**conversion.ours.get("eval_datasets", {}), **named}, *path, note=note)
+
+
+def rename_columns(spec: dict[str, Any], columns: dict[str, Any], type_: str) -> None:
+    """Write the names of columns that are not ours, given as our name and theirs, and the type of the rows."""
+    renamed = {ours: theirs for ours, theirs in columns.items() if isinstance(theirs, str) and theirs != ours}
+    if renamed:
+        spec["columns"] = renamed
+    spec["type"] = type_

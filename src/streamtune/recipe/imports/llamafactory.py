@@ -6,7 +6,19 @@ from typing import Any
 
 from .conversion import Conversion, PeerTrainer
 from .dataset_info import take_datasets
-from .rules import FieldRule, by_itself, no_counterpart, one_of, rope_scaling, same, split_names, to, without
+from .rules import (
+    FieldRule,
+    by_itself,
+    more_special_tokens,
+    no_counterpart,
+    one_of,
+    rope_scaling,
+    same,
+    split_names,
+    to,
+    token_list,
+    without,
+)
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_trackers, take_warmup
 
 __all__ = ["LLAMAFACTORY"]
@@ -16,7 +28,6 @@ OBJECTIVES = {"pt": "sft", "sft": "sft", "dpo": "dpo", "kto": "dpo"}
 
 PREPARED = "rows are prepared when the run starts"
 GENERATION = "read when it generates, not when it trains"
-TOKENIZER = "the tokenizer is taken as it is: add tokens to it first"
 GENERIC = ("alpaca", "default", "empty", "vicuna", "fewshot", "original", "aquila")
 """Templates that belong to no model."""
 
@@ -89,7 +100,10 @@ FIELDS: dict[str, FieldRule] = {
     "adapter_name_or_path": no_counterpart("a trained adapter to begin with: merge it first with `streamtune export`"),
     "adapter_folder": no_counterpart("a trained adapter to begin with: merge it first with `streamtune export`"),
     "model_revision": no_counterpart("a revision of the model: download it and name its folder", off=("main",)),
-    **without(TOKENIZER, "resize_vocab", "add_tokens", "add_special_tokens", "new_special_tokens_config"),
+    **by_itself("the model gets a row for each new token", "resize_vocab"),
+    "add_tokens": to("added_tokens", token_list),
+    "add_special_tokens": to("special_tokens", more_special_tokens),
+    "new_special_tokens_config": no_counterpart("new rows begin as the mean of the others"),
     **without("special tokens stay whole", "split_special_tokens"),
     **without("attention is exact", "shift_attn"),
     **without("the model keeps its form", "mixture_of_depths", "use_llama_pro"),
@@ -122,16 +136,11 @@ FIELDS: dict[str, FieldRule] = {
     **by_itself("read by PPO only", "ppo_whiten_rewards"),
     "disable_shuffling": to("shuffle", lambda value: not value),
     "early_stopping_steps": no_counterpart("a run goes on to its end"),
-    "mix_strategy": no_counterpart("rows of all datasets are shuffled together", off=("concat",)),
-    "interleave_probs": no_counterpart("rows of all datasets are shuffled together"),
     "tool_format": no_counterpart("tools are rendered by the chat template"),
     "enable_thinking": no_counterpart(
         "thoughts are rendered by the chat template: write chat_template_kwargs where it reads this", off=(True,)
     ),
-    "eval_dataset": no_counterpart("held-out rows are a part of the datasets: val_size", trains=False),
-    "eval_on_each_dataset": no_counterpart(
-        "one loss of all held-out rows; `streamtune eval` has them by set", trains=False
-    ),
+    **by_itself("each of eval_datasets has a loss of its own", "eval_on_each_dataset"),
     **without("this tracker is not here", "use_swanlab", trains=False),
     **by_itself(
         "read with use_swanlab only", "swanlab_project", "swanlab_workspace", "swanlab_run_name", "swanlab_mode"

@@ -120,6 +120,9 @@ def _read_script(text: str, path: Path) -> PeerFile:
     return read
 
 
+HASH, _IN_WORD = "\ue000", re.compile(r"(?<=[^\s'\"])#")
+
+
 def _commands(text: str) -> list[tuple[list[tuple[str, int]], int]]:
     """Return the training commands of a script: words with their lines, and the place of the program among them."""
     found = []
@@ -143,7 +146,8 @@ def _statements(text: str) -> list[list[tuple[str, int]]]:
         start = start if pending else number
         pending += line[:-1] if goes_on else line
         try:
-            parts = shlex.split(pending, comments=True)
+            # In a word `#` begins no comment in a shell, and for shlex it does: `own/rows#500`.
+            parts = [part.replace(HASH, "#") for part in shlex.split(_IN_WORD.sub(HASH, pending), comments=True)]
         except ValueError:  # a quote is open
             pending += "\n"
             continue

@@ -18,12 +18,15 @@ __all__ = [
     "UnconvertedError",
     "by_itself",
     "fraction_or_count",
+    "more_special_tokens",
     "no_counterpart",
     "one_of",
     "rope_scaling",
     "same",
+    "special_tokens",
     "split_names",
     "to",
+    "token_list",
     "without",
 ]
 
@@ -111,6 +114,30 @@ def fraction_or_count(value: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
         raise UnconvertedError("a part of all steps; write a number of steps")
     return int(value) if isinstance(value, float) and value == int(value) else value
+
+
+def special_tokens(value: Any) -> Any:
+    """Return our ``special_tokens``, given a table by the names of transformers; tokens for classifiers are lost."""
+    names = ("bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens")
+    if not isinstance(value, dict):
+        raise UnconvertedError("a table of tokens was expected")
+    given = {name: token for name, token in value.items() if token not in (None, "")}
+    if other := next((name for name in given if name not in names), None):
+        raise UnconvertedError(f"'{other}' is not a token of a causal language model")
+    return given
+
+
+def token_list(value: Any) -> Any:
+    """Return a list of tokens, given one or a text with commas."""
+    tokens = value.split(",") if isinstance(value, str) else value
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise UnconvertedError("a list of tokens was expected")
+    return [token.strip() for token in tokens if token.strip()]
+
+
+def more_special_tokens(value: Any) -> Any:
+    """Return our ``special_tokens`` with tokens that have no role of their own."""
+    return {"additional_special_tokens": token_list(value)}
 
 
 def rope_scaling(value: Any) -> Any:

@@ -7,8 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from .conversion import Conversion, PeerTrainer
-from .datasets import DATA_FILES, put_datasets
-from .rules import FieldRule, by_itself, no_counterpart, one_of, rope_scaling, same, split_names, to, without
+from .datasets import DATA_FILES, put_datasets, put_eval_sets, put_weights
+from .reading import json_value
+from .rules import (
+    FieldRule,
+    UnconvertedError,
+    by_itself,
+    more_special_tokens,
+    no_counterpart,
+    one_of,
+    rope_scaling,
+    same,
+    split_names,
+    to,
+    without,
+)
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_trackers, take_warmup
 from .trl import take_weights_dtype
 
@@ -128,7 +141,7 @@ FIELDS: dict[str, FieldRule] = {
     ),
     "adapters": no_counterpart("a trained adapter to begin with: merge it first with `streamtune export`"),
     "ref_adapters": no_counterpart("adapters of the reference: merge them first"),
-    "new_special_tokens": no_counterpart("the tokenizer is taken as it is: add tokens to it first"),
+    "new_special_tokens": to("special_tokens", more_special_tokens),
     "rope_scaling": to("rope_scaling", rope_scaling),
     "max_model_len": no_counterpart("the length that rope_scaling reaches: write its factor"),
     "system": to("default_system"),
@@ -137,12 +150,9 @@ FIELDS: dict[str, FieldRule] = {
     "custom_register_path": no_counterpart("code that registers models and datasets"),
     "custom_dataset_info": no_counterpart("datasets that are registered elsewhere"),
     "external_plugins": no_counterpart("code: name its functions in reward_funcs: FILE.py:NAME"),
-    "columns": no_counterpart("other names of columns: rename them"),
-    "interleave_prob": no_counterpart("rows of all datasets are shuffled together"),
-    "stopping_strategy": no_counterpart("rows of all datasets are shuffled together", trains=False),
-    "dataset_shuffle": no_counterpart("rows are always shuffled", off=(True,)),
-    "train_dataloader_shuffle": no_counterpart("rows are always shuffled", off=(True,)),
-    "val_dataset": no_counterpart("held-out rows are a part of the datasets: val_size", trains=False),
+    **by_itself("an epoch of weighted datasets is as long as all rows", "stopping_strategy"),
+    **by_itself("see shuffle", "dataset_shuffle"),
+    "train_dataloader_shuffle": to("shuffle"),
     "max_epochs": no_counterpart("write num_train_epochs"),
     "modules_to_save": no_counterpart("whole modules trained beside the adapters"),
     "target_regex": no_counterpart("a pattern; list the ends of the modules' names in lora_target"),
@@ -274,7 +284,50 @@ def _take_quantization(conversion: Conversion) -> None:
 
 
 def _take_datasets(conversion: Conversion, use_hf: Any) -> None:
-    names = conversion.take("dataset")
+    """Convert ``dataset`` and ``val_dataset``, their columns and shares."""
+    columns = _columns(conversion)
+    specs, note = _specs(conversion, "dataset", use_hf, columns)
+    put_datasets(conversion, specs, "dataset", note=note)
+    specs, note = _specs(conversion, "val_dataset", use_hf, columns)
+    put_eval_sets(conversion, specs, "val_dataset", note=note)
+    shares = conversion.take("interleave_prob")
+    if shares:
+        put_weights(conversion, shares, "interleave_prob")
+    elif "interleave_prob" in conversion.file.fields:
+        conversion.unneeded("interleave_prob", why="no value")
+
+
+COLUMNS = {"messages": "messages", "query": "prompt", "response": "completion", "system": "system", "tools": "tools"}
+"""Names of columns there -> ours."""
+
+
+def _columns(conversion: Conversion) -> dict[str, str]:
+    """Return the names of columns, ours and then that of the files; of theirs it is the other way round."""
+    if "columns" not in conversion.file.fields:
+        return {}
+    try:
+        given = json_value(conversion.take("columns"))
+    except UnconvertedError as error:
+        conversion.lose("columns", why=str(error))
+        return {}
+    if not given:
+        conversion.unneeded("columns", why="no value")
+        return {}
+    unknown = [name for name in given.values() if name not in COLUMNS] if isinstance(given, dict) else [given]
+    if unknown:
+        conversion.lose("columns", why=f"'{unknown[0]}' has no name here: write columns in each dataset")
+        return {}
+    conversion.unneeded("columns", why="see datasets")
+    return {COLUMNS[name]: column for column, name in given.items()}
+
+
+def _specs(
+    conversion: Conversion, field: str, use_hf: Any, columns: dict[str, str]
+) -> tuple[list[dict[str, Any]], str]:
+    """Return our entries for the datasets that a field names, and what to say about them."""
+    names = conversion.take(field)
+    if field in conversion.file.fields and not names:
+        conversion.unneeded(field, why="no value")
     found: list[dict[str, Any]] = []
     noted: dict[str, None] = {}
     for name in names if isinstance(names, list) else [names] if names else []:
@@ -291,10 +344,11 @@ def _take_datasets(conversion: Conversion, use_hf: Any) -> None:
             noted["from ModelScope there, here from the hub"] = None
         spec: dict[str, Any] = {"path": path}
         if count.isdigit():
-            spec["max_rows"] = int(count)
-            noted["the first rows; drawn at random there"] = None
+            spec |= {"max_rows": int(count), "shuffle": True}
+        if columns:
+            spec["columns"] = dict(columns)
         found += [{**spec, "name": part} for part in parts] or [spec]
-    put_datasets(conversion, found, "dataset", note="; ".join(noted))
+    return found, "; ".join(noted)
 
 
 def _defaults(conversion: Conversion) -> None:

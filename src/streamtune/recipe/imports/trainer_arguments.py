@@ -183,10 +183,10 @@ def finish(conversion: Conversion) -> None:
         theirs = mine[0].theirs if mine else key
         conversion.report(theirs, where, why, trains)
 
-    if not ours.get("val_size"):
+    if not ours.get("val_size") and not ours.get("eval_datasets"):
         for key in ("eval_steps", "metric_for_best_model", "greater_is_better"):
             if key in ours:
-                take_back(key, "no rows are held out; set val_size")
+                take_back(key, "no rows are held out; set val_size or eval_datasets")
     if conversion.objective != "sft" and ours.get("packing"):
         take_back("packing", "rows of preferences and prompts are not packed; shared prompts lie end to end anyway")
     if ours.get("finetuning_type", "full") == "full":

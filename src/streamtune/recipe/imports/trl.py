@@ -118,11 +118,8 @@ FIELDS: dict[str, FieldRule] = {
     "bnb_4bit_quant_type": no_counterpart("4 bits are nf4", off=("nf4",)),
     "chat_template_path": to("chat_template", why="a tokenizer's folder is none: name the file of the template"),
     **same("chat_template_kwargs"),
-    "eos_token": no_counterpart("the tokenizer's own end token"),
-    "shuffle_dataset": no_counterpart("rows are always shuffled", trains=False, off=(True,)),
-    "dataset_test_split": no_counterpart(
-        "held-out rows are a part of the datasets: val_size", trains=False, off=("test",)
-    ),
+    "eos_token": to("special_tokens", lambda value: {"eos_token": value}),
+    "shuffle_dataset": to("shuffle", trains=False),
     "test_split_size": to("val_size", trains=False),
     "disable_dropout": no_counterpart("dropout of the model's configuration stays on", off=(True,)),
     "use_weighting": no_counterpart("WPO weighting of pairs"),
@@ -231,6 +228,7 @@ def _take_datasets(conversion: Conversion) -> None:
     for key in ("dataset_config", "dataset_train_split"):
         if key in given:
             conversion.unneeded(key, why="see datasets")
+    _take_test_split(conversion, name, part)
     if name is not None:
         spec: dict[str, Any] = {"path": name}
         rows_of_split(spec, split or "train", lambda why: conversion.lose("dataset_train_split", why=why))
@@ -263,6 +261,18 @@ def _take_datasets(conversion: Conversion) -> None:
         paths = (files if isinstance(files, list) else [files]) if files and local else [entry["path"]]
         specs += [{**spec, "path": path} for path in paths]
     put_datasets(conversion, specs, "datasets")
+
+
+def _take_test_split(conversion: Conversion, name: Any, part: Any) -> None:
+    """Convert ``dataset_test_split``, whose rows are read where the run evaluates."""
+    split = conversion.take("dataset_test_split")
+    evaluates = conversion.get("eval_strategy", "no") not in ("no", False)
+    if name is not None and evaluates:
+        spec = {"path": name, "split": str(split or "test"), **({"name": part} if part else {})}
+        key = "dataset_test_split" if split else "eval_strategy"
+        conversion.put("eval_datasets", {"test": [spec]}, key, note="the rows of a split", trains=False)
+    elif "dataset_test_split" in conversion.file.fields:
+        conversion.unneeded("dataset_test_split", why="read where eval_strategy says so")
 
 
 def _lose_split(conversion: Conversion, index: int, why: str) -> None:
