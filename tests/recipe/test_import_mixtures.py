@@ -115,8 +115,9 @@ shuffle_dataset: false
 
 def test_swift() -> None:
     found, recipe = imported(
-        """swift sft --model own/base --use_hf true --max_length 512 --dataset own/a#500 rows.jsonl --val_dataset eval/code.jsonl
---interleave_prob 0.7 0.3 --columns '{"question": "query", "answer": "response"}' --new_special_tokens '<a>' '<b>'
+        """swift sft --model own/base --use_hf true --max_length 512 --dataset own/a#500 rows.jsonl
+--val_dataset eval/code.jsonl --interleave_prob 0.7 0.3 --new_special_tokens '<a>' '<b>'
+--columns '{"question": "query", "answer": "response"}'
 """.replace("\n", " "),
         "s.sh",
     )

@@ -97,6 +97,7 @@ def test_new_rows_are_the_mean_of_the_others_and_old_ones_stay(folder: Path, tie
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
 
+@pytest.mark.full
 def test_new_rows_are_trained_saved_resumed_and_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_base(folder / "base", tied=False)
     write_recipe(folder, RECIPE)
@@ -173,6 +174,7 @@ def test_tokens_that_are_there_need_no_rows(folder: Path) -> None:
     assert len(built.tokenizer) == built.model.get_input_embeddings().weight.shape[0]
 
 
+@pytest.mark.full
 def test_chatml_says_what_it_writes_in_several_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_base(folder / "base")
     write_recipe(folder, {**RECIPE, "special_tokens": {}, "added_tokens": []})

@@ -88,6 +88,7 @@ def test_other_weights_are_other_data(folder: Path, capsys: pytest.CaptureFixtur
     assert "data" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_an_eval_set_has_the_loss_it_has_as_held_out_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``streamtune eval`` finds the losses of the run, set by set."""
     write_recipe(folder, KEYS)
@@ -103,7 +104,7 @@ def test_an_eval_set_has_the_loss_it_has_as_held_out_rows(folder: Path, capsys: 
         assert each["loss"] == pytest.approx(last[f"eval_{each['name']}_loss"], rel=1e-5)
 
 
-@pytest.mark.quick("kept")
+@pytest.mark.full
 @pytest.mark.parametrize("more", [{}, {"precompute_ref_log_probs": True}], ids=["copy", "kept"])
 def test_preferences_have_the_metrics_of_every_set(folder: Path, more: dict[str, Any],
                                                    monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
