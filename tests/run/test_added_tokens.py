@@ -126,6 +126,43 @@ def test_new_rows_are_trained_saved_resumed_and_exported(folder: Path, capsys: p
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("more", [{"finetuning_type": "lora"}, {"finetuning_type": "qlora", "quantization": "int8"}],
+                         ids=["lora", "qlora"])  # fmt: skip
+@pytest.mark.parametrize(("tied", "spare"), [(True, 0), (False, 0), (False, 64)], ids=["tied", "untied", "spare"])
+def test_adapters_train_the_new_rows_and_no_others(
+    folder: Path, capsys: pytest.CaptureFixture[str], tied: bool, spare: int, more: dict[str, Any]
+) -> None:
+    write_base(folder / "base", tied=tied, spare=spare)
+    write_recipe(folder, {**RECIPE, **more, "lora_r": 4})
+    assert run("--output-dir", "run") == 0
+    adapters = load_file("run/final/adapter_model.safetensors")
+    deltas = {name: rows for name, rows in adapters.items() if "trainable_tokens" in name}
+    assert [len(rows) for rows in deltas.values()] == [4] * (1 if tied else 2)
+    assert not any(name.endswith("embed_tokens.weight") for name in adapters)
+    for rows in deltas.values():
+        assert all(not torch.equal(rows[0], row) for row in rows[1:]), "each has its own gradient"
+    whole = Path("run/metrics.jsonl").read_text().splitlines()
+    shutil.rmtree("run/checkpoints/step-000002")
+    shutil.rmtree("run/final")
+    assert run("--output-dir", "run") == 0
+    again = load_file("run/final/adapter_model.safetensors")
+    assert all(torch.equal(again[name], adapters[name]) for name in adapters)
+    losses = [[json.loads(line)["loss"] for line in lines]
+              for lines in (whole, Path("run/metrics.jsonl").read_text().splitlines())]  # fmt: skip
+    assert losses[0] == losses[1]
+    for command in (["export", "run", "out"], ["verify", "tiny.yaml"]):
+        with pytest.raises(SystemExit) as left:
+            main(command)
+        assert not left.value.code, (command, capsys.readouterr().err)
+    merged, tokenizer = AutoModelForCausalLM.from_pretrained("out"), AutoTokenizer.from_pretrained("out")
+    first = len(tokenizer) - 4
+    embedded = merged.get_input_embeddings().weight[first : first + 4]
+    assert torch.allclose(embedded, next(rows for name, rows in deltas.items() if "embed_tokens" in name))
+    before = load_file("base/model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(merged.get_input_embeddings().weight[:first], before[:first])
+
+
+@pytest.mark.full
 def test_a_reference_has_the_same_rows(folder: Path) -> None:
     """At the start the model is its own reference: the margins are 0, those of new tokens too."""
     write_base(folder / "base")
@@ -145,12 +182,11 @@ def test_a_reference_has_the_same_rows(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "what", "mend"),
     [
-        ({"finetuning_type": "lora"}, "the model has no rows for <|im_end|>, <|im_start|>", "finetuning_type: full"),
         ({"added_tokens": ["<a>", "<a>"]}, "the token '<a>' is added twice", "keep one"),
         ({"added_tokens": [""]}, "'added_tokens[0]' takes text", ""),
         ({"special_tokens": {"eos": "x"}}, "unknown key 'eos' in 'special_tokens'", "has bos_token, eos_token"),
     ],
-    ids=["adapters", "twice", "empty", "unknown"],
+    ids=["twice", "empty", "unknown"],
 )
 def test_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, Any], what: str,
                          mend: str) -> None:  # fmt: skip

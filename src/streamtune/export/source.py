@@ -267,6 +267,9 @@ def load_trained(
             allow_pickle=recipe is not None and recipe.allow_pickle,
             rope=models.RopeChange.of(trained.settings),
         )
+        rows = made.get_input_embeddings().weight.shape[0]
+        if len(tokenizer) > rows:  # rows of new tokens, which come with the adapters
+            models.add_rows(made, len(tokenizer), range(rows, len(tokenizer)))
     adapted = _load_adapters(made, Path(trained.folder))
     return adapted.requires_grad_(False).eval(), tokenizer
 

@@ -104,7 +104,10 @@ def save_pretrained(
         folder: The folder to write.
         weights: From :func:`copy_weights`, not to be used afterwards; None writes the weights the model has now.
     """
-    model.save_pretrained(folder, **({} if weights is None else {"state_dict": weights}))
+    more: dict[str, Any] = {} if weights is None else {"state_dict": weights}
+    if hasattr(model, "peft_config"):  # rows of new tokens are among the adapters: the whole table is not needed
+        more["save_embedding_layers"] = False
+    model.save_pretrained(folder, **more)
     tokenizer.save_pretrained(folder)
 
 

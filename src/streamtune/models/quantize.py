@@ -201,6 +201,7 @@ def add_lora(
     dropout: float = 0.0,
     target: Sequence[str] | str = "all-linear",
     seed: int = 0,
+    new_tokens: Sequence[int] = (),
 ) -> PeftModel:
     """Freeze ``model`` and add trainable low-rank adapters to its linear layers.
 
@@ -211,6 +212,7 @@ def add_lora(
         dropout: On the adapters' input.
         target: ``all-linear`` (every linear layer but the head) or names of modules, such as ``q_proj``.
         seed: Of the adapters' random start. The caller's random state is left as it was.
+        new_tokens: Tokens whose rows in the embedding and the head are trained beside the adapters.
 
     Raises:
         ArgumentError: A target that is not a linear layer of this model.
@@ -226,10 +228,20 @@ def add_lora(
         target_modules=target if isinstance(target, str) else list(target),
         bias="none",
         task_type="CAUSAL_LM",
+        trainable_token_indices={name: list(new_tokens) for name in _ends(model)} if new_tokens else None,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return get_peft_model(model, config)
+
+
+def _ends(model: PreTrainedModel) -> list[str]:
+    """Return the names of the embedding and of the head; of the embedding alone where they share their weight."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if ends[1] is None or ends[0].weight is ends[1].weight:  # peft trains a tied head with the embedding
+        del ends[1]
+    names = {id(module): name.rpartition(".")[2] for name, module in model.named_modules()}
+    return [names[id(end)] for end in ends]
 
 
 def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:

@@ -1,7 +1,8 @@
 """Tokens that a recipe adds to a tokenizer, and their rows in the embedding and the head of a model.
 
 A new row is the mean of the rows of the tokens that were there before: of a size that the layers of the model are
-used to, and the same on every rank and in every run. Rows of new tokens are trained with all others.
+used to, and the same on every rank and in every run. Rows of new tokens are trained with all others, or alone beside
+adapters.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ class Recipe(Spec):
 
     added_tokens: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Tokens to add that are ordinary text when decoded: `["<think>", "</think>"]`. Their rows in embedding and head
-    begin as the mean of the others and are trained."""
+    begin as the mean of the others and are trained, beside adapters too."""
 
     chat_template: Text | None = None
     """Jinja chat template, inline or the path of a file; without it, the tokenizer's own."""

@@ -63,18 +63,18 @@ def make_model(
     """
     adapters = recipe.finetuning_type != "full"
     new = new_token_ids(recipe, tokenizer)
-    if new and (adapters or (sharing is not None and checkpoint is None)):
+    if new and sharing is not None and (adapters or checkpoint is None):
         _refuse_new_tokens(recipe, tokenizer, new)
     name = str(checkpoint.model_dir) if checkpoint is not None and not adapters else recipe.model_name_or_path
     model = _base_model(recipe, device, len(tokenizer), _ids(tokenizer), name=name, sharing=sharing)
-    if new and checkpoint is None:
+    if new and (adapters or checkpoint is None):
         models.add_rows(model, len(tokenizer), new)
     models.use_special_tokens(model, tokenizer, recipe.special_tokens.model_dump())
     _check_vocabulary(model, tokenizer)
     with models.phantom_weights(model):
         if checkpoint is not None and adapters:
             return models.load_lora(model, checkpoint.model_dir)
-        return _adapted(recipe, model)
+        return _adapted(recipe, model, new)
 
 
 def make_reference_model(
@@ -101,25 +101,18 @@ def make_reference_model(
 
 
 def _refuse_new_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, new: Sequence[int]) -> None:
-    """Raise the error of new tokens where their rows cannot be made, or would not be trained.
+    """Raise the error of new tokens where ranks share the weights.
 
     Raises:
         ArgumentError: Always.
     """
     tokens = tokenizer.convert_ids_to_tokens(list(new))
     shown = ", ".join(tokens[:5]) + (f" and {len(tokens) - 5:,} more" if len(tokens) > 5 else "")
-    key = "added_tokens" if recipe.added_tokens else "special_tokens"
-    if recipe.finetuning_type == "full":
-        raise ArgumentError(
-            f"the model has no rows for {shown}, and ranks that share the weights read them as they are",
-            where=key,
-            mend="write deepspeed: zero2; or add them on one device: --set max_steps=1 --set learning_rate=0, then "
-            "name the final/ of that run as the model",
-        )
+    whole = "; or add them on one device: --set max_steps=1 --set learning_rate=0, then name the final/ of that run"
     raise ArgumentError(
-        f"the model has no rows for {shown}; they have to be trained, and adapters leave embedding and head frozen",
-        where=key,
-        mend="write finetuning_type: full, or use tokens that the tokenizer has",
+        f"the model has no rows for {shown}, and ranks that share the weights read them as they are",
+        where="added_tokens" if recipe.added_tokens else "special_tokens",
+        mend="write deepspeed: zero2" + (f"{whole} as the model" if recipe.finetuning_type == "full" else ""),
     )
 
 
@@ -181,8 +174,10 @@ def make_blueprint(recipe: Recipe, device: torch.device) -> Any:
         ArgumentError: The model cannot be made.
     """
     model = _blueprint(recipe, device, None)
+    size, named = model.get_input_embeddings().weight.shape[0], _count_named(recipe)
+    new = range(size - named, size) if recipe.model_name_or_path is not None else range(0)
     with torch.device("meta"):
-        return _adapted(recipe, model)
+        return _adapted(recipe, model, new)
 
 
 def _blueprint(recipe: Recipe, device: torch.device, name: str | None) -> Any:
@@ -289,8 +284,13 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
-def _adapted(recipe: Recipe, model: Any) -> Any:
+def _adapted(recipe: Recipe, model: Any, new_tokens: Sequence[int] = ()) -> Any:
     """Add new adapters to the model, unless all of it is trained.
+
+    Args:
+        recipe: The recipe.
+        model: Without adapters.
+        new_tokens: Tokens whose rows are trained beside the adapters.
 
     Raises:
         ArgumentError: It came with adapters, or all of it is to be trained and it came quantised.
@@ -324,6 +324,7 @@ def _adapted(recipe: Recipe, model: Any) -> Any:
         dropout=recipe.lora_dropout,
         target=recipe.lora_target,
         seed=recipe.seed,
+        new_tokens=new_tokens,
     )
 
 
