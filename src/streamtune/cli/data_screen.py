@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from streamtune.data.inspect import RowPart, RowView, TokenGap, TokenRun
-from streamtune.data.report import SourceReport
+from streamtune.data.report import SourceReport, share_cells
 
 from .console import out, plain, print_rows
 from .plan import bar
 
 if TYPE_CHECKING:
     from streamtune.data import BatchFacts
-    from streamtune.data.report import CompletionReport, DataReport
     from streamtune.run.inspect import Inspection
 
 __all__ = ["describe_batches", "describe_view", "print_inspection", "print_view"]
@@ -257,7 +256,8 @@ def _sources_table(found: Inspection) -> Table:
     for source in [*report.sources, *([report] if len(report.sources) > 1 else [])]:
         lengths = source.length_percentiles
         share = f"{source.supervised_tokens / source.tokens:.1%}" if source.tokens else "-"
-        name = "in all" if source is report else _name_source(source)
+        name = source.title if isinstance(source, SourceReport) else "in all"
+        shares = share_cells(report.sources, source) if isinstance(source, SourceReport) else ["", "", ""]
         table.add_row(
             f"  {plain(name)}",
             f"{source.rows:,}",
@@ -265,27 +265,11 @@ def _sources_table(found: Inspection) -> Table:
             *(f"{getattr(source, count):,}" for count in counts),
             f"{source.tokens:,}",
             *([share] if trained else []),
-            *(_share_cells(source, report) if mixed else []),
+            *(shares if mixed else []),
             *(f"{lengths[point]:,}" if lengths else "-" for point in points),
             style="bold" if source is report else None,
         )
     return table
-
-
-def _name_source(source: SourceReport) -> str:
-    """Return the path of a dataset, its configuration, and the eval set that it belongs to."""
-    evaluates = f"(eval {source.evaluates})" if source.evaluates else None
-    return " ".join(filter(None, (source.path, source.name, evaluates)))
-
-
-def _share_cells(source: SourceReport | DataReport | CompletionReport, report: Any) -> list[str]:
-    """Return the weight of a dataset, and its shares of the rows and tokens of an epoch."""
-    if not isinstance(source, SourceReport):
-        return ["", "", ""]
-    if source.weight is None:
-        return ["-", "-", "-"]
-    rows, tokens = (sum(getattr(each, name) for each in report.sources) for name in ("epoch_rows", "epoch_tokens"))
-    return [f"{source.weight:g}", f"{source.epoch_rows / rows:.1%}", f"{source.epoch_tokens / tokens:.1%}"]
 
 
 def _histogram(found: Inspection) -> Table:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["CompletionReport", "DataReport", "SourceReport", "length_percentiles"]
+__all__ = ["CompletionReport", "DataReport", "SourceReport", "length_percentiles", "share_cells"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,20 @@ class SourceReport:
     """rows that an epoch visits: more than it has where they are repeated; with packs of weighted sources the mean"""
     epoch_tokens: int = 0
     """their tokens; of trees with the prompt once"""
+
+    @property
+    def title(self) -> str:
+        """Return the path, the configuration, and the eval set that the rows belong to."""
+        evaluates = f"(eval {self.evaluates})" if self.evaluates else None
+        return " ".join(filter(None, (self.path, self.name, evaluates)))
+
+
+def share_cells(sources: Sequence[SourceReport], source: SourceReport) -> list[str]:
+    """Return the weight of a source, and its shares of the rows and tokens of an epoch, as text."""
+    if source.weight is None:
+        return ["-", "-", "-"]
+    rows, tokens = (sum(getattr(each, name) for each in sources) for name in ("epoch_rows", "epoch_tokens"))
+    return [f"{source.weight:g}", f"{source.epoch_rows / rows:.1%}", f"{source.epoch_tokens / tokens:.1%}"]
 
 
 @dataclass(frozen=True)
@@ -194,6 +208,8 @@ def _describe_rows(report: DataReport | CompletionReport, pieces_dropped: int = 
     }
     parts = [f"{report.rows:,} rows", *(f"{count:,} {name}" for name, count in counts.items() if count)]
     parts.append(f"{report.train_examples:,} to train on")
+    if any(source.weight is not None for source in report.sources):
+        parts.append(f"{sum(source.epoch_rows for source in report.sources):,} in an epoch, by weight")
     if report.validation_examples:
         parts.append(f"{report.validation_examples:,} held out")
     return parts

@@ -9,6 +9,7 @@ from string import Template
 from typing import Any
 
 from streamtune.data.inspect import RowPart, RowView, TokenGap
+from streamtune.data.report import SourceReport, share_cells
 from streamtune.run.inspect import Inspection
 from streamtune.secrets import plain
 
@@ -76,16 +77,19 @@ def _sources(found: Inspection) -> str:
     report = found.prepared.report
     counts = ("rows", "kept", "dropped", "split", "truncated", "tokens", "tokens_lost", "supervised_tokens_lost")
     points = ("min", "p50", "p90", "p99", "max")
+    weighted = any(source.weight is not None for source in report.sources)
+    mixed = ["weight", "of rows", "of tokens"] if weighted else []
     rows = []
     for source in [*report.sources, *([report] if len(report.sources) > 1 else [])]:
-        name = "in all" if source is report else " ".join(filter(None, (source.path, source.name)))
+        name = source.title if isinstance(source, SourceReport) else "in all"
+        shares = share_cells(report.sources, source) if isinstance(source, SourceReport) else ["", "", ""]
         share = f"{source.supervised_tokens / source.tokens:.1%}" if source.tokens else "-"
         lengths = [f"{source.length_percentiles[point]:,}" if source.length_percentiles else "-" for point in points]
-        row = [plain(name), *(f"{getattr(source, count):,}" for count in counts), share, *lengths]
+        counted = [f"{getattr(source, count):,}" for count in counts]
+        row = [plain(name), *counted, share, *(shares if weighted else []), *lengths]
         rows.append(("now" if source is report else "", row))
-    return _table(
-        ["", *(name.replace("supervised", "trained").replace("_", " ") for name in counts), "trained", *points], rows
-    )
+    named = [name.replace("supervised", "trained").replace("_", " ") for name in counts]
+    return _table(["", *named, "trained", *mixed, *points], rows)
 
 
 def _histogram(found: Inspection) -> str:
