@@ -54,7 +54,9 @@ def run(who: str, kind: str, path: Path, vocabulary: Path, processes: int) -> No
         prepared = prepare([Source(str(path))], tokenizer, max_length=1_000_000, train_on="assistant")
         tokens, trained = prepared.report.tokens, prepared.report.supervised_tokens
     else:
-        loaded = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(path.parent / "cache"))
+        loaded = datasets.load_dataset(
+            "json", data_files=str(path), split="train", cache_dir=str(path.parent / "cache")
+        )
 
         def chat(row: dict[str, object]) -> dict[str, object]:
             made = tokenizer.apply_chat_template(

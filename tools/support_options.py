@@ -131,6 +131,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"overlength": "truncate"},
         {"train_batch_size": 8},
         {"gradient_accumulation_steps": 2},
+        {"batching": "tokens", "tokens_per_batch": 8192},
+        {"batching": "buckets", "tokens_per_batch": 8192},
         {"share_prefix": "always"},
     ),
     "engine": _options(

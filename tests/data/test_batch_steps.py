@@ -10,8 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamtune.data import EpochSteps, ResumableSampler, StepSampler, bucket_steps, lay_out, token_steps
+from streamtune.data import (
+    EpochSteps,
+    ResumableSampler,
+    StepSampler,
+    Tree,
+    bucket_steps,
+    lay_out,
+    measure_trees,
+    token_steps,
+)
 from streamtune.data.batches.steps import CURRICULA
+from streamtune.data.records import Stored, spill
 from streamtune.errors import CheckpointError
 
 
@@ -122,6 +132,26 @@ def test_positions_and_squares_of_a_layout(batch_size: int) -> None:
     found = lay_out(epoch, LENGTHS, LENGTHS**2, batch_size=batch_size, packed=False)
     assert (found.positions, found.squares) == (positions, squares)
     assert found.step_tokens.sum() == LENGTHS.sum()
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_positions_and_squares_of_trees(share: bool) -> None:
+    trees = [
+        Tree([1] * prompt, [[2] * size for size in sizes], origin="rows:1")
+        for prompt, sizes in ((5, (3, 4)), (1, (2,)), (9, (1, 6, 2)))
+    ]
+    with spill(Tree) as (writer, tables):
+        for tree in trees:
+            writer.append(tree)
+            writer.flush()
+    order = [2, 0, 1, 2]
+    tokens, squares = measure_trees(Stored(Tree, tables[0], np.array(order)), share=share)
+    chosen = [trees[index] for index in order]
+    assert tokens.tolist() == [tree.num_tokens if share else tree.num_tokens_separate for tree in chosen]
+    for tree, found in zip(chosen, squares, strict=True):
+        prompt = len(tree.prompt)
+        rows = sum((prompt + len(completion)) ** 2 for completion in tree.completions)
+        assert found == rows - (len(tree.completions) - 1) * prompt**2 * share
 
 
 def test_positions_and_squares_of_pieces_that_share_sequences() -> None:

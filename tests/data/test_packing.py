@@ -41,6 +41,20 @@ def test_packs_are_tight() -> None:
     assert len(pack_rows([300, 300, 200, 200], 512, seed=0)) == 2, "a short row fills up a long one"
 
 
+def test_packs_are_those_of_best_fit_decreasing() -> None:
+    """Against the rule of "Fewer Truncations Improve Language Modeling", row by row and sequence by sequence."""
+    sizes, rooms = LENGTHS["ragged"], list[int]()
+    for size in sorted(sizes.tolist(), reverse=True):
+        fits = [index for index, room in enumerate(rooms) if room >= size]
+        if fits:
+            rooms[min(fits, key=rooms.__getitem__)] -= size
+        else:
+            rooms.append(512 - size)
+    packs = pack_rows(sizes, 512, seed=3)
+    found = sorted(512 - sum(int(sizes[row]) for row in packs[index]) for index in range(len(packs)))
+    assert found == sorted(rooms)
+
+
 def test_packs_are_a_function_of_lengths_and_seed() -> None:
     def members(seed: int) -> list[list[int]]:
         packs = pack_rows(LENGTHS["ragged"], 512, seed=seed)

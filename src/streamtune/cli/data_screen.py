@@ -179,11 +179,13 @@ def describe_batches(facts: BatchFacts | None) -> list[tuple[str, str]]:
     """Return lines about padding, packing and attention, as (name, text); none of trees and prompts."""
     if facts is None:
         return []
-    does = "fill" if facts.packing and facts.batching != "buckets" else "would fill"
-    best = f"no packing needs fewer than {facts.fewest_packs:,}"
-    sequences = "1 sequence" if facts.packs == 1 else f"{facts.packs:,} sequences"
-    packed = f"packs {does} {sequences} to {facts.pack_fill:.1%}; {best}"
-    return [("batches", _describe_steps(facts)), ("packing", packed), ("attention", _describe_attention(facts))]
+    lines = [("batches", _describe_steps(facts))]
+    if facts.packs:
+        does = "fill" if facts.packing and facts.batching != "buckets" else "would fill"
+        best = f"no packing needs fewer than {facts.fewest_packs:,}"
+        sequences = "1 sequence" if facts.packs == 1 else f"{facts.packs:,} sequences"
+        lines.append(("packing", f"packs {does} {sequences} to {facts.pack_fill:.1%}; {best}"))
+    return [*lines, ("attention", _describe_attention(facts))]
 
 
 def _describe_steps(facts: BatchFacts) -> str:
@@ -194,6 +196,8 @@ def _describe_steps(facts: BatchFacts) -> str:
         padding = f"of one {unit[:-1]}: no padding"
     if facts.batching == "rows":
         return padding
+    if facts.batch_size == 1:
+        padding = f"batches {padding}"
     steps = f"{facts.steps:,} step{'' if facts.steps == 1 else 's'}"
     text = f"{steps} of {facts.step_tokens['min']:,} to {facts.step_tokens['max']:,} tokens"
     if facts.pieces:

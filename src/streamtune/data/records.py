@@ -425,7 +425,7 @@ def _as_json(content: Any) -> str | None:
 
 
 def measure_trees(trees: Stored[Tree], *, share: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the tokens of each tree, and the sum of the squares of its rows' lengths, both [trees].
+    """Return the positions of each tree, and the sum of the squares of its rows' lengths, both [trees].
 
     Args:
         trees: They are not decoded.
@@ -436,7 +436,7 @@ def measure_trees(trees: Stored[Tree], *, share: bool) -> tuple[npt.NDArray[np.i
     rows = np.repeat(prompts, counts) + _list_lengths(pa.compute.list_flatten(completions))
     starts = np.cumsum(counts) - counts
     again = (counts - 1) * share
-    tokens = np.add.reduceat(rows, starts) - again * prompts
+    tokens = np.add.reduceat(rows, starts) - again * (prompts - 1)  # each has a copy of the last token of the prompt
     squares = np.add.reduceat(rows**2, starts) - again * prompts**2
     return tokens[trees.numbers()], squares[trees.numbers()]
 

@@ -136,6 +136,7 @@ INSTEAD: dict[str, str] = {
     "eval_strategy": "write eval_steps: N",
     "flash_attention": "delete the line; the engine picks the attention kernel, see `streamtune env`",
     "fp16": "write bf16: true",
+    "group_by_length": "write packing: true, or batching: tokens with tokens_per_batch: N",
     "gradient_checkpointing": "delete the line; streaming takes its place",
     "output_router_logits": "write router_aux_loss_coef: 0.001, or what the model's card says",
     "assistant_only_loss": "write train_on: assistant",

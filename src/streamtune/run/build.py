@@ -105,7 +105,7 @@ def build_run(
             model=model,
             parameters=models.count_parameters(model),
             streamed=streamed,
-            batch_facts=task.batch_facts(prepared),
+            batch_facts=task.batch_facts(prepared, try_packing=False),
             handle=streamed.handle,
             reference=reference,
             share=share,

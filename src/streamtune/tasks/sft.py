@@ -68,7 +68,14 @@ class Sft(Task[Recipe]):
                 cache=row_cache(recipe),
                 notify=notify_later,
             )
-        return self._cut(prepared) if recipe.batching == "buckets" else prepared
+        if recipe.batching != "buckets":
+            return prepared
+        if not recipe.packing:
+            notify(
+                f"pieces are computed {recipe.per_device_train_batch_size} at a time, however short they are; "
+                "packing: true lays as many end to end as max_length holds"
+            )
+        return self._cut(prepared)
 
     def _cut(self, prepared: data.PreparedData) -> data.PreparedData:
         """Return the data with its pieces, which are part of the fingerprint; held-out rows stay whole."""
@@ -93,7 +100,7 @@ class Sft(Task[Recipe]):
             digest.update(part.tobytes())
         return replace(prepared, report=report, fingerprint=digest.hexdigest(), pieces=pieces)
 
-    def batch_facts(self, prepared: data.PreparedData) -> data.BatchFacts:
+    def batch_facts(self, prepared: data.PreparedData, *, try_packing: bool = True) -> data.BatchFacts:
         """See :meth:`Task.batch_facts`."""
         recipe, batches = self.recipe, Batches(prepared, None)
         epoch, pieces, tokens = first_epoch(batches, recipe), prepared.pieces, batches.lengths()
@@ -106,7 +113,9 @@ class Sft(Task[Recipe]):
             per_sequence=None if pieces is None else pieces.per_sequence(),
         )
         lengths = prepared.train.lengths()
-        packs = prepared.packs or data.pack_rows(lengths, recipe.max_length, seed=recipe.seed)
+        packs = prepared.packs
+        if packs is None and try_packing:
+            packs = data.pack_rows(lengths, recipe.max_length, seed=recipe.seed)
         concat = data.concat_squares(int(lengths.sum()), recipe.max_length)
         found = np.percentile(layout.step_tokens, (0, 50, 100), method="higher").tolist()
         return data.BatchFacts(
@@ -119,8 +128,8 @@ class Sft(Task[Recipe]):
             squared_lengths_concat=concat,
             attention_ratio=round(concat / layout.squares, 3),
             packing=recipe.packing,
-            packs=len(packs),
-            pack_fill=round(packs.fill_rate(recipe.max_length), 4),
+            packs=0 if packs is None else len(packs),
+            pack_fill=0.0 if packs is None else round(packs.fill_rate(recipe.max_length), 4),
             fewest_packs=fewest_packs(lengths, recipe.max_length),
             pieces={} if pieces is None else pieces.by_bucket(),
         )

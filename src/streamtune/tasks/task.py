@@ -245,8 +245,13 @@ class Task(ABC, Generic[R_co]):
         """The key that limits the tokens of a row as it is prepared, and its value."""
         return "max_length", self.recipe.max_length
 
-    def batch_facts(self, prepared: Any) -> data.BatchFacts | None:
-        """Return measures of the batches of the first epoch on one rank; None where they depend on the model."""
+    def batch_facts(self, prepared: Any, *, try_packing: bool = True) -> data.BatchFacts | None:
+        """Return measures of the batches of the first epoch on one rank; None where they depend on the model.
+
+        Args:
+            prepared: From :meth:`prepare`.
+            try_packing: Pack rows that are not packed too, which takes some seconds for a million.
+        """
         return None
 
     def with_held_out(self, prepared: Any, rows: Sequence[Any]) -> Any:

@@ -45,7 +45,7 @@ class BatchFacts:
     packing: bool
     """True if rows share sequences"""
     packs: int
-    """sequences that the training examples are, or would be, packed into"""
+    """sequences that the training examples are, or would be, packed into; 0 where that was not tried"""
     pack_fill: float
     """part of their positions that holds a token"""
     fewest_packs: int
