@@ -2,9 +2,9 @@
 
     python -m benchmarks.data_speed --rows 20000 --repeats 5
 
-Chats: ``tokenizer.apply_chat_template`` with the mask of the assistant's tokens, as TRL's ``assistant_only_loss`` does it.
-Documents: the tokenizer's call. Both read the same JSON lines and write Arrow; each is a process of its own whose time is
-that of itself and its children, the imports taken off; A and B take turns, and the ratio is that of medians.
+Chats: ``tokenizer.apply_chat_template`` with the mask of the assistant's tokens, as TRL's ``assistant_only_loss`` asks
+for it. Documents: the tokenizer's call. Both read the same JSON lines and write Arrow. Each is a process of its own whose
+time is that of itself and its children, without the imports; the two take turns, and the ratio is that of the medians.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run(who: str, kind: str, path: Path, vocabulary: Path, processes: int) -> No
 
     before = _seconds()
     if who == "streamtune":
-        prepared = prepare([Source(str(path))], tokenizer, max_length=1_000_000, train_on="assistant")
+        prepared = prepare([Source(str(path))], tokenizer, max_length=1_000_000, processes=processes)
         tokens, trained = prepared.report.tokens, prepared.report.supervised_tokens
     else:
         loaded = datasets.load_dataset(
@@ -80,9 +80,9 @@ def run(who: str, kind: str, path: Path, vocabulary: Path, processes: int) -> No
 
 def _seconds() -> float:
     """Return the processor time of this process and the children that ended."""
-    from streamtune import templates
+    from streamtune.templates import _WORKERS
 
-    templates._WORKERS.close()
+    _WORKERS.close()  # a child counts once it ended
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 
@@ -124,7 +124,10 @@ def main() -> None:
             ours, theirs = (statistics.median(found[who]) for who in found)
             ratios = ", ".join(f"{a / b:.2f}" for a, b in zip(*found.values(), strict=True))
             count = options.rows if kind == "chats" else options.documents
-            print(f"| {count:,} {kind} | {sizes} | {ours:.1f} | {theirs:.1f} | **{ours / theirs:.2f}** | {ratios} |")
+            assert len(set(sizes.values())) == 1, sizes
+            tokens, trained = sizes["streamtune"]
+            what = f"{count:,} {kind}, {tokens:,} tokens, {trained:,} trained"
+            print(f"| {what} | {ours:.1f} | {theirs:.1f} | **{ours / theirs:.2f}** | {ratios} |")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ __all__ = [
     "fixed_date",
     "render_ahead",
     "render_chat",
-    "rendered_spans",
+    "rendered_ahead",
     "template_variables",
 ]
 
@@ -131,7 +131,7 @@ class ChatRequest:
 
 
 def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[ChatRequest]) -> bool:
-    """Render several conversations at once: :func:`render_chat` and :func:`rendered_spans` then find them ready.
+    """Render several conversations at once: :func:`render_chat` and :func:`rendered_ahead` then find them ready.
 
     What was rendered ahead before is forgotten. A conversation that the template refuses is left to
     :func:`render_chat`, which raises the error.
@@ -156,21 +156,25 @@ def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Cha
     return True
 
 
-def rendered_spans(
+def rendered_ahead(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     tools: Any,
     variables: Mapping[str, Any] | None,
-) -> list[tuple[int, int]] | None:
-    """Return the characters that ``{% generation %}`` blocks print in a conversation that was rendered ahead.
+) -> tuple[str, list[tuple[int, int]] | None] | None:
+    """Return the text of a conversation, and the characters that its ``{% generation %}`` blocks print.
 
-    None if it was not, or if the template has no such blocks, or has them inside of what it collects.
+    The latter are None if the template has no such blocks, or has them inside of what it collects; all is None unless
+    the conversation was rendered ahead.
     """
-    if _renders_itself(tokenizer):
+    if not _WORKERS.has_ahead or _renders_itself(tokenizer):
         return None
     own = ChatRequest(messages, tools, False, variables or {}).request()
     ready = _WORKERS.take(tokenizer.get_chat_template(None, tools), own)
-    return None if ready is None or ready[1] is None else [(start, end) for start, end in ready[1]]
+    if ready is None:
+        return None
+    text, spans = ready
+    return text, None if spans is None else [(start, end) for start, end in spans]
 
 
 def _shared(
@@ -325,6 +329,11 @@ class _Workers:
         for request, rendered in zip(own, found, strict=True):
             if rendered is not None and _key(shared["chat_template"], request):
                 self._ready[_key(shared["chat_template"], request)] = rendered
+
+    @property
+    def has_ahead(self) -> bool:
+        """True if conversations were rendered ahead."""
+        return bool(self._ready)
 
     def take(self, template: str, own: dict[str, Any]) -> Any:
         """Return ``[text, spans]`` of a conversation that was rendered ahead, None of another."""

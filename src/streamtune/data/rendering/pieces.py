@@ -91,11 +91,31 @@ class PieceTokenizer:
             yield self._encode(text[start + skip : stop], start, stop, skip, special=False, offsets=offsets)
         yield TokenPiece(len(text), len(text), around[1], [(0, 0)] * len(around[1]) if offsets else None)
 
+    @cached_property
+    def _backend(self) -> Any:
+        """The Rust tokenizer, if a call of the tokenizer is a call of it and nothing more; else None.
+
+        Called directly it saves a fourth of the time of a short text.
+        """
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer: Any = self.tokenizer
+        kinds = (type(tokenizer).__call__, getattr(type(tokenizer), "_encode_plus", None))
+        if kinds != (PreTrainedTokenizerFast.__call__, getattr(PreTrainedTokenizerFast, "_encode_plus", kinds)):
+            return None
+        tokenizer("a", verbose=False)  # without truncation and padding, which stay as a call sets them
+        backend = tokenizer.backend_tokenizer
+        return backend if backend.truncation is None and backend.padding is None else None
+
     def _encode(self, text: str, start: int, stop: int, skip: int, *, special: bool, offsets: bool) -> TokenPiece:
-        # verbose=False: a row longer than the model's own limit is what this program is for
-        encoding = self.tokenizer(text, add_special_tokens=special, verbose=False, return_offsets_mapping=offsets)
-        ids = list(encoding["input_ids"])
-        extents = encoding["offset_mapping"] if offsets else None
+        if self._backend is not None:
+            encoded = self._backend.encode(text, add_special_tokens=special)
+            ids, extents = encoded.ids, encoded.offsets if offsets else None
+        else:
+            # verbose=False: a row longer than the model's own limit is what this program is for
+            encoding = self.tokenizer(text, add_special_tokens=special, verbose=False, return_offsets_mapping=offsets)
+            ids = list(encoding["input_ids"])
+            extents = encoding["offset_mapping"] if offsets else None
         if skip and extents:
             extents = _with_skipped(extents, is_blank=self.tokenizer.convert_ids_to_tokens(ids[0]) == "▁")
         return TokenPiece(start, stop, ids, extents)

@@ -155,7 +155,8 @@ class RowRenderer:
     def _conversation(self, content: Conversation, origin: str) -> Rendered:
         require_template(self._tokenizer, "row", origin)
         content = _with_default_system(content, self._options.default_system)
-        trained, answers = self._trained(content), self._answers(content)
+        trained = self._trained(content)
+        answers = [index for index in trained if content.messages[index]["role"] == "assistant"]
         off = [index for index, message in enumerate(content.messages) if message.get("weight", 1) == 0]
         if self._train_on != "all" and not trained:
             names = ", ".join(self._options.roles_to_train)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from streamtune.data.reading.cells import FLAGS
 from streamtune.errors import DataError
-from streamtune.templates import ChatRequest, TemplateRefusalError, render_chat, rendered_spans
+from streamtune.templates import ChatRequest, TemplateRefusalError, render_chat, rendered_ahead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -145,7 +145,9 @@ class Renderings:
         self.system: Literal["printed", "late", "left out"] = "printed"
         """where the template prints the first message, if that is of the system: ``late`` is with the last message of
         the user, and only where a conversation ends with that message"""
-        self.text = check_unicode(self._render(messages), origin)
+        ahead = rendered_ahead(tokenizer, _seen(messages), tools, variables)
+        self._spans = None if ahead is None else ahead[1]
+        self.text = check_unicode(self._render(messages) if ahead is None else ahead[0], origin)
         if messages[0]["role"] == "system" and messages[0].get("content", "").strip() not in self.text:
             self._look_for_system()
 
@@ -306,9 +308,7 @@ class Renderings:
 
     def spans_ahead(self) -> list[tuple[int, int]] | None:
         """Return what :meth:`marked_spans` does, from the rendering of :attr:`text` itself; None if that has none."""
-        if self.system == "late":
-            return None
-        return rendered_spans(self._tokenizer, _seen(self.messages), self._tools, self._variables)
+        return None if self.system == "late" else self._spans
 
     def marked_spans(self) -> list[tuple[int, int]] | None:
         """Return the characters inside the template's ``{% generation %}`` blocks; None if it has none.

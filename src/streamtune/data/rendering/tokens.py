@@ -62,7 +62,7 @@ class TextTokens:
     """Tokens of a text."""
 
     ids: MutableSequence[int]
-    """[T], a list, or of text in pieces an array of 32 bits each"""
+    """[T], 32 bits each"""
     trained: Mask
     """[T]"""
     breaks: npt.NDArray[np.uint8] | None = None
@@ -77,14 +77,9 @@ class TextTokens:
 
     def labels(self) -> MutableSequence[int]:
         """Return the labels: the ids where they are trained; the first is not."""
-        found: MutableSequence[int]
-        if isinstance(self.ids, list):
-            marked = zip(self.ids, self.trained.tolist(), strict=True)
-            found = [token if train else IGNORE_INDEX for token, train in marked]
-        else:
-            found = array("i", self.ids)
-            np.frombuffer(found, dtype=np.int32)[~self.trained] = IGNORE_INDEX
+        found = array("i", self.ids)
         if found:
+            np.frombuffer(found, dtype=np.int32)[~self.trained] = IGNORE_INDEX
             found[0] = IGNORE_INDEX
         return found
 
@@ -160,7 +155,7 @@ class MaskTokenizer:
                 read.mask(first) if offsets or not turns else self._by_prefixes(text, first, turns, origin, special)
             )
             found = read.breaks(first) if breaks else None
-            return TextTokens(list(first.ids), trained, found, read.head_tokens, crosses=read.crosses)
+            return TextTokens(array("i", first.ids), trained, found, read.head_tokens, crosses=read.crosses)
         ids, mask, marks, estimated = array("i"), bytearray(), bytearray(), None
         for piece in chain([first], pieces):
             ids.extend(piece.ids)
@@ -253,8 +248,10 @@ class _PieceReader:
 
     def _count_head(self, piece: TokenPiece, pairs: npt.NDArray[np.int64]) -> None:
         here = self.head - piece.start
+        if here <= 0:
+            return
         inside = int(np.count_nonzero(pairs[:, 0] < here))
-        if here <= 0 or not inside:
+        if not inside:
             return
         self.head_tokens += inside
         if pairs[inside - 1, 1] > here:  # that token cannot be kept without what follows
