@@ -102,6 +102,8 @@ def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
 
 def _trained_flag(message: Mapping[str, Any], place: str, origin: str) -> bool | None:
     """Return whether a message says that it is trained; None if it does not say."""
+    if message.keys().isdisjoint(FLAGS):
+        return None
     given: dict[str, bool] = {}
     for name in FLAGS:
         value = message.get(name)
