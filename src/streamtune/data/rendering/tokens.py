@@ -30,6 +30,9 @@ __all__ = ["MaskTokenizer", "Rendered", "TextTokens"]
 STOP = 1 << 22
 """Characters that are not worth tokenising behind the limit of a row that is dropped or refused."""
 
+_LIKELY = 3
+"""Characters of a token at least, as a rule: a text with fewer than this times the limit is not likely too long."""
+
 Mask = npt.NDArray[np.bool_]
 
 
@@ -141,19 +144,28 @@ class MaskTokenizer:
         Raises:
             DataError: A token crosses the border of an answer, and the tokenizer gives no offsets.
         """
-        policy = self._policy
-        breaks = policy is not None and policy.finds_breaks and policy.may_exceed(text)
-        if breaks and not self._tokenizer.is_fast:
+        most = self._policy.max_length if self._policy is not None and self._policy.finds_breaks else None
+        asked = _Asked(text, turns, origin, special, exchanges, head, border)
+        # Borders need offsets, which take time: so they are asked for where the row is likely to be too long.
+        breaks = most is not None and bool(self._tokenizer.is_fast) and len(text) > _LIKELY * most
+        found = self._tokens(asked, breaks=breaks)
+        if most is None or breaks or len(found.ids) <= most:
+            return found
+        if not self._tokenizer.is_fast:
             self._note("rows are split at tokens: this tokenizer gives no character offsets, which borders need")
-            breaks = False
-        offsets = bool(self._tokenizer.is_fast) and (bool(turns) or breaks or head > 0 or border is not None)
+            return found
+        return self._tokens(asked, breaks=True)
+
+    def _tokens(self, asked: _Asked, *, breaks: bool) -> TextTokens:
+        text, turns, special = asked.text, asked.turns, asked.special
+        offsets = bool(self._tokenizer.is_fast) and (
+            bool(turns) or breaks or asked.head > 0 or asked.border is not None
+        )
         pieces = self._pieces.pieces(text, special=special, offsets=offsets)
         first = next(pieces)
-        read = _PieceReader(self._tokenizer, text, turns, exchanges if breaks else None, head, border)
+        read = _PieceReader(self._tokenizer, asked)
         if first.stop == len(text):
-            trained = (
-                read.mask(first) if offsets or not turns else self._by_prefixes(text, first, turns, origin, special)
-            )
+            trained = read.mask(first) if offsets or not turns else self._by_prefixes(asked, first)
             found = read.breaks(first) if breaks else None
             return TextTokens(array("i", first.ids), trained, found, read.head_tokens, crosses=read.crosses)
         ids, mask, marks, estimated = array("i"), bytearray(), bytearray(), None
@@ -178,9 +190,7 @@ class MaskTokenizer:
         """Return the ids of a text alone."""
         return self._pieces.ids(text, special=special)
 
-    def _by_prefixes(
-        self, text: str, whole: TokenPiece, turns: Sequence[ChatTurn] | None, origin: str, special: bool
-    ) -> Mask:
+    def _by_prefixes(self, asked: _Asked, whole: TokenPiece) -> Mask:
         """Return the trained tokens without offsets, for tokenizers in pure Python.
 
         The text up to the border of a turn must give a prefix of the ids.
@@ -190,14 +200,15 @@ class MaskTokenizer:
         """
         ids = list(whole.ids)
         trained: Mask = np.zeros(len(ids), dtype=np.bool_)
-        for turn in turns or ():
+        for turn in asked.turns or ():
             borders = []
             for border in (turn.start, turn.end):
-                prefix = list(self._tokenizer(text[:border], add_special_tokens=special, verbose=False)["input_ids"])
+                before = self._tokenizer(asked.text[:border], add_special_tokens=asked.special, verbose=False)
+                prefix = list(before["input_ids"])
                 if ids[: len(prefix)] != prefix:
                     raise DataError(
                         "a token crosses the border of an answer, and this tokenizer gives no character offsets",
-                        where=origin,
+                        where=asked.origin,
                         mend="use a fast tokenizer (tokenizer.json)",
                     )
                 borders.append(len(prefix))
@@ -205,34 +216,42 @@ class MaskTokenizer:
         return trained
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """The arguments of :meth:`MaskTokenizer.__call__`."""
+
+    text: str
+    turns: Sequence[ChatTurn] | None
+    origin: str
+    special: bool
+    exchanges: Sequence[int]
+    head: int
+    border: int | None
+
+
 class _PieceReader:
     """Reads the pieces of one text in order: which tokens are trained, where borders are, how many the head has."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        text: str,
-        turns: Sequence[ChatTurn] | None,
-        exchanges: Sequence[int] | None,
-        head: int,
-        border: int | None,
-    ) -> None:
-        self.tokenizer, self.text, self.turns = tokenizer, text, turns
-        self.turn_starts = np.array([turn.start for turn in turns or ()], dtype=np.int64)
-        self.turn_ends = np.array([turn.end for turn in turns or ()], dtype=np.int64)
-        self.exchanges = np.array(exchanges or (), dtype=np.int64)
-        self.head, self.border = head, border
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, asked: _Asked) -> None:
+        self.tokenizer, self.text, self.turns = tokenizer, asked.text, asked.turns
+        self.turn_starts = np.array([turn.start for turn in asked.turns or ()], dtype=np.int64)
+        self.turn_ends = np.array([turn.end for turn in asked.turns or ()], dtype=np.int64)
+        self.exchanges = asked.exchanges
+        self.head, self.border = asked.head, asked.border
         self.head_tokens, self.crosses = 0, False
+        self.pairs = np.empty((0, 2), dtype=np.int64)
+        """offsets of the last piece, [T, 2]"""
 
     def mask(self, piece: TokenPiece) -> Mask:
         """Return the tokens of the next piece that are trained, [T]."""
         if piece.offsets is None:
             return np.full(len(piece.ids), self.turns is None)
-        pairs = _pairs(piece.offsets)
+        pairs = self.pairs = _pairs(piece.offsets)
         if self.border is not None:
             here = self.border - piece.start
             self.crosses |= bool(((pairs[:, 0] < here) & (here < pairs[:, 1])).any())
-        self._count_head(piece, pairs)
+        if self.head > piece.start:
+            self._count_head(piece, pairs)
         if self.turns is None:
             return np.ones(len(piece.ids), dtype=np.bool_)
         size = piece.stop - piece.start
@@ -258,17 +277,17 @@ class _PieceReader:
             self.head = self.head_tokens = 0
 
     def breaks(self, piece: TokenPiece) -> npt.NDArray[np.uint8]:
-        """Return the strongest border before each token of the next piece, [T]."""
+        """Return the strongest border before each token of the piece whose mask was read last, [T]."""
         found: npt.NDArray[np.uint8] = np.zeros(len(piece.ids), dtype=np.uint8)
         if piece.start == piece.stop:
             return found
-        pairs = _pairs(piece.offsets or ())
+        pairs = self.pairs
         held = np.flatnonzero(pairs[:, 0] < pairs[:, 1])
         starts = pairs[held, 0] + piece.start
         for name, places in (
             ("line", _places(_LINE, self.text, piece)),
             ("paragraph", _places(_PARAGRAPH, self.text, piece)),
-            ("turn", np.stack([self.exchanges, self.exchanges], axis=1)),
+            ("turn", np.array([(place, place) for place in self.exchanges], dtype=np.int64).reshape(-1, 2)),
         ):
             first = np.searchsorted(starts, places[:, 0], "left")
             inside = first < len(starts)
