@@ -267,11 +267,21 @@ def load_trained(
             allow_pickle=recipe is not None and recipe.allow_pickle,
             rope=models.RopeChange.of(trained.settings),
         )
-        rows = made.get_input_embeddings().weight.shape[0]
-        if len(tokenizer) > rows:  # rows of new tokens, which come with the adapters
-            models.add_rows(made, len(tokenizer), range(rows, len(tokenizer)))
+        rows, wanted_rows = made.get_input_embeddings().weight.shape[0], _rows_of_tokens(Path(trained.folder))
+        if wanted_rows > rows:  # of new tokens, whose values come with the adapters
+            models.add_rows(made, wanted_rows, range(rows, wanted_rows))
     adapted = _load_adapters(made, Path(trained.folder))
     return adapted.requires_grad_(False).eval(), tokenizer
+
+
+def _rows_of_tokens(folder: Path) -> int:
+    """Return the rows that an embedding needs for the tokens trained beside adapters; 0 where there are none."""
+    try:
+        named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["trainable_token_indices"]
+        tables = named.values() if isinstance(named, dict) else [named or []]
+        return max((int(token) + 1 for table in tables for token in table), default=0)
+    except (OSError, ValueError, TypeError, KeyError):  # reading the adapters says what is wrong with it
+        return 0
 
 
 def _load_adapters(base: Any, folder: Path) -> Any:
