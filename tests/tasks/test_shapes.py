@@ -13,6 +13,8 @@ from streamtune.tasks import task_of
 from streamtune.tasks.dpo import in_proportion
 from streamtune.tasks.grpo.groups import BatchLayout, Group, micro_batches
 from streamtune.tasks.grpo.task import Grpo
+from streamtune.tasks.steps import accumulation
+from streamtune.train import World
 
 COMMON: dict[str, Any] = {"model_name_or_path": "none", "datasets": [{"path": "none"}]}
 
@@ -101,6 +103,26 @@ def test_whether_a_second_model_is_held(keys: dict[str, Any], held: bool) -> Non
     assert task_of(Recipe(**COMMON)).holds_reference is False
     assert task_of(grpo(beta=0.1)).holds_reference
     assert not task_of(grpo()).holds_reference
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "micro_batches"),
+    [
+        ({"batching": "tokens", "tokens_per_batch": 8192}, 1, 8),
+        ({"batching": "tokens", "tokens_per_batch": 8192, "per_device_train_batch_size": 2}, 2, 2),
+        ({"batching": "tokens", "tokens_per_batch": 1024}, 1, 2),
+        ({"batching": "buckets", "tokens_per_batch": 1024}, 1, 2),
+        ({"batching": "buckets", "tokens_per_batch": 1024, "packing": True}, 1, 1),
+        ({"batching": "buckets", "tokens_per_batch": 8192, "packing": True}, 4, 2),
+    ],
+)
+def test_the_step_that_is_planned_where_tokens_are_counted(
+    keys: dict[str, Any], ranks: int, micro_batches: int
+) -> None:
+    """Of rows of ``max_length``; two micro-batches at least where shorter rows make several."""
+    recipe = Recipe(**COMMON, max_length=1024, **keys)
+    assert accumulation(recipe, World(0, ranks)) == micro_batches
+    assert task_of(recipe).planned_length(700) == (1024 if recipe.packing else 700)
 
 
 @pytest.mark.parametrize(("group", "size"), [(8, 8), (8, 4), (4, 8), (4, 6), (3, 5), (2, 3), (5, 4)])
