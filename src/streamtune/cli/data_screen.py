@@ -251,7 +251,7 @@ def _sources_table(found: Inspection) -> Table:
     counts = [name for name in COUNTS if getattr(report, name)]
     trained = report.supervised_tokens > 0
     points = ("min", "p50", "p90", "max") if out.width >= WIDE else ("p50", "max") if len(counts) < 4 else ("max",)
-    short = {"truncated": "cut", "tokens_lost": "lost", "supervised_tokens_lost": "trained lost"}
+    short = {"truncated": "cut", "tokens_lost": "lost", "supervised_tokens_lost": "trained\nlost"}
     names = [short.get(name, name) for name in counts]
     kept = ["kept"] if out.width >= WIDE or "dropped" not in counts else []  # else it is the rest
     weighted = any(source.weight is not None for source in report.sources)
