@@ -3,8 +3,8 @@
     python -m benchmarks.data_speed --rows 20000 --repeats 5
 
 Chats: ``tokenizer.apply_chat_template`` with the mask of the assistant's tokens, as TRL's ``assistant_only_loss`` asks
-for it. Documents: the tokenizer's call. Both read the same JSON lines and write Arrow. Each is a process of its own whose
-time is that of itself and its children, without the imports; the two take turns, and the ratio is that of the medians.
+for it. Documents: the tokenizer's call. Both read the same JSON lines and write Arrow. Each is a process of its own
+whose time is that of itself and its children, without imports; they take turns, and the ratio is that of the medians.
 """
 
 from __future__ import annotations
