@@ -46,6 +46,8 @@ def print_inspection(found: Inspection, views: Sequence[tuple[str, RowView]], mo
     facts.append(("duplicates", _describe_duplicates(found)))
     print_rows(facts)
     _print_part("datasets", _sources_table(found))
+    if (mixture := _mixture_table(found)) is not None:
+        _print_part("an epoch, by weight", mixture)
     compared = ", of a prompt with its longest answer" if report.to_json().get("completions") else ""
     _print_part(f"tokens of {report.rows:,} rows before any cut{compared}", _histogram(found))
     batches = found.batches
@@ -240,6 +242,7 @@ def _table(*names: str) -> Table:
             name,
             justify="left" if number == 0 else "right",
             overflow="fold",
+            no_wrap=number > 0,  # no number is shown in parts
             min_width=12 if number == 0 else None,
         )
     return table
@@ -254,14 +257,11 @@ def _sources_table(found: Inspection) -> Table:
     short = {"truncated": "cut", "tokens_lost": "lost", "supervised_tokens_lost": "trained\nlost"}
     names = [short.get(name, name) for name in counts]
     kept = ["kept"] if out.width >= WIDE or "dropped" not in counts else []  # else it is the rest
-    weighted = any(source.weight is not None for source in report.sources)
-    mixed = ["weight", "of rows", "of tokens"] if weighted else []
-    table = _table("  ", "rows", *kept, *names, "tokens", *(["trained"] if trained else []), *mixed, *points)
+    table = _table("  ", "rows", *kept, *names, "tokens", *(["trained"] if trained else []), *points)
     for source in [*report.sources, *([report] if len(report.sources) > 1 else [])]:
         lengths = source.length_percentiles
         share = f"{source.supervised_tokens / source.tokens:.1%}" if source.tokens else "-"
         name = source.title if isinstance(source, SourceReport) else "in all"
-        shares = share_cells(report.sources, source) if isinstance(source, SourceReport) else ["", "", ""]
         table.add_row(
             f"  {plain(name)}",
             f"{source.rows:,}",
@@ -269,10 +269,22 @@ def _sources_table(found: Inspection) -> Table:
             *(f"{getattr(source, count):,}" for count in counts),
             f"{source.tokens:,}",
             *([share] if trained else []),
-            *(shares if mixed else []),
             *(f"{lengths[point]:,}" if lengths else "-" for point in points),
             style="bold" if source is report else None,
         )
+    return table
+
+
+def _mixture_table(found: Inspection) -> Table | None:
+    """Return a table of what an epoch takes of each dataset; None where none has a weight."""
+    sources = [source for source in found.prepared.report.sources if source.weight is not None]
+    if not sources:
+        return None
+    table = _table("  ", "weight", "rows", "of rows", "tokens", "of tokens")
+    for source in sources:
+        weight, of_rows, of_tokens = share_cells(sources, source)
+        cells = (weight, f"{source.epoch_rows:,}", of_rows, f"{source.epoch_tokens:,}", of_tokens)
+        table.add_row(f"  {plain(source.title)}", *cells)
     return table
 
 

@@ -102,6 +102,8 @@ def choose_lengths(
     """
     found = []
     for length in _candidates(measured.lengths, limit):
+        if overlap >= length // 2 and length != limit:  # pieces would be context for the most part
+            continue
         notify(f"trying max_length {length:,}")
         over = measured.lengths > length
         beyond = np.where(measured.first_trained < length, measured.lengths - length, measured.lengths)
