@@ -57,33 +57,50 @@ def random_row(chance: random.Random, name: str) -> dict[str, Any]:
 
 
 def compare(name: str, count: int) -> int:
-    """Compare so many random rows; return the number of trained tokens."""
+    """Compare so many random rows, rendered together, with and without marks; return the number of trained tokens."""
     plain, marked = fixed_tokenizer(name), fixed_tokenizer(name, marked=True)
-    render = RowRenderer(plain, train_on="assistant", notify=lambda text: None, chat=ChatOptions(on_empty="train"))
+    options = ChatOptions(on_empty="train")
+    renderers = [
+        RowRenderer(tokenizer, train_on="assistant", notify=lambda text: None, chat=options)
+        for tokenizer in (plain, marked)
+    ]
     chance, trained = random.Random(name), 0
-    for number in range(count):
-        columns = random_row(chance, name)
-        row = Row(f"x:{number}", columns)
-        content = normalise(row, detect_type(row))
-        assert isinstance(content, Conversation)
-        answers = [message for message in content.messages if message["role"] == "assistant"]
-        if not any(message.get("weight", 1) for message in answers):
-            continue
-        ours = render(content, row.origin)
-        seen = [{key: value for key, value in message.items() if key != "weight"} for message in content.messages]
-        theirs = marked.apply_chat_template(
-            seen, tools=content.tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        assert ours.input_ids == theirs["input_ids"], json.dumps(columns)
-        spans = runs(theirs["assistant_masks"])
-        assert len(spans) == len(answers), json.dumps(columns)
-        expected = [IGNORE_INDEX] * len(ours.input_ids)
-        for (start, end), message in zip(spans, answers, strict=True):
-            if message.get("weight", 1):
-                expected[start:end] = ours.input_ids[start:end]
-        assert ours.labels == expected, json.dumps(columns)
-        trained += sum(label != IGNORE_INDEX for label in ours.labels)
+    for first in range(0, count, 32):
+        some = [random_row(chance, name) for _ in range(first, min(first + 32, count))]
+        contents = [content for columns in some if (content := trained_chat(columns)) is not None]
+        for render in renderers:
+            render.ask_ahead(contents)
+            for content in contents:
+                trained += compare_chat(render, marked, content)
     return trained
+
+
+def trained_chat(columns: dict[str, Any]) -> Conversation | None:
+    """Return a row as a conversation; None if no answer of it is trained."""
+    row = Row("x:1", columns)
+    content = normalise(row, detect_type(row))
+    assert isinstance(content, Conversation)
+    answers = [message for message in content.messages if message["role"] == "assistant"]
+    return content if any(message.get("weight", 1) for message in answers) else None
+
+
+def compare_chat(render: RowRenderer, marked: Any, content: Conversation) -> int:
+    ours, shown = render(content, "x:1"), json.dumps(content.messages)
+    answers = [message for message in content.messages if message["role"] == "assistant"]
+    seen = [{key: value for key, value in message.items() if key != "weight"} for message in content.messages]
+    theirs = marked.apply_chat_template(
+        seen, tools=content.tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids = list(ours.input_ids)
+    assert ids == theirs["input_ids"], shown
+    spans = runs(theirs["assistant_masks"])
+    assert len(spans) == len(answers), shown
+    expected = [IGNORE_INDEX] * len(ids)
+    for (start, end), message in zip(spans, answers, strict=True):
+        if message.get("weight", 1):
+            expected[start:end] = ids[start:end]
+    assert list(ours.labels) == expected, shown
+    return sum(label != IGNORE_INDEX for label in ours.labels)
 
 
 def runs(mask: list[int]) -> list[tuple[int, int]]:
