@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from list_renderer import ListRenderer
 from tokenizers import Tokenizer
 from trained_tokenizers import read_template, train_bpe, wrap
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rendering.tokens import Rendered
 from streamtune.data.rows import Conversation
 from streamtune.errors import DataError
@@ -81,7 +81,7 @@ def trained_pieces(tokenizer: PreTrainedTokenizerFast, rendered: Rendered) -> li
 
 def render(tokenizer: PreTrainedTokenizerFast, messages: list[Message], train_on: str = "assistant") -> Rendered:
     """Render, and check that the ids are those of the full rendering and the labels theirs where they are trained."""
-    rendered = RowRenderer(tokenizer, train_on=train_on, notify=lambda message: None)(Conversation(messages), "x:1")
+    rendered = ListRenderer(tokenizer, train_on=train_on, notify=lambda message: None)(Conversation(messages), "x:1")
     assert rendered.input_ids == tokenizer.apply_chat_template(messages, tokenize=True)["input_ids"]
     assert all(label in (token, IGNORE_INDEX) for token, label in zip(rendered.input_ids, rendered.labels, strict=True))
     return rendered
@@ -144,7 +144,7 @@ def test_mistral_has_no_generation_prompt_and_spaces_before_answers(make_tokeniz
 def test_template_without_a_terminator_trains_the_answer_alone_and_says_so(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer("plain")
     told: list[str] = []
-    renderer = RowRenderer(tokenizer, train_on="assistant", notify=told.append)
+    renderer = ListRenderer(tokenizer, train_on="assistant", notify=told.append)
     for _ in range(2):
         rendered = renderer(Conversation([user("one?"), answer("two "), user("3?"), answer("four")]), "x:1")
     assert [piece.strip() for piece in trained_pieces(tokenizer, rendered)] == ["two", "four"]
@@ -289,7 +289,7 @@ def test_half_a_character_in_a_field_the_template_prints(bpe: Tokenizer) -> None
 
 def test_no_template(make_tokenizer: MakeTokenizer) -> None:
     with pytest.raises(DataError, match="no chat template") as caught:
-        RowRenderer(make_tokenizer(None), train_on="assistant", notify=print)(Conversation(CHATS["single"]), "x:1")
+        ListRenderer(make_tokenizer(None), train_on="assistant", notify=print)(Conversation(CHATS["single"]), "x:1")
     assert "chatml" in caught.value.mend
 
 

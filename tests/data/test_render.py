@@ -6,11 +6,11 @@ import random
 from collections.abc import Callable
 
 import pytest
+from list_renderer import ListRenderer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from trained_tokenizers import read_template, train_bpe, wrap
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rendering.tokens import Rendered, _extents
 from streamtune.data.rows import Content, Conversation, Document, PromptCompletion
 from streamtune.errors import ArgumentError, DataError
@@ -20,7 +20,7 @@ MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 
 
 def render(tokenizer: PreTrainedTokenizerFast, content: Content, train_on: str = "assistant") -> Rendered:
-    return RowRenderer(tokenizer, train_on=train_on, notify=lambda message: None)(content, "x:1")
+    return ListRenderer(tokenizer, train_on=train_on, notify=lambda message: None)(content, "x:1")
 
 
 def trained_text(tokenizer: PreTrainedTokenizerFast, rendered: Rendered) -> str:
@@ -78,7 +78,7 @@ def test_the_tokenizers_own_start_and_end_tokens_are_kept_once(bpe: Tokenizer) -
 def test_no_end_token_is_said_once(bpe: Tokenizer) -> None:
     told: list[str] = []
     tokenizer = wrap(bpe, eos_token=None)
-    renderer = RowRenderer(tokenizer, train_on="assistant", notify=told.append)
+    renderer = ListRenderer(tokenizer, train_on="assistant", notify=told.append)
     for text in ("The quick", "brown fox"):
         assert tokenizer.decode(renderer(Document(text), "x:1").input_ids) == text
     assert len(told) == 1
@@ -170,4 +170,4 @@ def test_extents_of_trimmed_offsets_are_the_untrimmed_ones() -> None:
 
 def test_unknown_train_on(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ArgumentError, match="train_on is 'user'"):
-        RowRenderer(tokenizer, train_on="user", notify=print)
+        ListRenderer(tokenizer, train_on="user", notify=print)

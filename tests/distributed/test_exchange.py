@@ -26,7 +26,13 @@ PICKLING = (
     "recv_object_list", "_object_to_tensor", "_tensor_to_object", "broadcast_from_rank0",
 )  # fmt: skip
 """Functions of torch.distributed that send objects as pickles."""
-READS_PICKLES = {"data/records.py", "quiet.py", "templates/worker.py", "templates/__init__.py"}
+READS_PICKLES = {
+    "data/records.py",
+    "data/rendering/pool.py",
+    "quiet.py",
+    "templates/worker.py",
+    "templates/__init__.py",
+}
 """Read what the same process wrote, or its own parent over a pipe: no rank and no file."""
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune import data
+from streamtune import data, models
 from streamtune.adapters import base_of
 from streamtune.errors import StreamTuneError
 from streamtune.export.check import LOGITS_BYTES
 from streamtune.export.source import TrainedModel
+from streamtune.recipe.schema import Recipe
 from streamtune.run.data import make_sources
 from streamtune.tasks import task_of
 from streamtune.templates import fix_date, render_chat
@@ -75,11 +76,11 @@ def choose_rows(trained: TrainedModel, model: Any, tokenizer: Any, notify: Calla
         tokens = sum(row.shape[1] for row in rows)
         named = f"{found[0][1]} and {len(rows) - 1} more" if len(rows) > 1 else found[0][1]
         return CheckRows(rows, _prompt(rows[0], limit), f"{named}: {tokens:,} tokens", own=True)
-    sample = trained.loaded.recipe.sample if trained.loaded is not None else None
+    recipe = trained.loaded.recipe if trained.loaded is not None else None
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(min(vocabulary, max(len(tokenizer), 2)), (1, min(limit, at_most)), generator=generator)
-    if sample is not None and sample.prompts:
-        ids = _encode(tokenizer, sample.prompts[0])[:limit]
+    if recipe is not None and recipe.sample is not None and recipe.sample.prompts:
+        ids = _encode(tokenizer, recipe.sample.prompts[0], recipe)[:limit]
         if len(ids) >= 2:
             rows = [torch.tensor([ids]), drawn]
             notify(f"{why}, so the sample prompt and random tokens are compared")
@@ -111,9 +112,10 @@ def _ids(row: Any) -> list[int]:
     return [int(token) for token in row.input_ids]
 
 
-def _encode(tokenizer: Any, prompt: str) -> list[int]:
+def _encode(tokenizer: Any, prompt: str, recipe: Recipe) -> list[int]:
     if tokenizer.chat_template:
-        text = render_chat(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+        asked, variables = models.ask(prompt, recipe.default_system), recipe.chat_template_kwargs
+        text = render_chat(tokenizer, asked, add_generation_prompt=True, variables=variables)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return list(tokenizer(prompt)["input_ids"])
 

@@ -7,9 +7,9 @@ and values of the longest common beginning are used again, where the model keeps
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,7 +52,9 @@ class GenerateOptions:
     top_k: int | None = None
     seed: int = 0
     system: str | None = None
-    """A system message before each conversation."""
+    """A system message before each conversation; None is the one that the recipe of a run puts there, if it does."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template; of a run those of its recipe."""
     raw: bool = False
     """Continue prompts as text, without the chat template."""
 
@@ -202,7 +204,7 @@ class Answerer:
             messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
             if options.system is not None and messages[0]["role"] != "system":
                 messages = [{"role": "system", "content": options.system}, *messages]
-            text = render_chat(tokenizer, messages, add_generation_prompt=True)
+            text = render_chat(tokenizer, messages, add_generation_prompt=True, variables=options.variables)
             ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
             raise ArgumentError("the prompt has no tokens", where="--prompt", mend="write something")
@@ -349,6 +351,10 @@ def load_answerer(
             trust_remote_code=trained.trusts_code,
             notify=notify,
         )
+    if trained.loaded is not None:
+        recipe = trained.loaded.recipe
+        system = recipe.default_system if options.system is None else options.system
+        options = replace(options, system=system, variables={**recipe.chat_template_kwargs, **options.variables})
     base = base_of(model)
     kind = f", linear layers in {trained.quantization}" if trained.quantization else ""
     adapters = ", with adapters" if trained.adapters else ""

@@ -31,7 +31,7 @@ from streamtune.models.load import (
 )
 from streamtune.models.positions import RopeChange, position_limit, pretrained_positions
 from streamtune.models.quantize import add_lora, choose_quantization, load_lora, quantization
-from streamtune.models.sample import likeliest_tokens, sample_text
+from streamtune.models.sample import ask, likeliest_tokens, sample_text
 from streamtune.models.tokenizer import (
     CHATML_TEMPLATE,
     load_tokenizer,
@@ -52,6 +52,7 @@ __all__ = [
     "add_lora",
     "add_rows",
     "add_tokens",
+    "ask",
     "blueprint",
     "check_positions",
     "choose_quantization",

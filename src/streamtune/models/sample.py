@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,7 +13,13 @@ from streamtune.templates import render_chat
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = ["likeliest_tokens", "sample_text"]
+__all__ = ["ask", "likeliest_tokens", "sample_text"]
+
+
+def ask(prompt: str, system: str | None = None) -> list[dict[str, str]]:
+    """Return a prompt as a message of the user, with a system message before it if there is one."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": prompt}]
 
 
 def sample_text(
@@ -25,6 +31,8 @@ def sample_text(
     temperature: float = 0.0,
     seed: int = 0,
     in_step: bool = False,
+    system: str | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the model's continuation of ``prompt``, without special tokens.
 
@@ -36,10 +44,11 @@ def sample_text(
         temperature: 0 takes the likeliest token at each place.
         seed: Of the draw. The caller's random state is left as it was.
         in_step: Ranks share the weights and compute each token together, a rank that is done too.
+        system: A system message before the prompt, where there is a chat template.
+        variables: Variables of the chat template.
     """
     if tokenizer.chat_template:
-        message = [{"role": "user", "content": prompt}]
-        text = render_chat(tokenizer, message, add_generation_prompt=True)
+        text = render_chat(tokenizer, ask(prompt, system), add_generation_prompt=True, variables=variables)
         inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     else:
         inputs = tokenizer(prompt, return_tensors="pt")

@@ -61,6 +61,8 @@ def write_samples(
                     temperature=SAMPLE_TEMPERATURE,
                     seed=recipe.seed,
                     in_step=together,
+                    system=recipe.default_system,
+                    variables=recipe.chat_template_kwargs,
                 )
                 written.append({"prompt": asked, "completion": text})
             else:
