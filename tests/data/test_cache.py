@@ -174,6 +174,19 @@ def test_the_template_and_its_date_belong_to_the_rows(tmp_path: Path, cache: Row
         fix_date(None)
 
 
+def test_a_file_that_is_changed_and_keeps_its_time_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contents, "RACY", -1.0)  # as if it was hashed long after it was written
+    file, hashes = tmp_path / "rows.jsonl", FileHashes(tmp_path / "files.json")
+    file.write_text("one")
+    status = file.stat()
+    first = hashes.of(file)
+    time.sleep(0.02)
+    with file.open("r+") as opened:  # as rsync --inplace -t and cp -p do: the same inode, size and time
+        opened.write("two")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert hashes.of(file) != first
+
+
 def test_a_file_is_known_by_its_bytes_wherever_its_clock_stands(tmp_path: Path) -> None:
     file, hashes = tmp_path / "rows.jsonl", FileHashes(tmp_path / "files.json")
     file.write_text("one")

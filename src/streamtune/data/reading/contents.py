@@ -1,8 +1,9 @@
 """Fingerprint what a source holds, so that rows that were prepared from the same contents are found again.
 
 A file of this machine is known by the hash of its bytes. Reading a file of a terabyte takes an hour, so its hash is
-remembered with its size, its time of change and its inode, as git does it, and a file that was changed within
-:data:`RACY` seconds before it was hashed is hashed again: its clock may not tell two changes apart.
+remembered with its size, its times of change and its inode, as git does it, and a file that was changed within
+:data:`RACY` seconds before it was hashed is hashed again: its clock may not tell two changes apart. The time of change
+that programs set (``cp -p``, ``rsync -t``) is not enough: the system's own, which none can set, is compared as well.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _BLOCK = 1 << 20
 
 @dataclass
 class FileHashes:
-    """Hashes of files, remembered in a JSON file by path, size, time of change and inode."""
+    """Hashes of files, remembered in a JSON file by path, size, times of change and inode."""
 
     path: Path
     """the JSON file; it may not exist yet, and is made anew where it cannot be read"""
@@ -54,7 +55,7 @@ class FileHashes:
             OSError: It cannot be read.
         """
         status = path.stat()
-        facts = [status.st_size, status.st_mtime_ns, status.st_ino]
+        facts = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         name = str(path.resolve())
         found = self._known.get(name)
         if isinstance(found, list) and found[:-1] == facts:
@@ -64,7 +65,7 @@ class FileHashes:
         with path.open("rb") as opened:
             while block := opened.read(_BLOCK):
                 digest.update(block)
-        if began - status.st_mtime > RACY:
+        if began - max(status.st_mtime, status.st_ctime) > RACY:
             self._known[name] = [*facts, digest.hexdigest()]
             self._changed = True
         return digest.hexdigest()
