@@ -268,11 +268,11 @@ def _describe_steps(run: Run) -> str:
         size = f"at most {recipe.tokens_per_batch:,} tokens in {unit}s"
     supervised = plan.supervised_steps
     steps = plan.total_steps - supervised
-    epochs = steps / plan.steps_per_epoch
+    epochs = "" if plan.steps_per_epoch is None else f" ({steps / plan.steps_per_epoch:.3g} epochs)"
     warmup = f" after {plan.warmup_steps:,} of warm-up" if plan.warmup_steps else ""
     first = f"{supervised:,} supervised, then " if supervised else ""
     return (
-        f"{first}{steps:,} ({epochs:.3g} epochs) of {size}; {recipe.optim}, "
+        f"{first}{steps:,}{epochs} of {size}; {recipe.optim}, "
         f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
     )
 

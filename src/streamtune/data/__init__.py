@@ -26,7 +26,7 @@ from streamtune.data.batches.pieces import Pieces, cut_rows
 from streamtune.data.batches.ranks import assign_rows
 from streamtune.data.batches.sampler import Packs, ResumableSampler, pack_rows
 from streamtune.data.batches.steps import EpochSteps, StepSampler, bucket_steps, token_steps
-from streamtune.data.cache import RowCache, fingerprint_sources
+from streamtune.data.cache import RowCache, fingerprint_sources, fingerprint_stream
 from streamtune.data.fit import COMPLETION_OVERLENGTH as COMPLETION_OVERLENGTH
 from streamtune.data.fit import IDENTICAL_PAIRS, OVERLENGTH
 from streamtune.data.fit.parts import EvalSet
@@ -35,6 +35,9 @@ from streamtune.data.prepare import (
     PreparedData,
     PreparedPrompts,
     PreparedTrees,
+    RowStream,
+    StreamPosition,
+    StreamSettings,
     holds_messages,
     iter_texts,
     prepare,
@@ -46,6 +49,7 @@ from streamtune.data.reading.builtin import ARITHMETIC_PATH, PREFERENCES_PATH, S
 from streamtune.data.reading.sources import Source
 from streamtune.data.records import Example, Prompt, Tree, gather_columns, measure_trees
 from streamtune.data.rendering.counts import ChatOptions
+from streamtune.data.rendering.policy import RowPolicy
 from streamtune.data.rendering.render import TRAIN_ON
 from streamtune.data.report import CompletionReport as CompletionReport
 from streamtune.data.report import DataReport
@@ -83,8 +87,12 @@ __all__ = [
     "Prompt",
     "ResumableSampler",
     "RowCache",
+    "RowPolicy",
+    "RowStream",
     "Source",
     "StepSampler",
+    "StreamPosition",
+    "StreamSettings",
     "Tree",
     "assign_rows",
     "bucket_steps",
@@ -94,6 +102,7 @@ __all__ = [
     "concat_squares",
     "cut_rows",
     "fingerprint_sources",
+    "fingerprint_stream",
     "gather_columns",
     "holds_messages",
     "iter_texts",

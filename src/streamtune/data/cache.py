@@ -31,7 +31,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from streamtune import __version__
 from streamtune.data.fit import LengthFit
 from streamtune.data.fit.state import load_fit, save_fit
-from streamtune.data.reading.contents import FileHashes, fingerprint_source
+from streamtune.data.reading.contents import FileHashes, fingerprint_rows, fingerprint_source
 from streamtune.data.reading.sources import Source
 from streamtune.data.records import ROWS, MappedTable, Record, TableWriter, spill
 from streamtune.sizes import show_size
@@ -40,7 +40,7 @@ from streamtune.templates import fixed_date
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RowCache", "fingerprint_sources", "fit_rows"]
+__all__ = ["RowCache", "fingerprint_sources", "fingerprint_stream", "fit_rows"]
 
 FitT = TypeVar("FitT", bound=LengthFit[Any, Any])
 Notify = Callable[[str], None]
@@ -238,6 +238,22 @@ def fingerprint_sources(sources: Sequence[Source], root: Path) -> str | None:
     if any(content is None for content in contents):
         return None
     return _name([contents, _own_code()])
+
+
+def fingerprint_stream(sources: Sequence[Source], root: Path, *, keep: bool) -> tuple[str, list[str]]:
+    """Return a hash of what is known of the contents of streamed sources, and the paths of those of unknown contents.
+
+    Args:
+        sources: The sources.
+        root: Where the hashes of files are remembered.
+        keep: Remember those that are computed.
+    """
+    hashes = FileHashes(root / "files.json")
+    contents = [fingerprint_rows(source, hashes) for source in sources]
+    if keep:
+        hashes.save()
+    unknown = [source.path for source, content in zip(sources, contents, strict=True) if content is None]
+    return _name([content or source.path for source, content in zip(sources, contents, strict=True)]), unknown
 
 
 def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:

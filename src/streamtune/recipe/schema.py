@@ -17,6 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from streamtune.recipe.batching import BucketSpec, batching_mistakes
 from streamtune.recipe.sharing import QUANTISED, SHARING_PRESETS, WholeWeights, two_levels
 from streamtune.recipe.spec import Count, Fraction, Rows, Spec, Steps, Text, at_most, mistake
+from streamtune.recipe.streaming import SHUFFLE_BUFFER, streaming_mistakes
 
 from .datasets import DatasetSpec, check_eval_sets, check_weights
 from .engine import EngineSpec
@@ -129,6 +130,13 @@ class Recipe(Spec):
 
     dataset_num_proc: Annotated[int, Field(ge=1, le=1024)] = 1
     """Processes that render and tokenise rows. The rows are the same with any number."""
+
+    streaming: bool = False
+    """`sft`: read, render and fit the rows of `datasets` as training goes, for data that does not fit on disk. Needs
+    `max_steps`. Nothing of them is prepared before the first step, and nothing is kept."""
+
+    shuffle_buffer: Count = SHUFFLE_BUFFER
+    """`streaming`: rows in memory that the next one is drawn from, fewer where they are long."""
 
     cache: bool = True
     """Keep prepared rows and a trained tokenizer on disk, under a hash of the files, the tokenizer and the options that
@@ -463,7 +471,7 @@ class Recipe(Spec):
         self._check_long_rows()
         check_weights(self.datasets, self.mix_by)
         check_eval_sets(self.eval_datasets)
-        for found in batching_mistakes(self):
+        for found in (*batching_mistakes(self), *streaming_mistakes(self)):
             raise found
         if self.deepspeed is not None and self.fsdp:
             raise mistake("'deepspeed' and 'fsdp' exclude each other", key="fsdp", mend="keep one of them")

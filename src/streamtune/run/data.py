@@ -55,7 +55,12 @@ def make_sources(loaded: LoadedRecipe, *, evaluated: bool = True) -> list[data.S
     def source(spec: DatasetSpec, *key: str | int, evaluates: str | None = None) -> data.Source:
         where = loaded.where(*key, "path")
         return data.Source(
-            **spec.model_dump(), mix_by=recipe.mix_by, evaluates=evaluates, seed=recipe.seed, where=where
+            **spec.model_dump(),
+            mix_by=recipe.mix_by,
+            evaluates=evaluates,
+            seed=recipe.seed,
+            streamed=recipe.streaming and evaluates is None,
+            where=where,
         )
 
     sources = [source(spec, "datasets", index) for index, spec in enumerate(recipe.datasets)]
@@ -133,7 +138,7 @@ def prepare_together(
     made: list[PreparedRows] = []
 
     def prepare() -> PreparedRows:
-        return made[0] if made else task.prepare(sources, tokenizer, notify)
+        return made[0] if made else task.prepare_training(sources, tokenizer, notify)
 
     if world.size > 1 and task.recipe.cache:
         leads = read_environment().local_rank == 0

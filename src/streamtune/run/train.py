@@ -46,8 +46,6 @@ class Run(Built):
     streamed: Streamed
     batch_facts: data.BatchFacts | None
     """Measures of the batches; None where they depend on the model."""
-    closing: ExitStack
-    """Destroys engines that gather the weights of a reference."""
     watchdog: Watchdog = field(default_factory=lambda: Watchdog(RankEnvironment()))
     """Watches the ranks while they train; by itself that of a run of one, which does nothing."""
 

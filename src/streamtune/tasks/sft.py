@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,11 +18,24 @@ from streamtune import data, train
 from streamtune.data.inspect_lengths import fewest_packs
 from streamtune.engine import StreamHandle, check_packing
 from streamtune.errors import DataError
+from streamtune.paths import cache_folder
 from streamtune.recipe.batching import BucketSpec
 from streamtune.recipe.schema import Recipe
+from streamtune.tasks.cost import RowCost
 from streamtune.tasks.random_batches import RandomTokens
-from streamtune.tasks.steps import first_epoch
-from streamtune.tasks.task import Notify, RandomStep, Task, TrialStep, chat_options, held_back, row_cache
+from streamtune.tasks.steps import StepPlan, first_epoch
+from streamtune.tasks.streamed import SAMPLED, StreamedRows, StreamReport, StreamSteps, record_bad_rows
+from streamtune.tasks.task import (
+    Built,
+    Notify,
+    RandomStep,
+    Task,
+    Training,
+    TrialStep,
+    chat_options,
+    held_back,
+    row_cache,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,28 +61,15 @@ class Sft(Task[Recipe]):
         *,
         val_size: float | None = None,
     ) -> data.PreparedData:
-        """See :meth:`Task.prepare`."""
+        """See :meth:`Task.prepare`; of rows that a run streams the first ones, which no run trains on."""
         recipe = self.recipe
-        with held_back(notify) as notify_later:
-            prepared = data.prepare(
-                sources,
-                tokenizer,
-                max_length=recipe.max_length,
-                overlength=recipe.overlength,
-                truncate_side=recipe.truncate_side,
-                split_at=recipe.split_at,
-                split_overlap=recipe.split_overlap,
-                train_on=recipe.train_on,
-                val_size=recipe.val_size if val_size is None else val_size,
-                packing=recipe.packing and recipe.batching != "buckets",
-                seed=recipe.seed,
-                on_bad_row=recipe.on_bad_row,
-                max_bad_rows=recipe.max_bad_rows,
-                chat=chat_options(recipe),
-                processes=recipe.dataset_num_proc,
-                cache=row_cache(recipe),
-                notify=notify_later,
-            )
+        if recipe.streaming:
+            notify(f"streaming: true: of each dataset the first {SAMPLED:,} rows are read, and stand for the others")
+            sources = [
+                source if source.evaluates else replace(source, max_rows=min(source.max_rows or SAMPLED, SAMPLED))
+                for source in sources
+            ]
+        prepared = self._prepare(sources, tokenizer, notify, recipe.val_size if val_size is None else val_size)
         if recipe.batching != "buckets":
             return prepared
         if not recipe.packing:
@@ -76,6 +78,73 @@ class Sft(Task[Recipe]):
                 "packing: true lays as many end to end as max_length holds"
             )
         return self._cut(prepared)
+
+    def _prepare(
+        self, sources: Sequence[data.Source], tokenizer: PreTrainedTokenizerBase, notify: Notify, val_size: float
+    ) -> data.PreparedData:
+        recipe = self.recipe
+        # The key of what is kept is a hash of whole files, too much to read for the first rows of a stream.
+        cache = None if recipe.streaming and any(not source.evaluates for source in sources) else row_cache(recipe)
+        with held_back(notify) as notify_later:
+            return data.prepare(
+                sources,
+                tokenizer,
+                max_length=recipe.max_length,
+                overlength=recipe.overlength,
+                truncate_side=recipe.truncate_side,
+                split_at=recipe.split_at,
+                split_overlap=recipe.split_overlap,
+                train_on=recipe.train_on,
+                val_size=val_size,
+                packing=recipe.packing and recipe.batching != "buckets",
+                seed=recipe.seed,
+                on_bad_row=recipe.on_bad_row,
+                max_bad_rows=recipe.max_bad_rows,
+                chat=chat_options(recipe),
+                processes=recipe.dataset_num_proc,
+                cache=cache,
+                notify=notify_later,
+            )
+
+    def prepare_training(
+        self, sources: Sequence[data.Source], tokenizer: PreTrainedTokenizerBase, notify: Notify
+    ) -> data.PreparedData | StreamedRows:
+        """See :meth:`Task.prepare_training`."""
+        if not self.recipe.streaming:
+            return self.prepare(sources, tokenizer, notify)
+        recipe = self.recipe
+        streamed = [source for source in sources if source.evaluates is None]
+        evaluated = [source for source in sources if source.evaluates is not None]
+        settings = data.StreamSettings(
+            policy=data.RowPolicy(
+                recipe.max_length, recipe.overlength, recipe.truncate_side, recipe.split_at, recipe.split_overlap
+            ),
+            train_on=recipe.train_on,
+            chat=chat_options(recipe),
+            seed=recipe.seed,
+            buffer=recipe.shuffle_buffer if recipe.shuffle else 1,
+            skips_bad_rows=recipe.on_bad_row == "skip",
+            max_bad_rows=recipe.max_bad_rows,
+            processes=recipe.dataset_num_proc,
+        )
+        # A copy: rows may be rendered by one thread while another writes samples.
+        stream = data.RowStream(streamed, copy.deepcopy(tokenizer), settings, notify)
+        stream.check()
+        held_out = self._prepare(evaluated, tokenizer, notify, 0.0) if evaluated else None
+        contents, unknown = data.fingerprint_stream(streamed, cache_folder() / "rows", keep=recipe.cache)
+        if unknown:
+            notify(f"nothing tells whether {', '.join(unknown)} changes: a run is resumed as if it had not")
+        return StreamedRows(
+            stream=stream,
+            held_out=held_out,
+            report=StreamReport(
+                [source.path for source in streamed],
+                settings.buffer,
+                recipe.max_length,
+                None if held_out is None else held_out.report,
+            ),
+            fingerprint=contents if held_out is None else f"{contents} {held_out.fingerprint}",
+        )
 
     def _cut(self, prepared: data.PreparedData) -> data.PreparedData:
         """Return the data with its pieces, which are part of the fingerprint; held-out rows stay whole."""
@@ -100,8 +169,12 @@ class Sft(Task[Recipe]):
             digest.update(part.tobytes())
         return replace(prepared, report=report, fingerprint=digest.hexdigest(), pieces=pieces)
 
-    def batch_facts(self, prepared: data.PreparedData, *, try_packing: bool = True) -> data.BatchFacts:
+    def batch_facts(
+        self, prepared: data.PreparedData | StreamedRows, *, try_packing: bool = True
+    ) -> data.BatchFacts | None:
         """See :meth:`Task.batch_facts`."""
+        if isinstance(prepared, StreamedRows):
+            return None
         recipe, batches = self.recipe, Batches(prepared, None)
         epoch, pieces, tokens = first_epoch(batches, recipe), prepared.pieces, batches.lengths()
         layout = data.lay_out(
@@ -143,9 +216,54 @@ class Sft(Task[Recipe]):
         if self.recipe.packing:
             check_packing(handle)
 
-    def batches(self, prepared: data.PreparedData, tokenizer: PreTrainedTokenizerBase, *, share: bool) -> Batches:
-        """See :meth:`Task.batches`."""
-        return Batches(prepared, tokenizer)
+    def batches(
+        self, prepared: data.PreparedData | StreamedRows, tokenizer: PreTrainedTokenizerBase, *, share: bool
+    ) -> Batches:
+        """See :meth:`Task.batches`; of streamed rows those of the held-out ones."""
+        # Without held-out rows of a stream there is nothing that the batches are of, and none is asked for.
+        held: Any = prepared.held_out if isinstance(prepared, StreamedRows) else prepared
+        return Batches(held, tokenizer)
+
+    def count_steps(self, batches: Batches, micro_batches: int, world: train.World) -> StepPlan:
+        """See :meth:`Task.count_steps`; of streamed rows it is not known how many there are."""
+        recipe = self.recipe
+        if not recipe.streaming:
+            return super().count_steps(batches, micro_batches, world)
+        warmup_steps = recipe.warmup_steps or math.ceil(recipe.max_steps * recipe.warmup_ratio)
+        return StepPlan(recipe.max_steps, None, warmup_steps)
+
+    def make_steps(self, built: Built) -> train.StepStream:
+        """See :meth:`Task.make_steps`."""
+        if not self.recipe.streaming:
+            return super().make_steps(built)
+        batches = built.batches
+        steps = StreamSteps(
+            built.prepared.stream,
+            lambda examples: batches.collate([[example] for example in examples], packed=False),
+            self.recipe,
+            built.world,
+            RowCost.of_model(built.model),
+        )
+        built.closing.callback(steps.close)
+        return steps
+
+    def training(self, built: Built) -> Training:
+        """See :meth:`Task.training`."""
+        training = super().training(built)
+        steps = training.steps
+        if not isinstance(steps, StreamSteps):
+            return training
+
+        def begin(backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
+            def tell(messages: Sequence[str], errors: Sequence[DataError]) -> None:
+                for message in messages:
+                    progress.note(built.first_step + steps.taken, message)
+                if errors and built.world.is_main:
+                    record_bad_rows(built.directory.bad_rows, errors)
+
+            steps.tell = tell
+
+        return replace(training, begin=begin)
 
     def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
         """See :meth:`Task.objective`."""

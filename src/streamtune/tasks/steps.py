@@ -185,7 +185,8 @@ class StepPlan:
     """The number of optimizer steps, and of those over which the learning rate rises."""
 
     total_steps: int
-    steps_per_epoch: int
+    steps_per_epoch: int | None
+    """None where rows are streamed: how many there are is not known."""
     warmup_steps: int
     supervised_steps: int = 0
     """Supervised steps before the first rollout, among the ``total_steps``."""

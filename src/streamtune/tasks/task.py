@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
@@ -124,6 +124,8 @@ class Built:
     share: bool
     """True if completions share their prompts."""
     plan: StepPlan
+    closing: ExitStack = field(default_factory=ExitStack)
+    """Closes what the run holds open: engines that gather weights, processes that render rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +237,12 @@ class Task(ABC, Generic[R_co]):
         Raises:
             DataError: A row cannot be trained on; it names the file and line.
         """
+
+    def prepare_training(
+        self, sources: Sequence[data.Source], tokenizer: PreTrainedTokenizerBase, notify: Notify
+    ) -> PreparedRows:
+        """Return the rows of a run, see :meth:`prepare`; without those to train on where they are streamed."""
+        return self.prepare(sources, tokenizer, notify)
 
     def longest(self, prepared: PreparedRows) -> int:
         """Return the tokens of the longest row, or of the longest prompt with its completion."""
@@ -392,13 +400,17 @@ class Task(ABC, Generic[R_co]):
         warmup_steps = recipe.warmup_steps or math.ceil(total_steps * recipe.warmup_ratio)
         return StepPlan(total_steps, steps_per_epoch, warmup_steps)
 
+    def make_steps(self, built: Built) -> train.StepStream:
+        """Return the micro-batches of one step after the other."""
+        return Steps(built.batches, self.recipe, built.world, RowCost.of_model(built.model))
+
     def training(self, built: Built) -> Training:
         """Return everything of the objective that the training loop is run with."""
-        recipe, batches = self.recipe, built.batches
-        held_out = partial(batches.held_out, recipe.per_device_eval_batch_size)
+        recipe = self.recipe
+        held_out = partial(built.batches.held_out, recipe.per_device_eval_batch_size)
         return Training(
             objective=self.objective(built.handle, built.reference, built.device),
-            steps=Steps(batches, recipe, built.world, RowCost.of_model(built.model)),
+            steps=self.make_steps(built),
             held_out=held_out_sets(built.prepared, held_out),
             learning_rate_at=optim.build_schedule(
                 recipe.lr_scheduler_type,

@@ -275,7 +275,7 @@ def train(
                 "supervised_tokens": world.count(sum(batch.num_targets for batch in mine)),
                 "tokens_per_s": round(tokens / seconds, 1),
                 "peak_mem_gib": round(peak_memory_bytes(device_of(model)) / GIB, 3),
-                "epoch": round(state.step / settings.steps_per_epoch, 4),
+                **({} if (epoch := settings.steps_per_epoch) is None else {"epoch": round(state.step / epoch, 4)}),
             }
             if not latest and not (settings.metric_for_best_model or "").startswith("eval_"):
                 tell_missing_metric(settings, record, state.step, progress)

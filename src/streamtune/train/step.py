@@ -51,7 +51,7 @@ class TrainSettings:
 
     total_steps: int
     """Optimizer steps of the whole run, those before a resume included."""
-    steps_per_epoch: int
+    steps_per_epoch: int | None
     max_grad_norm: float
     """0 does not clip."""
     eval_steps: int

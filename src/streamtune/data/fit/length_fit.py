@@ -250,6 +250,8 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         self, records: npt.NDArray[np.int64], sources: Sequence[Source]
     ) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
         """Return the training records, those of each source as often as it says, and where each source begins."""
+        if not sources:  # of eval sets alone
+            return records, (0,)
         parts = np.split(records, np.searchsorted(records, [start.records for start in self.starts[1 : len(sources)]]))
         repeated: list[npt.NDArray[np.int64]] = [
             np.tile(part, source.repeat) for part, source in zip(parts, sources, strict=True)

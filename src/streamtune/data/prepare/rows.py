@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 from streamtune.data.prepare.reading import Reading
 from streamtune.data.rendering.pool import Item, rendering
 
-__all__ = ["PreparedData", "prepare"]
+__all__ = ["PreparedData", "prepare", "read_contents"]
 
 
 PreparedData = Prepared[Example, DataReport]
@@ -107,7 +107,7 @@ def prepare(
         bad = BadRows(on_bad_row, max_bad_rows, note)
         with rendering(make, processes, note) as (log, render):
             reading = Reading(sources, fit, log, bad)
-            contents = reading.items(partial(_contents, tokenizer))
+            contents = reading.items(partial(read_contents, tokenizer))
             for item, outcome in reading.rendered(render, contents):
                 with bad:
                     rendered = outcome.get()
@@ -166,7 +166,7 @@ def _packed(prepared: PreparedData, sources: Sequence[Source], max_length: int, 
     )
 
 
-def _contents(tokenizer: PreTrainedTokenizerBase, reading: Reading, source: Source) -> Iterator[Item[Content]]:
+def read_contents(tokenizer: PreTrainedTokenizerBase, reading: Reading, source: Source) -> Iterator[Item[Content]]:
     """Yield the normal form of every row of a source."""
     for row, row_type in typed_rows([source], ROW_TYPES, detect_type, reading.bad):
         found: list[Content] = []

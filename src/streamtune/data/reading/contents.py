@@ -27,7 +27,7 @@ from streamtune.data.reading.places import is_address, local_files, remote_files
 from streamtune.data.reading.sources import BUILT_IN, Source
 from streamtune.errors import DataError
 
-__all__ = ["FileHashes", "fingerprint_source"]
+__all__ = ["FileHashes", "fingerprint_rows", "fingerprint_source"]
 
 RACY = 2.0
 """Seconds between the last change of a file and its hashing below which the hash is not remembered."""
@@ -82,7 +82,7 @@ class FileHashes:
         self._changed = False
 
 
-_AFTERWARDS = ("where", "seed", "repeat", "weight", "mix_by", "evaluates")
+_AFTERWARDS = ("where", "seed", "repeat", "weight", "mix_by", "evaluates", "streamed")
 """Fields of a source that decide nothing of its rows, but for the seed of rows that are drawn."""
 
 
@@ -102,12 +102,29 @@ def fingerprint_source(source: Source, hashes: FileHashes) -> Mapping[str, Any] 
     return {**options, "seed": source.seed if source.shuffle else None, "contents": contents}
 
 
+def fingerprint_rows(source: Source, hashes: FileHashes) -> Mapping[str, Any] | None:
+    """Return what decides the rows of a streamed source, wherever its files are; None where that cannot be known.
+
+    A dataset on the hub is not loaded for it.
+    """
+    found = fingerprint_source(source, hashes)
+    if found is None:
+        return None
+    contents = found["contents"]
+    if source.path not in BUILT_IN:
+        contents = [version for _, version in contents[0]]
+        found = {**found, "path": None}
+    return {**found, "contents": contents, "repeat": source.repeat, "weight": source.weight}
+
+
 def _contents(source: Source, hashes: FileHashes) -> Any:
     if source.path in BUILT_IN:
         return [sys.version, _library_files()] if source.path == STDLIB_PATH else []
     find = remote_files if is_address(source.path) else local_files
     found = find(source.path, split=source.split, config=source.name, where=source.place)
     if found is None:
+        if source.streamed:  # loading it would make a copy of all of it
+            return None
         return load_hub(source.path, source.name, source.split, source.place)._fingerprint
     files = [(file.shown, _version(file, hashes)) for file in found[0]]
     left_out = [] if found[1] is None else list(found[1].left_out)

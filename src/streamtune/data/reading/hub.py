@@ -13,14 +13,30 @@ from streamtune.errors import DataError, did_you_mean
 __all__ = ["hub_rows", "load_hub"]
 
 
-def hub_rows(name: str, config: str | None, split: str, where: str) -> Iterator[Row]:
-    """Yield the rows of a dataset; see :func:`load_hub`."""
-    shown = f"{name}[{split}]"
-    for number, columns in enumerate(load_hub(name, config, split, where), start=1):
+def hub_rows(name: str, config: str | None, split: str, where: str, *, streamed: bool = False) -> Iterator[Row]:
+    """Yield the rows of a dataset; see :func:`load_hub`.
+
+    Raises:
+        DataError: It cannot be loaded, or the hub cannot be read from any further.
+    """
+    shown, number = f"{name}[{split}]", 0
+    rows = iter(load_hub(name, config, split, where, streamed=streamed))
+    while True:
+        try:
+            columns = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # of a stream the network's, and the library's own for a damaged file
+            raise DataError(
+                f"cannot read on in the dataset '{name}': {_first_line(error)}",
+                where=f"{shown}:row {number + 1}",
+                mend="check access and the network, and start again: the run goes on from its last checkpoint",
+            ) from error
+        number += 1
         yield Row(f"{shown}:row {number}", without_nulls(columns))
 
 
-def load_hub(name: str, config: str | None, split: str, where: str) -> Any:
+def load_hub(name: str, config: str | None, split: str, where: str, *, streamed: bool = False) -> Any:
     """Return a ``datasets.Dataset``: from the hub the first time, then from the library's cache.
 
     The library runs no script of a dataset since its version 4, which this package requires.
@@ -30,6 +46,7 @@ def load_hub(name: str, config: str | None, split: str, where: str) -> Any:
         config: Its configuration, or None.
         split: The split.
         where: The place that an error names.
+        streamed: Return an ``IterableDataset``, which reads from the hub and keeps nothing.
 
     Raises:
         DataError: It cannot be loaded.
@@ -39,7 +56,7 @@ def load_hub(name: str, config: str | None, split: str, where: str) -> Any:
     _refuse_formats(name, where)
     with _quiet_without_terminal():
         try:
-            return datasets.load_dataset(name, config, split=split)
+            return datasets.load_dataset(name, config, split=split, streaming=streamed)
         except Exception as error:  # the library raises its own, the network's and the builder script's errors
             raise _cannot_load(name, config, split, error, where) from error
 

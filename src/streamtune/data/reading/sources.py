@@ -67,6 +67,8 @@ class Source:
     """name of the eval set that the rows belong to; None trains on them. Sources of eval sets come after the others"""
     seed: int = 42
     """seed of that draw"""
+    streamed: bool = False
+    """read a dataset on the hub from there, row by row, without keeping a copy"""
     where: str = ""
     """place of this entry in the recipe, ``file:line``; named when the path is wrong"""
 
@@ -185,7 +187,7 @@ def _all_rows(source: Source, bad: BadRows) -> Iterator[Row]:
     except OSError as error:
         raise DataError(f"cannot look at '{source.path}': {error.strerror or error}", where=source.place) from error
     if found is None:
-        yield from hub_rows(source.path, source.name, source.split, source.place)
+        yield from hub_rows(source.path, source.name, source.split, source.place, streamed=source.streamed)
         return
     files, folder = found
     if folder is not None:

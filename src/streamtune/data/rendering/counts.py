@@ -160,11 +160,22 @@ class RenderLog:
         Raises:
             DataError: Reasoning was dropped or answers are empty, and the options say that this is an error.
         """
-        of_all = {**self.by_path, **({} if self.by_path else {"": self.now})}
+        of_all = self._all()
         self._refuse(of_all)
         for path, counts in of_all.items():
             for text in _sentences(counts, self.options):
                 self.note(f"{path}: {text}" if path else text)
+
+    def check(self) -> None:
+        """Raise as :meth:`finish` does, while rows are still being rendered.
+
+        Raises:
+            DataError: As :meth:`finish`.
+        """
+        self._refuse(self._all())
+
+    def _all(self) -> dict[str, RenderCounts]:
+        return {**self.by_path, **({} if self.by_path else {"": self.now})}
 
     def _refuse(self, of_all: Mapping[str, RenderCounts]) -> None:
         empty = [counts for counts in of_all.values() if counts.empty]

@@ -1,0 +1,321 @@
+"""Rows that are read, rendered and fitted as they are asked for, pass after pass; none is kept.
+
+    sources -> in turn, or by weight -> buffer, drawn from -> render -> fit -> examples
+
+The order of a pass is a function of the sources, the seed and its number. So a place in it is a number of rows: to go
+on from there the rows before it are read again, and drawn, and not rendered.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from streamtune.data.faults import BadRows
+from streamtune.data.fit import RowFit
+from streamtune.data.prepare.reading import Reading
+from streamtune.data.prepare.rows import read_contents
+from streamtune.data.reading.sources import Source
+from streamtune.data.records import Example, Record, TableWriter
+from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions, RenderLog
+from streamtune.data.rendering.policy import RowPolicy
+from streamtune.data.rendering.pool import Item, rendering
+from streamtune.data.rendering.render import RowRenderer
+from streamtune.data.rows import Content
+from streamtune.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["RowStream", "StreamPosition", "StreamSettings"]
+
+BUFFER_CHARACTERS = 1 << 27
+"""Characters of the texts in a buffer: no row is added while there are more, so that a few long rows do not fill the
+memory."""
+MOST_TOLD = 10
+"""Bad rows of a pass that the user is notified of one by one."""
+
+Items = Iterator[Item[Content]]
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """The place behind an example that was handed out."""
+
+    epoch: int = 0
+    """number of the pass, from 0"""
+    rows: int = 0
+    """rows of the pass that are done with, in the order they are drawn"""
+    pieces: int = 0
+    """examples of the row after them that were handed out"""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """counts of the rows that are done with"""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the position as plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSettings:
+    """All that decides the examples of a stream besides the sources and the tokenizer; see :func:`prepare`."""
+
+    policy: RowPolicy
+    train_on: str = "assistant"
+    chat: ChatOptions = DEFAULT_CHAT
+    seed: int = 42
+    buffer: int = 1
+    """rows that the next one is drawn from; 1 keeps the order"""
+    skips_bad_rows: bool = False
+    """leave out rows that are malformed or cannot be trained on, in place of an error"""
+    max_bad_rows: int = 100
+    """such rows that a pass may have"""
+    processes: int = 1
+    """processes that render; 1 is this one"""
+
+
+class RowStream:
+    """Examples of the rows of some sources, pass after pass, without end.
+
+    Args:
+        sources: Where the rows come from: one after the other, or drawn by their weights.
+        tokenizer: The model's tokenizer, with its chat template; it is used by whoever asks for the next example.
+        settings: See :class:`StreamSettings`.
+        notify: Called with each thing the user should know, as a line of text; it may be replaced.
+
+    Attributes:
+        left_out: Called with the error of each row that is left out as faulty.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        tokenizer: PreTrainedTokenizerBase,
+        settings: StreamSettings,
+        notify: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self.sources, self.tokenizer, self.settings = sources, tokenizer, settings
+        self.notify = notify
+        self.left_out: Callable[[DataError], None] = lambda error: None
+        self._noted: set[str] = set()
+
+    def check(self) -> None:
+        """Read the first row of each source, so that a wrong name is found before a model is loaded.
+
+        Raises:
+            DataError: There is no such file or dataset, or no row in it that can be read.
+        """
+        log = RenderLog(self.settings.chat, self._note)
+        for number, source in enumerate(self.sources):
+            bad = self._new_bad()
+            if next(self._read(number, Reading(self.sources, self._new_fit()[0], log, bad)), None) is None:
+                bad.nothing_left()
+                raise DataError(f"'{source.path}' has no row", where=source.place)
+
+    def examples(self, start: StreamPosition) -> Generator[tuple[Example | None, StreamPosition]]:
+        """Yield examples, each with the position behind it, and None where a pass ends. Close it to end processes.
+
+        Args:
+            start: Where to begin; it is read up to there.
+
+        Raises:
+            DataError: A row is bad, too many are, a file changed into something else, or nothing is left of a pass.
+        """
+        settings, position = self.settings, start
+        make = partial(
+            RowRenderer, self.tokenizer, train_on=settings.train_on, chat=settings.chat, policy=settings.policy
+        )
+        with rendering(make, settings.processes, self._note) as (log, render):
+            while True:
+                bad = self._new_bad()
+                bad.count = position.counts.get("bad", 0)
+                order = self._order(position.epoch, Reading(self.sources, self._new_fit()[0], log, bad))
+                rendered = render(islice(order, position.rows, None))
+                yield from self._pass(position, rendered, log, bad)
+                position = StreamPosition(position.epoch + 1)
+                yield None, position
+
+    def _pass(
+        self, start: StreamPosition, rendered: Iterator[tuple[Item[Content], Any]], log: RenderLog, bad: BadRows
+    ) -> Iterator[tuple[Example, StreamPosition]]:
+        """Yield the examples that are left of a pass."""
+        counts, told, handed_out = Counter(start.counts), 0, bool(start.rows or start.pieces)
+        rows, done = start.rows, start.pieces
+        for item, outcome in rendered:
+            of_row: Counter[str] = Counter()
+            examples: list[Example] = []
+            before = bad.count
+            with bad:
+                examples, of_row = self._fit(outcome.get(), item.origin)
+            if bad.count > before:
+                of_row = Counter(rows=1, bad=1)
+            log.check()
+            told = self._tell_bad(bad, told)
+            for piece in range(done, len(examples)):
+                handed_out = True
+                if piece + 1 < len(examples):
+                    yield examples[piece], StreamPosition(start.epoch, rows, piece + 1, dict(counts))
+                else:
+                    behind = counts.copy()
+                    behind.update(of_row)
+                    yield examples[piece], StreamPosition(start.epoch, rows + 1, 0, dict(behind))
+            rows, done = rows + 1, 0
+            counts.update(of_row)
+        self._tell_bad(bad, told)
+        if not handed_out:
+            bad.nothing_left()
+            raise DataError(
+                f"no row of a pass is left to train on: all {rows:,} were dropped",
+                where=self.sources[0].place,
+                mend="see overlength and on_empty",
+            )
+        log.finish()
+        counts.update(rows=bad.count - counts["bad"], bad=bad.count - counts["bad"])  # those that could not be read
+        self.notify(f"pass {start.epoch + 1} of the data is over: {describe_counts(counts)}")
+
+    def _fit(self, rendered: Any, origin: str) -> tuple[list[Example], Counter[str]]:
+        """Return the examples made of a row, and its counts; None is a row with an empty answer."""
+        fit, writer = self._new_fit()
+        if rendered is None:
+            fit.skip_empty()
+        else:
+            fit.add(rendered, origin)
+            if fit.counts["too_long"]:
+                self._note(
+                    f"rows are over max_length, and what becomes of them is counted at the end of a pass; the first, "
+                    f"{origin}: {fit.about_longest} tokens",
+                    "too_long",
+                )
+        fit.counts["rows"] = 1
+        return writer.records, fit.counts
+
+    def _new_bad(self) -> BadRows:
+        return BadRows("skip" if self.settings.skips_bad_rows else "raise", self.settings.max_bad_rows, self._note)
+
+    def _new_fit(self) -> tuple[RowFit, _Handed]:
+        """Return a fit of one row, which counts nothing of the others: a stream has no end."""
+        writer = _Handed()
+        return RowFit(writer, self.settings.policy), writer
+
+    def _tell_bad(self, bad: BadRows, told: int) -> int:
+        for error in bad.errors[told:]:
+            self.left_out(error)
+            if told < MOST_TOLD:
+                self._note(f"a bad row is left out, {error.where}: {error.what}")
+            told += 1
+        return told
+
+    def _note(self, message: str, key: str = "") -> None:
+        """Notify the user, once of each message: what is found in a pass is found in the next one too."""
+        if (key or message) not in self._noted:
+            self._noted.add(key or message)
+            self.notify(message)
+
+    # --- the order ---------------------------------------------------------------------------------------------
+
+    def _order(self, epoch: int, reading: Reading) -> Items:
+        """Yield the rows of a pass in the order in which they are trained on."""
+        weighted = self.sources[0].weight is not None
+        items = self._by_weight(epoch, reading) if weighted else self._in_turn(reading)
+        if self.settings.buffer == 1:
+            return items
+        return _drawn(items, self.settings.buffer, _random(self.settings.seed, epoch, 0))
+
+    def _read(self, number: int, reading: Reading) -> Items:
+        for item in read_contents(self.tokenizer, reading, self.sources[number]):
+            item.source = number
+            yield item
+            del item  # of a long row the memory counts
+
+    def _in_turn(self, reading: Reading) -> Items:
+        for number, source in enumerate(self.sources):
+            for _ in range(source.repeat):
+                yield from self._read(number, reading)
+
+    def _by_weight(self, epoch: int, reading: Reading) -> Items:
+        """Draw the source of each row. The pass ends when every source has: those that end before begin again.
+
+        Raises:
+            DataError: A source has no row that can be read.
+        """
+        chosen = [number for number, source in enumerate(self.sources) if source.weight]
+        odds = np.cumsum([self.sources[number].weight for number in chosen])
+        random = _random(self.settings.seed, epoch, 1)
+        reads, ended = [self._read(number, reading) for number in chosen], set[int]()
+        while True:
+            draw = min(int(np.searchsorted(odds, random.random_sample() * odds[-1], side="right")), len(odds) - 1)
+            item = next(reads[draw], None)
+            if item is None:
+                ended.add(draw)
+                if len(ended) == len(chosen):
+                    return
+                reads[draw] = self._read(chosen[draw], reading)
+                item = next(reads[draw], None)
+            if item is None:
+                source = self.sources[chosen[draw]]
+                raise DataError(f"no row of '{source.path}' can be read", where=source.place, mend="mend its rows")
+            yield item
+            del item
+
+
+class _Handed(TableWriter):
+    """Keeps the examples of a row in memory."""
+
+    def __init__(self) -> None:
+        super().__init__(None, Example.schema)
+        self.records: list[Example] = []
+
+    def append(self, record: Record) -> None:
+        """Keep one example."""
+        assert isinstance(record, Example), "rows of next tokens"
+        self.records.append(record)
+
+
+def describe_counts(counts: Mapping[str, int]) -> str:
+    """Return the counts of a pass in one line, without counts of zero."""
+    named = {
+        "dropped": counts.get("dropped", 0),
+        "truncated": counts.get("truncated", 0),
+        "split": counts.get("split", 0),
+        "left out as bad": counts.get("bad", 0),
+    }
+    parts = [f"{counts.get('rows', 0):,} rows", *(f"{count:,} {how}" for how, count in named.items() if count)]
+    parts.append(f"{counts.get('tokens', 0):,} tokens, {counts.get('supervised_tokens', 0):,} of them trained")
+    if lost := counts.get("tokens_lost", 0):
+        about = "about " if counts.get("estimated") else ""
+        parts.append(f"{about}{lost:,} tokens and {counts.get('supervised_tokens_lost', 0):,} trained tokens lost")
+    return "; ".join(parts)
+
+
+def _drawn(items: Items, size: int, random: np.random.RandomState) -> Items:
+    """Fill a buffer of so many rows, and draw the next one from it, until all are drawn."""
+    buffer: list[Item[Content]] = []
+    characters = 0
+    for item in items:
+        buffer.append(item)
+        characters += item.size
+        del item
+        while buffer and (len(buffer) >= size or characters > BUFFER_CHARACTERS):
+            characters -= _draw(buffer, random)
+            yield buffer.pop()
+    while buffer:
+        _draw(buffer, random)
+        yield buffer.pop()
+
+
+def _draw(buffer: list[Item[Content]], random: np.random.RandomState) -> int:
+    """Draw a row, which becomes the last of the buffer; return its characters."""
+    place = int(random.randint(len(buffer)))
+    buffer[place], buffer[-1] = buffer[-1], buffer[place]
+    return buffer[-1].size
+
+
+def _random(seed: int, epoch: int, use: int) -> np.random.RandomState:
+    # RandomState's streams are frozen by numpy's compatibility policy; Generator's may change with a release.
+    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, epoch, use))))
