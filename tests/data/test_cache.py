@@ -203,8 +203,8 @@ def test_a_file_is_known_by_its_bytes_wherever_its_clock_stands(tmp_path: Path) 
     assert FileHashes(tmp_path / "files.json").of(file)
 
 
-@pytest.mark.parametrize("damage", ["short", "gone", "no json", "other counts"])
-@pytest.mark.quick("short")
+@pytest.mark.parametrize("damage", ["short", "gone", "no json", "other counts", "a byte", "a list"])
+@pytest.mark.quick("short", "a byte")
 def test_a_damaged_entry_is_made_anew(
     damage: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, cache: RowCache
 ) -> None:
@@ -217,6 +217,13 @@ def test_a_damaged_entry_is_made_anew(
         table.write_bytes(table.read_bytes()[:-100])
     elif damage == "gone":
         (entry / "fit.npz").unlink()
+    elif damage == "a byte":
+        counts = bytearray((entry / "fit.npz").read_bytes())
+        counts[len(counts) // 2] ^= 255
+        (entry / "fit.npz").write_bytes(counts)
+    elif damage == "a list":
+        size = (entry / "fit.json").stat().st_size
+        (entry / "fit.json").write_text("[]".ljust(size))
     elif damage == "no json":
         (entry / "entry.json").write_text("{")
     else:

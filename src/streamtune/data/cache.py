@@ -18,6 +18,7 @@ import os
 import shutil
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -185,7 +186,7 @@ def _read(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> 
         if "pickled" in table.table.schema.names and table.table["pickled"].null_count != table.table.num_rows:
             raise ValueError("the table holds what was pickled")
         load_fit(fit, entry, sources)
-    except (OSError, ValueError, KeyError, TypeError, EOFError, pa.ArrowInvalid):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, pa.ArrowException):
         shutil.rmtree(entry, ignore_errors=True)
         return None
     for message in facts["notes"]:
