@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from streamtune.data import ChatOptions, Source, prepare, prepare_preferences, prepare_prompts
 from streamtune.errors import DataError, RunError
 from streamtune.models.tokenizer import train_tokenizer
+from streamtune.templates import fix_date
 
 TEXTS = [f"the {n} quick brown foxes jump over {n * n} lazy dogs" for n in range(400)]
 
@@ -80,6 +81,19 @@ def test_the_same_rows_counts_and_messages(kind: str, tmp_path: Path, tokenizer:
     for name, value in vars(found[0].measured).items():
         assert np.array_equal(value, getattr(found[1].measured, name)), name
     assert [row.origin for row in found[0].train] == [row.origin for row in found[1].train]
+
+
+@pytest.mark.full
+def test_every_process_prints_the_date_of_the_run(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(TEXTS, vocab_size=300)
+    tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }}" + str(tokenizer.chat_template)
+    source = write(tmp_path / "rows.jsonl", [chat(number) for number in range(7)])
+    try:
+        fix_date("2001-02-03")
+        one, two = (prepare([source], tokenizer, max_length=900, processes=processes) for processes in (1, 2))
+    finally:
+        fix_date(None)
+    assert one.fingerprint == two.fingerprint
 
 
 @pytest.mark.full

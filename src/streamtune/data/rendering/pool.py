@@ -20,6 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from streamtune.child import Child
 from streamtune.data.rendering.counts import RenderLog
 from streamtune.errors import ArgumentError, DataError, RunError, StreamTuneError
+from streamtune.templates import fix_date, fixed_date
 
 __all__ = ["Item", "Rendered", "Renderer", "RowOutcome", "rendering"]
 
@@ -110,7 +111,7 @@ def rendering(
         yield renderer.log, lambda items: _here(renderer, items, rows_at_once)
         return
     try:
-        packed = pickle.dumps(make)
+        packed = pickle.dumps((make, fixed_date()))
     except Exception as error:  # whatever a tokenizer of others raises
         raise ArgumentError(
             f"the tokenizer cannot be sent to another process: {error}",
@@ -212,7 +213,9 @@ def _elsewhere(
 def _serve(connection: Any, packed: bytes) -> None:
     """Render batches until the pipe is closed."""
     messages: list[str] = []
-    renderer: Renderer = pickle.loads(packed)(notify=messages.append)
+    make, date = pickle.loads(packed)
+    fix_date(date)  # the one that templates of this run print
+    renderer: Renderer = make(notify=messages.append)
     while True:
         try:
             batch: list[Item[Any]] = pickle.loads(connection.recv_bytes())
