@@ -309,6 +309,23 @@ def test_clearing_frees_everything(tmp_path: Path, tokenizer: PreTrainedTokenize
     assert len(prepared.train[0].input_ids) > 3, "rows in use stay readable"
 
 
+def test_clearing_while_rows_are_prepared_loses_the_entry_alone(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, cache: RowCache
+) -> None:
+    source = write(tmp_path / "rows.jsonl", chats())
+    unfinished: list[Path] = []
+
+    def clear(note: str) -> None:
+        if "rows look like" in note:
+            unfinished.extend(cache.root.glob(".unfinished-*"))
+            cache.clear()
+
+    found = prepare([source], tokenizer, max_length=200, cache=cache, notify=clear)
+    assert same(found, prepare([source], tokenizer, max_length=200))
+    assert len(unfinished) == 1
+    assert not list(cache.root.iterdir())
+
+
 def test_compressed_files_and_sources_without_contents(tmp_path: Path, cache: RowCache) -> None:
     hashes = FileHashes(tmp_path / "files.json")
     with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from streamtune import __version__
+from streamtune import __version__, interrupts
 from streamtune.data.fit import LengthFit
 from streamtune.data.fit.state import load_fit, save_fit
 from streamtune.data.reading.contents import FileHashes, fingerprint_rows, fingerprint_source
@@ -180,7 +180,8 @@ def _read(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> 
         facts = json.loads((entry / _ENTRY).read_text("utf-8"))
         if any((entry / name).stat().st_size != size for name, size in facts["sizes"].items()):
             raise ValueError("a file has another size")
-        table = MappedTable(entry / ROWS)
+        with (entry / ROWS).open("rb") as file:
+            table = MappedTable(file)
         if table.table.schema != fit.record.schema or table.table.num_rows != facts["records"]:
             raise ValueError("the table is another one")
         if "pickled" in table.table.schema.names and table.table["pickled"].null_count != table.table.num_rows:
@@ -205,7 +206,9 @@ def _new_folder(root: Path) -> Path | None:
         for old in root.glob(f"{_UNFINISHED}*"):
             if time.time() - old.stat().st_mtime > STALE:
                 shutil.rmtree(old, ignore_errors=True)
-        return Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=root))
+        unfinished = tempfile.mkdtemp(prefix=_UNFINISHED, dir=root)
+        interrupts.remove_too(unfinished)
+        return Path(unfinished)
     except OSError:
         return None
 

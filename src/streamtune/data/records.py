@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, overload
+from typing import Any, BinaryIO, ClassVar, Generic, Protocol, Self, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -88,12 +88,11 @@ class MappedTable:
     They would stay resident otherwise, as many as there is memory for, and count as this process's own.
 
     Args:
-        path: An Arrow stream.
+        file: An Arrow stream, opened for reading; it may be closed and deleted afterwards.
     """
 
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    def __init__(self, file: BinaryIO) -> None:
+        self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         with pa.ipc.open_stream(pa.py_buffer(self._map)) as reader:
             self.table: pa.Table = reader.read_all()
         self._read = 0
@@ -199,11 +198,13 @@ def spill(record: type[Record], path: Path | None = None) -> Iterator[tuple[Tabl
         else:
             clear = "delete what is kept with streamtune data --clear-cache, or keep nothing with cache: false"
             sink = _Spilled(path, path.parent, str(path.parent.parent), clear)
-        with sink, pa.ipc.new_stream(pa.PythonFile(sink, "w"), record.schema) as stream:
-            writer = TableWriter(stream, record.schema)
-            yield writer, tables
-            writer.flush()
-        tables.append(MappedTable(path))
+        with sink:
+            reading = held.enter_context(path.open("rb"))  # by now: who clears the cache deletes the file
+            with pa.ipc.new_stream(pa.PythonFile(sink, "w"), record.schema) as stream:
+                writer = TableWriter(stream, record.schema)
+                yield writer, tables
+                writer.flush()
+        tables.append(MappedTable(reading))
 
 
 class _Spilled(io.FileIO):
