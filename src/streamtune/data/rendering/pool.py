@@ -231,4 +231,7 @@ def _serve(connection: Any, packed: bytes) -> None:
         except StreamTuneError as error:
             failure = error
         answer = (outcomes, renderer.log.now, list(messages), failure)
-        connection.send_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
+        try:
+            connection.send_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
+        except OSError:  # nobody waits for it: the first process was killed
+            return
