@@ -90,7 +90,7 @@ def test_without_a_shuffle_the_losses_are_those_of_prepared_rows(folder: Path, m
     {"datasets": [{"path": "a.jsonl", "weight": 1}, {"path": "b.jsonl", "weight": 1}]},
     {"dataset_num_proc": 2},
 ], ids=["ahead", "split", "weights", "processes"])  # fmt: skip
-@pytest.mark.full
+@pytest.mark.quick("split")
 def test_a_resume_anywhere_is_the_uninterrupted_stream(folder: Path, more: dict[str, Any]) -> None:
     steps = steps_of(folder, **more)
     states, seen = [steps.state_dict()], []
@@ -108,6 +108,7 @@ def test_a_resume_anywhere_is_the_uninterrupted_stream(folder: Path, more: dict[
     steps.close()
 
 
+@pytest.mark.full
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(folder: Path) -> None:
     """Steps 4 and 5 are the last of the first pass and the first of the second."""
     write_recipe(folder, {**KEYS, "save_steps": 2, "save_total_limit": 9, "max_length": 110})

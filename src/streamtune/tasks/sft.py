@@ -64,7 +64,7 @@ class Sft(Task[Recipe]):
         """See :meth:`Task.prepare`; of rows that a run streams the first ones, which no run trains on."""
         recipe = self.recipe
         if recipe.streaming:
-            notify(f"streaming: true: of each dataset the first {SAMPLED:,} rows are read, and stand for the others")
+            notify(f"streaming: true: at most the first {SAMPLED:,} rows of each dataset are read, and stand for all")
             sources = [
                 source if source.evaluates else replace(source, max_rows=min(source.max_rows or SAMPLED, SAMPLED))
                 for source in sources

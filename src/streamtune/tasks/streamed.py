@@ -29,7 +29,7 @@ SAMPLED = 1000
 
 @dataclass(frozen=True)
 class StreamReport:
-    """What is known of streamed rows before they are read."""
+    """Facts about streamed rows that are known before they are read."""
 
     paths: Sequence[str]
     """the datasets that are trained on"""
