@@ -187,7 +187,7 @@ def _read(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> 
         if "pickled" in table.table.schema.names and table.table["pickled"].null_count != table.table.num_rows:
             raise ValueError("the table holds what was pickled")
         load_fit(fit, entry, sources)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, pa.ArrowException):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, *_UNREADABLE):
         shutil.rmtree(entry, ignore_errors=True)
         return None
     for message in facts["notes"]:
@@ -197,6 +197,9 @@ def _read(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> 
     with suppress(OSError):
         os.utime(entry)
     return fit, table
+
+
+_UNREADABLE = (EOFError, zipfile.BadZipFile, pa.ArrowException)
 
 
 def _new_folder(root: Path) -> Path | None:
