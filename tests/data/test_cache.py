@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import gzip
 import json
 import multiprocessing
@@ -143,6 +144,18 @@ def test_another_input_is_prepared_anew(
     assert same(prepared, prepare([source], tokenizer, **changed))
 
 
+def test_variables_that_json_writes_alike_are_others(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, cache: RowCache
+) -> None:
+    tokenizer, source = copy.deepcopy(tokenizer), write(tmp_path / "rows.jsonl", chats(4))
+    tokenizer.chat_template = "{{ given }}" + str(tokenizer.chat_template)
+    found = set()
+    for given in ({1: 2}, {"1": 2}, [1], (1,), datetime.date(2026, 1, 31), {1: 2, "a": 3}):
+        chat = ChatOptions(variables={"given": given})
+        found.add(prepare([source], tokenizer, max_length=400, chat=chat, cache=cache).fingerprint)
+    assert len(found) == 6
+
+
 def test_held_out_rows_packs_and_seed_need_no_new_rows(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, cache: RowCache
 ) -> None:
@@ -247,8 +260,6 @@ def test_an_error_is_kept_by_nobody(tmp_path: Path, tokenizer: PreTrainedTokeniz
 def test_columns_that_are_no_json_are_not_kept(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, cache: RowCache
 ) -> None:
-    import datetime
-
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 

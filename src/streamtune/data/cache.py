@@ -107,7 +107,8 @@ class RowCache:
         if contents is None:
             return None
         versions = [__version__, _own_code(), metadata.version("tokenizers"), metadata.version("transformers")]
-        everything = [record.__name__, contents, facts, settings, versions]
+        # As Python writes it: JSON takes 1 and "1" for the same name, and has no dates.
+        everything = [record.__name__, contents, facts, repr(settings), versions]
         return _name(everything)
 
 
@@ -130,7 +131,7 @@ def fit_rows(
         fill: Reads, renders and fits every row; is given what to call with messages for the user.
         sources: Where the rows come from.
         tokenizer: The model's tokenizer, with its chat template.
-        settings: All else that decides the rows, as plain values.
+        settings: All else that decides the rows, as plain values: what ``repr`` tells apart.
         cache: Where prepared rows are kept; None keeps nothing.
         notify: Called with messages for the user: those of the time when rows were prepared are repeated.
 
