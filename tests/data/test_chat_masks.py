@@ -18,6 +18,7 @@ from streamtune.data.rendering.tokens import Rendered
 from streamtune.data.rows import Conversation
 from streamtune.errors import DataError
 from streamtune.labels import IGNORE_INDEX
+from streamtune.models.tokenizer import train_tokenizer
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 Message = dict[str, Any]
@@ -377,3 +378,17 @@ def test_agrees_with_the_marks_trl_added_by_hand(all_special: Tokenizer, path: P
         around = r"\s*(<eos>)?|<\|start\|>assistant|<.Assistant.>|<\|tool_response>"
         for piece in trained_pieces(plain, Rendered(ours.input_ids, differing)):
             assert re.fullmatch(around, piece)
+
+
+def test_marks_inside_of_a_recursive_loop_are_not_taken_for_places_in_the_text() -> None:
+    tokenizer = train_tokenizer(["one two three four five six"], vocab_size=300)
+    tokenizer.chat_template = (
+        "{% for m in messages recursive %}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+    )
+    renderer = RowRenderer(tokenizer, train_on="assistant", notify=print)
+    rows = [Conversation([answer("one two")])] * 9 + [Conversation([user("three four"), answer("one two")])]
+    renderer.ask_ahead(rows)
+    last = [renderer(row, "rows.jsonl:1") for row in rows][-1]
+    trained = [token for token, label in zip(last.input_ids, last.labels, strict=True) if label != IGNORE_INDEX]
+    assert tokenizer.decode(trained) == "one two<|im_end|>"

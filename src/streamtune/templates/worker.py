@@ -10,7 +10,7 @@ Requests come as pickles from the process that started this one, and answers go 
     E message  the template raised, or refuses what it is given
 
 Spans are the characters that ``{% generation %}`` blocks print, [start, end]; null where the template has none, or one
-inside of what it collects (``set``, ``macro``, ``filter``), whose place in the text is not known.
+inside of what it collects (``set``, ``macro``, ``filter``, a recursive loop), whose place in the text is not known.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _marks_in_place(library: Any, template: str) -> bool:
         if isinstance(node, nodes.CallBlock) and getattr(called, "name", "") == "_generation_support":
             found.append(collected)
         for child in node.iter_child_nodes():
-            walk(child, collected or isinstance(node, collects))
+            walk(child, collected or isinstance(node, collects) or getattr(node, "recursive", False))
 
     walk(library._compile_jinja_template(template).environment.parse(template), False)
     return bool(found) and not any(found)
