@@ -60,7 +60,11 @@ class RowCache:
 
     def size(self) -> int:
         """Return the bytes of all entries."""
-        return sum(file.stat().st_size for file in self.root.rglob("*") if file.is_file())
+        total = 0
+        for file in self.root.rglob("*"):
+            with suppress(OSError):  # another process may delete it meanwhile
+                total += file.stat().st_size if file.is_file() else 0
+        return total
 
     def clear(self) -> tuple[int, int]:
         """Delete all entries; return their number and their bytes. Processes that read them go on."""
@@ -106,7 +110,7 @@ class RowCache:
         contents = fingerprint_sources(sources, self.root) if facts is not None else None
         if contents is None:
             return None
-        versions = [__version__, _own_code(), metadata.version("tokenizers"), metadata.version("transformers")]
+        versions = [__version__, _own_code(), *map(metadata.version, ("tokenizers", "transformers", "jinja2"))]
         # As Python writes it: JSON takes 1 and "1" for the same name, and has no dates.
         everything = [record.__name__, contents, facts, repr(settings), versions]
         return _name(everything)
@@ -209,7 +213,7 @@ def _new_folder(root: Path) -> Path | None:
         root.mkdir(parents=True, exist_ok=True)
         for old in root.glob(f"{_UNFINISHED}*"):
             if time.time() - old.stat().st_mtime > STALE:
-                shutil.rmtree(old, ignore_errors=True)
+                shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink(missing_ok=True)
         unfinished = tempfile.mkdtemp(prefix=_UNFINISHED, dir=root)
         interrupts.remove_too(unfinished)
         return Path(unfinished)
