@@ -2,6 +2,7 @@
 
 # Built in; ``signal`` imports ``enum``, during which Ctrl-C would show a traceback.
 import _signal  # type: ignore[import-not-found]
+import gc
 import os
 
 __all__ = ["main"]
@@ -17,8 +18,10 @@ def main() -> None:
 
     keep_streams()
     interrupts.install(for_good=True)
+    gc.disable()  # imports make no garbage
     from streamtune.cli import main as run
 
+    gc.enable()
     run()
 
 

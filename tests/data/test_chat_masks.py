@@ -386,7 +386,7 @@ def test_marks_inside_of_a_recursive_loop_are_not_taken_for_places_in_the_text()
         "{% for m in messages recursive %}{% if m.role == 'assistant' %}"
         "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
     )
-    renderer = RowRenderer(tokenizer, train_on="assistant", notify=print)
+    renderer = ListRenderer(tokenizer, train_on="assistant", notify=print)
     rows = [Conversation([answer("one two")])] * 9 + [Conversation([user("three four"), answer("one two")])]
     renderer.ask_ahead(rows)
     last = [renderer(row, "rows.jsonl:1") for row in rows][-1]

@@ -24,7 +24,7 @@ HERE = torch.device("cpu")
 ALL = [FLASH, CUDNN, EFFICIENT]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kernel", ALL, ids=lambda kernel: kernel.name)
 @pytest.mark.usefixtures("cuda_operators")
 def test_around_right_operators_the_kernels_agree(kernel: Kernel, dtype: torch.dtype) -> None:

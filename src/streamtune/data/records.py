@@ -238,7 +238,16 @@ class _Spilled(io.FileIO):
 
 
 def _list_lengths(cells: pa.ChunkedArray) -> npt.NDArray[np.int64]:
-    return np.asarray(pa.compute.list_value_length(cells).to_numpy(), dtype=np.int64)
+    found = [_integers(chunk, np.int32) for chunk in pa.compute.list_value_length(cells).chunks]
+    return np.concatenate(found, dtype=np.int64) if found else np.zeros(0, dtype=np.int64)
+
+
+def _integers(cells: pa.Array, dtype: Any) -> npt.NDArray[Any]:
+    """Return integers, none missing, as they are in memory: pyarrow's own function imports pandas for it."""
+    assert not cells.null_count, "every integer is there"
+    buffer = cells.buffers()[1]
+    found: npt.NDArray[Any] = np.zeros(0, dtype) if buffer is None else np.frombuffer(buffer, dtype)
+    return found[cells.offset : cells.offset + len(cells)]
 
 
 def _items(cell: pa.ListScalar) -> list[Any]:
@@ -275,8 +284,8 @@ class Example:
     def from_row(cls, table: pa.Table, row: int) -> Self:
         """See :class:`Record`."""
         return cls(
-            input_ids=table["input_ids"][row].values.to_numpy(),
-            labels=table["labels"][row].values.to_numpy(),
+            input_ids=_integers(table["input_ids"][row].values, np.int32),
+            labels=_integers(table["labels"][row].values, np.int32),
             origin=table["origin"][row].as_py(),
         )
 

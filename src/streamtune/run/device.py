@@ -7,6 +7,7 @@ objects.
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,7 +65,6 @@ def prepare_libraries(device: torch.device) -> None:
     Their progress bars and warnings, which would be drawn over our own line of progress, are turned off, and torch's
     flash attention is the fastest implementation that is installed.
     """
-    import datasets
     import transformers
 
     from streamtune.ops.attention.kernels import use_installed_flash
@@ -72,7 +72,9 @@ def prepare_libraries(device: torch.device) -> None:
     use_installed_flash(device)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when it is imported, for a dataset on the hub alone
+    if (datasets := sys.modules.get("datasets")) is not None:
+        datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\..*")
     # DeepSpeed calls collectives by their old names, and hooks modules whose inputs need no gradient.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
