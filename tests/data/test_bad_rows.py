@@ -259,3 +259,21 @@ def test_the_folder_of_temporary_files_is_named(reason: str, write: Write, tmp_p
     else:
         assert what.startswith("there is no folder for temporary files: ")
         assert "set TMPDIR" in mend
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_rows_that_cannot_be_read_and_rows_that_cannot_be_trained_on_are_listed_in_their_order(
+    processes: int, tmp_path: Path, tokenizer: Any
+) -> None:
+    good = json.dumps({"prompt": "2 + 2 is", "completion": " 4"})
+    untrained = json.dumps({"prompt": "2 + 2 is", "completion": 4})
+    unread = "{broken"
+    lines = [good, untrained, unread, good, unread, untrained, good, untrained, unread]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    wrong = [f"{tmp_path / 'rows.jsonl'}:{number}" for number, line in enumerate(lines, start=1) if line != good]
+    options: dict[str, Any] = {"max_length": 99, "processes": processes}
+    prepared = prepare([Source(str(tmp_path / "rows.jsonl"))], tokenizer, on_bad_row="skip", **options)
+    assert [row["row"] for row in prepared.bad_rows] == wrong
+    with pytest.raises(DataError) as error:
+        prepare([Source(str(tmp_path / "rows.jsonl"))], tokenizer, **options)
+    assert [line.split(": ")[0][2:] for line in str(error.value).splitlines() if line.startswith("- ")] == wrong

@@ -57,13 +57,14 @@ def loading_libraries() -> Iterator[Status]:
     The collector would walk over all of them a hundred times, a fifth of the time of importing torch and transformers.
     What was imported is left out of later collections.
     """
-    collects = gc.isenabled()
+    collects, is_first = gc.isenabled(), "torch" not in sys.modules
     gc.disable()
     try:
         with err.status("loading libraries") as status:
             yield status
     finally:
-        gc.freeze()
+        if is_first:
+            gc.freeze()
         if collects:
             gc.enable()
 

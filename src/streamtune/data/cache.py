@@ -142,39 +142,38 @@ def fit_rows(
     Returns:
         The fit, and the table of the records.
     """
-    key = None if cache is None else cache.key(record, sources, tokenizer, settings)
-    if cache is None or key is None:
-        with spill(record) as (writer, tables):
-            fit = make(writer)
-            fill(fit, notify)
-        return fit, tables[0]
-    entry = cache.root / key
-    found = _read(entry, make(TableWriter(None, record.schema)), sources, notify)
-    if found is not None:
-        return found
-    unfinished = _new_folder(cache.root)
-    if unfinished is None:
-        notify(f"prepared rows are not kept: {cache.root} cannot be written to")
-        with spill(record) as (writer, tables):
-            fit = make(writer)
-            fill(fit, notify)
-        return fit, tables[0]
     notes: list[str] = []
 
     def note(message: str) -> None:
         notes.append(message)
         notify(message)
 
-    try:
-        with spill(record, unfinished / ROWS) as (writer, tables):
+    def prepare(path: Path | None) -> tuple[FitT, MappedTable]:
+        with spill(record, path) as (writer, tables):
             fit = make(writer)
             fill(fit, note)
-        table = tables[0].table
-        if "pickled" not in record.schema.names or table["pickled"].null_count == table.num_rows:
-            _keep(fit, notes, table.num_rows, unfinished, entry, notify)
         return fit, tables[0]
+
+    key = None if cache is None else cache.key(record, sources, tokenizer, settings)
+    if cache is None or key is None:
+        return prepare(None)
+    entry = cache.root / key
+    if (found := _read(entry, make(TableWriter(None, record.schema)), sources, notify)) is not None:
+        return found
+    if (unfinished := _new_folder(cache.root)) is None:
+        notify(f"prepared rows are not kept: {cache.root} cannot be written to")
+        return prepare(None)
+    try:
+        fit, mapped = prepare(unfinished / ROWS)
+        if not _holds_pickles(mapped.table):
+            _keep(fit, notes, mapped.table.num_rows, unfinished, entry, notify)
+        return fit, mapped
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)  # the mapping keeps the bytes of the table
+
+
+def _holds_pickles(table: pa.Table) -> bool:
+    return "pickled" in table.schema.names and table["pickled"].null_count < table.num_rows
 
 
 def _read(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> tuple[FitT, MappedTable] | None:
@@ -189,7 +188,7 @@ def _read(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> 
             table = MappedTable(file)
         if table.table.schema != fit.record.schema or table.table.num_rows != facts["records"]:
             raise ValueError("the table is another one")
-        if "pickled" in table.table.schema.names and table.table["pickled"].null_count != table.table.num_rows:
+        if _holds_pickles(table.table):
             raise ValueError("the table holds what was pickled")
         load_fit(fit, entry, sources)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, *_UNREADABLE):

@@ -13,6 +13,7 @@ data: these are compared as such. A run goes on with the tokenizer of its checkp
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +115,12 @@ def _train_tokenizer(
 ) -> tuple[PreTrainedTokenizerBase, bool]:
     """Return a tokenizer that is trained on the rows, and True if it was kept from an earlier start."""
     cache = row_cache(recipe)
-    settings = {"vocab_size": vocab_size, "on_bad_row": recipe.on_bad_row, "max_bad_rows": recipe.max_bad_rows}
+    settings = {
+        "vocab_size": vocab_size,
+        "on_bad_row": recipe.on_bad_row,
+        "max_bad_rows": recipe.max_bad_rows,
+        "code": inspect.getsource(models.train_tokenizer),
+    }
     name = None if cache is None else cache.made_of(sources, settings)
     text = cache.read_text(name) if cache is not None and name is not None else None
     if text is not None:

@@ -103,7 +103,7 @@ def _describe_optimizer(workload: Workload, model: nn.Module) -> str | None:
 @cache
 def _versions() -> list[str]:
     """Return what the operators of a step depend on besides the step: versions, packages, our own code."""
-    found = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers")]
+    found = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "peft")]
     found += [name for name in _CHOOSES if util.find_spec(name) is not None]
     package = Path(__file__).parents[1]
     code = hashlib.sha256()

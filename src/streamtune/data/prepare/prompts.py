@@ -10,35 +10,24 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from streamtune.data.cache import RowCache, fit_rows
-from streamtune.data.faults import ON_BAD_ROW, BadRows
-from streamtune.data.fit import (
-    COMPLETION_OVERLENGTH,
-    PROMPT_SIDES,
-    Prepared,
-    PromptFit,
-    check_choice,
-)
+from streamtune.data.cache import RowCache
+from streamtune.data.fit import COMPLETION_OVERLENGTH, PROMPT_SIDES, Prepared, PromptFit, check_choice
+from streamtune.data.prepare.reading import Reading, read_and_fit
 from streamtune.data.reading.cells import TextOrMessages, texts_of
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import Source, typed_rows
 from streamtune.data.records import Prompt
 from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions
+from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.render import PromptRenderer
 from streamtune.data.rendering.renderings import require_template
 from streamtune.data.report import CompletionReport
-from streamtune.data.rows import (
-    PROMPT_TYPES,
-    detect_prompt_type,
-    prompt_of,
-)
+from streamtune.data.rows import PROMPT_TYPES, detect_prompt_type, prompt_of
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-from streamtune.data.prepare.reading import Reading
-from streamtune.data.rendering.pool import Item, rendering
 
 __all__ = ["PreparedPrompts", "prepare_prompts"]
 
@@ -92,33 +81,23 @@ def prepare_prompts(
     split = "a prompt cannot be split; use " if overlength == "split" else "use "
     check_choice("overlength", overlength, COMPLETION_OVERLENGTH, mend=split + ", ".join(COMPLETION_OVERLENGTH))
     check_choice("truncate_side", truncate_side, PROMPT_SIDES)
-    check_choice("on_bad_row", on_bad_row, ON_BAD_ROW)
-
-    make = partial(PromptRenderer, tokenizer, chat=chat)
-
-    def fill(fit: PromptFit, note: Callable[[str], None]) -> None:
-        bad = BadRows(on_bad_row, max_bad_rows, note)
-        with rendering(make, processes, note) as (log, render):
-            reading = Reading(sources, fit, log, bad)
-            for _, outcome in reading.rendered(render, reading.items(partial(_prompts, tokenizer))):
-                with bad:
-                    fit.add(*outcome.get())
-            reading.finish()
-
-    fit, table = fit_rows(
+    fit, table = read_and_fit(
         Prompt,
         lambda writer: PromptFit(writer, overlength, max_prompt_length, truncate_side),
-        fill,
+        partial(PromptRenderer, tokenizer, chat=chat),
+        partial(_prompts, tokenizer),
+        lambda fit, prompt, origin: fit.add(*prompt),
         sources=sources,
         tokenizer=tokenizer,
         settings={
             "max_prompt_length": max_prompt_length,
             "overlength": overlength,
             "truncate_side": truncate_side,
-            "on_bad_row": on_bad_row,
-            "max_bad_rows": max_bad_rows,
             "chat": vars(chat),
         },
+        on_bad_row=on_bad_row,
+        max_bad_rows=max_bad_rows,
+        processes=processes,
         cache=cache,
         notify=notify,
     )

@@ -2,30 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from streamtune.data.faults import BadRows
-from streamtune.data.fit import (
-    LengthFit,
-)
+from streamtune.data.cache import RowCache, fit_rows
+from streamtune.data.faults import ON_BAD_ROW, BadRows
+from streamtune.data.fit import LengthFit, check_choice
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import BUILT_IN, Source, with_progress
+from streamtune.data.records import MappedTable, Record, TableWriter
 from streamtune.data.rendering.counts import RenderLog
+from streamtune.data.rendering.pool import Item, Rendered, Renderer, rendering
+from streamtune.errors import DataError
 
 if TYPE_CHECKING:
-    pass
+    from transformers import PreTrainedTokenizerBase
 
-from streamtune.data.rendering.pool import Item, Rendered
-
-__all__ = ["Reading"]
+__all__ = ["Reading", "read_and_fit"]
 
 ItemT = TypeVar("ItemT")
+FitT = TypeVar("FitT", bound=LengthFit[Any, Any])
+Read = Callable[["Reading", Source], Iterator[Item[ItemT]]]
+"""Yields the rows of a source in their normal form; gives the faulty ones to ``Reading.bad``."""
 
 
-if TYPE_CHECKING:
-    from streamtune.data.fit import LengthFit
+def read_and_fit(
+    record: type[Record],
+    make_fit: Callable[[TableWriter], FitT],
+    make_renderer: Callable[..., Renderer],
+    read: Read[Any],
+    add: Callable[[FitT, Any, str], None],
+    *,
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Mapping[str, Any],
+    on_bad_row: str,
+    max_bad_rows: int,
+    processes: int,
+    cache: RowCache | None,
+    notify: Callable[[str], None],
+) -> tuple[FitT, MappedTable]:
+    """Read, render and fit the rows of all sources, or find what was made of them before.
+
+    Args:
+        record: The kind of records.
+        make_fit: Makes an empty fit, given the writer of its records.
+        make_renderer: Makes the renderer of a row, given ``notify``.
+        read: Yields the rows of a source.
+        add: Gives a rendered row to the fit, with its origin.
+        sources: Where the rows come from.
+        tokenizer: The model's tokenizer.
+        settings: All that decides the rows besides these, as :func:`fit_rows` takes it.
+        on_bad_row: ``error`` or ``skip``.
+        max_bad_rows: Rows that ``skip`` may leave out.
+        processes: Processes that render.
+        cache: Where prepared rows are kept; None keeps nothing.
+        notify: Called with messages for the user.
+
+    Raises:
+        DataError: A file is missing, rows are bad or too long, or nothing is left.
+        ArgumentError: ``on_bad_row`` is none of the known words.
+    """
+    check_choice("on_bad_row", on_bad_row, ON_BAD_ROW)
+
+    def fill(fit: FitT, note: Callable[[str], None]) -> None:
+        bad = BadRows(on_bad_row, max_bad_rows, note)
+        with rendering(make_renderer, processes, note) as (log, render):
+            reading = Reading(sources, fit, log, bad)
+            for item, outcome in reading.rendered(render, reading.items(read)):
+                with bad:
+                    rendered = outcome.get()
+                    del outcome  # of a long row the memory counts
+                    add(fit, rendered, item.origin)
+                    del rendered
+            reading.finish()
+
+    return fit_rows(
+        record,
+        make_fit,
+        fill,
+        sources=sources,
+        tokenizer=tokenizer,
+        settings={**settings, "on_bad_row": on_bad_row, "max_bad_rows": max_bad_rows},
+        cache=cache,
+        notify=notify,
+    )
+
+
+class _ReadAhead(BadRows):
+    """Faulty rows that are found while rows are read ahead: each takes its place among the others.
+
+    Args:
+        bad: Gets them where they would become too many to wait.
+    """
+
+    def __init__(self, bad: BadRows) -> None:
+        super().__init__(bad.on_bad_row, bad.limit, bad.notify)
+        self._bad = bad
+
+    def report(self, error: DataError) -> None:
+        """Keep the error of a row until its turn."""
+        self.count += 1
+        self.errors.append(error)
+        if len(self.errors) >= MOST_WAITING:
+            for waiting in self.take():
+                self._bad.report(waiting)
+
+    def take(self) -> list[DataError]:
+        """Return the errors that wait, and forget them."""
+        waiting, self.errors = self.errors, []
+        return waiting
+
+
+MOST_WAITING = 1_000
+"""Faulty rows, one after the other, that wait for their turn."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +129,19 @@ class Reading:
     bad: BadRows
     _begun: list[Source] = field(default_factory=list)
 
-    def items(self, read: Callable[[Reading, Source], Iterator[Item[ItemT]]]) -> Iterator[Item[ItemT]]:
-        """Yield the rows of every source, given a function that reads one; they may be read ahead of being counted."""
+    def items(self, read: Read[ItemT]) -> Iterator[Item[ItemT]]:
+        """Yield the rows of every source, the faulty ones among them; they may be read ahead of being counted."""
+        ahead = _ReadAhead(self.bad)
+        reading = replace(self, bad=ahead)
         for number, source in enumerate(self.sources):
-            for item in read(self, source):
+            for item in read(reading, source):
+                for error in ahead.take():
+                    yield Item(source.path, error.where, 0, None, number, error)
                 item.source = number
                 yield item
+                del item  # of a long row the memory counts
+            for error in ahead.take():
+                yield Item(source.path, error.where, 0, None, number, error)
 
     def rendered(
         self, render: Callable[[Iterable[Item[ItemT]]], Rendered[ItemT]], items: Iterator[Item[ItemT]]

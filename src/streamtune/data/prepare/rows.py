@@ -11,36 +11,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from streamtune.data.batches.sampler import pack_parts
-from streamtune.data.cache import RowCache, fit_rows
-from streamtune.data.faults import ON_BAD_ROW, BadRows
-from streamtune.data.fit import (
-    Prepared,
-    RowFit,
-    check_choice,
-)
+from streamtune.data.cache import RowCache
+from streamtune.data.fit import Prepared, RowFit
 from streamtune.data.fit.parts import make_mixture, set_bounds, share_epoch
+from streamtune.data.prepare.reading import Reading, read_and_fit
 from streamtune.data.reading.sources import Source, typed_rows
 from streamtune.data.records import Example
 from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions
 from streamtune.data.rendering.policy import RowPolicy
+from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rendering.renderings import require_template
+from streamtune.data.rendering.tokens import Rendered
 from streamtune.data.report import DataReport
-from streamtune.data.rows import (
-    ROW_TYPES,
-    Content,
-    Conversation,
-    columns_read,
-    detect_type,
-    normalise,
-    size_of,
-)
+from streamtune.data.rows import ROW_TYPES, Content, Conversation, columns_read, detect_type, normalise, size_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-from streamtune.data.prepare.reading import Reading
-from streamtune.data.rendering.pool import Item, rendering
 
 __all__ = ["PreparedData", "prepare", "read_contents"]
 
@@ -99,38 +87,25 @@ def prepare(
         ArgumentError: ``overlength``, ``train_on`` or another choice is none of the known ones.
     """
     policy = RowPolicy(max_length, overlength, truncate_side, split_at, split_overlap)
-    check_choice("on_bad_row", on_bad_row, ON_BAD_ROW)
 
-    make = partial(RowRenderer, tokenizer, train_on=train_on, chat=chat, policy=policy)
+    def add(fit: RowFit, rendered: Rendered | None, origin: str) -> None:
+        if rendered is None:
+            fit.skip_empty()
+        else:
+            fit.add(rendered, origin)
 
-    def fill(fit: RowFit, note: Callable[[str], None]) -> None:
-        bad = BadRows(on_bad_row, max_bad_rows, note)
-        with rendering(make, processes, note) as (log, render):
-            reading = Reading(sources, fit, log, bad)
-            contents = reading.items(partial(read_contents, tokenizer))
-            for item, outcome in reading.rendered(render, contents):
-                with bad:
-                    rendered = outcome.get()
-                    if rendered is None:
-                        fit.skip_empty()
-                    else:
-                        fit.add(rendered, item.origin)
-                    del rendered, outcome  # of a long row the memory counts
-            reading.finish()
-
-    fit, table = fit_rows(
+    fit, table = read_and_fit(
         Example,
         lambda writer: RowFit(writer, policy),
-        fill,
+        partial(RowRenderer, tokenizer, train_on=train_on, chat=chat, policy=policy),
+        partial(read_contents, tokenizer),
+        add,
         sources=sources,
         tokenizer=tokenizer,
-        settings={
-            "policy": vars(policy),
-            "train_on": train_on,
-            "on_bad_row": on_bad_row,
-            "max_bad_rows": max_bad_rows,
-            "chat": vars(chat),
-        },
+        settings={"policy": vars(policy), "train_on": train_on, "chat": vars(chat)},
+        on_bad_row=on_bad_row,
+        max_bad_rows=max_bad_rows,
+        processes=processes,
         cache=cache,
         notify=notify,
     )

@@ -5,16 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from streamtune.data.faults import ON_BAD_ROW, BadRows
-from streamtune.data.fit import (
-    check_choice,
-)
-from streamtune.data.preferences import (
-    PREFERENCE_TYPES,
-    normalise_preference,
-)
+from streamtune.data.fit import check_choice
+from streamtune.data.preferences import PREFERENCE_TYPES, normalise_preference
 from streamtune.data.reading.cells import texts_of
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import Source, typed_rows
@@ -29,10 +23,6 @@ from streamtune.data.rows import (
     prompt_of,
 )
 from streamtune.errors import DataError
-
-if TYPE_CHECKING:
-    pass
-
 
 __all__ = ["holds_messages", "iter_texts"]
 

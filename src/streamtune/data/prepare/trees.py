@@ -10,15 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from streamtune.data.cache import RowCache, fit_rows
-from streamtune.data.faults import ON_BAD_ROW, BadRows
-from streamtune.data.fit import (
-    IDENTICAL_PAIRS,
-    LengthPolicy,
-    Prepared,
-    TreeFit,
-    check_choice,
-)
+from streamtune.data.cache import RowCache
+from streamtune.data.fit import IDENTICAL_PAIRS, LengthPolicy, Prepared, TreeFit, check_choice
 from streamtune.data.preferences import (
     PREFERENCE_TYPES,
     Answers,
@@ -26,9 +19,11 @@ from streamtune.data.preferences import (
     normalise_preference,
     preference_columns_read,
 )
+from streamtune.data.prepare.reading import Reading, read_and_fit
 from streamtune.data.reading.sources import Source, typed_rows
 from streamtune.data.records import Tree
 from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions
+from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.render import TreeRenderer
 from streamtune.data.rendering.renderings import require_template
 from streamtune.data.report import CompletionReport
@@ -37,8 +32,6 @@ from streamtune.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-from streamtune.data.prepare.reading import Reading
-from streamtune.data.rendering.pool import Item, rendering
 
 __all__ = ["PreparedTrees", "prepare_preferences", "prepare_unpaired"]
 
@@ -159,7 +152,6 @@ class _TreeRules:
 
     def __post_init__(self) -> None:
         check_choice("identical_pairs", self.identical_pairs, IDENTICAL_PAIRS)
-        check_choice("on_bad_row", self.on_bad_row, ON_BAD_ROW)
 
 
 def _prepare_trees(
@@ -178,29 +170,29 @@ def _prepare_trees(
 ) -> PreparedTrees:
     """Render, fit and split every row."""
 
-    make = partial(TreeRenderer, tokenizer, chat=rules.chat)
+    def add(fit: TreeFit, tree: tuple[Tree, bytes] | None, origin: str) -> None:
+        if tree is None:
+            fit.skip_identical(origin)
+        else:
+            fit.add(*tree)
 
-    def fill(fit: TreeFit, note: Callable[[str], None]) -> None:
-        bad = BadRows(rules.on_bad_row, rules.max_bad_rows, note)
-        with rendering(make, processes, note) as (log, render):
-            reading = Reading(sources, fit, log, bad)
-            answers = reading.items(partial(_answers, tokenizer, wanted, change))
-            for item, outcome in reading.rendered(render, answers):
-                with bad:
-                    tree = outcome.get()
-                    if tree is None:
-                        fit.skip_identical(item.origin)
-                    else:
-                        fit.add(*tree)
-            reading.finish()
-
-    fit, table = fit_rows(
+    fit, table = read_and_fit(
         Tree,
         lambda writer: TreeFit(writer, rules.policy, rules.identical_pairs, kinds),
-        fill,
+        partial(TreeRenderer, tokenizer, chat=rules.chat),
+        partial(_answers, tokenizer, wanted, change),
+        add,
         sources=sources,
         tokenizer=tokenizer,
-        settings={**vars(rules), "policy": vars(rules.policy), "chat": vars(rules.chat), "kinds": kinds},
+        settings={
+            "policy": vars(rules.policy),
+            "identical_pairs": rules.identical_pairs,
+            "kinds": kinds,
+            "chat": vars(rules.chat),
+        },
+        on_bad_row=rules.on_bad_row,
+        max_bad_rows=rules.max_bad_rows,
+        processes=processes,
         cache=cache,
         notify=notify,
     )

@@ -45,6 +45,8 @@ class Item(Generic[ItemT]):
     row: ItemT | None
     source: int = 0
     """the number of its source"""
+    error: DataError | None = None
+    """the fault of a row that could not be read"""
 
     def take(self) -> ItemT:
         """Return the row, and forget it."""
@@ -157,6 +159,8 @@ def _here(renderer: Renderer, items: Iterable[Item[ItemT]], rows_at_once: int) -
 
 
 def _outcome(renderer: Renderer, item: Item[Any]) -> RowOutcome:
+    if item.error is not None:
+        return RowOutcome(error=item.error)
     try:
         return RowOutcome(renderer.render_item(item))
     except DataError as error:  # of the row: any other error ends the preparation
