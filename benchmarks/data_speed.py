@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 KINDS = ("chats", "documents")
@@ -43,12 +44,16 @@ def make_rows(kind: str, count: int, path: Path) -> None:
 
 def run(who: str, kind: str, path: Path, vocabulary: Path, processes: int) -> None:
     """Prepare the rows one way, and print seconds of processor time, tokens and trained tokens."""
-    from streamtune.data import Source, prepare
-    from streamtune.models.tokenizer import read_trained_tokenizer
+    from streamtune.cli.console import loading_libraries
+
+    with loading_libraries() if who == "streamtune" else nullcontext():  # as the command imports them
+        import datasets  # before the clock starts, as everything is
+        import torch  # noqa: F401
+
+        from streamtune.data import Source, prepare
+        from streamtune.models.tokenizer import read_trained_tokenizer
 
     tokenizer = read_trained_tokenizer(vocabulary.read_text())
-    import datasets  # imported before the clock starts, as everything is
-
     before = _seconds()
     if who == "streamtune":
         prepared = prepare([Source(str(path))], tokenizer, max_length=1_000_000, processes=processes)
