@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from streamtune.cli import main
+from streamtune.data import concat_squares
 from streamtune.names import set_names
 from streamtune.recipe import load_recipe
 from streamtune.run.build import build_run
@@ -53,6 +54,19 @@ def test_an_epoch_has_the_shares_of_the_weights(folder: Path) -> None:
     steps = built.start.task.training(built).steps
     seen = [Path(origin).name[0] for _ in range(9) for batch in steps.next_step() for origin in batch.origins]
     assert (seen.count("a"), seen.count("b")) == (4, 14)
+
+
+@pytest.mark.parametrize("more", [{}, {"batching": "tokens", "tokens_per_batch": 256}], ids=["rows", "tokens"])
+def test_padding_and_attention_are_those_of_the_rows_that_an_epoch_visits(folder: Path, more: dict[str, Any]) -> None:
+    write_recipe(folder, {**KEYS, "max_steps": -1, **more})
+    built = build_run(load_recipe(folder / "tiny.yaml", []))
+    facts, steps = built.batch_facts, built.start.task.training(built).steps
+    assert facts is not None
+    batches = [batch for _ in range(facts.steps) for batch in steps.next_step()]
+    positions = sum(batch.input_ids.numel() for batch in batches)
+    tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
+    assert facts.padding == round(1 - tokens / positions, 4)
+    assert facts.squared_lengths_concat == concat_squares(tokens, 128)
 
 
 @pytest.mark.quick("packing")

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamtune.data.inspect import RowPart, RowView, TokenGap, TokenRun
-from streamtune.data.report import SourceReport, share_cells
+from streamtune.data.report import EPOCH_COLUMNS, SourceReport, epoch_table
 
 from .console import out, plain, print_rows
 from .plan import bar
@@ -46,8 +46,8 @@ def print_inspection(found: Inspection, views: Sequence[tuple[str, RowView]], mo
     facts.append(("duplicates", _describe_duplicates(found)))
     print_rows(facts)
     _print_part("datasets", _sources_table(found))
-    if (mixture := _mixture_table(found)) is not None:
-        _print_part("an epoch, by weight", mixture)
+    if (epoch := _epoch_table(found)) is not None:
+        _print_part("an epoch, by weight", epoch)
     compared = ", of a prompt with its longest answer" if report.to_json().get("completions") else ""
     _print_part(f"tokens of {report.rows:,} rows before any cut{compared}", _histogram(found))
     batches = found.batches
@@ -275,16 +275,14 @@ def _sources_table(found: Inspection) -> Table:
     return table
 
 
-def _mixture_table(found: Inspection) -> Table | None:
+def _epoch_table(found: Inspection) -> Table | None:
     """Return a table of what an epoch takes of each dataset; None where none has a weight."""
-    sources = [source for source in found.prepared.report.sources if source.weight is not None]
-    if not sources:
+    lines = epoch_table(found.prepared.report.sources)
+    if not lines:
         return None
-    table = _table("  ", "weight", "rows", "of rows", "tokens", "of tokens")
-    for source in sources:
-        weight, of_rows, of_tokens = share_cells(sources, source)
-        cells = (weight, f"{source.epoch_rows:,}", of_rows, f"{source.epoch_tokens:,}", of_tokens)
-        table.add_row(f"  {plain(source.title)}", *cells)
+    table = _table("  ", *EPOCH_COLUMNS)
+    for title, *cells in lines:
+        table.add_row(f"  {plain(title)}", *cells)
     return table
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["CompletionReport", "DataReport", "SourceReport", "length_percentiles", "share_cells"]
+__all__ = ["EPOCH_COLUMNS", "CompletionReport", "DataReport", "SourceReport", "epoch_table", "length_percentiles"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +47,25 @@ class SourceReport:
         return " ".join(filter(None, (self.path, self.name, evaluates)))
 
 
-def share_cells(sources: Sequence[SourceReport], source: SourceReport) -> list[str]:
-    """Return the weight of a source, and its shares of the rows and tokens of an epoch, as text."""
-    if source.weight is None:
-        return ["-", "-", "-"]
-    rows, tokens = (sum(getattr(each, name) for each in sources) for name in ("epoch_rows", "epoch_tokens"))
-    return [f"{source.weight:g}", f"{source.epoch_rows / rows:.1%}", f"{source.epoch_tokens / tokens:.1%}"]
+EPOCH_COLUMNS = ("weight", "rows", "of rows", "tokens", "of tokens")
+"""Columns of the table of an epoch, see :func:`epoch_table`."""
+
+
+def epoch_table(sources: Sequence[SourceReport]) -> list[list[str]]:
+    """Return what an epoch takes of each source with a weight, a line each: its title, then :data:`EPOCH_COLUMNS`."""
+    weighted = [source for source in sources if source.weight is not None]
+    rows, tokens = (sum(getattr(source, name) for source in weighted) for name in ("epoch_rows", "epoch_tokens"))
+    return [
+        [
+            source.title,
+            f"{source.weight:g}",
+            f"{source.epoch_rows:,}",
+            f"{source.epoch_rows / max(1, rows):.1%}",
+            f"{source.epoch_tokens:,}",
+            f"{source.epoch_tokens / max(1, tokens):.1%}",
+        ]
+        for source in weighted
+    ]
 
 
 @dataclass(frozen=True)

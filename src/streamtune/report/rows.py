@@ -9,7 +9,7 @@ from string import Template
 from typing import Any
 
 from streamtune.data.inspect import RowPart, RowView, TokenGap
-from streamtune.data.report import SourceReport, share_cells
+from streamtune.data.report import EPOCH_COLUMNS, SourceReport, epoch_table
 from streamtune.run.inspect import Inspection
 from streamtune.secrets import plain
 
@@ -74,22 +74,24 @@ def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> st
 
 
 def _sources(found: Inspection) -> str:
+    """Return the table of datasets, and that of an epoch if they have weights; counts of zero are left out."""
     report = found.prepared.report
-    counts = ("rows", "kept", "dropped", "split", "truncated", "tokens", "tokens_lost", "supervised_tokens_lost")
+    names = ("rows", "kept", "dropped", "split", "truncated", "tokens", "tokens_lost", "supervised_tokens_lost")
+    counts = [name for name in names if getattr(report, name)]
     points = ("min", "p50", "p90", "p99", "max")
-    weighted = any(source.weight is not None for source in report.sources)
-    mixed = ["weight", "of rows", "of tokens"] if weighted else []
     rows = []
     for source in [*report.sources, *([report] if len(report.sources) > 1 else [])]:
         name = source.title if isinstance(source, SourceReport) else "in all"
-        shares = share_cells(report.sources, source) if isinstance(source, SourceReport) else ["", "", ""]
         share = f"{source.supervised_tokens / source.tokens:.1%}" if source.tokens else "-"
         lengths = [f"{source.length_percentiles[point]:,}" if source.length_percentiles else "-" for point in points]
         counted = [f"{getattr(source, count):,}" for count in counts]
-        row = [plain(name), *counted, share, *(shares if weighted else []), *lengths]
-        rows.append(("now" if source is report else "", row))
+        rows.append(("now" if source is report else "", [plain(name), *counted, share, *lengths]))
     named = [name.replace("supervised", "trained").replace("_", " ") for name in counts]
-    return _table(["", *named, "trained", *mixed, *points], rows)
+    tables = [_table(["", *named, "trained", *points], rows)]
+    if epoch := epoch_table(report.sources):
+        lines = [("", [plain(title), *cells]) for title, *cells in epoch]
+        tables.append(f"<h3>An epoch, by weight</h3>{_table(['', *EPOCH_COLUMNS], lines)}")
+    return "".join(tables)
 
 
 def _histogram(found: Inspection) -> str:

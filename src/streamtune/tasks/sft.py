@@ -189,12 +189,14 @@ class Sft(Task[Recipe]):
         packs = prepared.packs
         if packs is None and try_packing:
             packs = data.pack_rows(lengths, recipe.max_length, seed=recipe.seed)
-        concat = data.concat_squares(int(lengths.sum()), recipe.max_length)
+        # Of rows that weights visit more often or less, those of the epoch; cut rows are compared as they were whole.
+        visited = int(lengths.sum() if prepared.mixture is None else layout.step_tokens.sum())
+        concat = data.concat_squares(visited, recipe.max_length)
         found = np.percentile(layout.step_tokens, (0, 50, 100), method="higher").tolist()
         return data.BatchFacts(
             batching=recipe.batching,
             batch_size=recipe.per_device_train_batch_size,
-            padding=round(1 - int(tokens.sum()) / layout.positions, 4),
+            padding=round(1 - int(layout.step_tokens.sum()) / layout.positions, 4),
             steps=len(epoch),
             step_tokens=dict(zip(("min", "p50", "max"), map(int, found), strict=True)),
             squared_lengths=layout.squares,
