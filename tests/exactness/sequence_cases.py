@@ -11,6 +11,21 @@ BOUND = ROUNDING
 """What a check may find: in fp32, by how much an error is above what plain torch's explains."""
 
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}
+DYNAMIC = {
+    "max_position_embeddings": 12,
+    "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+}
+"""Positions by the length of a row, above 12 tokens."""
+LONGROPE = {
+    "original_max_position_embeddings": 12,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 12,
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.5, 4.0, 9.0, 20.0],
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,10 @@ CASES = [
     Case("gemma3_text", "plain", check="scores"),
     Case("llama", check="branches", sizes=(2,)),
     Case("mixtral", "right", check="routers", sizes=(2,)),
+    Case("llama", "right", overrides=DYNAMIC),
+    Case("phi3", "right", "ring", overrides=LONGROPE, sizes=(2,)),
+    Case("qwen3", check="packed", overrides=DYNAMIC, sizes=(2,)),
+    Case("qwen3", check="packed", form="ring", overrides=LONGROPE, slow=True),
     Case("llama", check="dropout", sizes=(2,)),
     Case("llama", check="preflight", sizes=(2,)),
     Case("llama", check="refused", sizes=(2,)),

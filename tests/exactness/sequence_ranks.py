@@ -5,6 +5,7 @@ Every rank runs every case, in the same order, with the same rows. Rank 0 comput
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -42,7 +43,8 @@ def model_of(case: Case) -> Any:
     if case.check in ("routers", "routes"):
         return routed(case.model)
     known = build if case.model not in ("gemma3n_text", "llama4_text", "deepseek_v3") else build_any
-    return known(case.model, **case.overrides) if known is build else known(case.model)
+    # A configuration changes what it is given.
+    return known(case.model, **copy.deepcopy(case.overrides)) if known is build else known(case.model)
 
 
 def shared(model: nn.Module, case: Case, **more: Any) -> StreamHandle:

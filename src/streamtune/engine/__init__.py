@@ -10,7 +10,7 @@ forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of
     rows, scan                      packed rows and rows that share their beginning; Mamba-1's state
     lazy_logits, scores             logits that are not computed; per-token log-probabilities for any objective
     routers                         the losses of a mixture's routers
-    norms                           the norms outside the layers
+    norms, rotary                   the norms outside the layers; rotary embeddings that depend on the length of a row
     fused                           linear modules, norms and rotary embeddings of a layer in fewer kernels
     memory/                         placement of layer inputs: device, host, disk
     sequence/                       ranks that share a sequence: their tokens, and calls of the model

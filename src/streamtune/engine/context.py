@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from streamtune.engine.rotary import RowLengths
 from streamtune.engine.rows import PackedRows
 from streamtune.engine.sequence.shards import ChunkExchange, SequenceShards
 from streamtune.ops.attention.attention import Memory
@@ -20,6 +21,8 @@ class CallContext:
     """Per-call state that layers need but are not passed."""
 
     rows: PackedRows | None = None
+    lengths: RowLengths | None = None
+    """The lengths of the rows, for rotary embeddings that depend on them; None is the longest position of the call."""
     shards: SequenceShards | None = None
     schedule: Schedule | None = None
     """The schedule of this call's layers; None is the one they were given."""

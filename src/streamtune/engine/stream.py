@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from streamtune.engine.observe import RandomState
 from streamtune.engine.own_attention import over
 from streamtune.engine.passes import LastLayerCall
 from streamtune.engine.preflight import check_exact, check_length, check_shared, lengths_to_check
+from streamtune.engine.rotary import LengthRotary, RowLengths
 from streamtune.engine.routers import RouterLoss, RouterTerms, RouterWatch, balances_itself, not_balanced, reduced
 from streamtune.engine.rows import Branches
 from streamtune.engine.scores import TokenScores, token_scores_of
@@ -163,6 +165,7 @@ class StreamHandle:
         self._norms = norms_outside(owners(self.model, self.layers)[-1], self.layers)
         for norm in self._norms:
             norm.forward = StreamedNorm(norm, schedule, self.tiers, self._last_call)
+        self._rotations = LengthRotary.install(self.model, partial(_lengths_of, self.context))
         self._hooks = [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after, always_call=True),
@@ -204,6 +207,11 @@ class StreamHandle:
     def streams_head(self) -> bool:
         """True if the language-model head is streamed too."""
         return self.head is not None
+
+    @property
+    def rotates_by_length(self) -> bool:
+        """True if rotary embeddings of the model depend on the longest position (``dynamic``, ``longrope``)."""
+        return bool(self._rotations)
 
     @contextmanager
     def scoring(self, scored: ScoreRequest) -> Iterator[None]:
@@ -262,6 +270,7 @@ class StreamHandle:
                     self._keep_one_row(call := ModelCall(self.model, (), read))
                     read = call.kwargs
                 self.context.rows = call.packed_rows() if branches is None else branches
+                self._set_lengths()
                 try:
                     read = self._sharing.share(read)
                     self._sharing.open_routers(batch.get("attention_mask"))
@@ -317,13 +326,16 @@ class StreamHandle:
                 del layer.forward
         for norm in self._norms:
             del norm.forward
+        for rotation in self._rotations:
+            rotation.remove()
         for config, implementation in self.attention:
             config._attn_implementation_internal = implementation
         for module in self._checkpointing:
             module.gradient_checkpointing = True
         ungather_whole(self._gathered)
         self.tiers.close()
-        self._hooks, self.attention, self._norms, self.layers, self._checkpointing = [], [], [], [], set()
+        self._hooks, self.attention, self._norms, self._rotations = [], [], [], []
+        self.layers, self._checkpointing = [], set()
 
     def __enter__(self) -> StreamHandle:
         return self
@@ -359,6 +371,7 @@ class StreamHandle:
         self.context.schedule = self._short if 0 < rows * self._length <= SHORT.chunk_size else None
         branches = None if scored is None else scored.branches
         self.context.rows = call.packed_rows() if branches is None else branches
+        self._set_lengths()
         padding, takes_positions = call.get("attention_mask"), call.takes("position_ids")
         args, kwargs = call.args, call.kwargs
         asked = kwargs.get("output_router_logits")
@@ -376,6 +389,11 @@ class StreamHandle:
             self._sharing.open_routers(padding)
             kwargs = {**kwargs, "output_router_logits": False}
         return args, kwargs
+
+    def _set_lengths(self) -> None:
+        """Give rotary embeddings the lengths of the rows of the call, where they depend on them."""
+        rows = self.context.rows if self._rotations else None
+        self.context.lengths = None if rows is None else RowLengths.of(rows)
 
     def _checkpointed(self) -> Iterator[nn.Module]:
         """Yield modules that may be set to checkpoint and are streamed instead: not an image tower's."""
@@ -491,6 +509,11 @@ class StreamHandle:
 
 SHORT = Schedule(chunk_size=4096, keep_attention="device")
 """For calls of few tokens, where nobody chose: chunks save nothing there and cost a second forward of the attention."""
+
+
+def _lengths_of(context: CallContext, position_ids: Tensor) -> RowLengths | None:
+    lengths = context.lengths
+    return None if lengths is None else lengths.to(position_ids.device)
 
 
 def _refuse_own_loss(model: nn.Module) -> None:

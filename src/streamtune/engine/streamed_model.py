@@ -44,6 +44,11 @@ class StreamedModel(Protocol):
         """True if the language-model head is streamed too."""
         ...
 
+    @property
+    def rotates_by_length(self) -> bool:
+        """True if rotary embeddings of the model depend on the longest position."""
+        ...
+
     def scoring(self, scored: ScoreRequest) -> AbstractContextManager[None]:
         """Make a call inside the context return the requested scores in place of its output."""
         ...

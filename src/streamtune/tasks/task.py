@@ -25,6 +25,7 @@ from torch import nn
 
 from streamtune import data, optim, train
 from streamtune.engine import StreamHandle, check_branches, stream
+from streamtune.engine.rotary import longest_unscaled
 from streamtune.errors import UnsupportedModelError
 from streamtune.paths import cache_folder
 from streamtune.recipe.dpo import DpoRecipe
@@ -321,6 +322,18 @@ class Task(ABC, Generic[R_co]):
             UnsupportedModelError: They cannot, and the recipe asks for it.
         """
         if not self.may_share:
+            return False
+        limit = longest_unscaled(model.config)
+        if limit is not None and self.recipe.max_length > limit:
+            what = (
+                f"its rotary embeddings change above {limit:,} tokens, and completions of up to "
+                f"{self.recipe.max_length:,} may be on both sides"
+            )
+            if self.share_prefix == "always":
+                raise UnsupportedModelError(
+                    what, where="share_prefix", mend=f"set share_prefix: auto, or max_length: {limit}"
+                )
+            notify(f"each completion has its own copy of the prompt: {what}")
             return False
         with stream(model) as handle:
             try:

@@ -23,6 +23,7 @@ import torch
 from streamtune import data, models, train
 from streamtune.adapters import base_of
 from streamtune.engine import RouterLoss, balance_coefficient, balances_itself
+from streamtune.engine.rotary import as_alone
 from streamtune.errors import ArgumentError, DataError, OutOfMemoryError, RunError
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import make_sources, make_tokenizer
@@ -230,7 +231,6 @@ def verify_recipe(subject: VerifySubject, notify: Callable[[str], None] = lambda
         OutOfMemoryError: Plain autograd itself does not fit at this length.
     """
     loss_of = partial(_loss, subject.batch, subject.router_loss)
-    plain_loss_of = partial(_loss, subject.alone, subject.router_loss)
     losses = subject.losses
     try:
         return compare_gradients(
@@ -239,7 +239,7 @@ def verify_recipe(subject: VerifySubject, notify: Callable[[str], None] = lambda
             subject.schedules,
             dtype=subject.dtype,
             bf16=subject.bf16,
-            plain_loss_of=plain_loss_of if losses is None else losses.plain,
+            plain_loss_of=partial(_plain_loss, subject) if losses is None else losses.plain,
             loss_with=None if losses is None else losses.streamed,
             unfit=partial(subject.room.lacks, subject.alone.input_ids.numel()),
             notify=notify,
@@ -279,6 +279,13 @@ def _collate(windows: Sequence[Window], tokenizer: PreTrainedTokenizerBase, pack
     if packed:
         return train.MicroBatch(**data.collate_packed([examples], pad_token_id=pad), origins=origins)
     return train.MicroBatch(**data.collate(examples, pad_token_id=pad), origins=origins)
+
+
+def _plain_loss(subject: VerifySubject, model: torch.nn.Module, bf16: bool) -> torch.Tensor:
+    """Return the loss of the rows one by one, each with the rotary embeddings that it has alone."""
+    packed = subject.batch is not subject.alone
+    with as_alone(model, subject.alone.attention_mask) if packed else nullcontext():
+        return _loss(subject.alone, subject.router_loss, model, bf16)
 
 
 def _loss(batch: train.MicroBatch, router_loss: RouterLoss | None, model: torch.nn.Module, bf16: bool) -> torch.Tensor:

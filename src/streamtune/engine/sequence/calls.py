@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from streamtune.engine.inspect_model import own_attention
 from streamtune.engine.observe import RandomState
+from streamtune.engine.rotary import RowLengths
 from streamtune.engine.rows import OTHER_WORDS, Branches
 from streamtune.engine.scan import code_names
 from streamtune.engine.sequence.shards import SequenceParallel, SequenceShards
@@ -123,6 +124,9 @@ class Sharing:
         given = {key: value for key, value in kwargs.items() if key not in (*OTHER_WORDS, "cache_position")}
         given |= _placed(handle, shards, tokens, kwargs)
         given.pop("shift_labels", None)
+        if handle.rotates_by_length:
+            lengths = handle.context.lengths or RowLengths.of_batch(given["position_ids"])
+            handle.context.lengths = lengths.cut(lambda each_BT: shards.cut(each_BT, -1))
         for name, dim in (TOKENS | dict.fromkeys(TYPES, 1)).items():
             if isinstance(value := given.get(name), Tensor):
                 given[name] = shards.cut(value, dim, IGNORE_INDEX if name == "labels" else None)
@@ -137,7 +141,7 @@ class Sharing:
     def end(self) -> None:
         """End the call: reset its shards and its rows."""
         self._set_shards(None)
-        self._handle.context.rows = None
+        self._handle.context.rows = self._handle.context.lengths = None
 
     def open_routers(self, attention_mask: Any) -> None:
         """Let the routers count the tokens of the rows, without the padding behind their end."""
@@ -176,7 +180,6 @@ def _placed(handle: StreamedModel, shards: SequenceShards, tokens: Tensor, kwarg
                 f"{kind} makes positions from tokens or padding, which no rank sees all of", mend="pass position_ids"
             )
         positions = torch.arange(shards.given, device=tokens.device)[None]
-    _same_rotation_everywhere(handle.model, shards, positions)
     if mask is None:
         mask = torch.ones(*tokens.shape[:2], dtype=torch.long, device=tokens.device)
     # No row sees what is behind its end, masked or not; unmasked it costs no mask.
@@ -223,25 +226,6 @@ def _places_tokens_itself(handle: StreamedModel, padded: bool) -> str | None:
         if by_mask or any(name.startswith("create_position_ids") for name in names):
             return type(module).__name__
     return None
-
-
-def _same_rotation_everywhere(model: Any, shards: SequenceShards, positions: Tensor) -> None:
-    """Refuse rotary embeddings that depend on the longest position, where that differs between ranks."""
-    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    kinds = parameters.values() if all(isinstance(value, dict) for value in parameters.values()) else [parameters]
-    for kind in kinds:
-        if kind.get("rope_type") not in ("dynamic", "longrope"):
-            continue
-        config = model.config.get_text_config(decoder=True)
-        limit = kind.get("original_max_position_embeddings") or config.max_position_embeddings
-        places = [shards.places(rank, positions.device).clamp(max=shards.given - 1) for rank in range(shards.size)]
-        longest = [int(positions.index_select(-1, place).max()) + 1 for place in places]
-        if min(longest) <= limit < max(longest) or (kind["rope_type"] == "dynamic" and max(longest) > limit):
-            raise UnsupportedModelError(
-                f"rotary embeddings of type {kind['rope_type']!r} change with the longest position, which is another "
-                f"on each rank ({min(longest):,} to {max(longest):,} beside {limit:,})",
-                mend=UNSHARED,
-            )
 
 
 @contextmanager
