@@ -15,7 +15,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamtune.engine import stream
 from streamtune.errors import ArgumentError
-from streamtune.models import RopeChange, blueprint, check_positions, init_model, load_model, position_limit
+from streamtune.models import (
+    RopeChange,
+    blueprint,
+    check_positions,
+    init_model,
+    load_model,
+    position_limit,
+    pretrained_positions,
+)
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 4.0},
@@ -46,6 +54,40 @@ def test_a_configuration_reaches_further_and_is_changed_once(family: str, kind: 
     change.apply(read)
     assert json.loads(read.to_json_string())["rope_parameters"] == once["rope_parameters"]
     assert read.max_position_embeddings == 4 * before
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_a_base_for_each_length_keeps_the_positions_of_the_pretraining(family: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(family)
+    before = rope_of(config).get("original_max_position_embeddings", config.max_position_embeddings)
+    change = RopeChange({"rope_type": "dynamic"}, length=4 * before - 5)
+    change.apply(config)
+    assert rope_of(config)["factor"] == 4.0
+    assert (config.max_position_embeddings, pretrained_positions(config)) == (before, before)
+    assert position_limit(config) == 4 * before
+    config.save_pretrained(tmp_path)
+    read = AutoConfig.from_pretrained(tmp_path)
+    change.apply(read)
+    assert rope_of(read) == rope_of(config)
+    assert (read.max_position_embeddings, position_limit(read)) == (before, 4 * before)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma3_text"])
+def test_a_number_for_each_frequency(family: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(family, head_dim=8, hidden_size=32, num_attention_heads=4)
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": 1024, "factor": 8.0}
+    factors = {"short_factor": (1.0, 1.0, 1.0, 1.0), "long_factor": (1, 2, 4, 8)}
+    change = RopeChange({**scaling, **factors})
+    change.apply(config)
+    assert config.max_position_embeddings == position_limit(config) == 8192
+    assert pretrained_positions(config) == 1024
+    config.save_pretrained(tmp_path)
+    read = AutoConfig.from_pretrained(tmp_path)
+    change.apply(read)
+    assert rope_of(read) == rope_of(config)
+    assert rope_of(read)["long_factor"] == [1.0, 2.0, 4.0, 8.0]
+    with pytest.raises(ArgumentError, match="'long_factor' has 3 numbers, and this model has 4 frequencies"):
+        RopeChange({**scaling, **factors, "long_factor": (1, 2, 3)}).apply(read)
 
 
 def test_windows_keep_their_rotation() -> None:
@@ -145,6 +187,26 @@ def test_rows_beyond_the_positions_name_the_key(
     assert "positions" in capsys.readouterr().out
 
 
+def test_packs_and_long_rows_of_a_base_for_each_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, rope_scaling={"rope_type": "dynamic"}, packing=True, save_steps=1, max_steps=2)
+    assert run() == 0
+    assert "dynamic" in capsys.readouterr().out
+    whole = (tmp_path / "out/final/model.safetensors").read_bytes()
+    assert run("--set", "max_steps=1", "--output-dir", "two") == 0
+    assert run("--set", "max_steps=2", "--output-dir", "two", "--allow-change", "max_steps") == 0
+    assert (tmp_path / "two/final/model.safetensors").read_bytes() == whole
+    config = json.loads((tmp_path / "out/final/config.json").read_text())
+    assert config["max_position_embeddings"] == 32
+    from streamtune.cli import main
+
+    with pytest.raises(SystemExit) as left:
+        main(["verify", "tiny.yaml"])
+    assert left.value.code in (0, None), capsys.readouterr()
+
+
 @pytest.mark.parametrize("finetuning_type", ["full", "lora"])
 def test_a_run_saves_resumes_and_exports_its_positions(
     finetuning_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -178,6 +240,12 @@ def test_a_run_saves_resumes_and_exports_its_positions(
         ),
         ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "'factor' is not for rope_type: default"),
         ({"rope_scaling": {"factor": 2.0}}, "rope_type"),
+        ({"rope_scaling": {"rope_type": "dynamic", "beta_fast": 2.0}}, "'beta_fast' is not for rope_type: dynamic"),
+        ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0]}}, "longrope needs 'short_factor'"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}},
+            "'short_factor' has 1 number, and this model has",
+        ),
         ({"rope_scaling": {"rope_type": "yarm"}}, "yarn"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "factor"),
     ],

@@ -317,6 +317,17 @@ def test_a_model_that_cannot_share_prompts_gets_copies_of_them(
     assert "share_prefix: never" in shown
 
 
+@pytest.mark.full
+def test_prompts_are_not_shared_where_positions_depend_on_the_length(
+    dpo: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rope = {"rope_type": "dynamic", "factor": 64.0, "original_max_position_embeddings": 16}
+    assert dpo("--dry-run", rope_scaling=rope) == 0
+    assert "its rotary embeddings change above 16 tokens" in said(capsys)
+    assert dpo("--dry-run", rope_scaling=rope, share_prefix="always") == UnsupportedModelError.exit_code
+    assert line_of("share_prefix") in said(capsys)
+
+
 def test_a_recipe_for_pairs_is_not_fine_tuned_on_by_mistake(
     dpo: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,10 +29,13 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from streamtune.adapters import base_of
+
 __all__ = [
     "SavedTokenizer",
     "copy_gathered",
     "copy_weights",
+    "save_architecture",
     "save_copied",
     "save_gathered",
     "save_pretrained",
@@ -108,6 +111,20 @@ def save_pretrained(
     if hasattr(model, "peft_config"):  # rows of new tokens are among the adapters: the whole table is not needed
         more["save_embedding_layers"] = False
     model.save_pretrained(folder, **more)
+    tokenizer.save_pretrained(folder)
+
+
+def save_architecture(
+    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase | SavedTokenizer, folder: Path
+) -> None:
+    """Write a model without its weights into ``folder``, for an engine that is handed these: configurations, tokenizer.
+
+    Of a model with adapters it is the base, into which the adapters are merged.
+    """
+    base = base_of(model)
+    base.config.save_pretrained(folder)
+    if base.can_generate():
+        base.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -1,14 +1,15 @@
 """Rotary positions of a model beyond those it was made for: scaled, or of another base frequency.
 
 Position interpolation is ``linear`` (Chen et al., arXiv 2306.15595), YaRN ``yarn`` (Peng et al., arXiv 2309.00071),
-and ``llama3`` the scaling by wavelength of Llama 3.1. ``transformers`` makes the frequencies from the configuration,
-which is saved with the model, so that inference engines use the same ones.
+``llama3`` the scaling by wavelength of Llama 3.1, ``dynamic`` NTK scaling with a base for each length, and ``longrope``
+divides each frequency by a number of its own (Ding et al., arXiv 2402.13753). ``transformers`` makes the frequencies
+from the configuration, which is saved with the model, so that inference engines use the same ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +31,9 @@ class RopeChange:
     """A change to the rotary positions of a configuration.
 
     Attributes:
-        scaling: ``rope_type`` (``default``, ``linear``, ``yarn`` or ``llama3``), ``factor`` and other keys that
-            ``transformers`` reads for that type. Without a factor it is the smallest whole number with which
-            ``length`` tokens are reached. None leaves the scaling.
+        scaling: ``rope_type`` (``default``, ``linear``, ``yarn``, ``llama3``, ``dynamic`` or ``longrope``), ``factor``
+            and other keys that ``transformers`` reads for that type. Without a factor it is the smallest whole number
+            with which ``length`` tokens are reached. None leaves the scaling.
         theta: The base of the frequencies. None leaves it.
         length: Tokens of the longest row. A configuration without scaling is said to reach so far.
     """
@@ -79,6 +80,11 @@ class RopeChange:
                 mend=f"delete '{key}', and write rope_parameters into its config.json",
             )
         new, reached = self._changed(old, text.max_position_embeddings)
+        for name in ("short_factor", "long_factor"):
+            if name in new:
+                new[name] = _factors(text, name, new[name])
+        if ORIGINAL in new and hasattr(text, ORIGINAL):  # Phi-3's configuration has it twice
+            setattr(text, ORIGINAL, new[ORIGINAL])
         text.rope_parameters = {**kinds, "full_attention": new} if nested else new
         text.max_position_embeddings = reached
         try:
@@ -108,9 +114,11 @@ class RopeChange:
         made_for = round(limit / old["factor"]) if was == "linear" else limit
         made_for = given.pop("original_max_position_embeddings", None) or old.get(ORIGINAL) or made_for
         factor = float(given.setdefault("factor", float(max(1, math.ceil(self.length / made_for)))))
-        # The linear scaling does not depend on the length that the model was made for, and has no key for it.
-        original = {} if kind == "linear" else {ORIGINAL: made_for}
-        return {**kept, **theta, **(LLAMA3 if kind == "llama3" else {}), **given, **original}, round(made_for * factor)
+        # The linear scaling does not depend on the length that the model was made for, and has no key for it; the
+        # dynamic one takes the positions of the configuration for it.
+        original = {} if kind in ("linear", "dynamic") else {ORIGINAL: made_for}
+        new = {**kept, **theta, **(LLAMA3 if kind == "llama3" else {}), **given, **original}
+        return new, made_for if kind == "dynamic" else round(made_for * factor)
 
 
 def position_limit(config: Any) -> int | None:
@@ -119,6 +127,8 @@ def position_limit(config: Any) -> int | None:
     for kind in _scalings(config) if limit is not None else ():
         # Some configurations give the positions before the scaling, as Qwen's pages advise for YaRN.
         original, factor = kind.get(ORIGINAL), kind.get("factor")
+        if kind["rope_type"] == "dynamic":
+            original = _written_limit(config)
         if isinstance(original, int) and factor:
             limit = max(limit or 0, round(original * float(factor)))
     return limit
@@ -133,6 +143,25 @@ def pretrained_positions(config: Any) -> int | None:
         if kind["rope_type"] == "linear":
             return round((limit or 0) / kind["factor"])
     return limit
+
+
+def _factors(config: Any, name: str, given: Sequence[float]) -> list[float]:
+    """Return the factors of ``longrope`` as a list.
+
+    Raises:
+        ArgumentError: There is not one for each frequency.
+    """
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    parameters = config.rope_parameters
+    partial = parameters.get("full_attention", parameters).get("partial_rotary_factor", 1.0)
+    if len(given) != (count := int(size * partial) // 2):
+        raise ArgumentError(
+            f"'{name}' has {len(given)} number{'s' if len(given) > 1 else ''}, and this model has {count} frequencies "
+            f"(heads of {size})",
+            where="rope_scaling",
+            mend=f"write {count} numbers",
+        )
+    return [float(each) for each in given]
 
 
 def _written_limit(config: Any) -> int | None:

@@ -77,12 +77,17 @@ class SpecialTokens(Spec):
     """Others, such as those that a chat template writes: `["<|im_start|>"]`. Decoding may leave them out."""
 
 
+Factors = Annotated[tuple[Annotated[float, Field(gt=0), at_most(10**6)], ...], Field(min_length=1, strict=False)]
+"""Numbers that frequencies are divided by."""
+
+
 class RopeScaling(Spec):
     """A scaling of rotary positions, by the names of the model's own configuration."""
 
-    rope_type: Literal["yarn", "linear", "llama3", "default"]
-    """`yarn` (arXiv 2309.00071), `linear` (position interpolation, arXiv 2306.15595) or `llama3`; `default` scales
-    nothing: longer rows are trained at positions the model has never seen."""
+    rope_type: Literal["yarn", "linear", "llama3", "dynamic", "longrope", "default"]
+    """`yarn` (arXiv 2309.00071), `linear` (position interpolation, arXiv 2306.15595), `llama3`, `dynamic` (a base for
+    each length of a row) or `longrope` (arXiv 2402.13753); `default` scales nothing: longer rows are trained at
+    positions the model has never seen."""
 
     factor: Annotated[float, Field(ge=1), at_most(10**6)] | None = None
     """Times the length that the model was pretrained for; without it, the smallest whole number that reaches
@@ -92,7 +97,7 @@ class RopeScaling(Spec):
     """Tokens that the model was pretrained for; without it, what its configuration says."""
 
     attention_factor: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
-    """`yarn`: scale of the attention scores; without it, what follows from the factor."""
+    """`yarn`, `longrope`: scale of the attention scores; without it, what follows from the factor."""
 
     beta_fast: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
     """`yarn`: rotations above which a frequency is left as it is; 32 without it."""
@@ -106,6 +111,12 @@ class RopeScaling(Spec):
     high_freq_factor: Annotated[float, Field(gt=0), at_most(10**6)] | None = None
     """`llama3`: begin of the band of high frequencies; 4 without it."""
 
+    short_factor: Factors | None = None
+    """`longrope`: what each frequency is divided by in rows up to the length of the pretraining, a list of numbers."""
+
+    long_factor: Factors | None = None
+    """`longrope`: the same in longer rows."""
+
     @model_validator(mode="after")
     def _keys_of_the_type(self) -> RopeScaling:
         for kind, keys in OF_TYPE.items():
@@ -116,14 +127,23 @@ class RopeScaling(Spec):
                     key=f"rope_scaling.{given}",
                     mend=f"delete it, or write rope_type: {kind[0]}",
                 )
+        for key in ("short_factor", "long_factor"):
+            if self.rope_type == "longrope" and getattr(self, key) is None:
+                raise mistake(
+                    f"rope_type: longrope needs '{key}', a number for each frequency",
+                    key="rope_scaling.rope_type",
+                    mend="write the factors that were searched for this model, or another rope_type: yarn needs none",
+                )
         return self
 
 
 OF_TYPE = {
-    ("yarn", "linear", "llama3"): ("factor",),
-    ("yarn", "llama3"): ("original_max_position_embeddings",),
-    ("yarn",): ("attention_factor", "beta_fast", "beta_slow"),
+    ("yarn", "linear", "llama3", "dynamic", "longrope"): ("factor",),
+    ("yarn", "llama3", "dynamic", "longrope"): ("original_max_position_embeddings",),
+    ("yarn", "longrope"): ("attention_factor",),
+    ("yarn",): ("beta_fast", "beta_slow"),
     ("llama3",): ("low_freq_factor", "high_freq_factor"),
+    ("longrope",): ("short_factor", "long_factor"),
 }
 """Types of scaling, and the keys that only they have."""
 

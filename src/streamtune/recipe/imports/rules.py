@@ -145,7 +145,7 @@ def rope_scaling(value: Any) -> Any:
     keys = {"rope_type": value} if isinstance(value, str) else dict(value) if isinstance(value, dict) else {}
     if "type" in keys:  # its name in older configurations
         keys["rope_type"] = keys.pop("type")
-    if keys.get("rope_type") not in ("linear", "yarn", "llama3"):
-        raise UnconvertedError("linear, yarn and llama3 are known here")
+    if keys.get("rope_type") not in ("linear", "yarn", "llama3", "dynamic", "longrope"):
+        raise UnconvertedError("linear, yarn, llama3, dynamic and longrope are known here")
     factor = keys.get("factor")
     return {**keys, "factor": float(factor)} if isinstance(factor, int) else keys
