@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from streamtune import stream
 from streamtune.errors import ArgumentError
-from streamtune.models import add_lora
+from streamtune.models import RopeChange, add_lora, save_architecture
 from streamtune.rollout import Sampling, TransformersWriter, WritingStopped
 from streamtune.rollout.vllm import check_vllm, policy_weights
 from tests.exactness.families import VOCAB, build
@@ -208,6 +211,21 @@ def test_writing_breaks_off_at_the_next_token_when_it_is_asked_to() -> None:
         writer(model, stop=stop).write(prompts(6), 2, Sampling(max_completion_length=100))
     assert len(asked) < 10
     assert model.training
+
+
+def test_an_engine_gets_the_architecture_of_the_base_with_its_positions(tmp_path: Path) -> None:
+    model = build("qwen3")
+    RopeChange({"rope_type": "yarn", "factor": 4.0}).apply(model.config)
+    adapted = add_lora(model, r=2)
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+    save_architecture(adapted, words, tmp_path)
+    read = AutoConfig.from_pretrained(tmp_path)
+    assert (read.model_type, read.num_hidden_layers) == ("qwen3", model.config.num_hidden_layers)
+    assert read.rope_parameters == model.config.rope_parameters
+    assert read.max_position_embeddings == 4 * 128
+    assert not list(tmp_path.glob("*.safetensors"))
+    names = {name for name, _ in policy_weights(adapted)}
+    assert names == set(dict(build("qwen3").named_parameters()))
 
 
 def test_vllm_is_refused_where_it_is_not() -> None:

@@ -47,7 +47,7 @@ class VllmWriter:
 
     Args:
         model: The policy; its weights, with adapters merged into a copy of them, are handed over at each call.
-        folder: The model in Hugging Face format, from which vLLM takes architecture and tokenizer.
+        folder: Configuration and tokenizer in Hugging Face format; positions are those of the configuration.
         end_token_ids: Tokens that end a completion.
         max_length: Tokens of a prompt and its completion together.
         memory_fraction: Part of the device's memory that vLLM may take; the rest is for training.
@@ -67,7 +67,10 @@ class VllmWriter:
         self.model, self.end_token_ids = model, frozenset(end_token_ids)
         self._parameters = vllm.SamplingParams
         self._engine: Any = vllm.LLM(
-            model=str(folder), max_model_len=max_length, gpu_memory_utilization=memory_fraction
+            model=str(folder),
+            load_format="dummy",  # the weights are handed over before each use
+            max_model_len=max_length,
+            gpu_memory_utilization=memory_fraction,
         )
 
     def write(self, prompts: Sequence[list[int]], count: int, sampling: Sampling) -> list[list[Completion]]:

@@ -427,7 +427,7 @@ def _make_writer(recipe: GrpoRecipe, built: Built) -> rollout.Writer:
 
     if recipe.use_vllm:
         folder = built.directory.path / "vllm"
-        models.save_pretrained(built.model, built.tokenizer, folder)
+        models.save_architecture(built.model, built.tokenizer, folder)
         return rollout.VllmWriter(
             built.model,
             folder,
