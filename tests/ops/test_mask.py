@@ -222,15 +222,23 @@ def test_causal_chunks_take_two_unmasked_kernel_calls() -> None:
     assert [(s.start, s.stop, s.causal, s.masked) for s in lazy.chunk(0, 32, 0).segments()] == [(0, 32, True, False)]
 
 
-TREES = ((11, (4, 2, 9)), (0, (3, 5)), (1, (6,)), (7, (5,)))
+TREES = {
+    "one level": Branches.of(((11, (4, 2, 9)), (0, (3, 5)), (1, (6,)), (7, (5,)))),
+    "four levels": Branches.of_nodes(
+        ((-1, 6), (0, 5), (0, 4), (1, 3), (1, 2), (3, 7), (4, 1), (3, 4), (-1, 8), (8, 2), (9, 5), (8, 6))
+    ),
+}
 
 
 @pytest.mark.parametrize("facts", [{}, {"window": 1}, {"window": 5}, {"window": 13}, {"span": 6}, {"function": True}])
 @pytest.mark.parametrize("size", [1, 4, 9, 20, LENGTH])
-def test_rows_that_share_their_beginning(facts: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("trees", TREES)
+def test_rows_that_share_their_beginning(
+    trees: str, facts: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Dense: every row's own square, put where its trunk and its branch lie."""
     monkeypatch.setattr(view_module, "MASKED_KEYS", 7)
-    table = Branches.of(TREES).table
+    table = TREES[trees].table
     assert table.length == LENGTH
     positions = torch.arange(LENGTH)
     spans = None if "span" not in facts else (positions - positions % facts["span"])[None]
@@ -249,7 +257,8 @@ def test_rows_that_share_their_beginning(facts: dict[str, Any], size: int, monke
     alone = whole(lazy)[0, 0]
     want = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
     for part in table.parts:
-        trunk, own = torch.arange(part.trunk_start, part.trunk_stop), torch.arange(part.start, part.stop)
+        trunk = torch.cat([torch.arange(*run) for run in (*part.trunk, (0, 0))])
+        own = torch.arange(part.start, part.stop)
         places = torch.cat([trunk, own])
         row = alone[: len(places), : len(places)]
         want[own[:, None], places] = row[len(trunk) :]
@@ -276,4 +285,4 @@ def test_rows_that_share_their_beginning(facts: dict[str, Any], size: int, monke
 def test_masks_that_are_not_of_one_row(facts: dict[str, Any]) -> None:
     sizes = {"batch_size": 1, "q_length": LENGTH, "kv_length": LENGTH}
     with pytest.raises(UnsupportedModelError, match="single row"):
-        LazyMask(**{**sizes, **facts}).branched(Branches.of(TREES).table)
+        LazyMask(**{**sizes, **facts}).branched(TREES["one level"].table)

@@ -78,14 +78,11 @@ class RowLengths:
     def _of_branches(cls, rows: Branches) -> RowLengths:
         longest_1T = torch.zeros_like(rows.positions_BT)
         shortest_1T = torch.full_like(longest_1T, torch.iinfo(torch.int64).max)
-        trunks = {part.trunk_start for part in rows.table.parts if part.trunk_stop > part.trunk_start}
-        for part in rows.table.parts:
-            if part.start in trunks:
-                continue
-            length = part.trunk_stop - part.trunk_start + part.stop - part.start
-            for place in (slice(part.trunk_start, part.trunk_stop), slice(part.start, part.stop)):
-                longest_1T[:, place] = longest_1T[:, place].clamp(min=length)
-                shortest_1T[:, place] = shortest_1T[:, place].clamp(max=length)
+        for leaf in rows.table.leaves:
+            length = leaf.trunk_length + leaf.stop - leaf.start
+            for start, stop, _ in leaf.runs:
+                longest_1T[:, start:stop] = longest_1T[:, start:stop].clamp(min=length)
+                shortest_1T[:, start:stop] = shortest_1T[:, start:stop].clamp(max=length)
         return cls(shortest_1T, longest_1T)
 
     def to(self, device: torch.device) -> RowLengths:

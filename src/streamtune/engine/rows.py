@@ -13,8 +13,9 @@ end, and a sequence is any number of trees:
                 trunk     branch  branch     the next tree
     position    0 1 2 3   4 5 6   4 5 6 7    0 ...
 
-A token sees its trunk and its own branch, and counts its position through both, so every row is computed as it would be
-alone, to rounding: its trunk's keys, values and states are those of every row, and their gradient is the sum over
+A branch may have branches itself, to any depth: its trunk is then all that its rows have in common. A token sees its
+trunk and its own branch, and counts its position through both, so every row is computed as it would be alone, to
+rounding: its trunk's keys, values and states are those of every row, and their gradient is the sum over
 all branches. A layer with a recurrent state begins each branch with the trunk's last state.
 
 Preference pairs (arXiv 2305.18290) and groups of completions (arXiv 2402.03300) are such rows. The last token of a
@@ -142,23 +143,34 @@ class Branches(PackedRows):
         Raises:
             ArgumentError: There is no tree, no branch, or a branch without a token.
         """
-        parts: list[Branch] = []
-        place = 0
+        nodes: list[tuple[int, int]] = []
         for trunk, lengths in trees:
             if trunk < 0 or not lengths or min(lengths) < 1:
                 raise ArgumentError(
                     f"a tree has a trunk of 0 or more tokens and branches of 1 or more, not {trunk} and {list(lengths)}"
                 )
-            root = place
-            if trunk:
-                parts.append(Branch(place, place + trunk, place, place))
-                place += trunk
-            for length in lengths:
-                parts.append(Branch(place, place + length, root, root + trunk))
-                place += length
-        if not parts:
+            root = len(nodes) if trunk else -1
+            nodes += [(-1, trunk)] * bool(trunk) + [(root, length) for length in lengths]
+        if not nodes:
             raise ArgumentError("a sequence of branches has one tree or more")
-        table = BranchTable(tuple(parts))
+        return cls.of_nodes(nodes)
+
+    @classmethod
+    def of_nodes(cls, nodes: Iterable[tuple[int, int]]) -> Branches:
+        """Lay trees of any depth end to end, part after part.
+
+        Args:
+            nodes: For each part the index of the part that it continues, or -1 where rows begin; and its tokens.
+
+        Raises:
+            ArgumentError: There is no part, one without a token, or one before the part that it continues.
+        """
+        given = list(nodes)
+        wrong = next((n for n, (parent, tokens) in enumerate(given) if not -1 <= parent < n or tokens < 1), None)
+        if wrong is not None or not given:
+            what = "there is none" if wrong is None else f"part {wrong} is {given[wrong]}"
+            raise ArgumentError(f"a part has 1 or more tokens and stands behind the one that it continues; {what}")
+        table = BranchTable.of(given)
         return cls(table.positions[None], table)
 
     @property
@@ -184,7 +196,7 @@ class Branches(PackedRows):
     def followed_by(self, tokens: int) -> Branches:
         """Return the same trees, with one more row of ``tokens`` tokens behind them that shares nothing."""
         stop = self.length + tokens
-        table = BranchTable((*self.table.parts, Branch(self.length, stop, self.length, self.length)))
+        table = BranchTable((*self.table.parts, Branch(self.length, stop)))
         return Branches(table.positions[None], table)
 
     @cached_property
@@ -206,7 +218,7 @@ class Branches(PackedRows):
 
     @cached_property
     def _taken_up(self) -> dict[int, int]:
-        return {part.start: part.trunk_stop for part in self.table.parts if part.trunk_stop > part.trunk_start}
+        return {part.start: part.trunk[-1][1] for part in self.table.parts if part.trunk}
 
     def carries_on(self, position: int) -> bool:
         """Return True if the state at a position is used again: within a part, or at the end of a trunk."""

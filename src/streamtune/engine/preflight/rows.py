@@ -64,8 +64,8 @@ __all__ = ["check_branches", "check_length", "check_packing", "lengths_to_check"
 ROWS = (9, 2, 13, 3, 11, 10)
 """Tokens of the rows of the trial: chunks end inside some, and several lie inside one chunk."""
 
-TREES = ((11, (5, 2, 9)), (4, (7, 10)))
-"""Tokens of trunks and branches of the trial: chunks end in a trunk, behind it and in branches."""
+TREES = ((-1, 11), (0, 5), (0, 2), (2, 4), (2, 3), (0, 9), (-1, 4), (6, 7), (6, 10))
+"""Parts of the trial's trees (``Branches.of_nodes``): chunks end in trunks, behind them and in branches."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,10 @@ def check_branches(handle: StreamedModel) -> None:
     """
     if not handle.layers:
         raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
-    branches = Branches.of(TREES)
-    parts = [part for part in branches.table.parts if part.trunk_stop > part.trunk_start]
-    places = [torch.cat([torch.arange(p.trunk_start, p.trunk_stop), torch.arange(p.start, p.stop)]) for p in parts]
-    begins = [part.trunk_stop - part.trunk_start for part in parts]
+    branches = Branches.of_nodes(TREES)
+    parts = [part for part in branches.table.leaves if part.trunk]
+    places = [torch.cat([torch.arange(start, stop) for start, stop, _ in part.runs]) for part in parts]
+    begins = [part.trunk_length for part in parts]
     fault = "compute rows that share their beginning as it does alone: the {what} for a row is another"
     arguments = branches.arguments(torch.zeros(1, branches.length, dtype=torch.long))
     layout = _Layout(branches, arguments, places, begins, fault, "set share_prefix: never")

@@ -174,8 +174,10 @@ def _mask_mod(view: MaskView) -> Modifier:
         q, k = q_place + q_start, k_place + k_start
         own = None
         if rows is not None:
-            positions, (part, trunk, trunk_stop) = rows
-            own = ((k >= part[q]) & (k <= q)) | ((k >= trunk[q]) & (k < trunk_stop[q]))
+            positions, (part, *trunk) = rows
+            own = (k >= part[q]) & (k <= q)
+            for start, stop in zip(trunk[::2], trunk[1::2], strict=True):
+                own = own | ((k >= start[q]) & (k < stop[q]))
             q, k = positions[q], positions[k]
         near = q - k < window
         seen = k <= q if mask.causal else q == q

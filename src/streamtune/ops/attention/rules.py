@@ -221,17 +221,20 @@ class MaskRules(NoTensor):
         return first if self.window is None else max(first, q_start - self.window + 1)
 
     def _first_key_of_branch(self, part: Branch, q_start: int) -> int:
-        """Return the first key for a query in a part; a later branch of its trunk may see what the trunk's end sees."""
+        """Return the first key for queries from one in a part on; a later part may continue an earlier one."""
         if self.window is None:
-            return part.trunk_start
-        position = min(q_start - part.shift, part.trunk_stop - part.trunk_start)
-        if part.trunk_start == part.trunk_stop:  # a trunk itself: its branches begin behind it
-            position = q_start - part.shift
-        return part.trunk_start + max(0, position - self.window + 1)
+            return part.root
+        first = part.place_at(max(0, q_start - part.shift - self.window + 1))
+        assert self.branches is not None
+        for later in self.branches.parts[self.branches.index(q_start) + 1 :]:
+            if later.root != part.root:
+                break
+            first = min(first, later.place_at(max(0, later.trunk_length - self.window + 1)))
+        return first
 
     @cached_property
     def branch_places(self) -> tuple[Tensor, Tensor]:
-        """``[T]``: the position of each place in its row, and ``[3, T]``: the bounds of its part and trunk."""
+        """``[T]``: the position of each place in its row, and ``[1 + 2 R, T]``: the bounds of its part and trunk."""
         assert self.branches is not None
         return self.branches.positions.to(self.device), self.branches.bounds.to(self.device)
 
@@ -242,9 +245,10 @@ class MaskRules(NoTensor):
         batch = slice(None) if row is None else slice(row, row + 1)
         allowed = torch.ones(1, 1, q_stop - q_start, k_stop - k_start, dtype=torch.bool, device=self.device)
         if self.branches is not None:
-            positions, (part, trunk, trunk_stop) = self.branch_places
-            q_part, q_trunk, q_trunk_stop = part[q], trunk[q], trunk_stop[q]
-            allowed = ((k >= q_part) & (k <= q)) | ((k >= q_trunk) & (k < q_trunk_stop))
+            positions, (part, *trunk) = self.branch_places
+            allowed = (k >= part[q]) & (k <= q)
+            for start, stop in zip(trunk[::2], trunk[1::2], strict=True):
+                allowed = allowed | ((k >= start[q]) & (k < stop[q]))
             q, k = positions[q], positions[k]
         if self.causal:
             allowed = allowed & (k <= q)

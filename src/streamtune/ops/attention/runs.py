@@ -1,14 +1,14 @@
 """Runs of positions a mask is made of: packed rows, attention spans, blocks that see each other, trees of rows.
 
-All of them are contiguous, so each is given by one number for each position: the start of its run. A tree of rows is a
-trunk and the branches that continue it; its positions count within a row, through trunk and branch, and its places from
-the start of the sequence. Shape suffixes: B batch, T positions.
+All of them are contiguous, so each is given by one number for each position: the start of its run. A tree of rows has
+parts that continue other parts, to any depth; its positions count within a row, through all parts of it, and its places
+from the start of the sequence. Shape suffixes: B batch, T positions.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -103,20 +103,46 @@ def stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> list[list[Stre
 
 @dataclass(frozen=True)
 class Branch:
-    """Places ``[start, stop)``, which also see all of ``[trunk_start, trunk_stop)``; for a trunk itself that is empty.
+    """Places ``[start, stop)``, which also see all of ``trunk``: the runs of places before them in their row.
 
-    Its row begins at ``trunk_start``; its first position in the row is the length of its trunk.
+    Attributes:
+        start: First place of the part.
+        stop: Place behind its last.
+        trunk: Runs ``[start, stop)`` of the parts that its row begins with, in order, adjacent ones as one. Empty where
+            the part begins its row.
     """
 
     start: int
     stop: int
-    trunk_start: int
-    trunk_stop: int
+    trunk: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def trunk_length(self) -> int:
+        """Tokens of the row before the part; the position of its first token in the row."""
+        return sum(stop - start for start, stop in self.trunk)
+
+    @property
+    def root(self) -> int:
+        """The place at which its row begins."""
+        return self.trunk[0][0] if self.trunk else self.start
 
     @property
     def shift(self) -> int:
         """The difference between a place in it and the position of that place in the row."""
-        return self.start - (self.trunk_stop - self.trunk_start)
+        return self.start - self.trunk_length
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """Start, stop and shift of the runs of its row up to the end of the part: its trunk's, and its own."""
+        found, position = [], 0
+        for start, stop in (*self.trunk, (self.start, self.stop)):
+            found.append((start, stop, start - position))
+            position += stop - start
+        return tuple(found)
+
+    def place_at(self, position: int) -> int:
+        """Return the place of a position of its row."""
+        return next(position + shift for _, stop, shift in self.runs if position + shift < stop)
 
 
 @dataclass(frozen=True)
@@ -124,6 +150,24 @@ class BranchTable:
     """All parts of a sequence, in order, without a gap."""
 
     parts: tuple[Branch, ...]
+
+    @classmethod
+    def of(cls, nodes: Iterable[tuple[int, int]]) -> BranchTable:
+        """Lay the nodes of trees end to end, in the order given.
+
+        Args:
+            nodes: Of each part the index of the part that it continues, -1 for the beginning of rows, and its tokens.
+                A part stands behind the one that it continues.
+        """
+        parts: list[Branch] = []
+        for parent, length in nodes:
+            start = parts[-1].stop if parts else 0
+            trunk: tuple[tuple[int, int], ...] = ()
+            if parent >= 0:
+                before = parts[parent]
+                trunk = _joined((*before.trunk, (before.start, before.stop)))
+            parts.append(Branch(start, start + length, trunk))
+        return cls(tuple(parts))
 
     @property
     def length(self) -> int:
@@ -137,14 +181,37 @@ class BranchTable:
 
     @cached_property
     def bounds(self) -> Tensor:
-        """``[3, T]`` int64: start of each place's part, start of its trunk, stop of its trunk."""
+        """``[1 + 2 R, T]`` int64: start of each place's part; start and stop of each of the R runs of its trunk."""
+        most = max(1, *(len(part.trunk) for part in self.parts))
         lengths = torch.tensor([part.stop - part.start for part in self.parts])
-        facts = torch.tensor([[part.start, part.trunk_start, part.trunk_stop] for part in self.parts])
+        padded = [(*part.trunk, *[(part.start, part.start)] * (most - len(part.trunk))) for part in self.parts]
+        facts = torch.tensor([[part.start, *sum(runs, ())] for part, runs in zip(self.parts, padded, strict=True)])
         return facts.repeat_interleave(lengths, 0).T.contiguous()
 
     def at(self, place: int) -> Branch:
         """Return the part that contains a place."""
-        return self.parts[bisect_right(self.parts, place, key=_start) - 1]
+        return self.parts[self.index(place)]
+
+    def index(self, place: int) -> int:
+        """Return the index of the part that contains a place."""
+        return bisect_right(self.parts, place, key=_start) - 1
+
+    @cached_property
+    def leaves(self) -> list[Branch]:
+        """The last parts of the rows: nothing continues them."""
+        continued = {part.trunk[-1][1] for part in self.parts if part.trunk}
+        return [part for part in self.parts if part.stop not in continued]
+
+
+def _joined(runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Return runs of places with adjacent ones as one."""
+    out: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if out and out[-1][1] == start:
+            out[-1] = (out[-1][0], stop)
+        else:
+            out.append((start, stop))
+    return tuple(out)
 
 
 Run = TypeVar("Run", Stretch, Branch)

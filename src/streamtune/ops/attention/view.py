@@ -67,9 +67,9 @@ class MaskView(NoTensor):
 
         A causal chunk is one rectangle (the prefix, no mask) and one square (lower triangle); where it holds several
         packed rows, one such pair for each. A sliding window cuts the prefix to the window and adds one masked tile at
-        its far edge. A block whose tokens see each other is one rectangle. A branch is a rectangle over its trunk and
-        a square over its own. Keys that all lie before the queries (another rank's) are one rectangle or none. Anything
-        else is examined block by block.
+        its far edge. A block whose tokens see each other is one rectangle. A branch is a rectangle over each run of its
+        trunk and a square over its own. Keys that all lie before the queries (another rank's) are one rectangle or
+        none. Anything else is examined block by block.
         """
         key = (self.q_start, self.q_stop, self.k_start, self.k_stop)
         if key not in self.mask._segments:
@@ -125,15 +125,15 @@ class MaskView(NoTensor):
 
     def _of_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
         """Return the segments of queries ``[start, stop)`` in one part: its trunk within the window, and its own."""
-        first = everyone = part.trunk_start
-        if self.mask.window is not None:
-            behind = part.trunk_start - part.shift - self.mask.window + 1  # from a query's place to its first key's
-            first = min(max(first, start + behind), part.trunk_stop)
-            everyone = min(max(first, stop - 1 + behind), part.trunk_stop)
-        pieces = [
-            self._segment(None, start, stop, first, everyone, masked=True),
-            self._segment(None, start, stop, everyone, part.trunk_stop),
-        ]
+        pieces = []
+        for run_start, run_stop, shift in part.runs[:-1]:
+            first = everyone = run_start
+            if self.mask.window is not None:
+                behind = shift - part.shift - self.mask.window + 1  # from a query's place to its first key's
+                first = min(max(first, start + behind), run_stop)
+                everyone = min(max(first, stop - 1 + behind), run_stop)
+            pieces.append(self._segment(None, start, stop, first, everyone, masked=True))
+            pieces.append(self._segment(None, start, stop, everyone, run_stop))
         own = self._of_stretch(None, start, stop, Stretch(part.start, part.stop, part.start, mutual=False))
         return [piece for piece in pieces if piece.stop > piece.start] + own
 
@@ -141,7 +141,7 @@ class MaskView(NoTensor):
         """Return those segments where the mask has further rules: blocks of :data:`MASKED_KEYS` keys, all masked."""
         return [
             self._segment(None, start, stop, key, min(key + MASKED_KEYS, last), masked=True)
-            for first, last in ((part.trunk_start, part.trunk_stop), (part.start, stop))
+            for first, last in (*part.trunk, (part.start, stop))
             for key in range(first, last, MASKED_KEYS)
         ]
 

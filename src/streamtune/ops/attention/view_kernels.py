@@ -175,7 +175,7 @@ def band_of(view: MaskView, scale: float) -> BandView | None:
     first = max(view.k_start, stretch.first)
     if mask.branches is not None:
         part = mask.branches.at(view.q_start)
-        if part.trunk_stop > part.trunk_start or part.stop < view.q_stop or mask.span_start is not None:
+        if part.trunk or part.stop < view.q_stop or mask.span_start is not None:
             return None
         first = max(first, part.start)
     if mask.window is not None:
