@@ -112,6 +112,8 @@ def _describe_rows(subject: VerifySubject) -> str:
     if subject.losses is not None:
         return _describe_completions(subject)
     tokens = f"{batch.num_tokens:,} tokens, {batch.num_targets:,} of them trained on"
+    if getattr(batch, "branches", None) is not None:
+        return f"the first {len(windows)} in one sequence with common beginnings once, against each alone: {tokens}"
     if batch.position_ids is not None:
         return f"the first {len(windows)} packed into one sequence, against each alone: {tokens}"
     if len(windows) > 1:

@@ -23,6 +23,7 @@ from streamtune.data.batches.collate import (
 from streamtune.data.batches.measure import BatchFacts, EpochLayout, concat_squares, lay_out
 from streamtune.data.batches.mixture import Mixture
 from streamtune.data.batches.pieces import Pieces, cut_rows
+from streamtune.data.batches.prefixes import collate_prefixes
 from streamtune.data.batches.ranks import assign_rows
 from streamtune.data.batches.sampler import Packs, ResumableSampler, pack_rows
 from streamtune.data.batches.steps import EpochSteps, StepSampler, bucket_steps, token_steps
@@ -98,6 +99,7 @@ __all__ = [
     "bucket_steps",
     "collate",
     "collate_packed",
+    "collate_prefixes",
     "collate_trees",
     "concat_squares",
     "cut_rows",

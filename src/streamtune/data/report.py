@@ -98,6 +98,8 @@ class DataReport:
     """sequences the training examples are packed into; 0 without packing"""
     pack_fill: float = 0.0
     """part of ``packs * max_length`` positions that hold a token"""
+    shared_tokens: int = 0
+    """tokens of these sequences, where rows share their beginnings; 0 where they do not"""
     pieces: int = 0
     """pieces that the training examples are cut into; 0 without buckets"""
     piece_tokens_lost: int = 0
@@ -128,7 +130,9 @@ class DataReport:
     def describe(self) -> str:
         """Return the report in one line, without counts of zero."""
         parts = _describe_rows(self, pieces_dropped=self.pieces_dropped)
-        if self.packs:
+        if self.shared_tokens:
+            parts.append(f"{self.packs:,} sequences, {self.shared_tokens:,} tokens with common beginnings once")
+        elif self.packs:
             parts.append(f"packed into {self.packs:,} sequences, {self.pack_fill:.1%} full")
         parts.append(f"{self.tokens:,} tokens, {self.supervised_tokens:,} of them trained")
         if self.pieces:

@@ -140,6 +140,7 @@ class StreamHandle:
         self._gathered = gather_whole(self.layers)
         self.context = CallContext()
         self.scored: ScoreRequest | None = None
+        self._laid_out: Branches | None = None
         self.routers = RouterWatch(self.model, self.layers, router_loss)
         self._checkpointing: set[Any] = set()
         self._warned, self._length = False, 0
@@ -207,6 +208,21 @@ class StreamHandle:
     def streams_head(self) -> bool:
         """True if the language-model head is streamed too."""
         return self.head is not None
+
+    @contextmanager
+    def laid_out(self, branches: Branches) -> Iterator[None]:
+        """Take the tokens of calls inside the context for rows that share their beginnings.
+
+        A call has ``labels`` or ``shift_labels`` ``[1, T]`` and the arguments ``branches.arguments(input_ids)``.
+
+        Args:
+            branches: The rows.
+        """
+        self._laid_out = branches
+        try:
+            yield
+        finally:
+            self._laid_out = None
 
     @property
     def rotates_by_length(self) -> bool:
@@ -369,7 +385,7 @@ class StreamHandle:
         rows, self._length = call.size
         self.context.whole = with_labels and self._sees_everything(call)
         self.context.schedule = self._short if 0 < rows * self._length <= SHORT.chunk_size else None
-        branches = None if scored is None else scored.branches
+        branches = self._laid_out if scored is None else scored.branches
         self.context.rows = call.packed_rows() if branches is None else branches
         self._set_lengths()
         padding, takes_positions = call.get("attention_mask"), call.takes("position_ids")

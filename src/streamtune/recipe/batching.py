@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from streamtune.recipe.spec import Spec, at_most, mistake
 
-__all__ = ["BucketSpec", "batching_mistakes"]
+__all__ = ["BucketSpec", "batching_mistakes", "turn_mistakes"]
 
 
 class BucketSpec(Spec):
@@ -95,6 +95,28 @@ def batching_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
                 "'batching: buckets' orders pieces by their length, and 'shuffle: false' keeps the order of the rows",
                 key="shuffle",
                 mend="delete one of the two",
+            )
+
+
+def turn_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
+    """Yield the keys that exclude turns as rows that share their beginnings."""
+    if recipe.reasoning != "per_turn":
+        return
+    allowed = {
+        "objective": ("sft", "which has turns to train on"),
+        "train_on": ("assistant", "every turn is a row, and its last answer is trained"),
+        "batching": ("rows", "the turns of a conversation are one sequence"),
+        "packing": (False, "the turns of a conversation are one sequence already"),
+        "streaming": (False, "conversations are laid out before the first step"),
+        "per_device_train_batch_size": (1, "the turns of a conversation are one sequence"),
+        "per_device_eval_batch_size": (1, "the turns of a conversation are one sequence"),
+    }
+    for key, (value, why) in allowed.items():
+        if getattr(recipe, key) != value:
+            yield mistake(
+                f"'reasoning: per_turn' needs '{key}: {str(value).lower()}': {why}",
+                key=key if key != "objective" else "reasoning",
+                mend="write reasoning: keep" if key == "objective" else f"write {key}: {str(value).lower()}",
             )
 
 

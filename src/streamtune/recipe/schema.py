@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from streamtune.recipe.batching import BucketSpec, batching_mistakes
+from streamtune.recipe.batching import BucketSpec, batching_mistakes, turn_mistakes
 from streamtune.recipe.sharing import QUANTISED, SHARING_PRESETS, WholeWeights, two_levels
 from streamtune.recipe.spec import Count, Fraction, Rows, Spec, Steps, Text, at_most, mistake
 from streamtune.recipe.streaming import SHUFFLE_BUFFER, streaming_mistakes
@@ -173,9 +173,10 @@ class Recipe(Spec):
     """`sft`: tokens that end turns and are trained: those of trained turns, those of all turns, the last one of the
     chat, or none."""
 
-    reasoning: Literal["template", "keep", "error"] = "template"
+    reasoning: Literal["template", "keep", "error", "per_turn"] = "template"
     """Reasoning of a trained answer (`<think>`, `reasoning_content`, `reasoning`, `thinking`) that the chat template
-    leaves out: train without it and say how much it is, put it into the text, or refuse the rows."""
+    leaves out: train without it and say how much it is, put it into the text, or refuse the rows. `sft`: `per_turn`
+    trains each turn as the model sees it when it writes it, with the beginnings that turns share computed once."""
 
     on_empty: Literal["error", "drop", "train"] = "error"
     """`sft`: a row with an empty answer, or one of blanks alone: refuse it, leave it out, or train that nothing is to
@@ -471,7 +472,7 @@ class Recipe(Spec):
         self._check_long_rows()
         check_weights(self.datasets, self.mix_by)
         check_eval_sets(self.eval_datasets)
-        for found in (*batching_mistakes(self), *streaming_mistakes(self)):
+        for found in (*batching_mistakes(self), *turn_mistakes(self), *streaming_mistakes(self)):
             raise found
         if self.deepspeed is not None and self.fsdp:
             raise mistake("'deepspeed' and 'fsdp' exclude each other", key="fsdp", mend="keep one of them")

@@ -16,8 +16,9 @@ import torch
 
 from streamtune import data, train
 from streamtune.data.inspect_lengths import fewest_packs
-from streamtune.engine import StreamHandle, check_packing
-from streamtune.errors import DataError
+from streamtune.engine import Branches, StreamHandle, check_branches, check_packing
+from streamtune.engine.rotary import longest_unscaled
+from streamtune.errors import DataError, UnsupportedModelError
 from streamtune.paths import cache_folder
 from streamtune.recipe.batching import BucketSpec
 from streamtune.recipe.schema import Recipe
@@ -40,7 +41,7 @@ from streamtune.tasks.task import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Batches", "Sft"]
+__all__ = ["Batches", "Sft", "prefix_batch"]
 
 
 class Sft(Task[Recipe]):
@@ -51,6 +52,8 @@ class Sft(Task[Recipe]):
         """See :class:`Task`."""
         if self.recipe.batching == "buckets":
             return "piece"
+        if self.per_turn:
+            return "conversation"
         return "packed sequence" if self.recipe.packing else "row"
 
     def prepare(
@@ -211,12 +214,36 @@ class Sft(Task[Recipe]):
 
     def planned_length(self, longest: int) -> int:
         """See :meth:`Task.planned_length`: a pack may be as long as the recipe lets it be."""
-        return self.recipe.max_length if self.recipe.packing else longest
+        return self.recipe.max_length if self.recipe.packing or self.per_turn else longest
+
+    @property
+    def per_turn(self) -> bool:
+        """True if the turns of a conversation are rows that share their beginnings."""
+        return self.recipe.reasoning == "per_turn"
 
     def check_model(self, handle: StreamHandle) -> None:
         """See :meth:`Task.check_model`."""
         if self.recipe.packing:
             check_packing(handle)
+        if self.per_turn:
+            self._check_turns(handle)
+
+    def _check_turns(self, handle: StreamHandle) -> None:
+        """Check that rows which share their beginnings are computed as each alone.
+
+        Raises:
+            UnsupportedModelError: They are not.
+        """
+        mend = "write reasoning: keep, which trains all turns in one row"
+        limit = longest_unscaled(handle.model.config)
+        if limit is not None and limit < self.recipe.max_length:
+            what = f"rotary embeddings change above {limit:,} tokens, and turns on both sides may share a beginning"
+            raise UnsupportedModelError(what, where="reasoning", mend=f"{mend}, or set max_length: {limit}")
+        try:
+            check_branches(handle)
+        except UnsupportedModelError as error:
+            error.where, error.mend = "reasoning", mend
+            raise
 
     def batches(
         self, prepared: data.PreparedData | StreamedRows, tokenizer: PreTrainedTokenizerBase, *, share: bool
@@ -278,6 +305,20 @@ class Sft(Task[Recipe]):
         return self.objective(trial.handle, None, trial.device), lambda: batches
 
 
+def prefix_batch(examples: Sequence[data.Example]) -> train.PrefixBatch:
+    """Make a batch of rows in one sequence, with their common beginnings once."""
+    collated = data.collate_prefixes(examples)
+    branches = Branches.of_nodes(collated["nodes"])
+    return train.PrefixBatch(
+        input_ids=collated["input_ids"],
+        attention_mask=collated["attention_mask"],
+        shift_labels=collated["shift_labels"],
+        origins=tuple(example.origin for example in examples),
+        position_ids=branches.position_ids,
+        branches=branches,
+    )
+
+
 @dataclass(frozen=True)
 class Batches:
     """Makes padded micro-batches of training units: examples, packs of them, or pieces of them."""
@@ -307,6 +348,8 @@ class Batches:
         examples = [example for sequence in sequences for example in sequence]
         assert self.tokenizer is not None, "a batch is padded with a token"
         origins, pad = tuple(example.origin for example in examples), self.tokenizer.pad_token_id
+        if self.prepared.packs is not None and self.prepared.packs.sizes is not None:
+            return prefix_batch(examples)
         if packed:
             return train.MicroBatch(**data.collate_packed(sequences, pad_token_id=pad), origins=origins)
         return train.MicroBatch(**data.collate(examples, pad_token_id=pad), origins=origins)
@@ -349,6 +392,8 @@ class Batches:
         if prepared.packs is None:
             return lengths, lengths**2
         packs, in_order = prepared.packs, lengths[prepared.packs.rows]
+        if packs.sizes is not None and packs.squares is not None:
+            return packs.sizes, packs.squares
         first, second = (np.add.reduceat(values, packs.starts[:-1]) for values in (in_order, in_order**2))
         return first, second
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamtune.train.backend import Backend, LocalBackend
-from streamtune.train.batch import MicroBatch, StepStream, TreeBatch, counted
+from streamtune.train.batch import MicroBatch, PrefixBatch, StepStream, TreeBatch, counted
 from streamtune.train.checkpoint import Checkpoint, checkpoint_path, supersede
 from streamtune.train.guard import skipped_most
 from streamtune.train.hold import DirectoryHold
@@ -58,6 +58,7 @@ __all__ = [
     "ModelReference",
     "ModelWriter",
     "Objective",
+    "PrefixBatch",
     "Progress",
     "Progressed",
     "Reference",

@@ -14,7 +14,7 @@ from streamtune.labels import IGNORE_INDEX
 if TYPE_CHECKING:
     from streamtune.engine import Branches
 
-__all__ = ["MicroBatch", "StepStream", "TreeBatch", "counted"]
+__all__ = ["MicroBatch", "PrefixBatch", "StepStream", "TreeBatch", "counted"]
 
 Batch = TypeVar("Batch", bound="MicroBatch")
 
@@ -75,6 +75,19 @@ class MicroBatch:
             shift_labels=self.shift_labels.to(device),
             position_ids=positions,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixBatch(MicroBatch):
+    """Rows that share their beginnings, in one sequence ``[1, T]``, trained on as each of them alone."""
+
+    branches: Branches
+    """The rows."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """See :class:`MicroBatch`."""
+        return {"input_ids": self.input_ids, **self.branches.arguments(self.input_ids), "use_cache": False}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine import StreamHandle
-from streamtune.train.batch import MicroBatch, TreeBatch, counted
+from streamtune.train.batch import MicroBatch, PrefixBatch, TreeBatch, counted
 from streamtune.train.world import World
 
 __all__ = [
@@ -118,13 +118,15 @@ def loss_of(model: nn.Module, batch: MicroBatch, *, num_targets: int, bf16: bool
 
 def output_of(model: nn.Module, batch: MicroBatch, *, num_targets: int, **more: Any) -> Any:
     """Call the model on a batch with its labels; ``more`` are arguments that replace or add to the usual ones."""
-    return model(
-        # Transformers asks for labels to compute a loss at all, and takes the shifted ones where they are given.
-        labels=batch.shift_labels,
-        shift_labels=batch.shift_labels,
-        num_items_in_batch=num_targets,
-        **{**batch.arguments, **more},
-    )
+    branches = batch.branches if isinstance(batch, PrefixBatch) else None
+    with nullcontext() if branches is None else StreamHandle.of(model).laid_out(branches):
+        return model(
+            # Transformers asks for labels to compute a loss at all, and takes the shifted ones where they are given.
+            labels=batch.shift_labels,
+            shift_labels=batch.shift_labels,
+            num_items_in_batch=num_targets,
+            **{**batch.arguments, **more},
+        )
 
 
 def autocast(device: torch.device, bf16: bool) -> torch.autocast:

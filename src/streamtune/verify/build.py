@@ -40,6 +40,7 @@ from streamtune.run.reference import load_reference
 from streamtune.schedule import Schedule
 from streamtune.simulate.scored import PlainScores
 from streamtune.tasks import Task, task_of
+from streamtune.tasks.sft import prefix_batch
 from streamtune.tasks.task import ScoringTask
 from streamtune.train.objective import autocast, loss_of, output_of
 from streamtune.verify.report import VerifyReport
@@ -181,11 +182,16 @@ def _choose_rows(
     with doing("measuring how long a row plain autograd has room for"):
         room = _measure(model, rows, tokenizer, device, bf16, router_loss)
     limit, why = (length, "--length") if length is not None else _fitting_length(room, device, widened)
-    windows = choose_rows(rows, limit, PACKED_ROWS if recipe.packing else 1)
-    alone = _collate(windows, tokenizer).to(device)
+    per_turn = recipe.reasoning == "per_turn"
+    windows = choose_rows(rows, limit, PACKED_ROWS if recipe.packing or per_turn else 1)
+    alone = batch = _collate(windows, tokenizer).to(device)
+    if per_turn:
+        batch = prefix_batch([window.example for window in windows]).to(device)
+    elif recipe.packing:
+        batch = _collate(windows, tokenizer, packed=True).to(device)
     return _Chosen(
         windows=tuple(windows),
-        batch=_collate(windows, tokenizer, packed=True).to(device) if recipe.packing else alone,
+        batch=batch,
         alone=alone,
         length_limit=why if any(window.length < window.row_length for window in windows) else "",
         room=room,

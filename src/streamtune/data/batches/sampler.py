@@ -112,7 +112,11 @@ class Packs:
     starts: npt.NDArray[np.int64]
     """[packs + 1] where each pack begins in ``rows``"""
     tokens: int
-    """tokens of all rows"""
+    """tokens of all sequences"""
+    sizes: npt.NDArray[np.int64] | None = None
+    """[packs] tokens of each sequence where rows share their beginnings; None: those of its rows"""
+    squares: npt.NDArray[np.int64] | None = None
+    """[packs] twice the pairs of tokens that see each other there; None: the squares of its rows' lengths"""
 
     def __len__(self) -> int:
         return len(self.starts) - 1

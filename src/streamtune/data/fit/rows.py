@@ -39,9 +39,25 @@ class RowFit(LengthFit[Example, DataReport]):
         limit = f"{policy.max_length:,}"
         super().__init__(writer, policy.overlength, limit=f"max_length is {limit}", over=f"{limit} tokens")
         self.policy = policy
+        self._group: bytes | None = None
 
-    def add(self, rendered: Rendered, origin: str) -> None:
-        """Fit one row to the length, and write the examples made of it."""
+    def add_turns(self, turns: Sequence[Rendered], origin: str) -> None:
+        """Fit the rows of the turns of a conversation; they are held out together."""
+        digest = hashlib.blake2b(digest_size=16)
+        for turn in turns:
+            digest.update(_int_array(turn.input_ids).data)
+        for turn in turns:
+            self.add(turn, origin, digest.digest())
+
+    def add(self, rendered: Rendered, origin: str, group: bytes | None = None) -> None:
+        """Fit one row to the length, and write the examples made of it.
+
+        Args:
+            rendered: The row.
+            origin: Its place, ``file:line``.
+            group: A hash; rows with the same one are held out together. None is a hash of the examples.
+        """
+        self._group = group
         row = _Row(_int_array(rendered.input_ids), _int_array(rendered.labels))
         trained = row.labels != IGNORE_INDEX
         whole = _RowSize(len(trained), int(trained.sum()))
@@ -93,7 +109,7 @@ class RowFit(LengthFit[Example, DataReport]):
             self.counts["supervised_tokens"] += trained
             self.counts["supervised_tokens_lost"] -= trained
             self.write(Example(ids, labels, origin), digest, trained=trained, lost=lost if how == "truncated" else 0)
-        self.groups.append(row_digest.digest())
+        self.groups.append(self._group or row_digest.digest())
 
     def check(self, notify: Notify) -> None:
         """See :class:`LengthFit`; in addition notify of system messages that were cut off."""

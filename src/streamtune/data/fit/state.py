@@ -22,7 +22,7 @@ from streamtune.data.reading.sources import Source
 
 __all__ = ["load_fit", "save_fit"]
 
-_GIVEN = ("writer", "policy")
+_GIVEN = ("writer", "policy", "_group")
 """Attributes that the maker of a fit gives it, and that no file can hold."""
 
 

@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from streamtune.data.batches.sampler import pack_parts
+from streamtune.data.batches.prefixes import pack_turns
+from streamtune.data.batches.sampler import Packs, pack_parts
 from streamtune.data.cache import RowCache
 from streamtune.data.fit import Prepared, RowFit
 from streamtune.data.fit.parts import make_mixture, set_bounds, share_epoch
 from streamtune.data.prepare.reading import Reading, read_and_fit
 from streamtune.data.reading.sources import Source, typed_rows
-from streamtune.data.records import Example
+from streamtune.data.records import Example, Stored
 from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions
 from streamtune.data.rendering.policy import RowPolicy
 from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rendering.renderings import require_template
 from streamtune.data.rendering.tokens import Rendered
+from streamtune.data.rendering.turns import TurnRenderer
 from streamtune.data.report import DataReport
 from streamtune.data.rows import ROW_TYPES, Content, Conversation, columns_read, detect_type, normalise, size_of
 
@@ -88,16 +90,22 @@ def prepare(
     """
     policy = RowPolicy(max_length, overlength, truncate_side, split_at, split_overlap)
 
-    def add(fit: RowFit, rendered: Rendered | None, origin: str) -> None:
+    per_turn = chat.reasoning == "per_turn"
+
+    def add(fit: RowFit, rendered: Rendered | list[Rendered] | None, origin: str) -> None:
         if rendered is None:
             fit.skip_empty()
+        elif isinstance(rendered, list):
+            fit.add_turns(rendered, origin)
         else:
             fit.add(rendered, origin)
 
     fit, table = read_and_fit(
         Example,
         lambda writer: RowFit(writer, policy),
-        partial(RowRenderer, tokenizer, train_on=train_on, chat=chat, policy=policy),
+        partial(TurnRenderer, tokenizer, chat=chat, policy=policy)
+        if per_turn
+        else partial(RowRenderer, tokenizer, train_on=train_on, chat=chat, policy=policy),
         partial(read_contents, tokenizer),
         add,
         sources=sources,
@@ -110,22 +118,46 @@ def prepare(
         notify=notify,
     )
     prepared = fit.prepared(table, val_size, seed, notify)
-    return _packed(prepared, sources, max_length, seed) if packing else prepared
+    if per_turn:
+        packed = _packed(prepared, sources, max_length, partial(pack_turns, max_length=max_length))
+        notify(_saved(packed))
+        return packed
+    if not packing:
+        return prepared
+
+    def pack(examples: Stored[Example], bounds: Sequence[int]) -> tuple[Packs, list[int]]:
+        return pack_parts(examples.lengths(), bounds, max_length, seed=seed)
+
+    return _packed(prepared, sources, max_length, pack)
 
 
-def _packed(prepared: PreparedData, sources: Sequence[Source], max_length: int, seed: int) -> PreparedData:
+def _saved(prepared: PreparedData) -> str:
+    """Return a note of the tokens that turns share."""
+    packs, rows = prepared.packs, int(prepared.train.lengths().sum())
+    assert packs is not None
+    return (
+        f"reasoning: per_turn: {len(prepared.train):,} turns in {len(packs):,} sequences; with common beginnings once "
+        f"{packs.tokens:,} tokens are computed, {packs.tokens / max(rows, 1):.0%} of the {rows:,} of the turns apart"
+    )
+
+
+Pack = Callable[[Stored[Example], Sequence[int]], tuple[Packs, list[int]]]
+"""Packs the rows of each part by themselves; returns the packs, and the first of each part."""
+
+
+def _packed(prepared: PreparedData, sources: Sequence[Source], max_length: int, pack: Pack) -> PreparedData:
     """Return the data with its packs. They are part of the fingerprint: a run resumes only with the same ones.
 
     Rows of an eval set share no pack with those of another, and with weights rows of a source none with another's.
     """
     lengths, mixture, report = prepared.train.lengths(), prepared.mixture, prepared.report
     bounds = (0, len(lengths)) if mixture is None else prepared.bounds
-    packs, firsts = pack_parts(lengths, bounds, max_length, seed=seed)
+    packs, firsts = pack(prepared.train, bounds)
     set_starts = set_bounds(prepared.eval_sets, len(prepared.validation))
-    held_out, _ = pack_parts(prepared.validation.lengths(), set_starts, max_length, seed=seed)
+    held_out, _ = pack(prepared.validation, set_starts)
     if mixture is not None:
         trained = [source for source in sources if source.evaluates is None]
-        tokens = np.add.reduceat(lengths[packs.rows], packs.starts[:-1])
+        tokens = np.add.reduceat(lengths[packs.rows], packs.starts[:-1]) if packs.sizes is None else packs.sizes
         mixture = make_mixture(trained, firsts, np.diff(packs.starts), tokens)
         report = replace(report, sources=share_epoch(report.sources, bounds, lengths, mixture))
     digest = hashlib.sha256(prepared.fingerprint.encode())
@@ -133,7 +165,12 @@ def _packed(prepared: PreparedData, sources: Sequence[Source], max_length: int, 
         digest.update(part.rows.tobytes() + part.starts.tobytes())
     return replace(
         prepared,
-        report=replace(report, packs=len(packs), pack_fill=round(packs.fill_rate(max_length), 4)),
+        report=replace(
+            report,
+            packs=len(packs),
+            pack_fill=round(packs.fill_rate(max_length), 4),
+            shared_tokens=0 if packs.sizes is None else packs.tokens,
+        ),
         fingerprint=digest.hexdigest(),
         packs=packs,
         validation_packs=held_out,

@@ -214,15 +214,19 @@ class RowRenderer:
         """Return the indices of the assistant messages among those that are trained on."""
         return [index for index in self._trained(content) if content.messages[index]["role"] == "assistant"]
 
-    def _trained(self, content: Conversation) -> list[int]:
-        """Return the indices of the messages that are trained on; with ``train_on: all`` of those that could be."""
-        found = [
+    def trainable(self, content: Conversation) -> list[int]:
+        """Return the indices of the messages that ``roles_to_train`` and the row itself allow to be trained on."""
+        return [
             index
             for index, message in enumerate(content.messages)
             if index >= content.first_answer
             and message["role"] in self._options.roles_to_train
             and message.get("weight", 1)
         ]
+
+    def _trained(self, content: Conversation) -> list[int]:
+        """Return the indices of the messages that are trained on; with ``train_on: all`` of those that could be."""
+        found = self.trainable(content)
         last = self._train_on == "last" or (self._train_on == "completion" and content.first_answer == 0)
         return found[-1:] if last else found
 
