@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["CutRule", "cut_rule"]
+__all__ = ["CutRule", "component_parts", "cut_rule"]
 
 _LETTERS = (
     "A-Za-zÀ-ÖØ-öø-ɏ\u0391-\u03a1\u03a3-\u03c9\u0410-\u044f\u05d0-\u05ea"
@@ -107,7 +107,8 @@ def cut_rule(tokenizer: PreTrainedTokenizerBase) -> CutRule | None:
         return None
     backend: Any = tokenizer.backend_tokenizer
     added = backend.get_added_tokens_decoder().values()
-    normaliser, splitter = _parts(backend.normalizer, "normalizers"), _parts(backend.pre_tokenizer, "pretokenizers")
+    normaliser = component_parts(backend.normalizer, "normalizers")
+    splitter = component_parts(backend.pre_tokenizer, "pretokenizers")
     kind = type(backend.model).__name__
     if not all(map(_keeps_blanks, added)) or (kind == "BPE" and backend.model.dropout):
         return None
@@ -120,7 +121,7 @@ def cut_rule(tokenizer: PreTrainedTokenizerBase) -> CutRule | None:
     return None
 
 
-def _parts(component: Any, name: str) -> list[dict[str, Any]]:
+def component_parts(component: Any, name: str) -> list[dict[str, Any]]:
     """Return the parts of a normaliser or a pre-tokenizer, in order."""
 
     def flat(part: dict[str, Any]) -> list[dict[str, Any]]:

@@ -37,8 +37,13 @@ class TokenPiece:
     start: int
     stop: int
     ids: Sequence[int]
-    offsets: Sequence[tuple[int, int]] | None
-    """first character and end of each token, counted from ``start``; None where they were not asked for"""
+    read_offsets: Callable[[], Sequence[tuple[int, int]]] | None
+    """returns :attr:`offsets`, which take time to list; None where they were not asked for"""
+
+    @property
+    def offsets(self) -> Sequence[tuple[int, int]] | None:
+        """First character and end of each token, counted from ``start``; None where they were not asked for."""
+        return None if self.read_offsets is None else self.read_offsets()
 
 
 class PieceTokenizer:
@@ -85,11 +90,11 @@ class PieceTokenizer:
             yield self._encode(text, 0, len(text), 0, special=special, offsets=offsets)
             return
         assert self.rule is not None, "there are no tokens around a text that is not cut"
-        yield TokenPiece(0, 0, around[0], [(0, 0)] * len(around[0]) if offsets else None)
+        yield _around_piece(0, around[0], offsets)
         for start, stop in self._cuts(text, self.rule):
             skip = self.rule.skip if start else 0
             yield self._encode(text[start + skip : stop], start, stop, skip, special=False, offsets=offsets)
-        yield TokenPiece(len(text), len(text), around[1], [(0, 0)] * len(around[1]) if offsets else None)
+        yield _around_piece(len(text), around[1], offsets)
 
     @cached_property
     def _backend(self) -> Any:
@@ -110,15 +115,15 @@ class PieceTokenizer:
     def _encode(self, text: str, start: int, stop: int, skip: int, *, special: bool, offsets: bool) -> TokenPiece:
         if self._backend is not None:
             encoded = self._backend.encode(text, add_special_tokens=special)
-            ids, extents = encoded.ids, encoded.offsets if offsets else None
+            ids, read = encoded.ids, lambda: encoded.offsets
         else:
             # verbose=False: a row longer than the model's own limit is what this program is for
             encoding = self.tokenizer(text, add_special_tokens=special, verbose=False, return_offsets_mapping=offsets)
-            ids = list(encoding["input_ids"])
-            extents = encoding["offset_mapping"] if offsets else None
-        if skip and extents:
-            extents = _with_skipped(extents, is_blank=self.tokenizer.convert_ids_to_tokens(ids[0]) == "▁")
-        return TokenPiece(start, stop, ids, extents)
+            ids, read = list(encoding["input_ids"]), lambda: encoding["offset_mapping"]
+        if skip and ids:
+            is_blank = self.tokenizer.convert_ids_to_tokens(ids[0]) == "▁"
+            return TokenPiece(start, stop, ids, (lambda: _with_skipped(read(), is_blank=is_blank)) if offsets else None)
+        return TokenPiece(start, stop, ids, read if offsets else None)
 
     def _cuts(self, text: str, rule: CutRule) -> Iterator[tuple[int, int]]:
         """Yield the pieces of a text, each cut at the first border behind ``PIECE`` characters."""
@@ -139,6 +144,11 @@ class PieceTokenizer:
         whole = list(self.tokenizer("a b")["input_ids"])
         starts = [start for start in range(len(whole) - len(bare) + 1) if whole[start : start + len(bare)] == bare]
         return (whole[: starts[0]], whole[starts[0] + len(bare) :]) if len(starts) == 1 else None
+
+
+def _around_piece(place: int, ids: Sequence[int], offsets: bool) -> TokenPiece:
+    """Return tokens that are put around a text as a piece that holds no character."""
+    return TokenPiece(place, place, ids, (lambda: [(0, 0)] * len(ids)) if offsets else None)
 
 
 def _with_skipped(offsets: Any, *, is_blank: bool) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from streamtune.data.rendering.chat import ChatTurn
 from streamtune.data.rendering.pieces import PieceTokenizer, TokenPiece
 from streamtune.data.rendering.policy import SPLIT_AT, RowPolicy
+from streamtune.data.rendering.spelling import ByteSpeller
 from streamtune.errors import DataError
 from streamtune.labels import IGNORE_INDEX
 
@@ -118,6 +120,7 @@ class MaskTokenizer:
     ) -> None:
         self._tokenizer, self._policy, self._note = tokenizer, policy, note
         self._pieces = PieceTokenizer(tokenizer, note)
+        self._speller = ByteSpeller(tokenizer.backend_tokenizer) if tokenizer.is_fast else None
 
     def __call__(
         self,
@@ -158,12 +161,11 @@ class MaskTokenizer:
 
     def _tokens(self, asked: _Asked, *, breaks: bool) -> TextTokens:
         text, turns, special = asked.text, asked.turns, asked.special
-        offsets = bool(self._tokenizer.is_fast) and (
-            bool(turns) or breaks or asked.head > 0 or asked.border is not None
-        )
+        finds_places = breaks or asked.head > 0 or asked.border is not None
+        offsets = bool(self._tokenizer.is_fast) and (bool(turns) or finds_places)
         pieces = self._pieces.pieces(text, special=special, offsets=offsets)
         first = next(pieces)
-        read = _PieceReader(self._tokenizer, asked)
+        read = _PieceReader(self._tokenizer, asked, None if finds_places else self._speller)
         if first.stop == len(text):
             trained = read.mask(first) if offsets or not turns else self._by_prefixes(asked, first)
             found = read.breaks(first) if breaks else None
@@ -232,10 +234,10 @@ class _Asked:
 class _PieceReader:
     """Reads the pieces of one text in order: which tokens are trained, where borders are, how many the head has."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, asked: _Asked) -> None:
-        self.tokenizer, self.text, self.turns = tokenizer, asked.text, asked.turns
-        self.turn_starts = np.array([turn.start for turn in asked.turns or ()], dtype=np.int64)
-        self.turn_ends = np.array([turn.end for turn in asked.turns or ()], dtype=np.int64)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, asked: _Asked, speller: ByteSpeller | None) -> None:
+        self.tokenizer, self.text, self.turns, self.speller = tokenizer, asked.text, asked.turns, speller
+        self.turn_starts = [turn.start for turn in asked.turns or ()]
+        self.turn_ends = [turn.end for turn in asked.turns or ()]
         self.exchanges = asked.exchanges
         self.head, self.border = asked.head, asked.border
         self.head_tokens, self.crosses = 0, False
@@ -244,9 +246,15 @@ class _PieceReader:
 
     def mask(self, piece: TokenPiece) -> Mask:
         """Return the tokens of the next piece that are trained, [T]."""
-        if piece.offsets is None:
+        if piece.read_offsets is None:
             return np.full(len(piece.ids), self.turns is None)
-        pairs = self.pairs = _pairs(piece.offsets)
+        if self.speller is not None:
+            starts, ends = self._turns_in(piece)
+            spelled = self.speller.cover(piece.ids, self.text[piece.start : piece.stop], starts, ends)
+            if spelled is not None:
+                return spelled
+        offsets = piece.read_offsets()
+        pairs = self.pairs = _pairs(offsets)
         if self.border is not None:
             here = self.border - piece.start
             self.crosses |= bool(((pairs[:, 0] < here) & (here < pairs[:, 1])).any())
@@ -258,12 +266,14 @@ class _PieceReader:
         if not _is_whole(pairs, size):
             ids = piece.ids
             names = lambda: list(self.tokenizer.convert_ids_to_tokens(ids))  # noqa: E731
-            pairs = _pairs(_extents(self.text[piece.start : piece.stop], piece.offsets, names))
-        near = slice(
-            int(np.searchsorted(self.turn_ends, piece.start, "right")),
-            int(np.searchsorted(self.turn_starts, piece.stop, "left")),
-        )
-        return _cover(pairs, self.turn_starts[near] - piece.start, self.turn_ends[near] - piece.start)
+            pairs = _pairs(_extents(self.text[piece.start : piece.stop], offsets, names))
+        return _cover(pairs, *self._turns_in(piece))
+
+    def _turns_in(self, piece: TokenPiece) -> tuple[list[int], list[int]]:
+        """Return starts and ends of the turns that a piece holds characters of, counted from its start, in it."""
+        near = slice(bisect_right(self.turn_ends, piece.start), bisect_left(self.turn_starts, piece.stop))
+        starts = [max(start - piece.start, 0) for start in self.turn_starts[near]]
+        return starts, [min(end, piece.stop) - piece.start for end in self.turn_ends[near]]
 
     def _count_head(self, piece: TokenPiece, pairs: npt.NDArray[np.int64]) -> None:
         here = self.head - piece.start
