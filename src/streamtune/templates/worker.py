@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib.util
 import json
 import os
 import pickle
@@ -36,8 +37,7 @@ def main() -> None:
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints is no answer
     gc.disable()  # imports make no garbage, and what they made is left out of collections
-    from transformers.utils import chat_template_utils
-
+    library = _import_library()
     gc.freeze()
     gc.enable()
     _forbid_files()
@@ -49,7 +49,7 @@ def main() -> None:
         bound.set(memory_bytes)
         _stop_after(seconds)
         try:
-            status, text = _answer(chat_template_utils, asked["request"], asked["date"], most)
+            status, text = _answer(library, asked["request"], asked["date"], most)
             answer = status + text.encode("utf-8", "surrogatepass")
             del text
         except MemoryError:
@@ -58,6 +58,24 @@ def main() -> None:
         del asked, data
         answers.write(ANSWER.pack(len(answer)) + answer)
         answers.flush()
+
+
+def _import_library() -> Any:
+    """Import the rendering of transformers without the rest of it, whose import takes most of a second.
+
+    Packages are set up without running their ``__init__``; where the module turns out to need these, all is imported.
+    """
+    name = "transformers.utils.chat_template_utils"
+    try:
+        for package in ("transformers", "transformers.utils"):
+            found = importlib.util.find_spec(package)
+            assert found is not None, "transformers is installed"
+            sys.modules[package] = importlib.util.module_from_spec(found)
+        return importlib.import_module(name)
+    except Exception:
+        for loaded in [each for each in sys.modules if each.partition(".")[0] == "transformers"]:
+            del sys.modules[loaded]
+        return importlib.import_module(name)
 
 
 def _answer(library: Any, request: dict[str, Any], date: str | None, most: int) -> tuple[bytes, str]:
