@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -237,10 +238,15 @@ def fixed_date() -> str | None:
 
 def _renders_itself(tokenizer: Any) -> bool:
     """Return True if the tokenizer renders chats by a method of its own, without a template."""
+    kind: Any = type(tokenizer)
+    return _has_own_method(kind)
+
+
+@cache  # an import takes a while even where there is nothing to do
+def _has_own_method(kind: Any) -> bool:
     from transformers import PreTrainedTokenizerBase
 
-    own: Any = type(tokenizer).apply_chat_template
-    return own is not PreTrainedTokenizerBase.apply_chat_template
+    return kind.apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
 
 
 def _by_itself(
@@ -327,8 +333,8 @@ class _Workers:
         """Render several conversations, and keep what was rendered."""
         found = json.loads(self.render({**shared, "many": list(own)}, limits))
         for request, rendered in zip(own, found, strict=True):
-            if rendered is not None and _key(shared["chat_template"], request):
-                self._ready[_key(shared["chat_template"], request)] = rendered
+            if rendered is not None and (key := _key(shared["chat_template"], request)):
+                self._ready[key] = rendered
 
     @property
     def has_ahead(self) -> bool:

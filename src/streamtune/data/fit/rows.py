@@ -60,7 +60,7 @@ class RowFit(LengthFit[Example, DataReport]):
         self._group = group
         row = _Row(_int_array(rendered.input_ids), _int_array(rendered.labels))
         trained = row.labels != IGNORE_INDEX
-        whole = _RowSize(len(trained), int(trained.sum()))
+        whole = _RowSize(len(trained), int(np.count_nonzero(trained)))
         if rendered.estimated is not None:
             whole = _RowSize(rendered.estimated, round(rendered.estimated * rendered.trained_share))
         size = whole.tokens
@@ -103,7 +103,7 @@ class RowFit(LengthFit[Example, DataReport]):
             piece_digest.update(labels.data)
             digest = piece_digest.digest()
             row_digest.update(digest)
-            trained = int((labels != IGNORE_INDEX).sum())
+            trained = int(np.count_nonzero(labels != IGNORE_INDEX))
             self.counts["tokens"] += len(ids)
             self.counts["tokens_repeated"] += len(ids)
             self.counts["supervised_tokens"] += trained

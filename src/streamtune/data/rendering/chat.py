@@ -87,6 +87,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ChatOptions = DEFAULT_CHAT) -> None:
         self._tokenizer = tokenizer
         self._options = options
+        self._end = tokenizer.eos_token
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         names = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._special_tokens = tuple(sorted(filter(None, names), key=len, reverse=True))
@@ -208,7 +209,7 @@ class ChatRenderer:
         elif len(trained) != len(answers):
             return None  # only some turns are trained, and the marks do not say which span is which turn
         # What ends a turn: the end token, and what a chat ends with whose last message is an answer.
-        terminators = {self._tokenizer.eos_token}
+        terminators = {self._end}
         if answers and answers[-1] == len(chat.messages) - 1:
             terminators.update(token for token in self._special_tokens if chat.text.rstrip().endswith(token))
         return [self._with_terminator(chat.text, start, end, terminators) for start, end in spans]
@@ -377,7 +378,7 @@ class ChatRenderer:
         """Return the tokens that end answers: the tokenizer's end token, and those that end the turns of this chat."""
         texts = [chat.text[turn.start : turn.end] for turn in turns]
         ends = {next((token for token in self._special_tokens if text.endswith(token)), "") for text in texts}
-        return (ends | {str(self._tokenizer.eos_token or "")}) - {""}
+        return (ends | {str(self._end or "")}) - {""}
 
     def _behind_ender(self, text: str, position: int, enders: set[str]) -> int:
         """Return the position behind a terminator that follows; ``position`` where none does."""

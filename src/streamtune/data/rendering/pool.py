@@ -93,7 +93,7 @@ Render = Callable[[Iterable[Item[Any]]], Rendered[Any]]
 
 @contextmanager
 def rendering(
-    make: Callable[..., Renderer], processes: int, note: Notify, *, rows_at_once: int = 32
+    make: Callable[..., Renderer], processes: int, note: Notify, *, rows_at_once: int = 128
 ) -> Iterator[tuple[RenderLog, Render]]:
     """Yield a log, and a function that renders items in their order; the log is complete once they are.
 

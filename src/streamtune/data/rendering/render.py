@@ -87,6 +87,7 @@ class RowRenderer:
         if train_on not in TRAIN_ON:
             raise ArgumentError(f"train_on is '{train_on}'", where="train_on", mend=f"use {', '.join(TRAIN_ON)}")
         self._tokenizer = tokenizer
+        self._begin = tokenizer.bos_token_id  # which transformers takes a while to look up
         self._train_on = train_on
         self._options = chat
         self.log = RenderLog(chat, notify)
@@ -134,7 +135,7 @@ class RowRenderer:
             rendered = self._completion(content, origin)
         else:
             rendered = self._document(content, origin)
-        if rendered.estimated is None and rendered.labels.count(IGNORE_INDEX) == len(rendered.labels):
+        if rendered.estimated is None and all(label == IGNORE_INDEX for label in rendered.labels):
             raise DataError(
                 "no token of the row is trained on",
                 where=origin,
@@ -261,8 +262,8 @@ class RowRenderer:
         return tokens if end is None or tokens.estimated is not None else tokens.ended(end)
 
     def _rendered(self, tokens: TextTokens, *, has_answer: bool = False, system: int | None = None) -> Rendered:
-        begin = self._tokenizer.bos_token_id
-        head = max(tokens.head, int(begin is not None and bool(tokens.ids) and tokens.ids[0] == begin))
+        begins = self._begin is not None and bool(tokens.ids) and tokens.ids[0] == self._begin
+        head = max(tokens.head, int(begins))
         return Rendered(
             tokens.ids,
             tokens.labels(),
