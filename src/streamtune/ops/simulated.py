@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["DeviceFunctions", "autocast_kind", "kernel_device", "repeated", "repetitions", "simulating"]
+__all__ = [
+    "DeviceFunctions",
+    "all_turns",
+    "autocast_kind",
+    "kernel_device",
+    "repeated",
+    "repetitions",
+    "simulating",
+    "turns",
+]
 
 _kind: ContextVar[str] = ContextVar("kind of device that meta tensors stand for", default="cpu")
 
 
 _times: ContextVar[float] = ContextVar("how often what runs now would run", default=1)
+
+_every: ContextVar[bool] = ContextVar("each turn of a loop runs", default=False)
+
+Item = TypeVar("Item")
 
 
 class DeviceFunctions(TorchFunctionMode):
@@ -34,6 +48,30 @@ def repeated(times: float) -> Iterator[None]:
 def repetitions() -> float:
     """Return the number of runs that the current one counts as."""
     return _times.get()
+
+
+@contextmanager
+def all_turns() -> Iterator[None]:
+    """Run each turn of the loops inside, also those that :func:`turns` would count instead."""
+    token = _every.set(True)
+    try:
+        yield
+    finally:
+        _every.reset(token)
+
+
+def turns(items: Sequence[Item], device: torch.device) -> Iterator[Item]:
+    """Yield the items of a loop whose turns are alike but for the first and the last, and keep nothing for later ones.
+
+    On ``meta`` the second turn counts for all between the first and the last, which are left out.
+    """
+    if device.type != "meta" or len(items) < 4 or _every.get():
+        yield from items
+        return
+    yield items[0]
+    with repeated(len(items) - 2):
+        yield items[1]
+    yield items[-1]
 
 
 @contextmanager

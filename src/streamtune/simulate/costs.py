@@ -74,6 +74,9 @@ def _is_tensor(kind: Any) -> bool:
 
 def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Return the multiplications and additions of a matrix product or convolution."""
+    inner = INNER.get(func._schema.name)
+    if inner is not None:
+        return int(2 * out.numel() * args[inner].shape[-1])
     known = [each for each in args if not isinstance(each, torch.dtype)]  # of the result, which formulas do not take
     given = {name: value for name, value in kwargs.items() if name not in ("out_dtype", "out")}
     return int(_product(func)(*known, **given, out_val=out))
@@ -104,6 +107,9 @@ def copies_itself(func: Any, args: tuple[Any, ...]) -> bool:
     same = alike == (source.shape, source.stride(), source.storage_offset(), source.dtype)
     return same and to.untyped_storage()._cdata == source.untyped_storage()._cdata
 
+
+INNER = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1}
+"""Products of matrices, and which of their arguments has the dimension that is summed over as its last."""
 
 MATRIX_PRODUCTS = ("mm", "addmm", "addmm_")
 BALANCE = {"cuda": 200, "cpu": 5}

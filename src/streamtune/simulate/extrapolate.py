@@ -26,6 +26,7 @@ from streamtune.engine.memory.disk import IN_FLIGHT
 from streamtune.engine.memory.placement import best_segment_size, place_layers
 from streamtune.ops.attention.attention import key_block
 from streamtune.schedule import Schedule
+from streamtune.simulate.facts import fact_of
 from streamtune.simulate.shard import SPANS, WINDOWS
 from streamtune.simulate.trace import WORK, Cell, CellPlace, Trace
 
@@ -323,12 +324,20 @@ def layout_of(model: Any, schedule: Schedule, length: int, *, streamed: bool, la
 
 def kinds_of_layers(model: nn.Module, schedule: Schedule | None) -> list[Hashable]:
     """Return the kind of each layer: its modules, their sizes, their settings, its place in the schedule."""
+    looks = fact_of(model, "looks of layers", lambda: _looks_of(model))
+    places = place_layers(schedule, len(looks)) if schedule is not None else [None] * len(looks)
+    return list(zip(looks, places, strict=True))
+
+
+def _looks_of(model: nn.Module) -> list[int]:
+    """Return a number for each layer, the same for layers that are alike but for their place in the schedule."""
     layers = decoder_layers(model)
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
     lists = [v for config in configs for v in vars(config).values() if isinstance(v, list) and len(v) == len(layers)]
-    places = place_layers(schedule, len(layers)) if schedule is not None else [None] * len(layers)
+    numbers: dict[Hashable, int] = {}
     return [
-        (_looks(layer), tuple(repr(each[index]) for each in lists), places[index]) for index, layer in enumerate(layers)
+        numbers.setdefault((_looks(layer), tuple(repr(each[index]) for each in lists)), len(numbers))
+        for index, layer in enumerate(layers)
     ]
 
 

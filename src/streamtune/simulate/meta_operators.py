@@ -20,7 +20,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -176,15 +176,24 @@ MOVES = {"resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_st
 """Operators in place that leave their tensor in another form."""
 
 
-ResultKind = Literal["in place", "new", "grouped", "other"]
-"""The result of an operator: its first argument, a tensor of its own, that of a grouped product, or something else."""
+ResultKind = Literal["in place", "given", "new", "several", "grouped", "other"]
+"""The result of an operator: its first argument, the argument ``out``, a tensor of its own, several of them, that of a
+grouped product, or something else."""
+
+_Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+MOST_FORMS = 1 << 16
+"""Forms that are remembered."""
 
 
 class Shapes:
-    """Calls operators on ``meta`` tensors; used inside of a dispatch mode."""
+    """Calls operators on ``meta`` tensors; used inside of a dispatch mode.
 
-    def __init__(self) -> None:
-        self._known: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
+    Attributes:
+        known: The forms of results, by operator and forms of its arguments; the same for all steps of a process.
+    """
+
+    known: ClassVar[dict[Any, Any]] = {}
 
     def call(self, func: Any, kind: ResultKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``func(*args, **kwargs)``, from the cache if it is there; ``kind`` is :func:`result_kind_of` it."""
@@ -193,19 +202,51 @@ class Shapes:
         if kind == "in place":
             first = args[0]
             return first if first.is_meta else func(*args, **kwargs)
+        if kind == "given":
+            given = kwargs["out"]
+            return given if given.is_meta and given.numel() else func(*args, **kwargs)
         if kind == "grouped" and args[0].is_meta:
             return _grouped(func, args, kwargs)
         try:
             key = (id(func), _key(args), _key(tuple(kwargs.items())) if kwargs else ())
-            form = self._known.get(key)
+            known = self.known.get(key)
         except TypeError:  # of something that cannot be compared
             return func(*args, **kwargs)
-        if form is not None:
-            return torch.empty_strided(form[0], form[1], dtype=form[2], device="meta")
+        if known is not None:
+            return _made(known) if kind == "new" else tuple(_made(each) for each in known)
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and out.device.type == "meta" and not _aliases(out, args):
-            self._known[key] = (out.shape, out.stride(), out.dtype)
+        form = _form_of(out, args) if kind == "new" else _forms_of(out, args)
+        if form is not None:
+            if len(self.known) >= MOST_FORMS:
+                self.known.clear()
+            self.known[key] = form
         return out
+
+
+def _made(form: Any) -> Any:
+    """Return a tensor of a form; of what is no form, the thing itself."""
+    if type(form) is not tuple:
+        return form
+    return torch.empty_strided(form[0], form[1], dtype=form[2], device="meta")
+
+
+def _form_of(out: Any, args: tuple[Any, ...]) -> _Form | None:
+    """Return the form of a result on ``meta`` that shares no memory; None for anything else."""
+    if not isinstance(out, Tensor) or out.device.type != "meta" or _aliases(out, args):
+        return None
+    return out.shape, out.stride(), out.dtype
+
+
+def _forms_of(out: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return the forms of several results, numbers among them as they are; None if one has none."""
+    if type(out) is not tuple:
+        return None
+    found = [_form_of(item, args) if isinstance(item, Tensor) else item for item in out]
+    tensors = [form for form, item in zip(found, out, strict=True) if isinstance(item, Tensor)]
+    others = [form for form, item in zip(found, out, strict=True) if not isinstance(item, Tensor)]
+    if None in tensors or any(item is not None and type(item) not in (int, float, bool) for item in others):
+        return None
+    return tuple(found)
 
 
 def result_kind_of(func: Any) -> ResultKind:
@@ -214,6 +255,12 @@ def result_kind_of(func: Any) -> ResultKind:
         return "grouped"
     schema = func._schema
     name = schema.name.removeprefix("aten::")
+    if name in ("mm", "addmm") and [each.name for each in schema.arguments if each.is_out] == ["out"]:
+        return "given"
+    if name == "_unsafe_view":  # a view that is not declared as one
+        return "other"
+    if len(schema.returns) > 1 and not schema.is_mutable and not any(item.alias_info for item in schema.returns):
+        return "other" if func in ASKED else "several"
     if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor":
         return "other"
     alias = schema.returns[0].alias_info

@@ -15,14 +15,16 @@ tokens that there are.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
-from streamtune.ops.simulated import simulating
+from streamtune.ops.simulated import all_turns, simulating
 from streamtune.schedule import Schedule
 from streamtune.simulate.extrapolate import Combined, Part, UnlikeError, combined, kinds_of_layers, layout_of
+from streamtune.simulate.facts import fact_of
 from streamtune.simulate.kept import describe_step, kept_result
 from streamtune.simulate.memory import ACTIVATION, ATTENTION, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
 from streamtune.simulate.partition import Holdings
@@ -120,11 +122,13 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
         found = kept_result(key, lambda: asdict(simulate(fresh, schedule)))
         return Simulation(**{**found, "work": Work(**found["work"])})
     model: Any = workload.make_model().train()
-    fixed, shard = Holdings.of(model, workload), shard_of(model, workload.cluster)
+    shard = shard_of(model, workload.cluster)
+    held = ("holdings", workload.cluster, workload.make_optimizer, workload.device_type)
+    fixed = fact_of(model, held, lambda: Holdings.of(model, workload))
     attempts = [(False, False)] if full else [(True, True), (True, False), (False, True), (False, False)]
     for layers, chunks in attempts:
         try:
-            with narrower(model, shard.size):
+            with narrower(model, shard.size), all_turns() if full else nullcontext():
                 step = _traced(model, workload, shard, schedule, layers=layers, chunks=chunks)
             break
         except UnlikeError:  # steps of other lengths or depths run other operators

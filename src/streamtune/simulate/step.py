@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -62,6 +63,9 @@ class Step:
 def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
     """Record forward and backward of a model on ``meta``; it is left as it was, without gradients."""
     with ExitStack() as stack:
+        if gc.isenabled():  # looking for cycles takes a tenth of the time, and tensors are in none
+            gc.disable()
+            stack.callback(gc.enable)
         autocast = MetaAutocast(step.device)
         scorer, tiers = _prepared(stack, model, schedule, step.mode, autocast)
         ids = with_value(torch.zeros(step.batch_size, step.length, dtype=torch.long))
@@ -192,6 +196,10 @@ def _shorter(name: str, value: Any, count: int, kept: list[int]) -> Any:
     return value
 
 
+PLAIN = (Tensor, nn.Parameter)
+"""Kinds of tensors that leave torch's functions as they are."""
+
+
 class _Functions(DeviceFunctions):
     """The choices that torch makes by the device of a tensor, made for the device that is simulated.
 
@@ -206,7 +214,9 @@ class _Functions(DeviceFunctions):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if types and torch._C._is_torch_function_enabled():  # a quantised tensor: autocast is for what it is made of
+        if getattr(func, "__name__", "") == "__get__":  # a property, two of three calls: nothing to choose
+            return func(*args)
+        if types and types[0] not in PLAIN and torch._C._is_torch_function_enabled():  # a quantised tensor: autocast is for what it is made of
             with self:
                 return types[0].__torch_function__(func, types, args, kwargs or {})
         args, given = self.autocast.given(func, args, kwargs or {})

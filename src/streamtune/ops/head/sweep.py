@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamtune.ops.fused import add_outer
 from streamtune.ops.launching import MAX_ELEMENTS, blocks
-from streamtune.ops.simulated import autocast_kind, kernel_device
+from streamtune.ops.simulated import autocast_kind, kernel_device, turns
 
 __all__ = ["HeadGradients", "Project", "TargetRows", "autocast_dtype", "cast", "loss_and_grad", "scaled"]
 
@@ -148,8 +148,9 @@ class TargetRows:
 
     def chunks(self) -> Iterator[Tensor | slice]:
         """Yield indices into the flattened positions, at most ``chunk_size`` at a time."""
-        for start in range(0, len(self.positions), self.chunk_size):
-            chunk = slice(start, min(start + self.chunk_size, len(self.positions)))
+        count = len(self.positions)
+        for start in turns(range(0, count, self.chunk_size), self.targets.device):
+            chunk = slice(start, min(start + self.chunk_size, count))
             yield chunk if self.every else self.positions[chunk]
 
     def gradient(self, hidden_NC: Tensor) -> Tensor:
