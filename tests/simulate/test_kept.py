@@ -78,7 +78,7 @@ def test_everything_that_decides_a_step_is_part_of_its_key(monkeypatch: pytest.M
     keys = [describe_step(step, SCHEDULE) for step in steps]
     keys += [describe_step(steps[0], replace(SCHEDULE, keep_kv="device")), describe_step(steps[0], Schedule(32, 16))]
     with monkeypatch.context() as older:
-        older.setattr(kept, "_versions", lambda: ["torch 1.0"])
+        older.setattr(kept, "versions", lambda: ["torch 1.0"])
         keys.append(describe_step(steps[0], SCHEDULE))
     assert None not in keys
     assert len(set(keys)) == len(keys)

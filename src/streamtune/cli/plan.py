@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -18,7 +18,8 @@ from .options import JsonOption, RecipeArgument, SetOption, option
 
 if TYPE_CHECKING:
     from streamtune.plan import Plan
-    from streamtune.recipe import Recipe
+    from streamtune.recipe import LoadedRecipe, Recipe
+    from streamtune.run.kept_plan import PlanOptions
     from streamtune.run.plan import RecipePlan
     from streamtune.simulate.scored import Scored
 
@@ -54,18 +55,32 @@ def plan(
         streamtune plan my.yaml --set hidden_size=5120 --set num_hidden_layers=40 --set num_attention_heads=40
     """
     loaded = read_recipe(recipe, set_ or [])
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
-    with err.status("loading libraries") as status:
-        from streamtune.run.plan import PlanOptions, plan_recipe
+    from streamtune.kept import read_kept, write_kept
+    from streamtune.run.kept_plan import PLANS, PlanOptions, plan_key
 
-        options = PlanOptions(device, device_memory, host_memory, disk_memory, length, ranks, nodes)
-        planned = plan_recipe(loaded, options, notify=status.update if err.is_terminal else _tell)
+    options = PlanOptions(device, device_memory, host_memory, disk_memory, length, ranks, nodes)
+    key = plan_key(loaded, options)
+    page = read_kept(PLANS, key) if key is not None else None
+    if page is None:
+        page = _plan(loaded, options)
+        if key is not None:
+            write_kept(PLANS, key, page)
     if as_json:
-        print_json(_document(planned))
+        print_json(page["document"])
         return
     for note in loaded.notes:
         print_note(note)
-    _print_plan(planned)
+    _print_page(page, loaded)
+
+
+def _plan(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any]:
+    """Plan, and return the JSON document and the texts of the screen."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    with err.status("loading libraries") as status:
+        from streamtune.run.plan import plan_recipe
+
+        planned = plan_recipe(loaded, options, notify=status.update if err.is_terminal else _tell)
+    return {"document": _document(planned), "screen": _screen(planned)}
 
 
 def _tell(message: str) -> None:
@@ -73,7 +88,7 @@ def _tell(message: str) -> None:
     err.print(message, soft_wrap=True, markup=False)
 
 
-def _document(planned: RecipePlan) -> dict[str, object]:
+def _document(planned: RecipePlan) -> dict[str, Any]:
     return {
         **planned.plan.to_json(),
         **cluster_document(planned),
@@ -92,13 +107,11 @@ def _document(planned: RecipePlan) -> dict[str, object]:
 # --- the screen -------------------------------------------------------------------------------------------------------
 
 
-def _print_plan(planned: RecipePlan) -> None:
-    from streamtune import __version__
-
+def _screen(planned: RecipePlan) -> dict[str, Any]:
+    """Return what the screen has besides the document: texts, and what they need of sizes."""
     chosen = planned.plan
-    out.print(Text.assemble((f"StreamTune {__version__}", "bold"), f"  plan {planned.loaded.path}"), soft_wrap=True)
-    print_rows(
-        [
+    return {
+        "rows": [
             ("model", _describe_model(planned)),
             ("step", _describe_step(planned)),
             ("device", _describe_device(planned)),
@@ -107,20 +120,32 @@ def _print_plan(planned: RecipePlan) -> None:
             ("rates", chosen.rates.source),
             ("binds", _describe_binding(chosen)),
             *cluster_rows(planned),
-        ]
-    )
+        ],
+        "ranks": planned.cluster.ranks,
+        "ranks_per_node": planned.cluster.ranks_per_node,
+        "host_terms": dict(chosen.simulation.host_terms),
+        "alternatives": [other.schedule.describe(planned.layers) for other in chosen.alternatives],
+    }
+
+
+def _print_page(page: dict[str, Any], loaded: LoadedRecipe) -> None:
+    from streamtune import __version__
+
+    document, screen = page["document"], page["screen"]
+    out.print(Text.assemble((f"StreamTune {__version__}", "bold"), f"  plan {loaded.path}"), soft_wrap=True)
+    print_rows([(name, text) for name, text in screen["rows"]])
     out.print()
-    of = " of each rank" if planned.cluster.ranks > 1 else ""
-    out.print(Text(f"memory{of} at the peak of the step, in the {chosen.simulation.phase}", style="bold"))
-    out.print(_memory_table(planned))
-    if chosen.traffic.flows:
+    of = " of each rank" if screen["ranks"] > 1 else ""
+    out.print(Text(f"memory{of} at the peak of the step, in the {document['phase']}", style="bold"))
+    out.print(_memory_table(document, screen))
+    if document["traffic"]["flows"]:
         out.print()
         out.print(Text("what one device sends in a step", style="bold"))
-        out.print(traffic_table(chosen.traffic.to_json()))
-    if chosen.alternatives:
+        out.print(traffic_table(document["traffic"]))
+    if document["alternatives"]:
         out.print()
         out.print(Text("alternatives, estimated", style="bold"))
-        out.print(_alternatives_table(chosen, planned.layers))
+        out.print(_alternatives_table(document, screen))
 
 
 def _describe_model(planned: RecipePlan) -> str:
@@ -188,49 +213,45 @@ def _describe_binding(chosen: Plan) -> str:
     return f"{chosen.binds}; the step takes {share:.0%} of the usable device memory"
 
 
-def _memory_table(planned: RecipePlan) -> Table:
+def _memory_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
     """Return a table with a bar for each term, relative to the device's memory; host and disk are those of a node."""
-    limits, simulation = planned.plan.limits, planned.plan.simulation
+    limits, peak = document["limits"], document["peak_bytes"]
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     width = max(10, min(60, out.width - 38))
-    whole = max(limits.device_bytes, simulation.peak_bytes, 1)
-    for name, size in sorted(simulation.terms.items(), key=lambda item: -item[1]):
+    whole = max(limits["device_bytes"], peak, 1)
+    for name, size in sorted(document["terms"].items(), key=lambda item: -item[1]):
         if size > 0:
             style = "blue" if name in FIXED else "cyan"
             table.add_row(f"  {name}", show_size(size), Text(bar(size / whole, width), style=style))
-    free = limits.device_bytes - simulation.peak_bytes
-    total = f"of {show_size(limits.device_bytes)}, {show_size(free)} free"
-    table.add_row("  device in all", show_size(simulation.peak_bytes), total, style="bold")
-    ranks = planned.cluster.ranks_per_node
+    total = f"of {show_size(limits['device_bytes'])}, {show_size(limits['device_bytes'] - peak)} free"
+    table.add_row("  device in all", show_size(peak), total, style="bold")
+    ranks = screen["ranks_per_node"]
     of_node = f" of a node, {ranks} ranks" if ranks > 1 else ""
-    for name, size, limit in (
-        ("host", simulation.host_bytes, limits.host_bytes),
-        ("disk", simulation.disk_bytes, limits.disk_bytes),
-    ):
-        if size:
-            text = f"of {show_size(ranks * limit)}{of_node}"
+    for name in ("host", "disk"):
+        if size := document[f"{name}_bytes"]:
+            text = f"of {show_size(ranks * limits[f'{name}_bytes'])}{of_node}"
             table.add_row(f"  {name}", show_size(ranks * size), text, style="bold")
-    if len(simulation.host_terms) > 1:
-        for name, size in simulation.host_terms.items():
+    if len(screen["host_terms"]) > 1:
+        for name, size in screen["host_terms"].items():
             table.add_row(f"    {name}", show_size(ranks * size), "on the host")
     return table
 
 
-def _alternatives_table(chosen: Plan, layers: int) -> Table:
+def _alternatives_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("  step", "device", "elsewhere"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("schedule, and why not", overflow="fold", ratio=1)
-    for other in chosen.alternatives:
-        away = other.host_bytes + other.disk_bytes
+    for other, schedule in zip(document["alternatives"], screen["alternatives"], strict=True):
+        away = other["host_bytes"] + other["disk_bytes"]
         table.add_row(
-            f"  {show_seconds(other.step_seconds)}",
-            show_size(other.peak_bytes),
+            f"  {show_seconds(other['step_seconds'])}",
+            show_size(other["peak_bytes"]),
             show_size(away) if away else "-",
-            Text.assemble(other.schedule.describe(layers), ": ", (other.why_not, "yellow" if other.fits else "red")),
+            Text.assemble(schedule, ": ", (other["why_not"], "yellow" if other["fits"] else "red")),
         )
     return table
 

@@ -29,6 +29,7 @@ from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RanksAsked, Wider, accumulation_of, cluster_of, links_for, wider_of
 from streamtune.run.device import blame_recipe, choose_device, make_schedule, prepare_libraries
+from streamtune.run.kept_plan import PlanOptions
 from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint
 from streamtune.schedule import ROUNDING, Schedule
 from streamtune.simulate.cluster import Cluster
@@ -56,19 +57,6 @@ __all__ = [
 LESS = (0.75, 0.9, 0.97)
 """Parts of what a schedule held besides weights, gradients and optimizer that the next may hold, where it ran out of
 memory: the first that anything fits."""
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """The options of a plan on the command line; None where one is not given."""
-
-    device: str | None = None
-    device_memory: str | None = None
-    host_memory: str | None = None
-    disk_memory: str | None = None
-    length: int | None = None
-    ranks: int | None = None
-    nodes: int | None = None
 
 
 @dataclass(frozen=True)

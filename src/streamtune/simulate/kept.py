@@ -7,49 +7,20 @@ with hooks or with quantised weights is simulated each time.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, fields
-from functools import cache
-from importlib import metadata, util
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from streamtune.paths import cache_folder
+from streamtune.kept import hash_of, versions
 from streamtune.schedule import Schedule
 from streamtune.simulate.workload import Workload
 
-__all__ = ["describe_step", "kept_result"]
+__all__ = ["describe_step"]
 
 _KNOWN_CODE = ("torch", "transformers", "peft", "streamtune")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_CHOOSES = ("triton", "flash_attn", "bitsandbytes", "torchao", "causal_conv1d", "fla", "mamba_ssm")
-"""Packages whose presence may choose the operators of a step."""
-
-
-def kept_result(key: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the result that was kept under a key, or compute and keep it; plain values.
-
-    Where the folder cannot be read or written, the result is computed.
-    """
-    file = cache_folder() / "simulations" / f"{key}.json"
-    with suppress(OSError, ValueError):
-        found = json.loads(file.read_text("utf-8"))
-        if isinstance(found, dict):
-            return found
-    found = compute()
-    temporary = file.with_name(f"{key}.{os.getpid()}.tmp")
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(found), "utf-8")
-        temporary.replace(file)
-    return found
 
 
 def describe_step(workload: Workload, schedule: Schedule) -> str | None:
@@ -65,9 +36,9 @@ def describe_step(workload: Workload, schedule: Schedule) -> str | None:
     }
     facts = [
         structure, options, repr(workload.scored), repr(asdict(schedule)), _describe_optimizer(workload, model),
-        _versions(), torch.are_deterministic_algorithms_enabled(), str(torch.get_default_dtype()),
+        versions(), str(torch.version.cuda), torch.are_deterministic_algorithms_enabled(), str(torch.get_default_dtype()),
     ]  # fmt: skip
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
+    return hash_of(facts)
 
 
 def _describe_model(model: nn.Module) -> Any:
@@ -98,15 +69,3 @@ def _describe_optimizer(workload: Workload, model: nn.Module) -> str | None:
         for group in optimizer.param_groups
     ]
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__} {groups}"
-
-
-@cache
-def _versions() -> list[str]:
-    """Return what the operators of a step depend on besides the step: versions, packages, our own code."""
-    found = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "peft")]
-    found += [name for name in _CHOOSES if util.find_spec(name) is not None]
-    package = Path(__file__).parents[1]
-    code = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
-        code.update(file.read_bytes())
-    return [*found, str(torch.version.cuda), code.hexdigest()]

@@ -21,11 +21,12 @@ from typing import Any
 
 from torch import Tensor
 
+from streamtune.kept import kept_result
 from streamtune.ops.simulated import all_turns, simulating
 from streamtune.schedule import Schedule
 from streamtune.simulate.extrapolate import Combined, Part, UnlikeError, combined, kinds_of_layers, layout_of
 from streamtune.simulate.facts import fact_of
-from streamtune.simulate.kept import describe_step, kept_result
+from streamtune.simulate.kept import describe_step
 from streamtune.simulate.memory import ACTIVATION, ATTENTION, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
 from streamtune.simulate.partition import Holdings
 from streamtune.simulate.scored import Scored
@@ -119,7 +120,7 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
     """
     if workload.keep and not full and (key := describe_step(workload, schedule)) is not None:
         fresh = replace(workload, keep=False)
-        found = kept_result(key, lambda: asdict(simulate(fresh, schedule)))
+        found = kept_result("simulations", key, lambda: asdict(simulate(fresh, schedule)))
         return Simulation(**{**found, "work": Work(**found["work"])})
     model: Any = workload.make_model().train()
     shard = shard_of(model, workload.cluster)

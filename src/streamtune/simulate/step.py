@@ -216,7 +216,9 @@ class _Functions(DeviceFunctions):
     ) -> Any:
         if getattr(func, "__name__", "") == "__get__":  # a property, two of three calls: nothing to choose
             return func(*args)
-        if types and types[0] not in PLAIN and torch._C._is_torch_function_enabled():  # a quantised tensor: autocast is for what it is made of
+        if (
+            types and types[0] not in PLAIN and torch._C._is_torch_function_enabled()
+        ):  # a quantised tensor: autocast is for what it is made of
             with self:
                 return types[0].__torch_function__(func, types, args, kwargs or {})
         args, given = self.autocast.given(func, args, kwargs or {})
