@@ -318,7 +318,10 @@ def layout_of(model: Any, schedule: Schedule, length: int, *, streamed: bool, la
         # The backward begins at the end, and its second chunk makes room for the sums.
         # On the way to a file a few chunks are held. A copy of a chunk may last until the next is done.
         alone += away + (IN_FLIGHT if schedule.offload == "disk" else 0)
-        axis = Axis.of(count, max(alone, head), tail=2 + away)
+        tail = 2 + away
+        if chunks_of[-1].stop - chunks_of[-1].start != size:  # the last two are shorter, and copied with chunks before
+            tail += IN_FLIGHT if schedule.offload == "disk" else away or schedule.stream_grads
+        axis = Axis.of(count, max(alone, head), tail=tail)
     return StepLayout(found, axis, size, length)
 
 

@@ -36,7 +36,8 @@ def describe_step(workload: Workload, schedule: Schedule) -> str | None:
     }
     facts = [
         structure, options, repr(workload.scored), repr(asdict(schedule)), _describe_optimizer(workload, model),
-        versions(), str(torch.version.cuda), torch.are_deterministic_algorithms_enabled(), str(torch.get_default_dtype()),
+        versions(), str(torch.version.cuda),
+        torch.are_deterministic_algorithms_enabled(), str(torch.get_default_dtype()),
     ]  # fmt: skip
     return hash_of(facts)
 
