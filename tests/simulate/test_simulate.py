@@ -258,6 +258,15 @@ def test_so_it_is_for_a_row_of_any_length(name: str, tokens: int, tmp_path: Any)
     assert simulate(long, schedule) == simulate(long, schedule, full=True)
 
 
+@pytest.mark.quick("host")
+@pytest.mark.parametrize("name", ["host", "disk", "host but for two", "keys on host", "gradients streamed"])
+def test_so_it_is_where_the_last_two_chunks_are_copied_with_others(name: str, tmp_path: Any) -> None:
+    """Copies of the last two, which are shorter, are made while chunks before them are computed."""
+    long = Workload(partial(build, "qwen3", "meta", num_hidden_layers=6), 64 * 16 + 20, device_type="cuda")
+    schedule = schedule_of(name, tmp_path)
+    assert simulate(long, schedule) == simulate(long, schedule, full=True)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("chunks", [33, pytest.param(40, marks=pytest.mark.slow)])
 def test_so_it_is_where_keys_come_in_blocks(chunks: int) -> None:

@@ -15,7 +15,6 @@ import torch
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.plan.budget import Budget, free_disk_bytes
-from streamtune.plan.calibrate import load_rates
 from streamtune.plan.rates import Device, sheet_rates
 from streamtune.plan.search import Range
 from streamtune.probe.prepare import prepare_step
@@ -26,8 +25,8 @@ from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RanksAsked
 from streamtune.run.device import blame_recipe, choose_device, make_schedule, prepare_libraries
-from streamtune.run.model import choose_quantization
-from streamtune.run.plan import device_elsewhere, memory_of
+from streamtune.run.model import choose_quantization, make_blueprint
+from streamtune.run.plan import device_elsewhere, memory_of, rates_here
 from streamtune.simulate.workload import Mode
 from streamtune.sizes import parse_size, show_size
 from streamtune.tasks import task_of
@@ -108,13 +107,15 @@ def probe_recipe(
             run = measured(prepare, _budget(task), seconds=options.trial_seconds)
             unlimited = measured(prepare, replace(_budget(task), device_bytes=None), seconds=options.trial_seconds)
         else:
-            rates = sheet_rates(target) if target else load_rates(here, torch.float32, notify=notify)
+            rates = sheet_rates(target) if target else rates_here(recipe, make_blueprint(recipe, here), here, notify)
             run = unlimited = simulated(recipe, task, target, here, rates, RanksAsked(options.ranks, options.nodes))
         report, interrupted = run_probe(task, run, notify=notify, tried=tried)
         limit = report.limits.get("stream")
         if isinstance(run, SimulatedTrials) and limit is not None and limit.trial is not None and not interrupted:
             notify(f"planning {limit.fits:,}")
-            report.limits["stream"] = replace(limit, trial=run.planned(limit.trial))
+            planned = run.planned(limit.trial)
+            report.trials = [planned if trial is limit.trial else trial for trial in report.trials]
+            report.limits["stream"] = replace(limit, trial=planned)
         if limit is not None and limit.complete and not limit.fits and limit.failed is not None:
             notify("what the smallest needs")
             raise _nothing_fits(recipe, task, limit.failed, _needed(unlimited, task, limit.failed))

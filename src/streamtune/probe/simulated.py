@@ -1,6 +1,8 @@
 """Simulate the trials of the probe: the step runs on ``meta`` tensors, for a device that may be elsewhere.
 
-With a fixed schedule a trial simulates it. Where the planner picks one, a trial tests if anything fits.
+With a fixed schedule a trial simulates it. Where the planner picks one, a trial tests if anything fits, by the schedule of
+least memory. That schedule is not the one a run would use, so such a trial has no seconds: the longest gets those of its
+plan, the same that ``streamtune plan`` says.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ class SimulatedTrials:
         if shape.mode != "stream" or self.schedule is not None:
             return self._tried(step, self.schedule or Schedule())  # a baseline reads nothing of it
         schedule, found = smallest_step(step, self.limits, self.written, simulate)
-        return self._judged(step, found, schedule)
+        return replace(self._judged(step, found, schedule), step_seconds=None)
 
     def planned(self, trial: Trial) -> Trial:
         """Return the trial of the longest with the fastest schedule that fits it."""

@@ -49,6 +49,7 @@ __all__ = [
     "memory_of",
     "plan_model",
     "plan_recipe",
+    "rates_here",
     "recipe_workload",
     "reference_bytes",
     "shares_prompts",
@@ -130,7 +131,7 @@ def plan_recipe(
         cluster = cluster_of(recipe, model, RanksAsked(options.ranks, options.nodes), links_for(target, here))
         workload = recipe_workload(recipe, model, length, device, cluster=cluster)
         limits = _limits(recipe.engine, options, target, here, cluster)
-        rates = sheet_rates(target) if target else _rates_here(recipe, model, here, notify)
+        rates = sheet_rates(target) if target else rates_here(recipe, model, here, notify)
         rates = replace(rates, host_bandwidth=rates.host_bandwidth / cluster.ranks_per_node)
         notify("planning")
         if recipe.engine.schedule == "fixed":
@@ -196,7 +197,7 @@ def plan_model(
     # The weights are part of what a step holds, and there already, unless they are still to come.
     if recipe.engine.device_memory == "auto" and models.deferred_of(model) is None:
         limits = replace(limits, device_bytes=limits.device_bytes + held_bytes(model) + reference_bytes)
-    rates = _rates_here(recipe, model, device, notify)
+    rates = rates_here(recipe, model, device, notify)
     workload = make_workload(
         recipe, shape, length, device, cluster=ranks, completions=completions, reference_bytes=reference_bytes
     )
@@ -382,7 +383,12 @@ def _size(option: str | None, key: str, name: str) -> int | None:
     return None if key == "auto" else parse_size(key, where=f"engine.{name}")
 
 
-def _rates_here(recipe: Recipe, model: Any, device: torch.device, notify: Callable[[str], None]) -> Rates:
+def rates_here(recipe: Recipe, model: Any, device: torch.device, notify: Callable[[str], None]) -> Rates:
+    """Return the rates of the device at hand in the dtype that the recipe computes in, and of its offload directory.
+
+    Raises:
+        ArgumentError: Nothing can be written to that directory.
+    """
     base = base_of(model)
     rates = load_rates(device, torch.bfloat16 if recipe.bf16 else base.dtype, notify=notify)
     directory = recipe.engine.offload_dir
