@@ -351,3 +351,12 @@ def test_the_longest_row_of_several_ranks(recipe: Path, capfd: pytest.CaptureFix
 def test_what_is_refused(recipe: Path, capfd: pytest.CaptureFixture[str], asked: tuple[str, ...], said: str) -> None:
     assert call("plan", "tiny.yaml", *MEMORY, *asked) == 2
     assert said in " ".join(capfd.readouterr().err.split())
+
+
+def test_the_link_and_the_memory_of_the_host_are_part_of_an_offloaded_step() -> None:
+    """Gradients out and back each micro-batch and once in fp32, weights in for forward and backward; Adam's 34 bytes."""
+    count = sum(p.numel() for p in model().parameters())
+    once, twice = (told(Cluster(engine="zero3_offload"), length=256, micro_batches=n).work for n in (1, 2))
+    assert once.moved_bytes == pytest.approx((2 * 2 + 4 + 2 * 2) * count, rel=1e-3)  # and buffers of positions
+    assert twice.moved_bytes == 2 * once.moved_bytes - 4 * count
+    assert once.host_touched_bytes == twice.host_touched_bytes == pytest.approx(34 * count, rel=1e-3)  # and its counters

@@ -12,6 +12,19 @@ In addition to its part a rank holds what is gathered and reduced: at stage 3 th
 module: whole, once), the embedding or the head while those run, and what is gathered ahead; with gradients, the bucket
 they are reduced from. The gradients that the engine returns for a layer, before they go there, are a part of the
 simulated step (``plan.simulate``).
+
+With ``zero3_offload`` a step also moves bytes over the link to the host, and its optimizer reads and writes the host's
+memory. A rank with a W-th of n trained parameters, in b bytes each, of weights of P bytes, sends and receives in a step
+of M micro-batches whose weights run forward f times without gradient
+
+    gradients    M x 2 b n / W    stored on the host after each micro-batch, and taken back to be added to
+                 4 n / W          in fp32, for the step
+    weights      M x (2 + f) P / W   gathered forward and backward from the host; without ``offload_param`` b n / W
+                                     once, those that were stepped
+
+and ``DeepSpeedCPUAdam`` touches ``4 + 2 x (4 + s) + 4 + b`` bytes a parameter: the gradient read, weight and s bytes of
+state (8 for Adam in fp32) read and written, the weight read once more and written in its own dtype. The copies overlap
+with the computation. The optimizer does not: it waits for the last gradient.
 """
 
 from __future__ import annotations
@@ -88,7 +101,14 @@ class Holdings:
             host["weights"], kept["weights"] = weights, 0
         if cluster.optimizer_on_host:
             host |= {"fp32 weights": master, "optimizer": state, "gradients": master}
-            host_touched, host_moved = touched, master + cluster.divided(trained, 3)
+            own = cluster.divided(trained, 3)
+            host_touched = master + 2 * (master + state) + master + own
+            host_moved = workload.micro_batches * 2 * own + master
+            if cluster.weights_on_host:
+                forwards = 0.0 if workload.scored is None else workload.scored.forwards
+                host_moved += round(workload.micro_batches * (2 + forwards) * weights)
+            else:
+                host_moved += own
             kept |= {"master": 0, "state": 0, "touched": 0, "gradients": 0}
             temporary = 0
         return cls(

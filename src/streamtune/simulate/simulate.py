@@ -124,7 +124,10 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
         return Simulation(**{**found, "work": Work(**found["work"])})
     model: Any = workload.make_model().train()
     shard = shard_of(model, workload.cluster)
-    held = ("holdings", workload.cluster, workload.make_optimizer, workload.device_type)
+    forwards = None if workload.scored is None else workload.scored.forwards
+    held = (
+        "holdings", workload.cluster, workload.make_optimizer, workload.device_type, workload.micro_batches, forwards
+    )  # fmt: skip
     fixed = fact_of(model, held, lambda: Holdings.of(model, workload))
     attempts = [(False, False)] if full else [(True, True), (True, False), (False, True), (False, False)]
     for layers, chunks in attempts:
