@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from streamtune.errors import ArgumentError
 
-__all__ = ["DEFAULTS", "ROUNDING", "Fuse", "GradDtype", "Kept", "Schedule", "Tier", "contradictions", "kept"]
+__all__ = ["DEFAULTS", "ROUNDING", "Fuse", "GradDtype", "Kept", "Order", "Schedule", "Tier", "contradictions", "kept"]
 
 
 Tier = Literal["device", "host", "disk"]
@@ -31,6 +31,9 @@ Fuse = Literal["torch", "none"]
 
 GradDtype = Literal["float32", "param"]
 """The dtype of sums over chunks: float32, or that of the tensor itself."""
+
+Order = Literal["layer", "chunk"]
+"""The outer loop of the backward: all chunks of a layer, then the next layer; or all layers of a chunk."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,11 @@ class Schedule:
             dtype of the tensor itself.
         fuse: ``torch`` computes norms and rotary embeddings by few operators of torch's on CUDA, ``none`` as the model
             writes them. Both are the same function, but for rounding.
+        order: The outer loop of the backward. ``layer`` takes all chunks of a layer, then the layer before, and stores
+            the input of every layer. ``chunk`` takes all layers of a chunk, then the chunk before: it stores the input
+            of the first layer, and the keys and values (or states) of every layer, with their gradients in the
+            backward. ``keep_kv`` is then ``device`` or ``host``; ``levels=1`` holds the activations of a chunk in all
+            layers at once, and ``levels=2`` in ``segment_size`` of them (one, by default), for one more forward.
 
     Raises:
         ArgumentError: A value is out of range, or two contradict each other.
@@ -79,9 +87,12 @@ class Schedule:
     stream_grads: bool = False
     grad_dtype: GradDtype = "float32"
     fuse: Fuse = "torch"
+    order: Order = "layer"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep_kv", kept(self.keep_kv))
+        if self.order == "chunk" and self.keep_kv == "no":
+            object.__setattr__(self, "keep_kv", "device")
         for name in ("chunk_size", "head_chunk_size", "segment_size"):
             value = getattr(self, name)
             if (value is not None or name != "segment_size") and not _is_count(value, least=1):
@@ -138,6 +149,8 @@ class Schedule:
         words = [f"chunks of {self.chunk_size:,} tokens, head {self.head_chunk_size:,}"]
         if layers is not None and self.keep_layers >= layers:
             return "; ".join([*words, "no layer computed again: all kept whole"])
+        if self.order == "chunk":
+            return "; ".join([*words, *self._describe_chunk_order()])
         if self.offload != "device":
             rest = f", the last {self.device_layers} on the device" if self.device_layers else ""
             words.append(f"layer inputs on {self.offload}{rest}")
@@ -153,6 +166,21 @@ class Schedule:
         if self.stream_grads:
             words.append("gradients of hidden states streamed with them")
         return "; ".join(words)
+
+    def _describe_chunk_order(self) -> Iterator[str]:
+        away = " on host" if self.keep_kv == "host" else ""
+        yield f"all layers of a chunk before the next chunk, keys and values{away} in place of layer inputs"
+        if self.levels == 2:
+            size = self.segment_size or 1
+            yield f"{size} layer{'s' if size > 1 else ''} of a chunk at a time, the others computed again"
+        if self.offload != "device":
+            yield f"the first layer's input on {self.offload}"
+        if self.keep_attention != "no":
+            yield "attention outputs kept" + (" on host" if self.keep_attention == "host" else "")
+        if self.keep_layers:
+            yield f"the last {'layer' if self.keep_layers == 1 else f'{self.keep_layers} layers'} kept whole"
+        if self.stream_grads:
+            yield "the gradient of the last layer's output streamed"
 
     def chunks(self, length: int, cuts: Sequence[int] | None = None) -> list[slice]:
         """Cut ``length`` tokens into the fewest chunks: all of ``chunk_size`` but the last two, which share the rest.
@@ -203,6 +231,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "stream_grads": (False, True),
     "grad_dtype": get_args(GradDtype),
     "fuse": get_args(Fuse),
+    "order": get_args(Order),
 }
 
 ROUNDING = ("grad_dtype", "fuse")
@@ -236,6 +265,8 @@ def contradictions(choices: Mapping[str, Any], shown: Callable[..., str]) -> Ite
     if choices["device_layers"] and offload == "device":
         what = f"{shown('device_layers')} says which layer inputs are not offloaded, and {shown('offload')} is device"
         yield Contradiction("device_layers", what, ("offload", "host"))
+    if choices["order"] == "chunk":
+        yield from _in_chunk_order(choices, shown)
     if choices["segment_size"] is not None and levels == 1:
         what = f"{shown('segment_size')} needs two levels, and {shown('levels')} is 1"
         yield Contradiction("segment_size", what, ("levels", "2"))
@@ -244,6 +275,22 @@ def contradictions(choices: Mapping[str, Any], shown: Callable[..., str]) -> Ite
         yield Contradiction(
             "offload", what, ("offload_dir", "a directory on a fast local disk with room for the layer inputs")
         )
+
+
+def _in_chunk_order(choices: Mapping[str, Any], shown: Callable[..., str]) -> Iterator[Contradiction]:
+    order = shown("order", "chunk")
+    if choices["device_layers"]:
+        what = f"{shown('device_layers')} says which layer inputs are not offloaded, and {order} stores none but one"
+        yield Contradiction("device_layers", what, ("order", "layer"))
+    if kept(choices["keep_kv"] or "device") == "no":
+        what = f"{order} keeps keys and values in place of layer inputs, and {shown('keep_kv')} is no"
+        yield Contradiction("keep_kv", what, ("keep_kv", "device"))
+    if choices["keep_kv"] == "host" and choices["levels"] == 1:
+        what = (
+            f"{order} with {shown('levels')} 1 has the keys and values of all layers on the device while it works on a "
+            f"chunk, and {shown('keep_kv')} is host"
+        )
+        yield Contradiction("keep_kv", what, ("levels", "2"))
 
 
 def _in_python(field: str, value: str | None = None) -> str:

@@ -7,6 +7,7 @@ layer asks for the state after the prefix (``get_recurrent_state``, ``get_conv_s
 
     store    forward: write k_i, v_i and the state after chunk i, and return [prefix | own] and the state before i
     project  backward, first: write k_i, v_i again, and leave the layer after the last of them; its rest is not needed
+    again    backward in the order of chunks: the same as store for keys and values; states are there already
     replay   backward: return [prefix | own] and the state before i, where prefix and state are leaves, so that their
              gradients can be computed
 
@@ -40,7 +41,7 @@ from streamtune.ops.simulated import autocast_kind
 
 __all__ = ["STATE", "ChunkCache", "ProjectionDone", "prefix_of", "state_after", "state_before"]
 
-Pass = Literal["store", "project", "replay", "whole"]
+Pass = Literal["store", "project", "again", "replay", "whole"]
 
 
 class ProjectionDone(BaseException):
@@ -124,7 +125,7 @@ class ChunkCache(Cache):
         key_states, value_states = _attended_dtype(key_states), _attended_dtype(value_states)
         if self.exchange is not None:
             key_states, value_states = self.exchange.keys_and_values(key_states, value_states)
-        if self.pass_name in ("store", "project"):
+        if self.pass_name in ("store", "project", "again"):
             self.kv.write(index, self.chunk, key_states, value_states)
             if self.pass_name == "project" and self.updates == self.kv.updates:
                 raise ProjectionDone
@@ -141,7 +142,8 @@ class ChunkCache(Cache):
             leaf = prefix.detach().requires_grad_()
             self.prefix_leaves.append(leaf)
             buffer = self.kv.pairs[index][position]
-            joined.append(_Join.apply(leaf, own, (buffer, self.first_key, self.chunk)))
+            place = self.kv.at(slice(self.first_key, self.chunk.stop))
+            joined.append(_Join.apply(leaf, own, (buffer, place)))
             if trained or self.kv.past is None:
                 joined[-1].streamtune_prefix = before  # for an attention that is handed this very tensor
         return tuple(joined)
@@ -337,11 +339,12 @@ class _Join(torch.autograd.Function):
     """``cat([prefix, own], dim=2)`` without a copy of the prefix: the layer's buffer has room for ``own`` behind it."""
 
     @staticmethod
-    def forward(ctx: Any, prefix: Tensor, own: Tensor, place: tuple[Tensor, int, slice]) -> Tensor:
-        buffer, first_key, chunk = place  # in a tuple, so that autograd does not take the result for a view of an input
+    def forward(ctx: Any, prefix: Tensor, own: Tensor, place: tuple[Tensor, slice]) -> Tensor:
+        buffer, keys = place  # in a tuple, so that autograd does not take the result for a view of an input
         ctx.split = prefix.shape[2]
-        buffer[:, :, chunk] = own
-        return buffer[:, :, first_key : chunk.stop]
+        joined = buffer[:, :, keys]
+        joined[:, :, ctx.split :] = own
+        return joined
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

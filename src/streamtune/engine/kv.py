@@ -36,6 +36,8 @@ class KeysAndValues:
 
     def __init__(self, length: int, widen: bool = True, past: Past | None = None) -> None:
         self.length, self.past = length, past
+        self.offset = 0
+        """The first position of the buffers: 0, but for a part of the keys that one chunk is given."""
         self.widen = widen
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.away: list[tuple[Block, Block]] = []
@@ -68,12 +70,17 @@ class KeysAndValues:
         """Store a chunk's keys and values of the ``index``-th update; the first chunk allocates the buffers."""
         self.open(index, k, v)
         for buffer, own in zip(self.pairs[index], (k, v), strict=True):
-            buffer[:, :, chunk] = own
+            buffer[:, :, self.at(chunk)] = own
+
+    def at(self, keys: slice) -> slice:
+        """Return the place in the buffers of the keys at the given positions."""
+        return slice(keys.start - self.offset, keys.stop - self.offset)
 
     def _buffer(self, own: Tensor) -> Tensor:
         return own.new_empty((*own.shape[:2], self.length, own.shape[3]))
 
-    def _zeros(self, tensor: Tensor) -> Tensor:
+    def zeros(self, tensor: Tensor) -> Tensor:
+        """Return the beginning of a sum of gradients of keys or values."""
         dtype = torch.promote_types(tensor.dtype, torch.float32) if self.widen else tensor.dtype
         return torch.zeros_like(tensor, dtype=dtype)
 
@@ -108,11 +115,12 @@ class KeysAndValues:
     def prefix(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
         """Return views ``[B, G, S, D]`` of the keys and values at the given positions."""
         k, v = self.pairs[index]
-        return k[:, :, keys], v[:, :, keys]
+        at = self.at(keys)
+        return k[:, :, at], v[:, :, at]
 
     def add_grads(self, index: int, grads: Sequence[Tensor | None]) -> None:
         """Add to dK, dV the gradients from other layers that read these keys and values."""
-        for total, part in zip(self.grad(index, slice(None)), grads, strict=True):
+        for total, part in zip(self.grad(index, slice(0, self.length)), grads, strict=True):
             if part is not None:
                 total += part
 
@@ -124,10 +132,11 @@ class KeysAndValues:
     def grad(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
         """Return views of dK and dV at the given positions, to read or to add to; zero before anything was added."""
         if not self.grads:
-            self.grads = [(self._zeros(k), self._zeros(v)) for k, v in self.pairs]
+            self.grads = [(self.zeros(k), self.zeros(v)) for k, v in self.pairs]
             notify_tensors("keys and values", *(grad for pair in self.grads for grad in pair))
         grad_k, grad_v = self.grads[index]
-        return grad_k[:, :, keys], grad_v[:, :, keys]
+        at = self.at(keys)
+        return grad_k[:, :, at], grad_v[:, :, at]
 
     def past_grads(self) -> tuple[Tensor, Tensor]:
         """Return dK and dV ``[B, G, P, D]`` of the tokens before the sequence."""

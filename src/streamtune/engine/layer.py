@@ -7,7 +7,6 @@ optimizer in the backward) fire once per layer and step, whatever the number of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +15,11 @@ from torch import Tensor, nn
 from streamtune.engine.attention import BiasError
 from streamtune.engine.cache import STATE, ChunkCache
 from streamtune.engine.call import PAST, LayerCall
+from streamtune.engine.chain import chained_call
 from streamtune.engine.context import CallContext
 from streamtune.engine.fused import FusedParts
 from streamtune.engine.kv import Past, refuse_past
+from streamtune.engine.leaves import check_leaves
 from streamtune.engine.memory.placement import Placement, Tiers
 from streamtune.engine.memory.tiers import StoredTensor
 from streamtune.engine.observe import RandomState, may_bring_leaves, notify_chunk, refuse_hooks
@@ -27,14 +28,14 @@ from streamtune.engine.passes import LastLayerCall, LayerStream, placeholder
 from streamtune.engine.routers import RouterWatch
 from streamtune.engine.rows import Branches
 from streamtune.engine.scan import mixers_with_a_bare_scan
-from streamtune.engine.sharded import FlatParametersError, Weights
+from streamtune.engine.sharded import Weights
 from streamtune.engine.vjp import GradientSum, streamed_vjp
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 from streamtune.ops import first_order, graph_is_kept
 from streamtune.ops.attention.rules import ForeignAttentionError
 from streamtune.schedule import Schedule
 
-__all__ = ["StreamedForward", "strange_leaves"]
+__all__ = ["StreamedForward"]
 
 
 class StreamedForward:
@@ -133,6 +134,8 @@ class StreamedForward:
             stream = LayerStream(call, self)
             with stream.walk():
                 return stream.restore(stream.forward(call.tensors()), call.sharing)
+        if (self.context.schedule or self.schedule).order == "chunk":
+            return chained_call(self, call, parameters)
         before = self.last_call.maker(call.hidden)
         again = before is not None and before.repeatable and not self.place.begins
         stream = LayerStream(call, self, before if again else None)
@@ -201,6 +204,17 @@ class StreamedForward:
         except ForeignAttentionError as error:
             raise UnsupportedModelError(error.what, mend="fill the cache after stream(model), not before") from error
 
+    def check_in_place(self, length: int) -> None:
+        """Refuse a backward after the stream was removed, or one that would run another attention or a user's hooks."""
+        if self.removed:
+            raise ArgumentError(
+                "the stream was removed between a forward and its backward, which has to run the layers again",
+                where=type(self.layer).__name__,
+                mend="call loss.backward() before handle.remove(), or inside of the with statement",
+            )
+        self.check_attention(length)
+        self.check_hooks()
+
     def check_hooks(self) -> None:
         """Refuse hooks of the user's own that would be called with chunks."""
         refuse_hooks(
@@ -267,7 +281,7 @@ class _StreamedLayer(torch.autograd.Function):
             raise ArgumentError(
                 "a streamed layer went backward a second time", mend="pass retain_graph=True to the backward before"
             )
-        _check_in_place(ctx.owner, stream.length)
+        ctx.owner.check_in_place(stream.length)
         ctx.weights.check()
         inputs, again = [stream.source(), *ctx.saved_tensors], graph_is_kept()
         count = len(stream.along)
@@ -279,7 +293,7 @@ class _StreamedLayer(torch.autograd.Function):
             def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
                 z_i, cache = stream.replay(chunk, x_i)
                 if not ctx.owner.leaves_checked or may_bring_leaves(stream.call.layer):
-                    _check_leaves(stream.call.layer, z_i[0], [*x_i, *cache.leaves, *ctx.parameters])
+                    check_leaves(stream.call.layer, z_i[0], [*x_i, *cache.leaves, *ctx.parameters])
                     ctx.owner.leaves_checked = True
                 return z_i, cache
 
@@ -314,42 +328,3 @@ class _StreamedLayer(torch.autograd.Function):
         if not again:
             ctx.stream = ctx.parameters = ctx.weights = None
         return (None, None, *grad_inputs, *grad_parameters)
-
-
-def _check_in_place(owner: StreamedForward, length: int) -> None:
-    """Refuse a backward after the stream was removed, or one that would run another attention or a user's hooks."""
-    if owner.removed:
-        raise ArgumentError(
-            "the stream was removed between a forward and its backward, which has to run the layers again",
-            where=type(owner.layer).__name__,
-            mend="call loss.backward() before handle.remove(), or inside of the with statement",
-        )
-    owner.check_attention(length)
-    owner.check_hooks()
-
-
-def _check_leaves(layer: nn.Module, z_out: Tensor, known: Sequence[Tensor]) -> None:
-    """Refuse a layer that uses a trainable tensor which is no input of the node: its gradient would be lost."""
-    for leaf in strange_leaves(z_out, known):
-        if getattr(leaf, "_is_flat_param", False):
-            raise FlatParametersError(type(layer).__name__)
-        raise UnsupportedModelError(
-            f"{type(layer).__name__} uses a trainable tensor of shape {tuple(leaf.shape)} "
-            "that is not its own parameter, so its gradient would be lost",
-            mend="freeze that tensor, or train without streaming",
-        )
-
-
-def strange_leaves(z_out: Tensor, known: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the leaves of ``z_out``'s graph that need a gradient and are not among the known ones."""
-    known_ids = {id(tensor) for tensor in known}
-    todo, seen = [z_out.grad_fn], {tensor.grad_fn for tensor in known if tensor.grad_fn is not None}
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in known_ids:
-            yield variable
-        todo.extend(parent for parent, _ in node.next_functions)

@@ -2,7 +2,7 @@
 
 forward   first to last chunk, no graph: computes the outputs, and keeps the tensors that the backward needs
 again     the same with the same random numbers, only for the hidden states: the input of the next layer, where that
-          was not stored
+          was not stored; in the order of chunks, for one chunk
 project   first to last chunk, stops in each as soon as keys and values are made
 replay    one chunk with its graph, for the backward, which goes from the last to the first
 whole     no pass over chunks: the whole sequence with its graph, as autograd would do it
@@ -25,6 +25,7 @@ from streamtune.engine.call import LayerCall
 from streamtune.engine.call_parts import LayerOutputs
 from streamtune.engine.context import CallContext, ChunkContext
 from streamtune.engine.fused import FusedParts, Linears
+from streamtune.engine.kept_keys import KeptKeys, kept_keys
 from streamtune.engine.kv import KeysAndValues, States
 from streamtune.engine.memory.placement import Placement, Tiers
 from streamtune.engine.memory.tiers import Source, StoredTensor, Tier
@@ -48,6 +49,7 @@ class LayerOwner(Protocol):
     place: Placement
     """The placement of the layer's input until the backward."""
     tiers: Tiers
+    last_call: LastLayerCall
     watch: RouterWatch | None
     bare_scans: list[nn.Module]
     fused: FusedParts | None
@@ -69,7 +71,12 @@ class LayerStream:
     def __init__(self, call: LayerCall, owner: LayerOwner, maker: LayerStream | None = None) -> None:
         schedule = owner.context.schedule or owner.schedule
         self.call, self.length, self.owner, self.rows = call, call.length, owner, owner.context.rows
-        self.chunks = self.rows.chunks(schedule) if self.rows and owner.carries_states else call.chunks(schedule)
+        self.chained, self.follows = schedule.order == "chunk", False
+        """In the order of chunks; the layer before then computes this one's input in the backward."""
+        self.chain: weakref.ref[Any] | None = None
+        """The chain it belongs to."""
+        with_rows = owner.carries_states or (self.chained and owner.last_call.ends_with_rows)
+        self.chunks = self.rows.chunks(schedule) if self.rows and with_rows else call.chunks(schedule)
         if owner.context.whole:
             self.chunks = [slice(0, self.length)]
         self.schedule, self.device = schedule, call.hidden.device
@@ -77,6 +84,8 @@ class LayerStream:
         self.shards = call.shards
         self.kv = KeysAndValues(self._keys_length, self.widen, call.past)
         self.states = States(self.rows)
+        self.pieces: KeptKeys | None = None
+        """Keys and values until the backward, in the order of chunks; None where ``kv`` keeps them."""
         self.kept: KeptAttention | None = None
         self.linears: Linears | None = None
         self.maker = maker
@@ -197,7 +206,7 @@ class LayerStream:
     def _end_with_rows(self) -> None:
         """Let this layer's chunks end where packed rows do, from now on; nothing was kept yet."""
         assert self.rows is not None
-        self.owner.carries_states = True
+        self.owner.carries_states = self.owner.last_call.ends_with_rows = True
         self.chunks = self.rows.chunks(self.schedule)
         self.kv = KeysAndValues(self._keys_length, self.widen, self.call.past)
         self.states, self.random = States(self.rows), {}
@@ -236,7 +245,7 @@ class LayerStream:
         place, kept = self.owner.place, self.schedule.keep_attention
         if kept != "no":
             self.kept = KeptAttention(self._tier(kept))
-        if self.maker is not None:
+        if self.maker is not None or self.follows:
             self.z_in = None
         elif place.tier == "device":
             self.z_in, self.version = hidden.detach(), hidden._version
@@ -250,6 +259,9 @@ class LayerStream:
 
     def _keep_rest(self, for_backward: bool, again: bool, shared: bool = False) -> None:
         """Free keys, values and states that the backward does not need, or that will be computed again for it."""
+        if self.chained and for_backward:
+            self._keep_pieces()
+            return
         self.must_recompute_kv = for_backward and not again and not self.owner.place.ends and self.repeatable
         wanted = for_backward and not self.must_recompute_kv
         if not (for_backward and shared) and not (wanted and self.schedule.keep_kv != "no"):
@@ -258,6 +270,16 @@ class LayerStream:
             self.kv.offload(self._tier("host"))
         if not wanted:
             self.states.free()
+
+    def _keep_pieces(self) -> None:
+        """Keep what chunks read of earlier ones until the backward comes to them."""
+        keys = [self.call.keys(chunk) for chunk in self.chunks]
+        if len(keys) == 1:
+            self.kv.free_kv()
+            return
+        first = {own.start: self.call.first_key(chunk) for own, chunk in zip(keys, self.chunks, strict=True)}
+        tier = self._tier("host" if self.schedule.keep_kv == "host" else "device")
+        self.pieces = kept_keys(self.kv, keys, lambda own: first[own.start], tier)
 
     # The backward.
 
@@ -274,15 +296,20 @@ class LayerStream:
             todo.append(stream)
             stream = stream.maker
         for later in reversed(todo):
-            source = stream._stored_input()
+            source = stream.stored_input()
             later.z_in = later._store(later.owner.place.tier, source)
             with stream.walk():
                 stream.again(source, later.z_in)
             later.maker = None
             stream = later
-        return self._stored_input()
+        return self.stored_input()
 
-    def _stored_input(self) -> Source:
+    def stored_input(self) -> Source:
+        """Return the layer's input as it was stored.
+
+        Raises:
+            ArgumentError: It was changed since the forward.
+        """
         assert self.z_in is not None
         if isinstance(self.z_in, Tensor) and self.z_in._version != self.version:
             raise ArgumentError(
@@ -372,6 +399,12 @@ class LayerStream:
                 except ProjectionDone:
                     continue
 
+    @torch.no_grad()
+    def again_on(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
+        """Return the hidden states of one chunk, computed again with the forward's random numbers."""
+        with self._as_before(chunk):
+            return self.run(chunk, "again", x_i)[0][0]
+
     def replay(self, chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
         """Run the layer on one chunk with its graph, drawing the forward's random numbers again."""
         with self._as_before(chunk):
@@ -431,6 +464,9 @@ class LastLayerCall:
 
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Tensor], int, weakref.ref[LayerStream]] | None = None
+        self.ends_with_rows = False
+        """True once a layer of the model carries states and rows are packed: in the order of chunks all layers have
+        the same chunks, and they end where rows do."""
 
     def __reduce__(self) -> tuple[type[LastLayerCall], tuple[()]]:
         return LastLayerCall, ()  # a copy was not called yet

@@ -130,6 +130,11 @@ class StreamHandle:
             )
         check_streamable(self.model, self.layers)
         self.sequence_parallel = None if sequence_parallel is None or sequence_parallel.size == 1 else sequence_parallel
+        if self.sequence_parallel is not None and schedule.order == "chunk":
+            raise ArgumentError(
+                "order='chunk' is for whole sequences, and ranks are to share each of them",
+                mend="set order: layer (Schedule(order='layer')), or sequence_parallel_size: 1",
+            )
         """The ranks that share each sequence; None where there is only this one."""
         self.form = ""
         """The form of their exchange, ``ulysses`` or ``ring``."""

@@ -28,7 +28,7 @@ from streamtune.engine.memory.tiers import Source, StoredTensor
 from streamtune.ops import hooks_held_back
 from streamtune.ops.fused import add_outer, outer
 
-__all__ = ["Along", "Boundary", "GradientSum", "RunChunk", "cut", "part", "streamed_vjp", "sum_dtype"]
+__all__ = ["Along", "Boundary", "GradientSum", "RunChunk", "chunk_vjp", "cut", "part", "streamed_vjp", "sum_dtype"]
 
 Along = int | None
 """The dimension along which a tensor follows the sequence; None for a tensor of the whole sequence."""
@@ -109,13 +109,7 @@ def streamed_vjp(
             for z, grad, along in zip(z_i, grad_outputs, outputs_along, strict=True)
             if grad is not None
         ]
-        pairs = [(out, grad) for out, grad in (*given, *cache.handed_on()) if out.requires_grad]
-        wanted = [*(x for x in x_i if x.requires_grad), *cache.leaves, *parameters]
-        grads: Iterator[Tensor | None] = repeat(None, len(wanted))  # of a chunk that nothing trainable took part in
-        if pairs:
-            outputs, incoming = zip(*pairs, strict=True)
-            with hooks_held_back(parameters):
-                grads = iter(torch.autograd.grad(outputs, wanted, incoming, allow_unused=True))
+        grads = chunk_vjp([x for x in x_i if x.requires_grad], given, cache, parameters)
         for x, whole, total, along in zip(x_i, wholes, input_sums, inputs_along, strict=True):
             if not x.requires_grad:
                 continue
@@ -133,6 +127,29 @@ def streamed_vjp(
         whole if isinstance(whole, Tensor) else total.result() for whole, total in zip(wholes, input_sums, strict=True)
     ]
     return grad_inputs, [total.result() for total in sums]
+
+
+def chunk_vjp(
+    x_i: Sequence[Tensor],
+    given: Sequence[tuple[Tensor, Tensor]],
+    cache: Boundary,
+    parameters: Sequence[Tensor],
+) -> Iterator[Tensor | None]:
+    """Return the gradients of a chunk's inputs, of what it read of earlier chunks, and its terms of the parameters'.
+
+    Args:
+        x_i: The chunk's inputs whose gradient is wanted.
+        given: Its outputs, each with its gradient.
+        cache: What it read of earlier chunks, and later chunks of it.
+        parameters: The layer's trainable parameters.
+    """
+    pairs = [(out, grad) for out, grad in (*given, *cache.handed_on()) if out.requires_grad]
+    wanted = [*x_i, *cache.leaves, *parameters]
+    if not pairs:  # nothing trainable took part in the chunk
+        return repeat(None, len(wanted))
+    outputs, incoming = zip(*pairs, strict=True)
+    with hooks_held_back(parameters):
+        return iter(torch.autograd.grad(outputs, wanted, incoming, allow_unused=True))
 
 
 def cut(x: Tensor, along: Along, chunk: slice) -> Tensor:

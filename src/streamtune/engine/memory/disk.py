@@ -106,9 +106,13 @@ class _OnDisk:
         self.fetched: tuple[Tensor, torch.cuda.Event | None] | None = None
         self.offset, self.freed = tier.space.take(self.nbytes), False
         tier.tally.take(self.nbytes)
-        tier.tally.moved_bytes += self.nbytes
         if tier.file is not None:
             tier.file.extend(self.offset + pages(self.nbytes))
+        self._write(x)
+
+    def _write(self, x: Tensor) -> None:
+        tier = self.tier
+        tier.tally.moved_bytes += self.nbytes
         span = tier.arena.take(self.nbytes, x.device)
         copied = tier.copies.to_host(x, span.tensor(self.shape, self.dtype))
         self.written = tier.begin_write(span, self.offset, copied)
@@ -146,6 +150,11 @@ class _OnDisk:
         if event is not None:
             torch.cuda.current_stream(x.device).wait_event(event)
         return x
+
+    def replace(self, x: Tensor) -> None:
+        if self.written is not None:
+            _wait(self.written)
+        self._write(x)
 
     def free(self) -> None:
         if self.freed:

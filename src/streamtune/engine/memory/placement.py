@@ -1,7 +1,8 @@
 """The placement of each layer's input by a schedule: the tier that stores it, or that it is computed again.
 
 With one level every layer stores its input. With two, layers 0, k, 2k ... do; the backward of a segment first runs the
-layers between forward once more and stores their inputs. At most ceil(L / k) + k - 1 inputs are held at a time,
+layers between forward once more and stores their inputs. (In the order of chunks only the first layer's is stored: the
+levels are those of a chunk's layers, ``engine.chain``.) At most ceil(L / k) + k - 1 inputs are held at a time,
 fewest for k near the square root of L (Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174).
 """
 
@@ -41,7 +42,9 @@ def place_layers(schedule: Schedule, count: int) -> list[Placement]:
     """Return the placement of each of ``count`` layers, in order."""
     whole = min(schedule.keep_layers, count)
     streamed = count - whole
-    size = 1 if schedule.levels == 1 else schedule.segment_size or best_segment_size(streamed)
+    size = (
+        1 if schedule.levels == 1 or schedule.order == "chunk" else schedule.segment_size or best_segment_size(streamed)
+    )
     placed = [_place(schedule, index, streamed, size) for index in range(streamed)]
     return placed + [Placement(whole=True)] * whole
 

@@ -39,6 +39,9 @@ class Block(Protocol):
     def get(self) -> Tensor:
         """Return the tensor, on its device."""
 
+    def replace(self, x: Tensor) -> None:
+        """Store another tensor of the same form in the block's place, once :meth:`get` has returned the one before."""
+
     def free(self) -> None:
         """Free the block; harmless when called twice."""
 
@@ -77,6 +80,9 @@ class _HeldTensor:
     def get(self) -> Tensor:
         assert self.x is not None, "freed"
         return self.x
+
+    def replace(self, x: Tensor) -> None:
+        self.x = x
 
     def free(self) -> None:
         self.x = None
@@ -172,6 +178,11 @@ class _OnHost:
         if event is not None:
             torch.cuda.current_stream(x.device).wait_event(event)
         return x
+
+    def replace(self, x: Tensor) -> None:
+        assert self.host is not None, "freed"
+        self.tier.copies.to_host(x, self.host)
+        self.tier.arena.tally.moved_bytes += self.nbytes
 
     def free(self) -> None:
         if self.host is not None:

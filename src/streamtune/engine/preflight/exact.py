@@ -16,7 +16,8 @@ from torch import Tensor
 
 from streamtune.engine.call import LayerCall
 from streamtune.engine.head import StreamedHead
-from streamtune.engine.layer import StreamedForward, strange_leaves
+from streamtune.engine.layer import StreamedForward
+from streamtune.engine.leaves import strange_leaves
 from streamtune.engine.observe import attention_as
 from streamtune.engine.own_attention import OwnAttention
 from streamtune.engine.preflight.common import (

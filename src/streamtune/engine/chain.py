@@ -1,0 +1,474 @@
+"""The order of chunks: a backward that takes all layers of a chunk before the next chunk.
+
+The layers of a *chain* follow each other with nothing in between: the input of each is the very tensor that the one
+before returned. So the whole chain is one function of its first input, and layer k's call returns a node for layers
+1..k: its inputs are the chain's first input and the parameters of all these layers. Only the last node is used as a
+rule; those before it are freed with their outputs. For the chain f = f_L ... f_1 and chunks i = D..1 the backward is
+
+    x_0(i) = the input, x_l(i) = f_l(x_(l-1)(i), prefix of layer l)              all layers of chunk i, first to last
+    dx_(l-1)(i), dK_l, dV_l (prefix), dW_l  +=  vjp of layer l on chunk i        last to first
+
+with one step of ``vjp`` for each chunk and layer. It stores one input in place of L, and for every layer the keys and
+values (``kept_keys``) or the states at chunk borders, with their gradients. If the hidden states between two layers are
+used elsewhere too, the node that returned them runs as well, on the layers up to there, and autograd adds what both
+return: the gradient is exact, and these layers are computed twice.
+
+At one level the graphs of all layers of a chunk exist at once. At two, those of a segment of layers do: a pass without
+a graph keeps the input of each segment first, for one more forward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from streamtune.engine.cache import ChunkCache
+from streamtune.engine.call import PAST, LayerCall
+from streamtune.engine.call_parts import SharedKey
+from streamtune.engine.leaves import check_leaves
+from streamtune.engine.memory.tiers import Source, StoredTensor
+from streamtune.engine.observe import may_bring_leaves, notify_chunk
+from streamtune.engine.passes import LayerOwner, LayerStream
+from streamtune.engine.routers import RouterSums
+from streamtune.engine.sharded import Weights, is_sharded
+from streamtune.engine.vjp import Along, GradientSum, chunk_vjp, part
+from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.ops import first_order, graph_is_kept
+
+__all__ = ["chained_call"]
+
+
+class ChainOwner(LayerOwner, Protocol):
+    """The streamed forward of a layer, as the chain uses it."""
+
+    layer: nn.Module
+    leaves_checked: bool
+
+    def check_in_place(self, length: int) -> None:
+        """Refuse a backward of a layer that is not streamed as it was."""
+
+
+def chained_call(owner: ChainOwner, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
+    """Run a layer forward, as the next of a chain or the first of a new one, and return its output.
+
+    Raises:
+        UnsupportedModelError: The layer shares keys and values with others, so that it has no cache of its own.
+        ArgumentError: Ranks share its weights.
+    """
+    weights = Weights.now(owner.layer)
+    _check(owner.layer, call, weights)
+    before = owner.last_call.maker(call.hidden)
+    chain = None if before is None or before.chain is None else before.chain()
+    stream = LayerStream(call, owner)
+    tensors = call.tensors()
+    if chain is not None and not chain.continues(before, stream, tensors):
+        chain = None
+    if owner.place.whole and call.past is None and (whole := stream.whole(tensors)) is not None:
+        return stream.restore(whole, None)
+    stream.follows = chain is not None
+    with stream.walk():
+        outputs = stream.forward(tensors, for_backward=True)
+    if chain is None or chain.chunks != stream.chunks:  # only now is it known that the layer carries states
+        if stream.follows:
+            stream.follows, stream.z_in, stream.version = False, tensors[0].detach(), tensors[0]._version
+        chain = LayerChain(stream, tensors[0])
+    results = chain.add(owner, stream, weights, parameters, tensors[1:], outputs)
+    own = len(stream.outputs.along)
+    owner.last_call.note(results[0], stream)
+    stream.chain = weakref.ref(chain)
+    if stream.watch is not None and len(results) > own:  # these sums are of the whole chain so far
+        stream.watch.found = chain.found_before
+        stream.watch.add(results[own:])
+    return stream.outputs.restore(results[:own])
+
+
+def _check(layer: nn.Module, call: LayerCall, weights: Weights) -> None:
+    name = type(layer).__name__
+    if call.sharing is not None:
+        raise UnsupportedModelError(
+            f"{name} shares keys and values with other layers, so its cache cannot be kept apart from theirs, as the "
+            "order of chunks needs",
+            mend="set order: layer (Schedule(order='layer'))",
+        )
+    if not weights.held and any(map(is_sharded, layer.modules())):
+        raise ArgumentError(
+            "order='chunk' passes through the weights of all layers once for every chunk, and these weights are on "
+            "other ranks, which would send them each time",
+            where=name,
+            mend="set order: layer (Schedule(order='layer')), or train without ZeRO stage 3 and FSDP2",
+        )
+
+
+@dataclass
+class _Link:
+    """One layer call of a chain."""
+
+    owner: ChainOwner
+    stream: LayerStream
+    weights: Weights
+    parameters: tuple[Tensor, ...]
+    extras: list[int]
+    """Which of the chain's further inputs are those of the layer, in their order."""
+    sums: list[GradientSum] = field(default_factory=list)
+
+    @property
+    def layer(self) -> nn.Module:
+        return self.stream.call.layer
+
+    def begin(self) -> None:
+        """Forget the sums of a backward that was interrupted."""
+        stream = self.stream
+        stream.kv.grads.clear()
+        stream.states.grads.clear()
+        if stream.pieces is not None:
+            stream.pieces.free_sums()
+        if stream.kept is not None:
+            stream.kept.expect(stream.chunks[::-1])
+        self.sums = [GradientSum(p, stream.widen) for p in self.parameters]
+
+    def load(self, chunk: slice) -> None:
+        """Bring what the layer reads of earlier chunks, where it waits in pieces."""
+        if self.stream.pieces is not None:
+            call = self.stream.call
+            self.stream.pieces.load(call.keys(chunk), call.first_key(chunk))
+
+    def again(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
+        """Compute the layer's output on a chunk again, without a graph."""
+        self.load(chunk)
+        z = self.stream.again_on(chunk, x_i)
+        if self.stream.pieces is not None:
+            self.stream.pieces.unload()
+        return z
+
+    def graph(self, chunk: slice, x_i: list[Tensor]) -> _ChunkGraph:
+        """Compute the layer on a chunk again, with its graph."""
+        self.load(chunk)
+        with torch.enable_grad():
+            z_i, cache = self.stream.replay(chunk, x_i)
+        if not self.owner.leaves_checked or may_bring_leaves(self.layer):
+            check_leaves(self.layer, z_i[0], [*x_i, *cache.leaves, *self.parameters])
+            self.owner.leaves_checked = True
+        return _ChunkGraph(self, x_i, z_i, cache)
+
+    def free(self, again: bool) -> None:
+        """Free what the backward used; all but keys, values, states and input if another one may follow."""
+        stream = self.stream
+        stream.kept, self.sums = None, []
+        if not again:
+            if stream.pieces is not None:
+                stream.pieces.free()
+            stream.free()
+            return
+        stream.kv.grads.clear()
+        stream.states.grads.clear()
+
+
+@dataclass
+class _ChunkGraph:
+    """One chunk of one layer, computed with its graph: leaves, outputs and what is between this chunk and others."""
+
+    link: _Link
+    x_i: list[Tensor]
+    z_i: list[Tensor]
+    cache: ChunkCache
+
+    def backward(self, chunk: slice, grads_z: Sequence[Tensor | None], again: bool) -> list[Tensor | None]:
+        """Add the chunk's terms to the sums, and return the gradients of its inputs."""
+        link = self.link
+        notify_chunk(link.layer, chunk, "vjp")
+        keys = link.stream.call.keys(chunk)
+        if link.stream.pieces is not None:
+            link.stream.pieces.load_sums(keys)
+        given = [(z, grad) for z, grad in zip(self.z_i, grads_z, strict=True) if grad is not None]
+        leaves = [x for x in self.x_i if x.requires_grad]
+        grads = chunk_vjp(leaves, given, self.cache, link.parameters)
+        found = [next(grads) if x.requires_grad else None for x in self.x_i]
+        self.cache.hand_back(grads)
+        for total, grad in zip(link.sums, grads, strict=True):
+            total.add(grad)
+        if link.stream.pieces is not None:
+            link.stream.pieces.save_sums(keys, again)
+        return found
+
+
+class LayerChain:
+    """Layer calls of which each reads the hidden states that the one before returned.
+
+    Args:
+        first: The first call.
+        hidden: Its hidden states.
+    """
+
+    def __init__(self, first: LayerStream, hidden: Tensor) -> None:
+        self.chunks, self.schedule = first.chunks, first.schedule
+        self.along: Along = first.call.inputs[first.call.hidden_name]
+        self.links: list[_Link] = []
+        self.extras: list[Tensor] = []
+        """Inputs of layers besides the first's hidden states, each once."""
+        self.extras_along: list[Along] = []
+        self.totals: list[Tensor] = []
+        """The sums of the routers of all layers so far."""
+        self.found_before: RouterSums | None = None if first.watch is None else first.watch.found
+        self.nodes: list[weakref.ref[Any]] = []
+        self.ran: set[tuple[int, int]] = set()
+        """Backward and number of the nodes that ran in it."""
+        self.freed = False
+        self.grad_input = _Slot()
+        self.token = _ChainInput.apply(self.grad_input, hidden)
+        """Stands for the first input, which may wait elsewhere: its node returns what is left in ``grad_input``."""
+
+    def continues(self, before: LayerStream | None, stream: LayerStream, tensors: Sequence[Tensor]) -> bool:
+        """Return True if a call can be the next of the chain.
+
+        It cannot if somebody waits for the gradient of the hidden states in between, or if the layer reads something
+        else of what the chain computed.
+        """
+        hidden, extras = tensors[0], tensors[1:]
+        watched = hidden._backward_hooks or hidden.retains_grad
+        own = {id(node) for ref in self.nodes if (node := ref()) is not None}
+        return (
+            not (self.freed or watched)
+            and self.links[-1].stream is before
+            and self.chunks == stream.chunks
+            and self.schedule == stream.schedule
+            and not any(id(x.grad_fn) in own for x in extras)
+        )
+
+    def add(
+        self,
+        owner: ChainOwner,
+        stream: LayerStream,
+        weights: Weights,
+        parameters: Sequence[Tensor],
+        extras: Sequence[Tensor],
+        outputs: list[Tensor],
+    ) -> list[Tensor]:
+        """Add a call that has run forward, and return its outputs with the node of all layers so far.
+
+        Returns:
+            The outputs, the hidden states first, and behind them the sums of the routers of all layers so far.
+        """
+        places = []
+        for x, along in zip(extras, list(stream.call.inputs.values())[1:], strict=True):
+            known = (i for i, each in enumerate(self.extras) if each is x and self.extras_along[i] == along)
+            if (place := next(known, None)) is None:
+                place = len(self.extras)
+                self.extras.append(x)
+                self.extras_along.append(along)
+            places.append(place)
+        self.links.append(_Link(owner, stream, weights, tuple(parameters), places))
+        stream.call.forget_tensors()
+        own = len(stream.outputs.along)
+        if stream.sums:
+            sums = outputs[own:]
+            self.totals = [a + b for a, b in zip(self.totals, sums, strict=True)] if self.totals else sums
+        trained = [p for link in self.links for p in link.parameters]
+        returned = [*outputs[:own], *(total.clone() for total in self.totals)]
+        return list(_ChainedLayers.apply(self, len(self.links), returned, self.token, *self.extras, *trained))
+
+    def is_needed(self, number: int) -> bool:
+        """Return True if another node of the chain has still to run in the backward that runs now."""
+        task = torch._C._current_graph_task_id()
+        self.ran.add((task, number))
+        others = ((n, node) for n, ref in enumerate(self.nodes, 1) if (node := ref()) is not None)
+        return any((task, n) not in self.ran and torch._C._will_engine_execute_node(node) for n, node in others)
+
+    def free(self, again: bool) -> None:
+        """Free what the backward used, but for what another one needs if it may follow."""
+        for link in self.links:
+            link.free(again)
+        if not again:
+            self.freed = True
+            self.links, self.extras, self.totals = [], [], []
+
+
+class _Slot:
+    """Holds the gradient of a chain's first input until the node of that input hands it on."""
+
+    def __init__(self) -> None:
+        self.grad: Tensor | None = None
+
+
+class _ChainInput(torch.autograd.Function):
+    """Nothing, in place of a chain's first input: its backward returns the gradient that the chain left."""
+
+    @staticmethod
+    def forward(ctx: Any, slot: _Slot, x: Tensor) -> Tensor:
+        ctx.slot = slot
+        return torch.zeros((), dtype=x.dtype, device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        found, ctx.slot.grad = ctx.slot.grad, None
+        return None, found
+
+
+class _ChainedLayers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chain: LayerChain, count: int, outputs: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        extras = len(chain.extras)
+        ctx.save_for_backward(*inputs[1 : 1 + extras])
+        ctx.set_materialize_grads(False)
+        ctx.chain, ctx.count = chain, count
+        chain.nodes.append(weakref.ref(ctx))
+        return tuple(outputs)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        chain: LayerChain | None = ctx.chain
+        if chain is None or chain.freed:
+            raise ArgumentError(
+                "a streamed layer went backward a second time", mend="pass retain_graph=True to the backward before"
+            )
+        for link in chain.links[: ctx.count]:
+            link.owner.check_in_place(link.stream.length)
+            link.weights.check()
+        extras = list(ctx.saved_tensors)
+        needs_input, *needs_extras = ctx.needs_input_grad[3 : 4 + len(extras)]
+        again = graph_is_kept() or chain.is_needed(ctx.count)
+        step = _ChainBackward(chain, ctx.count, extras, (needs_input, *needs_extras), again)
+        grad_extras, grad_parameters = step.run(grad_outputs)
+        chain.free(again)
+        if not again:
+            ctx.chain = None
+        token = torch.zeros((), dtype=chain.token.dtype, device=chain.token.device) if needs_input else None
+        return (None, None, None, token, *grad_extras, *grad_parameters)
+
+
+class _ChainBackward:
+    """The backward of the first layers of a chain.
+
+    Args:
+        chain: The chain.
+        count: Number of the layers.
+        extras: Its further inputs.
+        needed: For the first input and each of the further ones, True if its gradient is wanted.
+        again: Another backward may follow.
+    """
+
+    def __init__(
+        self, chain: LayerChain, count: int, extras: list[Tensor], needed: tuple[bool, ...], again: bool
+    ) -> None:
+        self.chain, self.links, self.extras, self.again = chain, chain.links[:count], extras, again
+        self.needs_input, *self.needs_extras = needed
+        widen = chain.schedule.grad_dtype == "float32"
+        self.wholes = [
+            torch.zeros_like(x) if needs and along is not None else None
+            for x, along, needs in zip(extras, chain.extras_along, self.needs_extras, strict=False)
+        ]
+        self.extra_sums = [GradientSum(x, widen) for x in extras]
+        size = count if chain.schedule.levels == 1 else min(count, chain.schedule.segment_size or 1)
+        self.starts = sorted({max(0, start) for start in range(count - size, -size, -size)})
+        """The first layer of each segment; the last segment is full."""
+
+    def run(self, grad_outputs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Leave the gradient of the first input with the chain; return those of the others and of the parameters."""
+        chain, last = self.chain, self.links[-1].stream
+        own = len(last.outputs.along)
+        source = self.links[0].stream.stored_input()
+        with ExitStack() as stack:
+            for link in self.links:
+                notify_chunk(link.layer, slice(0, 0), "prepare")
+                link.begin()
+                stack.enter_context(link.weights.again())
+                stack.enter_context(link.stream.walk(link.sums))
+            grads_z = [last.grad_out(grad_outputs[0]), *grad_outputs[1:own]]
+            for waiting in (source, grads_z[0]):
+                if isinstance(waiting, StoredTensor):
+                    waiting.expect(chain.chunks[::-1])
+            grad_input = self._room(source, grads_z[0], grad_outputs[0]) if self.needs_input else None
+            for chunk in reversed(chain.chunks):
+                given = [
+                    None if grad is None else part(grad, along, chunk)
+                    for grad, along in zip(grads_z, last.outputs.along, strict=True)
+                ]
+                dx_i = self._chunk(chunk, part(source, chain.along, chunk), given, grad_outputs[own:])
+                if grad_input is not None:
+                    room = part(grad_input, chain.along, chunk)
+                    room.zero_() if dx_i is None else room.copy_(dx_i)
+        if isinstance(grads_z[0], StoredTensor):
+            grads_z[0].free()
+        if grad_input is not None:
+            slot = chain.grad_input
+            slot.grad = grad_input if slot.grad is None else slot.grad + grad_input
+        return self._extra_grads(), list(self._parameter_grads())
+
+    def _room(self, source: Source, grad_z: Source | None, incoming: Tensor | None) -> Tensor:
+        """Return memory for the gradient of the first input: that of the last output's where it may be overwritten."""
+        own = isinstance(grad_z, Tensor) and grad_z is not incoming
+        if isinstance(grad_z, Tensor) and own and (grad_z.shape, grad_z.dtype) == (source.shape, source.dtype):
+            return grad_z
+        return torch.empty(source.shape, dtype=source.dtype, device=source.device)
+
+    def _chunk(
+        self, chunk: slice, x: Tensor, given: list[Tensor | None], grad_sums: Sequence[Tensor | None]
+    ) -> Tensor | None:
+        """Go through all layers of one chunk; return the gradient of the first layer's input."""
+        x = x.detach()
+        inputs = {0: x}
+        for index, link in enumerate(self.links[: self.starts[-1]]):
+            x = link.again(chunk, [x, *self._extras_of(link, chunk)])
+            if index + 1 in self.starts:
+                inputs[index + 1] = x
+        found: dict[int, Tensor] = {}
+        for start, stop in zip(self.starts[::-1], [len(self.links), *self.starts[:0:-1]], strict=True):
+            x, graphs = inputs.pop(start), []
+            for index, link in enumerate(self.links[start:stop], start):
+                leaves = [x.detach(), *self._extras_of(link, chunk)]
+                needs = [index > 0 or self.needs_input, *(self.needs_extras[place] for place in link.extras)]
+                for leaf, needed in zip(leaves, needs, strict=True):
+                    leaf.requires_grad_(needed)
+                graphs.append(link.graph(chunk, leaves))
+                x = graphs[-1].z_i[0]
+            del x, leaves
+            while graphs:
+                graph = graphs.pop()
+                sums = grad_sums if graph.link.stream.sums else ()
+                grads = graph.backward(chunk, [*given, *sums], self.again)
+                self._add_extras(graph.link, grads[1:], found)
+                given = [grads[0]] + [None] * (len(graphs[-1].link.stream.outputs.along) - 1 if graphs else 0)
+            if start:
+                given = [given[0]] + [None] * (len(self.links[start - 1].stream.outputs.along) - 1)
+        for place, grad in found.items():
+            whole = self.wholes[place]
+            assert whole is not None
+            part(whole, self.chain.extras_along[place], chunk).copy_(grad)
+        return given[0]
+
+    def _extras_of(self, link: _Link, chunk: slice) -> list[Tensor]:
+        """Return a chunk's part of a layer's inputs besides its hidden states."""
+        along = self.chain.extras_along
+        return [part(self.extras[place], along[place], chunk).detach() for place in link.extras]
+
+    def _add_extras(self, link: _Link, grads: Sequence[Tensor | None], found: dict[int, Tensor]) -> None:
+        for place, grad in zip(link.extras, grads, strict=True):
+            if self.wholes[place] is None:
+                self.extra_sums[place].add(grad)
+            elif grad is not None:
+                found[place] = found[place] + grad if place in found else grad
+
+    def _extra_grads(self) -> list[Tensor | None]:
+        grads = [
+            total.result() if whole is None else whole
+            for whole, total in zip(self.wholes, self.extra_sums, strict=True)
+        ]
+        for link in self.links:
+            names: list[str | SharedKey] = list(link.stream.call.inputs)[1:]
+            for name, place in zip(names, link.extras, strict=True):
+                if isinstance(name, tuple) and name[0] == PAST:
+                    grads[place] = link.stream.kv.past_grads()[name[2]]
+        return grads
+
+    def _parameter_grads(self) -> Iterator[Tensor | None]:
+        for link in self.links:
+            notify_chunk(link.layer, slice(0, 0), "finish")
+            for total in link.sums:
+                yield total.result()
+                total.total = None  # freed before the next is cast

@@ -1,0 +1,177 @@
+"""Keys and values between the forward and a backward that takes all layers of a chunk before the next chunk.
+
+Such a backward comes back to a layer once for every chunk, and then needs the keys and values that this chunk sees of
+earlier ones, and the sums of their gradients so far. In between these wait in *pieces*, one for each chunk that made
+them:
+
+    chunk        0        1        2        3
+    full         [  K0  ][  K1  ][  K2  ]             chunk 3 makes its own again, and no later chunk sees them
+    window            [K0]    [K1]    [K2]            of a chunk, only the last tokens are seen by the next
+
+A piece of keys and values is freed when its own chunk is done; one of dK, dV exists from the first chunk that adds to
+it until its own chunk has read it. On the device the pieces of a layer without a window would be copies of all that its
+buffers hold, so these stay as they are (:func:`kept_keys` returns None).
+
+Shape suffixes: B batch, G key/value heads, S tokens of a piece, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from streamtune.engine.kv import KeysAndValues
+from streamtune.engine.memory.tiers import Block, DeviceTier, Tier
+from streamtune.engine.observe import notify_tensors
+
+__all__ = ["KeptKeys", "kept_keys"]
+
+WORTH = 0.5
+"""Pieces on the device that hold more than this part of the tokens are not worth a copy of them."""
+
+
+def kept_keys(
+    kv: KeysAndValues, chunks: Sequence[slice], first_key: Callable[[slice], int], tier: Tier
+) -> KeptKeys | None:
+    """Cut the keys and values of a layer's forward into pieces, and free its buffers.
+
+    Args:
+        kv: The keys and values of the whole sequence.
+        chunks: The chunks of the sequence, in order.
+        first_key: Returns the first position that a chunk sees.
+        tier: The tier that stores the pieces.
+
+    Returns:
+        The pieces; None if the buffers stay, because pieces would hold most of them, or because tokens before the call
+        begin them.
+    """
+    pieces: list[slice] = []
+    lowest = chunks[-1].start
+    for chunk, later in zip(reversed(chunks[:-1]), reversed(chunks[1:]), strict=True):
+        lowest = min(lowest, first_key(later))
+        pieces.append(slice(min(max(chunk.start, lowest), chunk.stop), chunk.stop))
+    pieces.reverse()
+    held = sum(piece.stop - piece.start for piece in pieces)
+    if kv.past is not None or not kv.pairs or (isinstance(tier, DeviceTier) and held > WORTH * chunks[-1].start):
+        return None
+    return KeptKeys(kv, dict(zip((chunk.start for chunk in chunks), pieces, strict=False)), tier)
+
+
+class KeptKeys:
+    """The pieces of one layer call, and the part of them that a chunk is given.
+
+    Args:
+        kv: The keys and values of the layer; its buffers hold the part that one chunk is given, from then on.
+        pieces: The positions of each piece, by the start of its chunk.
+        tier: The tier that stores them.
+    """
+
+    def __init__(self, kv: KeysAndValues, pieces: dict[int, slice], tier: Tier) -> None:
+        self.kv, self.pieces, self.tier = kv, pieces, tier
+        self.forms = [tuple(x.new_empty((0,)) for x in pair) for pair in kv.pairs]
+        self.shapes = [tuple(x.shape for x in pair) for pair in kv.pairs]
+        self.blocks: dict[tuple[int, int, int], Block] = {}
+        """Keys (place 0) and values (1): by the start of the chunk, the update and the place."""
+        self.sums: dict[tuple[int, int, int], Block] = {}
+        """Their gradients."""
+        for start, piece in pieces.items():
+            if piece.start < piece.stop:
+                self._store(self.blocks, start, piece, kv.pairs)
+        tier.settle()
+        kv.pairs.clear()
+
+    def load(self, chunk: slice, first_key: int) -> None:
+        """Fill the buffers with what a chunk sees of earlier ones, with room for its own keys and values behind it."""
+        self.unload()
+        if chunk.start == 0:
+            return
+        before = self._before(chunk, first_key)
+        self.kv.offset = min([self.pieces[start].start for start in before], default=chunk.start)
+        self.kv.pairs = self._buffers(chunk, lambda like, shape: like.new_empty(shape))
+        self._fill(self.blocks, before, self.kv.pairs)
+
+    def load_sums(self, chunk: slice) -> None:
+        """Fill the buffers of dK, dV with the sums so far of what :meth:`load` has loaded, and of the chunk's own."""
+        within = [
+            start for start, piece in self.pieces.items() if start <= chunk.start and piece.start >= self.kv.offset
+        ]
+        if self.kv.pairs or (chunk.start, 0, 0) in self.sums:
+            self.kv.grads = self._buffers(chunk, lambda like, shape: self.kv.zeros(like.new_empty(shape)))
+            self._fill(self.sums, within, self.kv.grads)
+
+    def save_sums(self, chunk: slice, again: bool) -> None:
+        """Store dK, dV of what the chunk saw of earlier ones, and free all of its own that waits.
+
+        Args:
+            chunk: The chunk, whose backward is done.
+            again: Another backward may follow, which needs its keys and values once more.
+        """
+        if self.kv.grads:
+            for start, piece in self.pieces.items():
+                if self.kv.offset <= piece.start < piece.stop and start < chunk.start:
+                    self._store(self.sums, start, piece, self.kv.grads)
+            self.tier.settle()
+        for kept in (self.sums,) if again else (self.sums, self.blocks):
+            for key in [key for key in kept if key[0] == chunk.start]:
+                kept.pop(key).free()
+        self.unload()
+
+    def unload(self) -> None:
+        """Free the buffers."""
+        self.kv.pairs, self.kv.grads, self.kv.offset = [], [], 0
+
+    def free_sums(self) -> None:
+        """Free the gradients, such as those of a backward that was interrupted."""
+        for block in self.sums.values():
+            block.free()
+        self.sums.clear()
+
+    def free(self) -> None:
+        """Free everything."""
+        self.unload()
+        self.free_sums()
+        for block in self.blocks.values():
+            block.free()
+        self.blocks.clear()
+
+    def _before(self, chunk: slice, first_key: int) -> list[int]:
+        """Return the starts of the chunks whose pieces a chunk sees."""
+        return [
+            start
+            for start, piece in self.pieces.items()
+            if start < chunk.start and piece.start < piece.stop and piece.stop > first_key
+        ]
+
+    def _buffers(self, chunk: slice, make: Callable[[Tensor, tuple[int, ...]], Tensor]) -> list[tuple[Tensor, Tensor]]:
+        length = chunk.stop - self.kv.offset
+        found: list[tuple[Tensor, Tensor]] = []
+        for forms, shapes in zip(self.forms, self.shapes, strict=True):
+            k, v = (make(x, (*s[:2], length, s[3])) for x, s in zip(forms, shapes, strict=True))
+            notify_tensors("keys and values", k, v)
+            found.append((k, v))
+        return found
+
+    def _store(
+        self, kept: dict[tuple[int, int, int], Block], start: int, piece: slice, pairs: list[tuple[Tensor, Tensor]]
+    ) -> None:
+        for index, pair in enumerate(pairs):
+            for place, x in enumerate(pair):
+                x_BGSD = x[:, :, self.kv.at(piece)].clone(memory_format=torch.contiguous_format)
+                notify_tensors("keys and values", x_BGSD)
+                if (known := kept.get((start, index, place))) is not None:
+                    known.replace(x_BGSD)
+                else:
+                    kept[start, index, place] = self.tier.put(x_BGSD)
+
+    def _fill(
+        self, kept: dict[tuple[int, int, int], Block], starts: Sequence[int], pairs: list[tuple[Tensor, Tensor]]
+    ) -> None:
+        keys = [(start, index, place) for start in starts for index in range(len(pairs)) for place in (0, 1)]
+        keys = [key for key in keys if key in kept]
+        for number, key in enumerate(keys):
+            for ahead in keys[number + 1 : number + 3]:  # on their way while this one is copied
+                kept[ahead].prefetch()
+            start, index, place = key
+            pairs[index][place][:, :, self.kv.at(self.pieces[start])] = kept[key].get()
