@@ -24,6 +24,7 @@ from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates
 from streamtune.plan.choices import Candidate, Space, candidates
+from streamtune.plan.chunk_order import best_in_chunk_order, may_order_chunks
 from streamtune.plan.estimate import Estimator, Figures, Simulate
 from streamtune.plan.rates import Rates, nearest_device, sheet_rates
 from streamtune.plan.refusal import excess_of, nothing_fits, smallest_step
@@ -42,6 +43,9 @@ MOST_TRIED = 6
 
 WORTH = 0.003
 """Part of a step that a departure from the default schedule must save. A prediction says no more than that."""
+
+SLOWED = 1.1
+"""Times the step without copies to host and disk, above which another order is asked."""
 
 SHOWN = 3
 """Alternatives that are told."""
@@ -125,6 +129,9 @@ def choose(
 ) -> Plan:
     """Choose the fastest exact schedule for ``workload`` within ``limits``.
 
+    The order of chunks is asked where it is given, where nothing else fits, and where the fastest schedule in the order
+    of layers computes layers again or waits for copies.
+
     Args:
         workload: The step that is trained, at the length to plan for.
         limits: The memory.
@@ -135,6 +142,34 @@ def choose(
     Raises:
         ArgumentError: Nothing fits; the error names the largest terms, and what would help.
     """
+    written, plan = fixed or {}, None
+    if written.get("order") != "chunk":
+        plan = _choose_in_layer_order(workload, limits, rates, fixed=written, simulate=simulate)
+        if not may_order_chunks(written, workload.cluster) or not _is_slowed(plan, workload):
+            return plan
+    started, pace = time.perf_counter(), Pace(workload, rates)
+    space = Space(len(decoder_layers(workload.make_model())), workload.shard_tokens, limits, written)
+    found = best_in_chunk_order(workload, space, simulate)
+    if plan is None and found is None:
+        found = smallest_step(workload, limits, written, simulate)
+        if excess_of(found[1], limits) > 0:
+            raise nothing_fits(workload, space, dict([found]), limits, simulate)
+    if found is None or (plan is not None and plan.step_seconds <= (1 + WORTH) * pace.seconds(found[1].work, found[0])):
+        assert plan is not None
+        return plan
+    return _plan(*found, (), limits, pace, started, 1)
+
+
+def _is_slowed(plan: Plan, workload: Workload) -> bool:
+    """Return True if a plan computes layers again, or takes longer for what it copies to host or disk."""
+    work = replace(plan.simulation.work, moved_bytes=0, disk_moved_bytes=0)
+    undelayed = Pace(workload, plan.rates).seconds(work, plan.schedule)
+    return plan.schedule.levels == 2 or plan.step_seconds > SLOWED * undelayed
+
+
+def _choose_in_layer_order(
+    workload: Workload, limits: Limits, rates: Rates, *, fixed: Mapping[str, Any], simulate: Simulate
+) -> Plan:
     started = time.perf_counter()
     pace = Pace(workload, rates)
     model: Any = workload.make_model()
@@ -219,7 +254,7 @@ def as_fixed(schedule: Schedule) -> dict[str, Any]:
 # --- the short way ---------------------------------------------------------------------------------------------------
 
 
-SIZES = {"chunk_size", "head_chunk_size", "offload_dir", *ROUNDING}
+SIZES = {"chunk_size", "head_chunk_size", "offload_dir", "order", *ROUNDING}
 """Fields that may be given and leave it open what is kept."""
 
 LEAST_OF_A_LAYER = 8

@@ -13,6 +13,7 @@ from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits
 from streamtune.plan.choices import CHUNKS, HEAD_CHUNKS, Space
+from streamtune.plan.chunk_order import may_order_chunks, smallest_in_chunk_order
 from streamtune.plan.estimate import Simulate
 from streamtune.plan.search import Attempt, Range, search_largest
 from streamtune.schedule import Schedule
@@ -161,6 +162,12 @@ def smallest_step(
     """
     schedule = smallest_schedule(limits, written, workload.cluster)
     found = simulate(workload, schedule)
+    if (written.get("order") == "chunk" or excess_of(found, limits) > 0) and may_order_chunks(
+        written, workload.cluster
+    ):
+        by_chunks = smallest_in_chunk_order(workload, limits, written, simulate)
+        if by_chunks is not None and excess_of(by_chunks[1], limits) < excess_of(found, limits):
+            return by_chunks
     usable, held = (limits.disk, found.disk_bytes) if schedule.offload == "disk" else (limits.host, found.host_bytes)
     if limits.shared or schedule.offload == "device" or "device_layers" in written or held <= usable:
         return schedule, found

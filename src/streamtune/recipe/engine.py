@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from streamtune.recipe.spec import Count, Size, Spec, Steps, Text, mistake
-from streamtune.schedule import DEFAULTS, Fuse, GradDtype, Kept, Tier, contradictions, kept
+from streamtune.schedule import DEFAULTS, Fuse, GradDtype, Kept, Order, Tier, contradictions, kept
 
 __all__ = ["EngineSpec"]
 
@@ -67,6 +67,12 @@ class EngineSpec(Spec):
     """Norms and rotary embeddings on CUDA: `torch`, by few operators of torch's; `none`, as the model writes them. They
     differ by rounding only. The planner never changes it. Without planner: torch."""
 
+    order: Literal[Auto, Order] = "auto"
+    """Outer loop of the backward. `layer` takes all chunks of a layer and stores every layer's input; `chunk` takes
+    all layers of a chunk and stores every layer's keys and values, with their gradients, and one layer input. With
+    `chunk`, `keep_kv` is device or host, `offload` is where that input is, and `levels: 2` holds the activations
+    of a chunk in `segment_size` layers (without planner: 1) instead of all. Without planner: layer."""
+
     device_memory: Size | Auto = "auto"
     """Memory of the device to plan with, such as `80GiB`; `auto` is what is free when the run starts."""
 
@@ -84,6 +90,8 @@ class EngineSpec(Spec):
         """Refuse choices that exclude each other under any plan; with ``fixed`` a choice not made takes its default."""
         open_choices = DEFAULTS if self.schedule == "fixed" else dict.fromkeys(DEFAULTS)
         choices = {**open_choices, **self._choices()}
+        if choices["order"] == "chunk" and self.keep_kv == "auto":
+            choices["keep_kv"] = None  # it is kept without a word
         for field, what, (other, value) in contradictions(choices, _in_a_recipe):
             mend = f"add {other}: {value}" if field == "offload" else f"write {other}: {value}, or delete the line"
             raise mistake(what, key=f"engine.{field}", mend=mend)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from streamtune.recipe.batching import BucketSpec, batching_mistakes, turn_mistakes
-from streamtune.recipe.sharing import QUANTISED, SHARING_PRESETS, WholeWeights, two_levels
+from streamtune.recipe.sharing import CHUNK_ORDER, QUANTISED, SHARING_PRESETS, WholeWeights, two_levels
 from streamtune.recipe.spec import Count, Fraction, Rows, Spec, Steps, Text, at_most, mistake
 from streamtune.recipe.streaming import SHUFFLE_BUFFER, streaming_mistakes
 
@@ -517,9 +517,21 @@ class Recipe(Spec):
                 raise mistake(what, key=key, mend=mend)
         return self
 
+    @model_validator(mode="after")
+    def _rows_are_whole(self) -> Recipe:
+        if self.engine.order == "chunk" and self.sequence_parallel_size > 1:
+            raise mistake(
+                "'order: chunk' is for whole rows, and 'sequence_parallel_size' shares each of them between ranks",
+                key="engine.order",
+                mend="write order: layer, or delete the line; or sequence_parallel_size: 1",
+            )
+        return self
+
     def needs_whole_weights(self) -> Iterator[WholeWeights]:
         """Yield the choices of this recipe that are refused where ranks share the weights."""
         if self.finetuning_type == "qlora":
             yield QUANTISED
+        if self.engine.order == "chunk":
+            yield CHUNK_ORDER
         if self.engine.written().get("levels") == 2:
             yield two_levels("engine.levels" if self.engine.levels == 2 else "engine.segment_size")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["QUANTISED", "REPEATED", "SHARING_PRESETS", "VLLM", "WholeWeights", "two_levels"]
+__all__ = ["CHUNK_ORDER", "QUANTISED", "REPEATED", "SHARING_PRESETS", "VLLM", "WholeWeights", "two_levels"]
 
 SHARING_PRESETS = ("zero3", "zero3_offload")
 """Values of ``deepspeed`` with which each rank holds a part of the weights."""
@@ -38,6 +38,14 @@ REPEATED = WholeWeights(
     "repetition_penalty",
     "ranks that share their weights write in step, with padding, and repetition_penalty would count that",
     "write deepspeed: zero2, or repetition_penalty: 1.0",
+)
+
+
+CHUNK_ORDER = WholeWeights(
+    "engine.order",
+    "order: chunk passes through the weights of all layers once for every chunk, and ranks that share them would send "
+    "them each time",
+    "write order: layer, or deepspeed: zero2",
 )
 
 

@@ -76,7 +76,7 @@ def plan_and_stream(
         completions=completions,
         reference_bytes=reference_bytes,
         # A layer's shared weights are whole only while it computes: the forward of others cannot run in its backward.
-        fixed={"levels": 1} if start.shares_weights else {},
+        fixed={"levels": 1, "order": "layer"} if start.shares_weights else {},
     )
     memory: Plan | None = None
     baselines: Mapping[str, int] = {}

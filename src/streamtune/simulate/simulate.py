@@ -139,7 +139,11 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
             continue
     size = (workload.tokens, workload.rows)
     passing = {phase: shard.passing_bytes(model, *size, backward=phase == "backward") for phase in fixed.gathered}
-    return _told(step, fixed, shard, workload, passing, shard.keys_on_host(model, schedule, *size))
+    told = _told(step, fixed, shard, workload, passing, shard.keys_on_host(model, schedule, *size))
+    if schedule.order == "chunk" and schedule.keep_kv == "host" and "layer inputs" in told.host_terms:
+        terms = {KEYS if name == "layer inputs" else name: size for name, size in told.host_terms.items()}
+        return replace(told, host_terms=terms)
+    return told
 
 
 def _traced(

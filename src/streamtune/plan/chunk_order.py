@@ -1,0 +1,108 @@
+"""Schedules in the order of chunks: a few forms, each sized to the memory by simulations of its own.
+
+This order stores keys and values with their gradients in place of layer inputs. It does the same work with weights that
+pass once for every chunk, so it can win only where the order of layers runs out of memory, computes layers again or
+waits for copies. It is asked only there, or where it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.plan.budget import Limits
+from streamtune.plan.choices import CHUNKS, HEAD_CHUNKS, Space
+from streamtune.plan.estimate import Simulate
+from streamtune.schedule import Schedule
+from streamtune.simulate.cluster import Cluster
+from streamtune.simulate.simulate import Simulation
+from streamtune.simulate.workload import Workload
+
+__all__ = ["best_in_chunk_order", "may_order_chunks", "smallest_in_chunk_order"]
+
+Found = tuple[Schedule, Simulation]
+
+
+def may_order_chunks(written: Mapping[str, Any], cluster: Cluster) -> bool:
+    """Return True if nothing that is given excludes the order of chunks."""
+    return written.get("order") != "layer" and cluster.runs_layers_again and cluster.sequence_size == 1
+
+
+def best_in_chunk_order(workload: Workload, space: Space, simulate: Simulate) -> Found | None:
+    """Return the first form that fits, with the largest chunks that do, and its step; None if none fits."""
+    sizes = space.options("chunk_size")
+    for form in _forms(space.limits, space.fixed):
+        steps: dict[int, Found] = {}
+
+        def excess(size: int, form: Mapping[str, Any] = form, steps: dict[int, Found] = steps) -> float:
+            found = _simulated(workload, {**form, "chunk_size": size, **space.fixed}, simulate)
+            if found is None:
+                return float("inf")
+            steps[size] = found
+            return _excess(found[1], space.limits)
+
+        least = excess(sizes[0])
+        if least > 0:
+            continue
+        most = excess(sizes[-1]) if len(sizes) > 1 else least
+        if most > 0:  # bytes are linear in the size of a chunk
+            between = sizes[0] + (sizes[-1] - sizes[0]) * -least / (most - least)
+            for size in sorted((s for s in sizes[1:-1] if s <= between), reverse=True):
+                if excess(size) <= 0:
+                    break
+        return steps[max(size for size, found in steps.items() if _excess(found[1], space.limits) <= 0)]
+    return None
+
+
+def smallest_in_chunk_order(
+    workload: Workload, limits: Limits, written: Mapping[str, Any], simulate: Simulate
+) -> Found | None:
+    """Return the form that exceeds the memory least, with the smallest chunks, and its step.
+
+    None where a layer's cache cannot be kept apart, or where what is given allows none.
+    """
+    sizes = {"chunk_size": CHUNKS[0], "head_chunk_size": HEAD_CHUNKS[0]}
+    found: Found | None = None
+    for form in list(_forms(limits, written))[::-1]:
+        step = _simulated(workload, {**sizes, **form, **written}, simulate)
+        if step is not None and (found is None or _excess(step[1], limits) < _excess(found[1], limits)):
+            found = step
+        if found is None or _excess(found[1], limits) <= 0:
+            break
+    return found
+
+
+def _forms(limits: Limits, written: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the forms to try, the fastest first."""
+    base = {"order": "chunk", "head_chunk_size": HEAD_CHUNKS[0]}
+    away = not limits.shared and limits.host_bytes > 0 and "offload" not in written
+    least = {**base, "stream_grads": True, **({"offload": "host"} if away else {})}
+    forms = [{**base, "levels": 1}, {**least, "levels": 1}, {**least, "levels": 2}]
+    if not limits.shared and limits.host_bytes > 0:
+        forms.append({**least, "levels": 2, "keep_kv": "host"})
+    seen: list[Schedule] = []
+    for form in forms:
+        with suppress(ArgumentError):  # what is written goes with another form
+            schedule = Schedule(**{**form, **_of_a_schedule(written)})
+            if schedule not in seen:
+                seen.append(schedule)
+                yield form
+
+
+def _of_a_schedule(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are given, but a directory where nothing goes to disk."""
+    disk = written.get("offload") == "disk"
+    return {name: value for name, value in written.items() if disk or name != "offload_dir"}
+
+
+def _simulated(workload: Workload, chosen: dict[str, Any], simulate: Simulate) -> Found | None:
+    schedule = Schedule(**_of_a_schedule(chosen))
+    with suppress(UnsupportedModelError):  # layers that share their keys
+        return schedule, simulate(workload, schedule)
+    return None
+
+
+def _excess(step: Simulation, limits: Limits) -> float:
+    return limits.excess(step.peak_bytes, step.host_bytes, step.disk_bytes)
