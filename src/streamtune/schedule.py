@@ -285,12 +285,6 @@ def _in_chunk_order(choices: Mapping[str, Any], shown: Callable[..., str]) -> It
     if kept(choices["keep_kv"] or "device") == "no":
         what = f"{order} keeps keys and values in place of layer inputs, and {shown('keep_kv')} is no"
         yield Contradiction("keep_kv", what, ("keep_kv", "device"))
-    if choices["keep_kv"] == "host" and choices["levels"] == 1:
-        what = (
-            f"{order} with {shown('levels')} 1 has the keys and values of all layers on the device while it works on a "
-            f"chunk, and {shown('keep_kv')} is host"
-        )
-        yield Contradiction("keep_kv", what, ("levels", "2"))
 
 
 def _in_python(field: str, value: str | None = None) -> str:

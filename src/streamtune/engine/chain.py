@@ -121,6 +121,12 @@ class _Link:
     def layer(self) -> nn.Module:
         return self.stream.call.layer
 
+    @property
+    def releases(self) -> bool:
+        """True if keys and values leave the device between a chunk's forward and its backward."""
+        stream = self.stream
+        return stream.pieces is not None and (stream.schedule.levels, stream.schedule.keep_kv) == (1, "host")
+
     def begin(self) -> None:
         """Forget the sums of a backward that was interrupted."""
         stream = self.stream
@@ -136,6 +142,7 @@ class _Link:
         """Bring what the layer reads of earlier chunks, where it waits in pieces."""
         if self.stream.pieces is not None:
             call = self.stream.call
+            notify_chunk(self.layer, chunk, "load")
             self.stream.pieces.load(call.keys(chunk), call.first_key(chunk))
 
     def again(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
@@ -154,6 +161,9 @@ class _Link:
         if not self.owner.leaves_checked or may_bring_leaves(self.layer):
             check_leaves(self.layer, z_i[0], [*x_i, *cache.leaves, *self.parameters])
             self.owner.leaves_checked = True
+        if self.releases:
+            assert self.stream.pieces is not None
+            self.stream.pieces.release()
         return _ChunkGraph(self, x_i, z_i, cache)
 
     def free(self, again: bool) -> None:
@@ -181,10 +191,14 @@ class _ChunkGraph:
     def backward(self, chunk: slice, grads_z: Sequence[Tensor | None], again: bool) -> list[Tensor | None]:
         """Add the chunk's terms to the sums, and return the gradients of its inputs."""
         link = self.link
-        notify_chunk(link.layer, chunk, "vjp")
         keys = link.stream.call.keys(chunk)
         if link.stream.pieces is not None:
+            if link.releases:
+                notify_chunk(link.layer, chunk, "refill")
+                link.stream.pieces.refill(keys, self.cache.own)
+            notify_chunk(link.layer, chunk, "load sums")
             link.stream.pieces.load_sums(keys)
+        notify_chunk(link.layer, chunk, "vjp")
         given = [(z, grad) for z, grad in zip(self.z_i, grads_z, strict=True) if grad is not None]
         leaves = [x for x in self.x_i if x.requires_grad]
         grads = chunk_vjp(leaves, given, self.cache, link.parameters)
@@ -193,6 +207,7 @@ class _ChunkGraph:
         for total, grad in zip(link.sums, grads, strict=True):
             total.add(grad)
         if link.stream.pieces is not None:
+            notify_chunk(link.layer, chunk, "save sums")
             link.stream.pieces.save_sums(keys, again)
         return found
 

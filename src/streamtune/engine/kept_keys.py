@@ -21,10 +21,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import _unsafe_preserve_version_counter
 
 from streamtune.engine.kv import KeysAndValues
 from streamtune.engine.memory.tiers import Block, DeviceTier, Tier
-from streamtune.engine.observe import notify_tensors
+from streamtune.engine.observe import notify_resized, notify_tensors
 
 __all__ = ["KeptKeys", "kept_keys"]
 
@@ -91,6 +92,27 @@ class KeptKeys:
         self.kv.offset = min([self.pieces[start].start for start in before], default=chunk.start)
         self.kv.pairs = self._buffers(chunk, lambda like, shape: like.new_empty(shape))
         self._fill(self.blocks, before, self.kv.pairs)
+
+    def release(self) -> None:
+        """Free the memory of the buffers and keep the tensors: the graph of a chunk, which saved them, stays."""
+        for pair in self.kv.pairs:
+            for x in pair:
+                _resize(x, 0)
+
+    def refill(self, chunk: slice, own: Sequence[Tensor]) -> None:
+        """Give the buffers their memory and contents again.
+
+        Args:
+            chunk: The chunk they are for.
+            own: Its own keys and values, one pair for each update.
+        """
+        for index, pair in enumerate(self.kv.pairs):
+            for place, x in enumerate(pair):
+                _resize(x, x.numel() * x.element_size())
+                with _unsafe_preserve_version_counter(x):
+                    x[:, :, self.kv.at(chunk)] = own[2 * index + place].detach()
+        seen = [s for s, piece in self.pieces.items() if s < chunk.start and piece.start >= self.kv.offset]
+        self._fill(self.blocks, seen, self.kv.pairs)
 
     def load_sums(self, chunk: slice) -> None:
         """Fill the buffers of dK, dV with the sums so far of what :meth:`load` has loaded, and of the chunk's own."""
@@ -174,4 +196,10 @@ class KeptKeys:
             for ahead in keys[number + 1 : number + 3]:  # on their way while this one is copied
                 kept[ahead].prefetch()
             start, index, place = key
-            pairs[index][place][:, :, self.kv.at(self.pieces[start])] = kept[key].get()
+            with _unsafe_preserve_version_counter(pairs[index][place]):
+                pairs[index][place][:, :, self.kv.at(self.pieces[start])] = kept[key].get()
+
+
+def _resize(x: Tensor, nbytes: int) -> None:
+    x.untyped_storage().resize_(nbytes)
+    notify_resized(x)

@@ -37,6 +37,7 @@ __all__ = [
     "function_modes",
     "may_bring_leaves",
     "notify_chunk",
+    "notify_resized",
     "notify_tensors",
     "observed",
     "refuse_hooks",
@@ -168,6 +169,9 @@ class Observer(Protocol):
     def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Note that tensors were made as ``kind``: ``keys and values``, ``attention output`` or ``layer input``."""
 
+    def on_resize(self, x: Tensor) -> None:
+        """Note that the storage of a tensor has another size than before."""
+
 
 _observers: list[Observer] = []  # no context variable: on an accelerator backward runs in a thread of autograd's
 
@@ -192,6 +196,12 @@ def notify_tensors(kind: str, *tensors: Tensor) -> None:
     """Notify the observers of what these tensors are used for."""
     for observer in _observers:
         observer.on_hold(kind, tensors)
+
+
+def notify_resized(x: Tensor) -> None:
+    """Notify the observers that the memory of a tensor was freed, or given back to it."""
+    for observer in _observers:
+        observer.on_resize(x)
 
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])

@@ -279,6 +279,7 @@ class LayerStream:
             return
         first = {own.start: self.call.first_key(chunk) for own, chunk in zip(keys, self.chunks, strict=True)}
         tier = self._tier("host" if self.schedule.keep_kv == "host" else "device")
+        notify_chunk(self.call.layer, self.chunks[-1], "keep")
         self.pieces = kept_keys(self.kv, keys, lambda own: first[own.start], tier)
 
     # The backward.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 from streamtune.errors import ArgumentError, UnsupportedModelError
@@ -21,6 +22,9 @@ from streamtune.simulate.simulate import Simulation
 from streamtune.simulate.workload import Workload
 
 __all__ = ["best_in_chunk_order", "may_order_chunks", "smallest_in_chunk_order"]
+
+LARGE = 8192
+"""Tokens of a chunk with few borders."""
 
 Found = tuple[Schedule, Simulation]
 
@@ -59,14 +63,15 @@ def best_in_chunk_order(workload: Workload, space: Space, simulate: Simulate) ->
 def smallest_in_chunk_order(
     workload: Workload, limits: Limits, written: Mapping[str, Any], simulate: Simulate
 ) -> Found | None:
-    """Return the form that exceeds the memory least, with the smallest chunks, and its step.
+    """Return the first form that fits, from the one with least on the device on, or that which exceeds it least.
 
-    None where a layer's cache cannot be kept apart, or where what is given allows none.
+    Large chunks come first: there are fewer states and windows at their borders. None where a layer's cache cannot be
+    kept apart, or where what is given allows none.
     """
-    sizes = {"chunk_size": CHUNKS[0], "head_chunk_size": HEAD_CHUNKS[0]}
     found: Found | None = None
-    for form in list(_forms(limits, written))[::-1]:
-        step = _simulated(workload, {**sizes, **form, **written}, simulate)
+    forms = list(_forms(limits, written))[::-1]
+    for form, size in product(forms, (LARGE, CHUNKS[0])):
+        step = _simulated(workload, {**form, "chunk_size": size, **written}, simulate)
         if step is not None and (found is None or _excess(step[1], limits) < _excess(found[1], limits)):
             found = step
         if found is None or _excess(found[1], limits) <= 0:
@@ -79,7 +84,10 @@ def _forms(limits: Limits, written: Mapping[str, Any]) -> Iterator[dict[str, Any
     base = {"order": "chunk", "head_chunk_size": HEAD_CHUNKS[0]}
     away = not limits.shared and limits.host_bytes > 0 and "offload" not in written
     least = {**base, "stream_grads": True, **({"offload": "host"} if away else {})}
-    forms = [{**base, "levels": 1}, {**least, "levels": 1}, {**least, "levels": 2}]
+    forms = [{**base, "levels": 1}, {**least, "levels": 1}]
+    if not limits.shared and limits.host_bytes > 0:
+        forms.append({**least, "levels": 1, "keep_kv": "host"})
+    forms.append({**least, "levels": 2})
     if not limits.shared and limits.host_bytes > 0:
         forms.append({**least, "levels": 2, "keep_kv": "host"})
     seen: list[Schedule] = []

@@ -87,14 +87,11 @@ def make_schedule(spec: EngineSpec) -> Schedule:
     """Return the engine's schedule without a planner: the fields that the recipe gives, and defaults for the others.
 
     With ``schedule: auto`` the recipe may leave out a field that another one needs. ``device_layers`` needs
-    ``offload``: it is then ``disk`` if there is an ``offload_dir``, else ``host``. Keys and values on the host need
-    ``levels: 2`` with ``order: chunk``.
+    ``offload``: it is then ``disk`` if there is an ``offload_dir``, else ``host``.
     """
     chosen = spec.written()
     if chosen.get("device_layers") and "offload" not in chosen:
         chosen["offload"] = "disk" if "offload_dir" in chosen else "host"
-    if (chosen.get("order"), chosen.get("keep_kv")) == ("chunk", "host"):
-        chosen.setdefault("levels", 2)
     if chosen.get("offload", "device") != "disk":
         chosen.pop("offload_dir", None)
     return Schedule(**chosen)

@@ -50,6 +50,9 @@ ENOUGH = 5
 LONGEST_PERIOD = 64
 """Layers of the longest period that is looked for."""
 
+COPIES = ("keep", "load", "refill", "load sums", "save sums")
+"""Passes that copy piece by piece, in the order of chunks."""
+
 Coordinates = tuple[Hashable, ...]
 
 
@@ -177,7 +180,7 @@ def combined(parts: list[Part], layers: list[Zone], chunks: Axis, length: int) -
     squares = [part.share * length / part.length for part in parts]  # for figures that grow as the square of it
     for name, (place, _, weight) in named[0].items():
         alike = [cells_of[name][1] for cells_of in named]
-        moments = _aligned(alike, loops=place.layer is None)
+        moments = _aligned(alike, loops=place.layer is None or place.pass_name in COPIES)
         total = sum(share * each for share, each in zip(shares, moments, strict=True))
         assert isinstance(total, Tensor)
         cells.append((place, total))

@@ -124,6 +124,18 @@ class LiveBytes(TorchDispatchMode):
         """Count tensors as the kind that the engine reports."""
         self.file(kind, *tensors)
 
+    def on_resize(self, x: Tensor) -> None:
+        """Count the storage of a tensor by its present size."""
+        address = _address(x)
+        if address in self._known:
+            kind, size, reference = self._known[address]
+            now = x.untyped_storage().nbytes()
+            self._known[address] = (kind, now, reference)
+            self.live[kind] += now - size
+            self.total += now - size
+            if now > size:
+                self._grown()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -108,6 +108,10 @@ class Cell:
     work: list[float] = field(default_factory=lambda: [0.0] * len(WORK))
 
 
+CHAIN_DONE = "finish"
+"""The last pass of a backward in the order of chunks."""
+
+
 class Trace(LiveBytes):
     """A dispatch mode that records a step.
 
@@ -188,6 +192,10 @@ class Trace(LiveBytes):
 
     def _on_gradient(self, parameter: Tensor) -> None:
         super()._on_gradient(parameter)
+        if self._place.pass_name in (CHAIN_DONE, "gradients"):  # those of all layers come at once, in no order
+            if self._place.pass_name == CHAIN_DONE:
+                self.enter("backward", "gradients")
+            return
         index = self._owners.get(id(parameter))
         if index is not None and (self._place.phase, self._place.layer) != ("backward", index):
             self.enter("backward", "whole", index)
@@ -230,6 +238,11 @@ class Trace(LiveBytes):
 
     def _grown(self) -> None:
         """Do nothing: the peak is found from the record."""
+
+    def on_resize(self, x: Tensor) -> None:
+        """Count a storage by its present size, and record the moment."""
+        super().on_resize(x)
+        self._write(None, 0)
 
     def _write(self, func: Any, scratch: int) -> None:
         host, disk, _, _ = self.tiers()

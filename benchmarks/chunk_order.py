@@ -1,0 +1,196 @@
+"""The order of chunks beside that of layers: the longest row by simulation, and the time of a step on this CPU.
+
+    python -m benchmarks.chunk_order longest [--models qwen2.5-7b,gemma-3-12b] [--memory 80] [--host 256]
+    python -m benchmarks.chunk_order steps [--lengths 8192,16384] [--pairs 5]
+
+``longest`` simulates adapters of rank 16 on bf16 weights by the engine's own code, on a device of ``--memory`` GiB
+and a host of ``--host`` GiB, and takes 5% of both away. A model whose weights alone are larger than half the device has
+the device's memory besides its weights. ``steps`` compares processor time: each step in the order of chunks stands
+between two in the order of layers and is divided by their mean; the median of these ratios is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+import streamtune
+from streamtune import Schedule
+from streamtune.models import add_lora
+from streamtune.plan.budget import Limits
+from streamtune.plan.planner import evaluate_schedule
+from streamtune.plan.rates import nearest_device, sheet_rates
+from streamtune.plan.refusal import excess_of, smallest_step
+from streamtune.plan.search import Attempt, Range, search_largest
+from streamtune.simulate import Workload, simulate
+from streamtune.simulate.memory import held_bytes
+
+GIB = 1 << 30
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2.5-7b": (
+        "qwen2",
+        {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+         "num_key_value_heads": 4, "vocab_size": 152064},
+    ),
+    "gpt-oss-20b": (
+        "gpt_oss",
+        {"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+         "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
+         "sliding_window": 128, "vocab_size": 201088},
+    ),
+    "gemma-3-12b": (
+        "gemma3_text",
+        {"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48, "num_attention_heads": 16,
+         "num_key_value_heads": 8, "head_dim": 256, "sliding_window": 1024, "vocab_size": 262208},
+    ),
+    "qwen3-next-80b": (
+        "qwen3_next",
+        {"hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 16,
+         "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512, "num_experts_per_tok": 10,
+         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "vocab_size": 151936},
+    ),
+}  # fmt: skip
+"""Family and shape of each, as its authors publish them."""
+AWAY: dict[str, Any] = {"offload": "host", "stream_grads": True, "head_chunk_size": 256}
+FORMS: dict[str, dict[str, Any]] = {
+    "layer, levels 1": {"order": "layer", "levels": 1, **AWAY},
+    "layer, levels 2": {"order": "layer", "levels": 2, **AWAY},
+    "chunk, levels 1": {"order": "chunk", "levels": 1, "keep_kv": "host", **AWAY},
+    "chunk, levels 1, bf16 sums": {
+        "order": "chunk", "levels": 1, "keep_kv": "host", "grad_dtype": "param", **AWAY,
+    },
+    "chunk, levels 2, bf16 sums": {
+        "order": "chunk", "levels": 2, "keep_kv": "host", "grad_dtype": "param", **AWAY,
+    },
+}  # fmt: skip
+CHUNKS = {1: (4096, 2048), 2: (8192,)}
+"""Chunk sizes to try in the order of chunks, by the levels: a window or a state is stored once for each chunk."""
+
+
+def adapted(name: str) -> Any:
+    """Return a model on ``meta`` with adapters on its linear layers."""
+    family, shape = MODELS[name]
+    config = AutoConfig.for_model(family, **shape, max_position_embeddings=1 << 24)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return add_lora(model, r=16)
+
+
+def longest(name: str, form: dict[str, Any], device_bytes: int, host_bytes: int) -> tuple[int, Schedule]:
+    """Return the most tokens of a row, within 2%, and its schedule."""
+    model = adapted(name)
+    weights = held_bytes(model)
+    device_bytes += weights if weights > device_bytes / 2 else 0
+    limits = Limits(device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=0, margin=0.05, shared=False)
+    best = 0, Schedule(**form)
+    for size in CHUNKS[form["levels"]] if form["order"] == "chunk" else (1024,):
+        used: dict[int, Schedule] = {}
+
+        def attempt(length: int, size: int = size, used: dict[int, Schedule] = used) -> Attempt:
+            step = Workload(lambda: model, length, make_optimizer=partial(torch.optim.AdamW, foreach=False), keep=True)
+            if form["order"] == "layer":
+                used[length], found = smallest_step(step, limits, {**form, "chunk_size": size}, simulate)
+            else:
+                used[length] = Schedule(chunk_size=size, **form)
+                found = simulate(step, used[length])
+            filled = limits.filled(found.peak_bytes, found.host_bytes, found.disk_bytes)
+            return Attempt(excess_of(found, limits) <= 0, filled)
+
+        within = Range(first=1 << 20, least=1 << 16, most=1 << 26, step=1 << 14, share=0.02, grain=1 << 14)
+        fits = search_largest(attempt, within).fits
+        if fits > best[0]:
+            best = fits, used[fits]
+    return best
+
+
+def show_longest(names: list[str], memory: int, host: int) -> None:
+    """Print a table of the longest rows."""
+    print(f"| model | order | longest row | times layer, levels 1 | seconds a step | schedule |\n|{'---|' * 6}")
+    for name in names:
+        first = 0
+        for title, form in FORMS.items():
+            length, schedule = longest(name, form, memory * GIB, host * GIB)
+            first = first or length
+            step = Workload(partial(adapted, name), length, keep=True)
+            limits = Limits(memory * GIB, host * GIB, 0, 0.05, False)
+            plan = evaluate_schedule(step, schedule, limits, sheet_rates(nearest_device(memory * GIB)))
+            row = (
+                name,
+                title,
+                f"{length:,}",
+                f"{length / first:.2f}",
+                f"{plan.step_seconds:,.0f}",
+                schedule.describe(),
+            )
+            print("| " + " | ".join(row) + " |", flush=True)
+
+
+SMALL = {
+    "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 32768,
+}  # fmt: skip
+
+
+def seconds(model: PreTrainedModel, ids: torch.Tensor) -> float:
+    """Return the processor time of forward and backward."""
+    model.zero_grad(set_to_none=True)
+    start = time.process_time()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return time.process_time() - start
+
+
+def show_steps(lengths: list[int], pairs: int) -> None:
+    """Print the ratios of a step in the order of chunks to one in the order of layers."""
+    torch.set_num_threads(1)
+    plain = Schedule(chunk_size=2048)
+    others = {
+        "chunk, levels 1": replace(plain, order="chunk", keep_kv="device"),
+        "chunk, levels 2": replace(plain, order="chunk", keep_kv="device", levels=2),
+        "layer, keep_kv: device": replace(plain, keep_kv="device"),
+    }
+    print("| tokens | layer, s | " + " | ".join(others) + f" |\n|{'---|' * (2 + len(others))}")
+    models = {}
+    for title, schedule in {"layer": plain, **others}.items():
+        torch.manual_seed(0)
+        models[title] = Qwen3ForCausalLM(Qwen3Config(**SMALL)).train()
+        streamtune.stream(models[title], schedule=schedule)
+    for length in lengths:
+        ids = torch.randint(0, SMALL["vocab_size"], (1, length))
+        for model in models.values():
+            seconds(model, ids)
+        found: dict[str, list[float]] = {title: [] for title in others}
+        base = [seconds(models["layer"], ids)]
+        for _ in range(pairs):
+            for title in others:
+                took = seconds(models[title], ids)
+                base.append(seconds(models["layer"], ids))
+                found[title].append(2 * took / (base[-1] + base[-2]))
+        ratios = (f"{statistics.median(each):.3f} ({min(each):.3f} to {max(each):.3f})" for each in found.values())
+        print(f"| {length:,} | {statistics.median(base):.1f} | " + " | ".join(ratios) + " |", flush=True)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("longest", "steps"))
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--memory", type=int, default=80, help="GiB of the device")
+    parser.add_argument("--host", type=int, default=256, help="GiB of the host")
+    parser.add_argument("--lengths", default="8192,16384")
+    parser.add_argument("--pairs", type=int, default=5)
+    given = parser.parse_args()
+    if given.what == "longest":
+        show_longest(given.models.split(","), given.memory, given.host)
+    else:
+        show_steps([int(each) for each in given.lengths.split(",")], given.pairs)
+
+
+if __name__ == "__main__":
+    main()
