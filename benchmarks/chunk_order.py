@@ -83,6 +83,11 @@ def adapted(name: str) -> Any:
         return add_lora(model, r=16)
 
 
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of the adapters."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
+
+
 def longest(name: str, form: dict[str, Any], device_bytes: int, host_bytes: int) -> tuple[int, Schedule]:
     """Return the most tokens of a row, within 2%, and its schedule."""
     model = adapted(name)
@@ -94,7 +99,7 @@ def longest(name: str, form: dict[str, Any], device_bytes: int, host_bytes: int)
         used: dict[int, Schedule] = {}
 
         def attempt(length: int, size: int = size, used: dict[int, Schedule] = used) -> Attempt:
-            step = Workload(lambda: model, length, make_optimizer=partial(torch.optim.AdamW, foreach=False), keep=True)
+            step = Workload(lambda: model, length, make_optimizer=adamw)
             if form["order"] == "layer":
                 used[length], found = smallest_step(step, limits, {**form, "chunk_size": size}, simulate)
             else:
@@ -118,7 +123,7 @@ def show_longest(names: list[str], memory: int, host: int) -> None:
         for title, form in FORMS.items():
             length, schedule = longest(name, form, memory * GIB, host * GIB)
             first = first or length
-            step = Workload(partial(adapted, name), length, keep=True)
+            step = Workload(partial(adapted, name), length)
             limits = Limits(memory * GIB, host * GIB, 0, 0.05, False)
             plan = evaluate_schedule(step, schedule, limits, sheet_rates(nearest_device(memory * GIB)))
             row = (

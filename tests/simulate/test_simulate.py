@@ -61,6 +61,10 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "attention on host": {"keep_attention": "host"},
     "last layer whole": {"keep_layers": 1},
     "gradients streamed": {"stream_grads": True},
+    "chunk order": {"order": "chunk"},
+    "chunk order, two levels": {"order": "chunk", "levels": 2, "segment_size": 2},
+    "chunk order, keys on host": {"order": "chunk", "keep_kv": "host", "offload": "host", "stream_grads": True},
+    "chunk order, two levels, keys on host": {"order": "chunk", "levels": 2, "keep_kv": "host"},
 }
 
 
@@ -116,7 +120,7 @@ def workload(make: Callable[[str], Any], mode: Mode = "stream", **changes: Any) 
     return Workload(partial(make, "meta"), LENGTH, mode=mode, device_type="cpu", **changes)
 
 
-@pytest.mark.quick("plain chunks", "host but for two", "gradients streamed")
+@pytest.mark.quick("plain chunks", "host but for two", "gradients streamed", "chunk order, keys on host")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_simulated_peak_is_the_one_measured(name: str, tmp_path: Any) -> None:
     make = partial(build, "qwen3")
@@ -297,7 +301,7 @@ def test_so_it_is_of_steps_under_autocast() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["keys kept", "keys on host", "attention on host"])
+@pytest.mark.parametrize("name", ["keys kept", "keys on host", "attention on host", "chunk order, keys on host"])
 def test_adapted_layers_are_told_from_fewer(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lowest layer hands no gradient on: what is made ready for it belongs to no other layer."""
     walked: list[int] = []
