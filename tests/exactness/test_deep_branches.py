@@ -61,7 +61,7 @@ def rows(nodes: tuple[tuple[int, int], ...], seed: int = 5) -> Rows:
     return Rows(alone, begins, ids[None], targets[None], branches)
 
 
-@pytest.mark.quick("qwen3", "gemma2")
+@pytest.mark.quick("gemma2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_deep_trees_equal_their_rows_alone(family: str) -> None:
     model = build(family, **FAMILIES[family])
@@ -77,6 +77,7 @@ def test_states_are_taken_up_at_every_level(family: str) -> None:
         compare(model, rows(nodes), *(Schedule(chunk_size=size) for size in (4, 11, 256)))
 
 
+@pytest.mark.quick("qwen3-keep_attention")
 @pytest.mark.parametrize(
     "choices",
     [
@@ -93,6 +94,7 @@ def test_under_every_schedule(family: str, choices: dict[str, Any]) -> None:
     compare(model, rows(NODES), Schedule(chunk_size=6, head_chunk_size=5, **choices))
 
 
+@pytest.mark.quick("qwen3_next")
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
 def test_parts_of_one_token(family: str) -> None:
     model = build(family) if family in FAMILIES else build_any(family)

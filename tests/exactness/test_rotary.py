@@ -80,6 +80,7 @@ def test_a_batch_is_that_of_the_plain_model(family: str, kind: str, form: str) -
         want.check(gradients(model, inputs))
 
 
+@pytest.mark.quick("llama-longrope")
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_rows_that_share_a_long_beginning(family: str, kind: str) -> None:
     lengths = (7, 7) if kind == "dynamic" else (5, 9)

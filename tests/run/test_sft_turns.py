@@ -43,6 +43,7 @@ def recipe(folder: Path, **more: Any) -> Path:
     return write_recipe(folder, {**common, "chat_template": str(TEMPLATE), **more})
 
 
+@pytest.mark.quick("full")
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_conversation_has_the_gradient_of_its_turns_apart(folder: Path, kind: str) -> None:
     built = build_run(load_recipe(recipe(folder, model={"init": {**QWEN3, **MODELS[kind]}}), []))
@@ -65,6 +66,7 @@ def test_a_conversation_has_the_gradient_of_its_turns_apart(folder: Path, kind: 
     reference_of(built.model, lambda model: gradient(model, alone)).check(got)
 
 
+@pytest.mark.full
 def test_runs_resume_and_evaluate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe(folder, max_steps=4, save_steps=2, val_size=2, eval_steps=2, lr_scheduler_type="constant")
     assert run() == 0
@@ -87,6 +89,7 @@ def test_it_is_verified_and_planned(folder: Path, capsys: pytest.CaptureFixture[
     assert run("--dry-run", "--set", "engine.schedule=auto") == 0
 
 
+@pytest.mark.quick("packing")
 @pytest.mark.parametrize(
     ("keys", "what"),
     [
@@ -97,6 +100,7 @@ def test_it_is_verified_and_planned(folder: Path, capsys: pytest.CaptureFixture[
         ({"streaming": True, "max_steps": 3}, "needs 'streaming: false'"),
         ({"rope_scaling": {"rope_type": "dynamic", "original_max_position_embeddings": 64}}, "change above 64 tokens"),
     ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_excludes_it(folder: Path, keys: dict[str, Any], what: str, capsys: pytest.CaptureFixture[str]) -> None:
     recipe(folder, **keys)

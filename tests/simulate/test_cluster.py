@@ -359,4 +359,6 @@ def test_the_link_and_the_memory_of_the_host_are_part_of_an_offloaded_step() -> 
     once, twice = (told(Cluster(engine="zero3_offload"), length=256, micro_batches=n).work for n in (1, 2))
     assert once.moved_bytes == pytest.approx((2 * 2 + 4 + 2 * 2) * count, rel=1e-3)  # and buffers of positions
     assert twice.moved_bytes == 2 * once.moved_bytes - 4 * count
-    assert once.host_touched_bytes == twice.host_touched_bytes == pytest.approx(34 * count, rel=1e-3)  # and its counters
+    assert (
+        once.host_touched_bytes == twice.host_touched_bytes == pytest.approx(34 * count, rel=1e-3)
+    )  # and its counters
