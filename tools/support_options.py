@@ -133,6 +133,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"gradient_accumulation_steps": 2},
         {"batching": "tokens", "tokens_per_batch": 8192},
         {"batching": "buckets", "tokens_per_batch": 8192},
+        {"reasoning": "per_turn"},
         {"share_prefix": "always"},
     ),
     "engine": _options(

@@ -72,6 +72,7 @@ def test_an_unknown_objective(refused):
         ("overlength: split\n", "'overlength: split' makes several rows of one", 5),
         ("overlength: truncate\ntruncate_side: left\n", "'truncate_side' has no meaning in dpo: a prompt loses", 6),
         ("max_length: 64\nmax_prompt_length: 64\n", "leaves no token of 'max_length' (64)", 6),
+        ("loss_type: orpo\nreference_free: true\n", "'reference_free' leaves a reference out, and 'orpo' has none", 6),
         ("reference_free: true\nref_model_name_or_path: a/b\n", "'ref_model_name_or_path' names a reference", 6),
         ("reference_free: true\nprecompute_ref_log_probs: true\n", "'precompute_ref_log_probs' names a reference", 6),
         ("loss_type: simpo\nprecompute_ref_log_probs: true\n", "names a reference, and 'simpo' needs none", 6),

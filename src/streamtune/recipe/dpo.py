@@ -125,6 +125,8 @@ class DpoRecipe(Recipe):
         if self.reference_free or self.loss_type in WITHOUT_REFERENCE:
             why = "'reference_free' is true" if self.reference_free else f"'{self.loss_type}' needs none"
             unread = dict.fromkeys(OF_A_REFERENCE, f"names a reference, and {why}")
+        if self.loss_type in WITHOUT_REFERENCE:
+            unread["reference_free"] = f"leaves a reference out, and '{self.loss_type}' has none"
         others = OF_PAIRS if self.unpaired else OF_SINGLE_COMPLETIONS
         unread |= dict.fromkeys(others, f"is not read by the loss '{self.loss_type}'")
         for key, why in unread.items():

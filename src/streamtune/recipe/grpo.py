@@ -244,6 +244,12 @@ class GrpoRecipe(Recipe):
                 key="sft_steps",
                 mend="run `streamtune sft` first and start from its final/, or name a ref_model_name_or_path",
             )
+        if self.ref_model_name_or_path is not None and not self.beta:
+            raise mistake(
+                "'ref_model_name_or_path' names a reference, and with 'beta: 0' nothing is compared with one",
+                key="ref_model_name_or_path",
+                mend="delete the line, or write a beta above 0",
+            )
         if self.use_vllm and self.finetuning_type == "qlora":
             raise mistake(
                 "'use_vllm' cannot be handed the frozen weights of a quantised model",
