@@ -132,3 +132,11 @@ def test_records_are_cut_after_a_step_and_torn_lines_dropped(tmp_path: Path) -> 
     assert read_records(path)[0]["loss"] == 0.1 + 0.2
     cut_after_step(path, 2, evaluated=False)
     assert read_records(path)[1:] == [{"step": 2, "loss": 1.0}]
+
+
+def test_the_use_of_the_device_is_shown_where_its_rate_is_known() -> None:
+    console = Console(file=io.StringIO(), width=140, force_terminal=True)
+    progress = Progress(console, total_steps=400)
+    progress._record = {**RECORD, "flops": 10**15, "mfu": 0.4142}
+    assert "MFU 41%" in progress._line().plain
+    assert "MFU" not in line_at(140)

@@ -95,6 +95,9 @@ def _document(planned: RecipePlan) -> dict[str, Any]:
         "model": planned.model_name,
         "parameters": planned.parameters.total,
         "trainable_parameters": planned.parameters.trainable,
+        "flops": {"model": planned.flops, "computed": planned.computed_flops},
+        "peak_flops": planned.peak_flops,
+        "mfu": planned.mfu,
         "length": planned.length,
         "tokens": planned.tokens,
         "objective": planned.loaded.recipe.objective,
@@ -117,6 +120,7 @@ def _screen(planned: RecipePlan) -> dict[str, Any]:
             ("device", _describe_device(planned)),
             ("schedule", chosen.schedule.describe(planned.layers)),
             ("time", _describe_time(planned)),
+            ("flop", _describe_flops(planned)),
             ("rates", chosen.rates.source),
             ("binds", _describe_binding(chosen)),
             *cluster_rows(planned),
@@ -204,6 +208,24 @@ def _describe_time(planned: RecipePlan) -> str:
     if planned.scored is not None and planned.scored.forwards:
         text += ", forward passes without gradient included"
     return f"{text}, without the rollout" if planned.loaded.recipe.objective == "grpo" else text
+
+
+def _describe_flops(planned: RecipePlan) -> str:
+    """Describe the operations of a step: ``9.6 PFLOP a step, 3.1 PFLOP more computed; MFU 38% of 989 TFLOP/s``."""
+    text = f"{_operations(planned.flops)} a step"
+    if (more := planned.computed_flops - planned.flops) > 0:
+        text += f", {_operations(more)} more computed"
+    if planned.mfu is None:
+        return text
+    assert planned.peak_flops is not None
+    return f"{text}; MFU {planned.mfu:.0%} of {_operations(planned.peak_flops)}/s"
+
+
+def _operations(count: float) -> str:
+    for size, unit in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e6:.3g} MFLOP"
 
 
 def _describe_binding(chosen: Plan) -> str:

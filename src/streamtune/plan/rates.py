@@ -35,7 +35,17 @@ if TYPE_CHECKING:
 
 from streamtune.errors import ArgumentError, did_you_mean
 
-__all__ = ["DEVICES", "Device", "Rates", "find_device", "links_of", "nearest_device", "predict_seconds", "sheet_rates"]
+__all__ = [
+    "DEVICES",
+    "Device",
+    "Rates",
+    "find_device",
+    "links_of",
+    "nearest_device",
+    "peak_flops_of",
+    "predict_seconds",
+    "sheet_rates",
+]
 
 GIB = 1024**3
 PCIE_4, PCIE_5 = 32e9, 64e9
@@ -121,6 +131,36 @@ def find_device(name: str) -> Device:
 def nearest_device(size: int) -> Device:
     """Return the device whose memory is nearest to ``size`` bytes; the fastest of those that are as near."""
     return min(DEVICES.values(), key=lambda device: (abs(device.memory_bytes - size), -device.matmul_flops))
+
+
+PEAKS: dict[str, float] = {
+    "h100 pcie": 756e12,
+    "h100 nvl": 835e12,
+    "h100": 989e12,
+    "h200": 989e12,
+    "gh200": 989e12,
+    "b200": 2250e12,
+    "a100": 312e12,
+    "a800": 312e12,
+    "a40": 150e12,
+    "rtx a6000": 155e12,
+    "rtx 6000 ada": 364e12,
+    "l40s": 362e12,
+    "l40": 181e12,
+    "l4": 121e12,
+    "rtx 3090": 71e12,
+    "rtx 4090": 165e12,
+    "rtx 5090": 209e12,
+    "mi250x": 383e12,
+    "mi300x": 1307e12,
+}
+"""FLOP/s of dense bfloat16 products by the words of a device's name, from data sheets; the first that fits counts."""
+
+
+def peak_flops_of(name: str) -> float | None:
+    """Return the dense bfloat16 FLOP/s of a device by the name that its driver gives; None if it is not known."""
+    words = f" {' '.join(name.lower().replace('-', ' ').replace('_', ' ').split())} "
+    return next((peak for known, peak in PEAKS.items() if f" {known} " in words), None)
 
 
 SHEET_EFFICIENCY = {

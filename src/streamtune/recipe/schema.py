@@ -218,6 +218,10 @@ class Recipe(Spec):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; `auto` takes an accelerator where there is one."""
 
+    peak_flops: Annotated[float, Field(gt=0), at_most(10**20)] | None = None
+    """Dense FLOP/s of one device, which `mfu` is a part of; without it, the bfloat16 figure of its data sheet where the
+    device is known, and no `mfu` elsewhere, such as on a CPU."""
+
     # --- several devices ---------------------------------------------------------------------------------------
 
     deepspeed: Text | None = None

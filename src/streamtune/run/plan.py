@@ -30,6 +30,7 @@ from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RanksAsked, Wider, accumulation_of, cluster_of, links_for, wider_of
 from streamtune.run.device import blame_recipe, choose_device, make_schedule, prepare_libraries
 from streamtune.run.kept_plan import PlanOptions
+from streamtune.run.mfu import peak_of, workload_flops
 from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint
 from streamtune.schedule import ROUNDING, Schedule
 from streamtune.simulate.cluster import Cluster
@@ -78,6 +79,8 @@ class RecipePlan:
         cluster: The ranks, of which the plan's bytes are those of one.
         micro_batches: Of a rank in an optimizer step.
         wider: The rows that more ranks to a sequence would allow, where the recipe leaves that open.
+        flops: Operations of a step that the model asks for, of all ranks (``simulate.flops``).
+        peak_flops: FLOP/s of one device by its data sheet, or by the recipe; None where it is not known.
     """
 
     loaded: LoadedRecipe
@@ -93,6 +96,22 @@ class RecipePlan:
     cluster: Cluster = field(default_factory=Cluster)
     micro_batches: int = 1
     wider: tuple[Wider, ...] = ()
+    flops: int = 0
+    peak_flops: float | None = None
+
+    @property
+    def computed_flops(self) -> int:
+        """Operations of products and attention that a step by the schedule computes, of all ranks: what the model asks
+        for, what is computed again, and forward passes of a reference."""
+        work = self.plan.simulation.work
+        return self.cluster.ranks * (work.matmul_flops + work.attention_flops)
+
+    @property
+    def mfu(self) -> float | None:
+        """Part of the devices' FLOP/s that the model's operations are, by the predicted time; None if not known."""
+        if self.peak_flops is None or not self.plan.step_seconds:
+            return None
+        return self.flops / self.plan.step_seconds / self.peak_flops / self.cluster.ranks
 
     @property
     def tokens(self) -> int:
@@ -154,6 +173,8 @@ def plan_recipe(
         cluster=cluster,
         micro_batches=workload.micro_batches,
         wider=wider,
+        flops=cluster.data_size * workload_flops(model, workload),
+        peak_flops=recipe.peak_flops or (target.matmul_flops if target else peak_of(recipe, here)),
     )
 
 

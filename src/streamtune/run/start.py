@@ -41,6 +41,8 @@ FREE_KEYS = frozenset(
         "on_nan", "max_skips", "on_oom", "on_bad_row", "max_bad_rows",
         # where rows that were prepared before are found,
         "cache", "dataset_num_proc",
+        # what a step is compared with,
+        "peak_flops",
         # how the same gradient is computed,
         "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "allow_pickle", "share_prefix",
         "dataloader_num_workers", "deterministic",
@@ -379,6 +381,7 @@ def _identify(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[
         "max_bad_rows",
         "cache",
         "dataset_num_proc",
+        "peak_flops",
     )  # runs are older than these
     unset = {key for key in newer if getattr(recipe, key) == type(recipe).model_fields[key].default}
     if setup.quantization is not None:  # what `auto` became: on another device it is another model

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from streamtune.errors import ArgumentError, NonFiniteError
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.yaml import dump_recipe
 from streamtune.run.engine import Streamed
+from streamtune.run.mfu import StepFlops, peak_of
 from streamtune.run.samples import write_samples
 from streamtune.schedule import Schedule
 from streamtune.secrets import redact, redact_values
@@ -228,7 +229,11 @@ def _train(
             training.learning_rate_at,
             training.steps,
             {name: partial(_shared_out, make, world) for name, make in training.held_out.items()},
-            settings=train_settings(recipe, plan, run.handle.schedule),
+            settings=replace(
+                train_settings(recipe, plan, run.handle.schedule),
+                step_flops=StepFlops(run.model),
+                peak_flops=peak_of(recipe, run.device),
+            ),
             run=directory,
             identity=run.start.identity,
             writer=writer,

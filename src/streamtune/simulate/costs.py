@@ -48,6 +48,9 @@ CAUSAL_AT = {
 PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
 """A product with a weight in 4 bits, which torch has no formula for."""
 
+GROUPED_PRODUCT = "aten::_grouped_mm"
+"""Products of groups of rows with a weight each, such as of experts, which torch has no formula for."""
+
 ROOM = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
 """Operators that make a tensor and touch none of its bytes."""
 
@@ -86,6 +89,8 @@ def _product(func: Any) -> Any:
     """Return torch's formula for the operations of a product; for one in place, that of its other form; else None."""
     if func._schema.name == PACKED_PRODUCT:
         return _packed_flops
+    if func._schema.name == GROUPED_PRODUCT:
+        return _grouped_flops
     known = flop_registry.get(func._overloadpacket)
     name = func._schema.name.removeprefix("aten::")
     if known is None and name in ("addmm_", "baddbmm_"):
@@ -96,6 +101,13 @@ def _product(func: Any) -> Any:
 def _packed_flops(x: Tensor, packed: Tensor, shape: Sequence[int], *rest: Any, **other: Any) -> int:
     """Return the operations of ``x`` [..., k] times a packed weight of ``shape`` [n, k]."""
     return 2 * x.numel() * shape[0]
+
+
+def _grouped_flops(a: Tensor, b: Tensor, *rest: Any, **other: Any) -> int:
+    """Return the operations of a grouped product: each row, or column, is in one group."""
+    if a.dim() == 3 and b.dim() == 2:  # [g, m, k] times columns of [k, n]
+        return 2 * a.shape[1] * b.numel()
+    return 2 * a.numel() * b.shape[-1]
 
 
 def copies_itself(func: Any, args: tuple[Any, ...]) -> bool:

@@ -274,6 +274,7 @@ def train(
                 "tokens": tokens,
                 "supervised_tokens": world.count(sum(batch.num_targets for batch in mine)),
                 "tokens_per_s": round(tokens / seconds, 1),
+                **used_flops(settings, mine, seconds, world),
                 "peak_mem_gib": round(peak_memory_bytes(device_of(model)) / GIB, 3),
                 **({} if (epoch := settings.steps_per_epoch) is None else {"epoch": round(state.step / epoch, 4)}),
             }
@@ -284,6 +285,17 @@ def train(
                 append_record(run.metrics, record)
                 listeners.step(record)
             progress.step(record)
+
+
+def used_flops(settings: TrainSettings, batches: Sequence[MicroBatch], seconds: float, world: World) -> dict[str, Any]:
+    """Return the operations of a step, of all ranks, and the part of the devices' rate that it used, where known."""
+    if settings.step_flops is None:
+        return {}
+    # Ranks that share a sequence have the same rows: those of one of them count.
+    flops = world.count(settings.step_flops(batches))
+    if settings.peak_flops is None:
+        return {"flops": flops}
+    return {"flops": flops, "mfu": round(flops / seconds / settings.peak_flops / world.size, 4)}
 
 
 def take_gradients(

@@ -85,6 +85,7 @@ class Progress:
                 lr=f"{record['lr']:.3g}",
                 grad_norm=f"{record['grad_norm']:.3g}",
                 tokens_per_s=f"{record['tokens_per_s']:.0f}",
+                **({"mfu": f"{record['mfu']:.3f}"} if "mfu" in record else {}),
                 peak_mem_gib=f"{record['peak_mem_gib']:.2f}",
                 eta=format_duration(self._seconds_left()),
             )
@@ -171,6 +172,7 @@ class Progress:
                 (Text(f"lr {record['lr']:.2g}"), 5),
                 *([(Text(f"grad {record['grad_norm']:.2f}"), 7)] if width >= 100 else []),  # else room for the bar
                 (Text(f"{format_rate(record['tokens_per_s'])} tok/s"), 3),
+                *([(Text(f"MFU {record['mfu']:.0%}"), 5)] if "mfu" in record else []),
                 (Text(f"{record['peak_mem_gib']:.1f} GiB"), 4),
                 (Text(f"ETA {format_duration(self._seconds_left())}"), 2),
             ]

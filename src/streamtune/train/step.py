@@ -75,6 +75,10 @@ class TrainSettings:
     save_best_limit: int = 0
     sample_steps: int = 0
     """Steps between two completions of the sample prompts; 0 is never."""
+    step_flops: Callable[[Sequence[MicroBatch]], int] | None = None
+    """Counts the operations that micro-batches ask of the model; None counts none."""
+    peak_flops: float | None = None
+    """FLOP/s of a device, of which ``mfu`` is a part; None where it is not known."""
     """Checkpoints to keep for their metric, besides the newest."""
 
 

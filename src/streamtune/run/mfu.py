@@ -1,0 +1,63 @@
+"""The operations of a run's steps, and the rate of its device that they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from streamtune import train
+from streamtune.plan.budget import device_name
+from streamtune.plan.rates import peak_flops_of
+from streamtune.recipe.schema import Recipe
+from streamtune.simulate.flops import FlopCount, Span
+from streamtune.simulate.workload import Workload
+
+__all__ = ["StepFlops", "peak_of", "workload_flops"]
+
+
+class StepFlops:
+    """Counts the operations of optimizer steps, as :mod:`streamtune.simulate.flops` defines them.
+
+    Args:
+        model: With its adapters.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.count = FlopCount.of(model)
+
+    def __call__(self, micro_batches: Sequence[train.MicroBatch]) -> int:
+        """Return the operations of some micro-batches, which may be on a device."""
+        return self.count.step(span for batch in micro_batches for span in _spans(batch))
+
+
+def _spans(batch: train.MicroBatch) -> Iterator[Span]:
+    branches = getattr(batch, "branches", None)
+    if branches is not None:
+        for part in branches.table.parts:
+            yield part.trunk_stop - part.trunk_start, part.stop - part.start
+    elif batch.position_ids is None:
+        yield from ((0, length) for length in batch.attention_mask.sum(1).tolist())
+    else:
+        for mask, positions in zip(batch.attention_mask, batch.position_ids, strict=True):
+            starts = [*(positions[mask.bool()] == 0).nonzero()[:, 0].tolist(), int(mask.sum())]
+            yield from ((0, stop - start) for start, stop in zip(starts, starts[1:], strict=False))
+
+
+def workload_flops(model: Any, workload: Workload) -> int:
+    """Return the operations of the micro-batches that the ranks of one sequence compute in a step."""
+    count, scored = FlopCount.of(model), workload.scored
+    spans: list[Span] = [(0, workload.length)] * workload.batch_size
+    if scored is not None and scored.share:
+        spans = [span for trunk, branches in scored.trees for span in ((0, trunk), *((trunk, b) for b in branches))]
+    elif scored is not None:
+        spans = [(0, trunk + branch) for trunk, branches in scored.trees for branch in branches]
+    return workload.micro_batches * count.step(spans)
+
+
+def peak_of(recipe: Recipe, device: torch.device) -> float | None:
+    """Return the FLOP/s that the recipe gives, or those of the device's data sheet; None where neither is known."""
+    if recipe.peak_flops is not None:
+        return recipe.peak_flops
+    return peak_flops_of(device_name(device)) if device.type == "cuda" else None

@@ -1,0 +1,119 @@
+"""The floating-point operations of a training step that its model asks for, by which the use of a device is measured.
+
+A token passes N weights: those of the linear layers and of the head, of experts as many as a router picks. Embeddings
+are looked up, and norms are nothing beside the rest. Training on n tokens takes
+
+    2 N n          forward
+    2 N n          the gradient handed on from layer to layer
+    2 N_t n        the gradients of the N_t weights that are trained
+
+so 6 N n where all of them are, and about 4 N n with adapters: frozen weights need no gradient. Attention of a row takes,
+in each layer that attends, for each pair of a token and one that it sees, itself included,
+
+    2 H (d_k + d_v)    forward, with H heads of d_k and d_v numbers: scores, and their sum of values
+    4 H (d_k + d_v)    backward
+
+Tokens beyond a window are not seen. Padding, the forward passes of a reference and all that is computed again are left
+out. What a schedule really computes is ``Work.matmul_flops + Work.attention_flops`` (``simulate.simulate``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from streamtune.engine import decoder_layers
+from streamtune.models import count_weights
+from streamtune.simulate.shard import WINDOWS, heads_of
+
+__all__ = ["FlopCount", "Span"]
+
+Span = tuple[int, int]
+"""Tokens that a piece of a row sees before it, and its own: ``(0, T)`` is a row, ``(trunk, branch)`` a completion."""
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+PICKED = ("num_experts_per_tok", "moe_topk", "num_selected_experts")
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """The counts of a model.
+
+    Attributes:
+        weights: N, weights that a token passes.
+        trained: N_t, those of them that are trained.
+        width: ``H (d_k + d_v)``.
+        windows: For each layer that attends its window in tokens; 0 is the whole row.
+    """
+
+    weights: int
+    trained: int
+    width: int
+    windows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: Any) -> FlopCount:
+        """Count a model, on any device, with its adapters."""
+        weights = trained = 0.0
+        looked_up, part = _looked_up(model), _expert_part(model)
+        for name, parameter in model.named_parameters():
+            if id(parameter) in looked_up or (parameter.dim() < 2 and not hasattr(parameter, "quant_state")):
+                continue
+            count = count_weights(parameter) * (part if ".experts." in name else 1.0)
+            weights += count
+            trained += count if parameter.requires_grad else 0
+        heads = heads_of(model)
+        width = heads.queries * (heads.key_dim + heads.value_dim)
+        return cls(round(weights), round(trained), width, tuple(_windows(model)))
+
+    def step(self, spans: Iterable[Span]) -> int:
+        """Return the operations of training on pieces of rows, each once."""
+        tokens = pairs = 0
+        for before, own in spans:
+            tokens += own
+            pairs += sum(_seen(before + own, window) - _seen(before, window) for window in self.windows)
+        return tokens * (4 * self.weights + 2 * self.trained) + 6 * self.width * pairs
+
+
+def _seen(tokens: int, window: int) -> int:
+    """Return the pairs of a token and one that it sees, in a causal row."""
+    near = min(tokens, window) if window else tokens
+    return near * (near + 1) // 2 + (tokens - near) * near
+
+
+def _looked_up(model: Any) -> set[int]:
+    """Return the identity of the table of embeddings, unless the head multiplies with it."""
+    table = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    others = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is not table)
+    found = {id(module.weight) for module in others}  # learnt positions
+    return found if head is not None and head.weight is table else {*found, id(table)}
+
+
+def _config(model: Any) -> Any:
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _expert_part(model: Any) -> float:
+    """Return the part of the experts that a token passes; 1 without experts."""
+    config = _config(model)
+    count = next((v for name in EXPERTS if isinstance(v := getattr(config, name, None), int) and v), None)
+    picked = next((v for name in PICKED if isinstance(v := getattr(config, name, None), int) and v), None)
+    return picked / count if count and picked else 1.0
+
+
+def _windows(model: Any) -> list[int]:
+    """Return the window of each layer that attends."""
+    config, count = _config(model), len(decoder_layers(model))
+    window = next((v for name in WINDOWS if isinstance(v := getattr(config, name, None), int) and v > 0), 0)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = 0
+    kinds = getattr(config, "layer_types", None)
+    if not isinstance(kinds, list) or len(kinds) != count:
+        return [window] * count if getattr(config, "num_attention_heads", None) else []
+    attending = [str(kind) for kind in kinds if "attention" in str(kind) and "linear" not in str(kind)]
+    return [window if "sliding" in kind else 0 for kind in attending]
