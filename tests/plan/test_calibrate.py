@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
 from streamtune.plan import calibrate
-from streamtune.plan.calibrate import cache_file, load_rates, measure_disk, measure_rates
-from streamtune.plan.rates import Rates
+from streamtune.plan.calibrate import cache_file, correct_rates, load_rates, measure_disk, measure_rates
+from streamtune.plan.rates import Rates, predict_seconds
+from streamtune.simulate.simulate import Work
 
 CPU = torch.device("cpu")
 RATES = Rates("somewhere", 1e12, 1e11, 1e11, 1e10, 1e9)
@@ -53,7 +56,7 @@ def test_measured_once(home: Path, measured: list[torch.dtype]):
     assert load_rates(CPU, torch.float32, notify=told.append) == RATES
     assert load_rates(CPU, torch.float32, notify=told.append) == RATES
     assert load_rates(CPU, torch.bfloat16, notify=told.append) == RATES
-    assert measured == [torch.float32, torch.bfloat16]
+    assert measured == [torch.float32] * 2 + [torch.bfloat16] * 2  # two rounds
     assert len(told) == 2
     assert cache_file() == home / "streamtune" / "rates.json"
     assert len(json.loads(cache_file().read_text())) == 2
@@ -66,7 +69,7 @@ def test_what_cannot_be_read_is_measured_again(home: Path, measured: list[torch.
     cache_file().write_text(text.replace("KEY", calibrate._key(CPU, torch.float32)))
     assert load_rates(CPU, torch.float32) == RATES
     assert load_rates(CPU, torch.float32) == RATES
-    assert len(measured) == 1
+    assert len(measured) == 2
 
 
 def test_a_cache_that_cannot_be_written(home: Path, measured: list[torch.dtype]):
@@ -77,6 +80,59 @@ def test_a_cache_that_cannot_be_written(home: Path, measured: list[torch.dtype])
 def test_a_relative_cache_home_is_no_home(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     assert cache_file() == Path.home() / ".cache" / "streamtune" / "rates.json"
+
+
+def change(**values: object) -> None:
+    """Change what is kept for the CPU in fp32."""
+    key = calibrate._key(CPU, torch.float32)
+    kept = json.loads(cache_file().read_text())
+    cache_file().write_text(json.dumps({key: {**kept[key], **values}}))
+
+
+def ago(**span: float) -> str:
+    return (datetime.now(UTC) - timedelta(**span)).isoformat(timespec="seconds")
+
+
+def test_old_rates_are_measured_again(home: Path, measured: list[torch.dtype]):
+    load_rates(CPU, torch.float32)
+    change(measured=ago(days=29))
+    load_rates(CPU, torch.float32)
+    assert len(measured) == 2
+    change(measured=ago(days=31))
+    load_rates(CPU, torch.float32)
+    assert len(measured) == 4
+
+
+def test_rates_of_a_busy_moment_are_measured_again(home: Path, monkeypatch: pytest.MonkeyPatch):
+    rounds = [replace(RATES, matmul_flops=speed) for speed in (1e12, 0.5e12, 0.8e12, 0.8e12)]
+    monkeypatch.setattr(calibrate, "measure_rates", lambda device, dtype: rounds.pop(0))
+    assert load_rates(CPU, torch.float32).matmul_flops == 1e12  # the better round
+    (kept,) = json.loads(cache_file().read_text()).values()
+    assert kept["spread"] == 0.5
+    assert load_rates(CPU, torch.float32).matmul_flops == 1e12
+    assert len(rounds) == 2
+    change(measured=ago(hours=2))
+    assert load_rates(CPU, torch.float32).matmul_flops == 1e12  # the best of all four
+    assert not rounds
+
+
+def test_steps_of_a_run_correct_what_is_predicted(home: Path, measured: list[torch.dtype]):
+    work = Work(10**12, 10**11, 10**9, 0, 10**10, 1000)
+    before = predict_seconds(work, load_rates(CPU, torch.float32))
+    correct_rates(CPU, torch.float32, 0.5)
+    rates = load_rates(CPU, torch.float32)
+    assert predict_seconds(work, rates) == pytest.approx(0.5 * before)
+    assert "times 0.50 by steps of" in rates.source
+    correct_rates(CPU, torch.float32, 1.5)
+    assert predict_seconds(work, load_rates(CPU, torch.float32)) == pytest.approx(0.75 * before)
+    correct_rates(CPU, torch.float32, 1e9)
+    assert predict_seconds(work, load_rates(CPU, torch.float32)) == pytest.approx(10 * before)
+    assert len(measured) == 2
+
+
+def test_nothing_is_corrected_where_nothing_was_measured(home: Path):
+    correct_rates(CPU, torch.float32, 2.0)
+    assert not cache_file().exists()
 
 
 def test_a_disk(tmp_path: Path):

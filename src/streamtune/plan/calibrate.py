@@ -1,7 +1,11 @@
 """The rates of the device at hand, measured in a few seconds and kept on disk.
 
 Each figure is the best of several runs of one kind of operator, on tensors of the size a chunk has: other work on the
-machine can only make a run slower.
+machine can only make a run slower. All are measured in two rounds, of which the better counts; what lies between the
+rounds is kept with the rates, and so is the date. Rates are measured again if they are old, or if the rounds were far
+apart.
+
+The steps of runs correct them: :func:`correct_rates` keeps a factor by which every prediction is multiplied.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,15 +35,74 @@ from streamtune.plan.rates import DISK_BANDWIDTH, Rates
 from streamtune.schedule import Schedule
 from streamtune.simulate import Workload, simulate
 
-__all__ = ["cache_file", "load_rates", "measure_disk", "measure_rates"]
+__all__ = ["KeptRates", "cache_file", "correct_rates", "load_rates", "measure_disk", "measure_rates"]
 
 LONG_ENOUGH = 8e-3
 """Seconds of one run from which the clock and the launch no longer count."""
 
 HEAD_DIM = 128
 
-FORM = "rates of a chunk, by processor time"
+FORM = "rates of a chunk, the better of two rounds"
 """What is measured. Another name where that changes, so that figures saved before are not taken for it."""
+
+OLD, UNSURE = timedelta(days=30), timedelta(hours=1)
+"""Ages from which rates are measured again: of all, and of those whose rounds were far apart."""
+
+FAR_APART = 0.25
+"""Difference between the rounds of a rate, as a part of the better, from which the machine was taken to be busy."""
+
+LEAST_FACTOR, MOST_FACTOR = 0.1, 10.0
+"""Bounds of a correction: beyond them something else is wrong than the rates."""
+
+
+@dataclass(frozen=True)
+class KeptRates:
+    """Rates as they are kept on disk.
+
+    Attributes:
+        rates: As measured.
+        measured: Date and time, in UTC.
+        spread: The largest difference between two rounds of a rate, as a part of the better one.
+        factor: Seconds of a run's steps over those predicted; 1 where no run corrected them.
+        corrected: Date and time of the correction; empty without one.
+    """
+
+    rates: Rates
+    measured: str
+    spread: float
+    factor: float = 1.0
+    corrected: str = ""
+
+    @classmethod
+    def read(cls, found: dict[str, Any]) -> KeptRates:
+        """Return the rates that an entry of the file describes.
+
+        Raises:
+            TypeError, ValueError, KeyError: It is none, or of another version.
+        """
+        kept = cls(**{**found, "rates": Rates(**found["rates"])})
+        datetime.fromisoformat(kept.measured)
+        if not LEAST_FACTOR <= kept.factor <= MOST_FACTOR:
+            raise ValueError(f"a factor of {kept.factor}")
+        return kept
+
+    @property
+    def is_current(self) -> bool:
+        """True unless the rates are old, or were measured on a busy machine and not just now."""
+        age = datetime.now(UTC) - datetime.fromisoformat(self.measured)
+        return age < (UNSURE if self.spread > FAR_APART else OLD)
+
+    def used(self) -> Rates:
+        """Return the rates that steps are predicted from, corrected."""
+        if self.factor == 1.0:
+            return self.rates
+        slower = {name: getattr(self.rates, name) / self.factor for name in _per_second(self.rates)}
+        return replace(
+            self.rates,
+            **slower,
+            launch_seconds=self.rates.launch_seconds * self.factor,
+            source=f"{self.rates.source}; times {self.factor:.2f} by steps of {self.corrected[:10]}",
+        )
 
 
 def load_rates(device: torch.device, dtype: torch.dtype, *, notify: Callable[[str], None] = lambda text: None) -> Rates:
@@ -52,19 +116,65 @@ def load_rates(device: torch.device, dtype: torch.dtype, *, notify: Callable[[st
         dtype: The dtype that it computes in.
         notify: Called with a message before a measurement.
     """
-    key, path = _key(device, dtype), cache_file()
-    kept = _read(path)
-    if key in kept:
-        with contextlib.suppress(TypeError, ValueError):  # written by another version
-            return Rates(**kept[key])
-    notify(f"measuring how fast {_name(device)} is, once")
-    rates = measure_rates(device, dtype)
+    kept = _kept(device, dtype)
+    if kept is None or not kept.is_current:
+        again = " again" if kept is not None else ""
+        notify(f"measuring{again} how fast {_name(device)} is")
+        found = _measured(device, dtype)
+        if kept is not None and kept.spread > FAR_APART:  # a busy moment then or now: the better of each counts
+            found = replace(found, rates=_better(kept.rates, found.rates))
+        kept = found
+        _save(device, dtype, kept)
+    return kept.used()
+
+
+def correct_rates(device: torch.device, dtype: torch.dtype, ratio: float) -> None:
+    """Keep that steps took ``ratio`` times as long as predicted from the rates that are kept for a device.
+
+    Where there are none, or the file cannot be written, nothing is kept.
+    """
+    kept = _kept(device, dtype)
+    if kept is not None:
+        factor = min(MOST_FACTOR, max(LEAST_FACTOR, kept.factor * ratio))
+        _save(device, dtype, replace(kept, factor=factor, corrected=_now()))
+
+
+def _measured(device: torch.device, dtype: torch.dtype) -> KeptRates:
+    first, second = measure_rates(device, dtype), measure_rates(device, dtype)
+    pairs = [(getattr(first, name), getattr(second, name)) for name in _per_second(first)]
+    spread = max(1 - min(pair) / max(pair) for pair in pairs)
+    return KeptRates(_better(first, second), _now(), round(spread, 4))
+
+
+def _better(one: Rates, other: Rates) -> Rates:
+    """Return the faster of each rate."""
+    best = {name: max(getattr(one, name), getattr(other, name)) for name in _per_second(one)}
+    return replace(other, **best, launch_seconds=min(one.launch_seconds, other.launch_seconds))
+
+
+def _per_second(rates: Rates) -> list[str]:
+    """Return the names of what there is more of where a device is faster."""
+    return [f.name for f in fields(rates) if f.name.endswith(("_flops", "_bandwidth"))]
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _kept(device: torch.device, dtype: torch.dtype) -> KeptRates | None:
+    with contextlib.suppress(TypeError, ValueError, KeyError):  # written by another version
+        return KeptRates.read(_read(cache_file())[_key(device, dtype)])
+    return None
+
+
+def _save(device: torch.device, dtype: torch.dtype, kept: KeptRates) -> None:
+    path = cache_file()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps({**_read(path), key: asdict(rates)}, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps({**_read(path), _key(device, dtype): asdict(kept)}, indent=2)
+        fresh.write_text(text + "\n", encoding="utf-8")
         fresh.replace(path)
-    return rates
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:

@@ -30,6 +30,7 @@ from streamtune.plan.rates import Rates, nearest_device, sheet_rates
 from streamtune.plan.refusal import excess_of, nothing_fits, smallest_step
 from streamtune.plan.traffic import Pace, Traffic
 from streamtune.schedule import ROUNDING, Schedule
+from streamtune.simulate.flops import workload_flops
 from streamtune.simulate.memory import held_bytes
 from streamtune.simulate.meta_operators import meta_copy
 from streamtune.simulate.simulate import Simulation, simulate
@@ -79,6 +80,7 @@ class Plan:
         traffic: The messages between ranks in the step.
         seconds: Seconds that planning took.
         simulations: Number of simulations, those for the estimates included.
+        flops: Operations that the model asks for in the step, of the ranks that share a sequence (``simulate.flops``).
     """
 
     schedule: Schedule
@@ -91,6 +93,7 @@ class Plan:
     traffic: Traffic
     seconds: float = 0.0
     simulations: int = 1
+    flops: int = 0
 
     @property
     def fits(self) -> bool:
@@ -234,6 +237,7 @@ def _plan(
         traffic=pace.traffic(schedule),
         seconds=time.perf_counter() - started,
         simulations=simulations,
+        flops=workload_flops(pace.workload),
     )
 
 

@@ -1,8 +1,8 @@
 """Simulate the trials of the probe: the step runs on ``meta`` tensors, for a device that may be elsewhere.
 
-With a fixed schedule a trial simulates it. Where the planner picks one, a trial tests if anything fits, by the schedule of
-least memory. That schedule is not the one a run would use, so such a trial has no seconds: the longest gets those of its
-plan, the same that ``streamtune plan`` says.
+With a fixed schedule a trial simulates it. Where the planner picks one, a trial tests if anything fits, by the schedule
+of least memory. That schedule is not the one a run would use, so such a trial has no seconds: the longest gets those of
+its plan, the same that ``streamtune plan`` says.
 """
 
 from __future__ import annotations

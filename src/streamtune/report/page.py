@@ -21,7 +21,18 @@ MOST_SAMPLES, MOST_EVENTS = 60, 300
 FIRST = {"loss": "Loss", "reward": "Reward", "rewards/accuracies": "Accuracy of preferences"}
 """Metrics that the page begins with, and their titles."""
 LATER = {"lr": "Learning rate", "grad_norm": "Gradient norm", "aux_loss": "Balance loss of the routers"}
-OF_SPEED = {"step", "tokens", "supervised_tokens", "tokens_per_s", "peak_mem_gib", "epoch", "skipped", "flops", "mfu", "seconds"}
+OF_SPEED = {
+    "step",
+    "tokens",
+    "supervised_tokens",
+    "tokens_per_s",
+    "peak_mem_gib",
+    "epoch",
+    "skipped",
+    "flops",
+    "mfu",
+    "seconds",
+}
 """Numbers of a step that are no course of its training."""
 QUIET = ("start", "finish", "checkpoint")
 """Events that say that all goes well."""

@@ -12,9 +12,8 @@ from streamtune.plan.budget import device_name
 from streamtune.plan.rates import peak_flops_of
 from streamtune.recipe.schema import Recipe
 from streamtune.simulate.flops import FlopCount, Span
-from streamtune.simulate.workload import Workload
 
-__all__ = ["StepFlops", "peak_of", "workload_flops"]
+__all__ = ["StepFlops", "peak_of"]
 
 
 class StepFlops:
@@ -43,17 +42,6 @@ def _spans(batch: train.MicroBatch) -> Iterator[Span]:
         for mask, positions in zip(batch.attention_mask, batch.position_ids, strict=True):
             starts = [*(positions[mask.bool()] == 0).nonzero()[:, 0].tolist(), int(mask.sum())]
             yield from ((0, stop - start) for start, stop in zip(starts, starts[1:], strict=False))
-
-
-def workload_flops(model: Any, workload: Workload) -> int:
-    """Return the operations of the micro-batches that the ranks of one sequence compute in a step."""
-    count, scored = FlopCount.of(model), workload.scored
-    spans: list[Span] = [(0, workload.length)] * workload.batch_size
-    if scored is not None and scored.share:
-        spans = [span for trunk, branches in scored.trees for span in ((0, trunk), *((trunk, b) for b in branches))]
-    elif scored is not None:
-        spans = [(0, trunk + branch) for trunk, branches in scored.trees for branch in branches]
-    return workload.micro_batches * count.step(spans)
 
 
 def peak_of(recipe: Recipe, device: torch.device) -> float | None:

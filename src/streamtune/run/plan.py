@@ -30,7 +30,7 @@ from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RanksAsked, Wider, accumulation_of, cluster_of, links_for, wider_of
 from streamtune.run.device import blame_recipe, choose_device, make_schedule, prepare_libraries
 from streamtune.run.kept_plan import PlanOptions
-from streamtune.run.mfu import peak_of, workload_flops
+from streamtune.run.mfu import peak_of
 from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint
 from streamtune.schedule import ROUNDING, Schedule
 from streamtune.simulate.cluster import Cluster
@@ -173,7 +173,7 @@ def plan_recipe(
         cluster=cluster,
         micro_batches=workload.micro_batches,
         wider=wider,
-        flops=cluster.data_size * workload_flops(model, workload),
+        flops=cluster.data_size * chosen.flops,
         peak_flops=recipe.peak_flops or (target.matmul_flops if target else peak_of(recipe, here)),
     )
 

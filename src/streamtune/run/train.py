@@ -14,7 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from streamtune import data, models, train
+from streamtune.adapters import base_of
 from streamtune.distributed import RankEnvironment, Watchdog, keep_log, read_environment
 from streamtune.errors import ArgumentError, NonFiniteError
 from streamtune.recipe.schema import Recipe
@@ -22,6 +25,7 @@ from streamtune.recipe.yaml import dump_recipe
 from streamtune.run.engine import Streamed
 from streamtune.run.mfu import StepFlops, peak_of
 from streamtune.run.samples import write_samples
+from streamtune.run.step_times import StepTimes
 from streamtune.schedule import Schedule
 from streamtune.secrets import redact, redact_values
 from streamtune.streams import lost_output
@@ -223,6 +227,8 @@ def _train(
     on_activity = _tell(run.watchdog)
     with train.Progress(console, plan.total_steps, first_step, recipe.logging_steps, on_activity) as progress:
         training.begin(run.backend, progress, stop)
+        if (times := _step_times(run, progress)) is not None:
+            listeners.each = [*listeners.each, times]
         return train.train(
             run.backend,
             training.objective,
@@ -246,6 +252,19 @@ def _train(
             sample=partial(write_samples, run, recipe) if recipe.sample_steps else None,
             listeners=listeners,
         )
+
+
+def _step_times(run: Run, progress: train.Progress) -> StepTimes | None:
+    """Return what compares the time of steps with the plan; None where a step is not what is planned, or not alone."""
+    plan, recipe = run.streamed.memory, run.recipe
+    if plan is None or run.world.size > 1 or recipe.objective == "grpo":  # whose steps have a rollout
+        return None
+
+    def say(step: int, text: str, figures: dict[str, float]) -> None:
+        progress.note(step, text)
+        train.append_event(run.directory.events, "step_time", step=step, **figures)
+
+    return StepTimes(plan, run.device, torch.bfloat16 if recipe.bf16 else base_of(run.model).dtype, say)
 
 
 def _shared_out(make: Callable[[], Iterable[train.MicroBatch]], world: train.World) -> Iterator[train.MicroBatch]:

@@ -28,8 +28,9 @@ from torch import nn
 from streamtune.engine import decoder_layers
 from streamtune.models import count_weights
 from streamtune.simulate.shard import WINDOWS, heads_of
+from streamtune.simulate.workload import Workload
 
-__all__ = ["FlopCount", "Span"]
+__all__ = ["FlopCount", "Span", "workload_flops"]
 
 Span = tuple[int, int]
 """Tokens that a piece of a row sees before it, and its own: ``(0, T)`` is a row, ``(trunk, branch)`` a completion."""
@@ -76,6 +77,17 @@ class FlopCount:
             tokens += own
             pairs += sum(_seen(before + own, window) - _seen(before, window) for window in self.windows)
         return tokens * (4 * self.weights + 2 * self.trained) + 6 * self.width * pairs
+
+
+def workload_flops(workload: Workload) -> int:
+    """Return the operations of the micro-batches that the ranks of one sequence compute in a step."""
+    count, scored = FlopCount.of(workload.make_model()), workload.scored
+    spans: list[Span] = [(0, workload.length)] * workload.batch_size
+    if scored is not None and scored.share:
+        spans = [span for trunk, branches in scored.trees for span in ((0, trunk), *((trunk, b) for b in branches))]
+    elif scored is not None:
+        spans = [(0, trunk + branch) for trunk, branches in scored.trees for branch in branches]
+    return workload.micro_batches * count.step(spans)
 
 
 def _seen(tokens: int, window: int) -> int:
