@@ -354,7 +354,7 @@ def test_what_is_refused(recipe: Path, capfd: pytest.CaptureFixture[str], asked:
 
 
 def test_the_link_and_the_memory_of_the_host_are_part_of_an_offloaded_step() -> None:
-    """Gradients out and back each micro-batch and once in fp32, weights in for forward and backward; Adam's 34 bytes."""
+    """Gradients out and back each micro-batch, once in fp32; weights in for forward and backward; Adam's 34 bytes."""
     count = sum(p.numel() for p in model().parameters())
     once, twice = (told(Cluster(engine="zero3_offload"), length=256, micro_batches=n).work for n in (1, 2))
     assert once.moved_bytes == pytest.approx((2 * 2 + 4 + 2 * 2) * count, rel=1e-3)  # and buffers of positions

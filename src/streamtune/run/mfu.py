@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def _spans(batch: train.MicroBatch) -> Iterator[Span]:
     else:
         for mask, positions in zip(batch.attention_mask, batch.position_ids, strict=True):
             starts = [*(positions[mask.bool()] == 0).nonzero()[:, 0].tolist(), int(mask.sum())]
-            yield from ((0, stop - start) for start, stop in zip(starts, starts[1:], strict=False))
+            yield from ((0, stop - start) for start, stop in pairwise(starts))
 
 
 def peak_of(recipe: Recipe, device: torch.device) -> float | None:

@@ -7,8 +7,8 @@ are looked up, and norms are nothing beside the rest. Training on n tokens takes
     2 N n          the gradient handed on from layer to layer
     2 N_t n        the gradients of the N_t weights that are trained
 
-so 6 N n where all of them are, and about 4 N n with adapters: frozen weights need no gradient. Attention of a row takes,
-in each layer that attends, for each pair of a token and one that it sees, itself included,
+so 6 N n where all of them are, and about 4 N n with adapters: frozen weights need no gradient. Attention of a row, in
+each layer that attends, takes for each pair of a token and one that it sees, itself included,
 
     2 H (d_k + d_v)    forward, with H heads of d_k and d_v numbers: scores, and their sum of values
     4 H (d_k + d_v)    backward
