@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from streamtune.cli import main
-from streamtune.cli.plan import bar, show_seconds
+from streamtune.cli import plan as plan_screen
+from streamtune.cli.plan import Paced, bar, show_seconds
 from streamtune.recipe import load_recipe, shipped_recipes
 from streamtune.run.plan import PlanOptions, plan_recipe
 
@@ -154,3 +155,14 @@ def test_every_shipped_recipe_that_needs_no_hub_plans(shipped: Any):
     planned = plan_recipe(loaded, PlanOptions(device="h100", host_memory="1TiB", length=2048))
     assert planned.plan.fits
     assert planned.plan.step_seconds > 0
+
+
+def test_progress_without_a_terminal_comes_every_two_seconds(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    clock = iter([10.0, 10.1, 11.9, 12.2, 12.3])
+    monkeypatch.setattr(plan_screen.time, "monotonic", lambda: next(clock))
+    tell = Paced()
+    for message in ("measuring", "planning", "planning: 1 of 6", "planning: 2 of 6", "planning: 3 of 6"):
+        tell(message)
+    assert capfd.readouterr().err.splitlines() == ["measuring", "planning", "planning: 2 of 6"]

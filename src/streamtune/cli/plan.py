@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,13 +80,27 @@ def _plan(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any]:
     with err.status("loading libraries") as status:
         from streamtune.run.plan import plan_recipe
 
-        planned = plan_recipe(loaded, options, notify=status.update if err.is_terminal else _tell)
+        planned = plan_recipe(loaded, options, notify=status.update if err.is_terminal else Paced())
     return {"document": _document(planned), "screen": _screen(planned)}
 
 
-def _tell(message: str) -> None:
-    """Print what takes a while next, where no status line is shown."""
-    err.print(message, soft_wrap=True, markup=False)
+class Paced:
+    """Prints what takes a while next, where no status line is shown: a new activity at once, its progress now and then.
+
+    A message is an activity, or an activity, a colon and its progress.
+    """
+
+    SECONDS = 2.0
+
+    def __init__(self) -> None:
+        self._activity, self._printed = "", 0.0
+
+    def __call__(self, message: str) -> None:
+        activity, now = message.partition(":")[0], time.monotonic()
+        if activity == self._activity and now < self._printed + self.SECONDS:
+            return
+        self._activity, self._printed = activity, now
+        err.print(message, soft_wrap=True, markup=False)
 
 
 def _document(planned: RecipePlan) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from streamtune.probe.trial import Cause, Outcome
 from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RanksAsked, cluster_of, links_for
 from streamtune.run.model import make_blueprint
-from streamtune.run.plan import recipe_workload
+from streamtune.run.plan import announced, recipe_workload
 from streamtune.schedule import Schedule
 from streamtune.simulate.simulate import Simulation, simulate
 from streamtune.simulate.workload import Workload
@@ -95,11 +95,11 @@ class SimulatedTrials:
         schedule, found = smallest_step(step, self.limits, self.written, simulate)
         return replace(self._judged(step, found, schedule), step_seconds=None)
 
-    def planned(self, trial: Trial) -> Trial:
+    def planned(self, trial: Trial, notify: Callable[[str], None] = lambda message: None) -> Trial:
         """Return the trial of the longest with the fastest schedule that fits it."""
         if self.schedule is not None or trial.shape.mode != "stream":
             return trial
-        plan = choose(self._step(trial.shape), self.limits, self.rates, fixed=self.written)
+        plan = choose(self._step(trial.shape), self.limits, self.rates, fixed=self.written, simulate=announced(notify))
         return replace(trial, outcome=self._judged(self._step(trial.shape), plan.simulation, plan.schedule))
 
     def _step(self, shape: Shape) -> Workload:

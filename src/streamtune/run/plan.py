@@ -22,6 +22,7 @@ from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.plan.budget import Limits, device_name, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates, measure_disk
+from streamtune.plan.estimate import Simulate
 from streamtune.plan.planner import Plan, as_fixed, choose, evaluate_schedule
 from streamtune.plan.rates import Device, Rates, find_device, nearest_device, sheet_rates
 from streamtune.recipe.engine import EngineSpec
@@ -37,7 +38,7 @@ from streamtune.simulate.cluster import Cluster
 from streamtune.simulate.memory import held_bytes
 from streamtune.simulate.meta_operators import meta_copy
 from streamtune.simulate.scored import Completions, Scored
-from streamtune.simulate.simulate import simulate
+from streamtune.simulate.simulate import Simulation, simulate
 from streamtune.simulate.workload import Workload
 from streamtune.sizes import parse_size
 from streamtune.tasks import Task, task_of
@@ -45,6 +46,7 @@ from streamtune.tasks import Task, task_of
 __all__ = [
     "PlanOptions",
     "RecipePlan",
+    "announced",
     "device_elsewhere",
     "make_workload",
     "memory_of",
@@ -59,6 +61,10 @@ __all__ = [
 LESS = (0.75, 0.9, 0.97)
 """Parts of what a schedule held besides weights, gradients and optimizer that the next may hold, where it ran out of
 memory: the first that anything fits."""
+
+
+USUAL = 6
+"""Steps that most plans simulate."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,7 @@ def plan_recipe(
         if recipe.engine.schedule == "fixed":
             chosen = evaluate_schedule(workload, make_schedule(recipe.engine), limits, rates)
         else:
-            chosen = choose(workload, limits, rates, fixed=recipe.engine.written())
+            chosen = choose(workload, limits, rates, fixed=recipe.engine.written(), simulate=announced(notify))
         wider = tuple(wider_of(recipe, workload, limits, notify)) if cluster.sequence_size == 1 else ()
     base = base_of(model)
     return RecipePlan(
@@ -249,6 +255,19 @@ def _smaller(workload: Workload, failed: Schedule, limits: Limits, rates: Rates,
             if part == LESS[-1]:
                 raise
     raise AssertionError("the last one returns or raises")
+
+
+def announced(notify: Callable[[str], None]) -> Simulate:
+    """Return a function that simulates steps for a plan and says before each which one it is."""
+    count = 0
+
+    def run(workload: Workload, schedule: Schedule) -> Simulation:
+        nonlocal count
+        count += 1
+        notify(f"planning: simulating step {count} of about {max(count, USUAL)}")
+        return simulate(workload, schedule)
+
+    return run
 
 
 def make_workload(
