@@ -260,8 +260,8 @@ def test_rows_in_parts_are_refused() -> None:
     [
         ({}, "keys and values in place of layer inputs"),
         ({"levels": 2, "keep_kv": "host", "offload": "host"},
-         "keys and values on host in place of layer inputs; 1 layer of a chunk at a time, the others computed again; the "
-         "first layer's input on host"),
+         "keys and values on host in place of layer inputs; 1 layer of a chunk at a time, the others computed again; "
+         "the first layer's input on host"),
     ],
 )  # fmt: skip
 def test_a_schedule_in_words(more: dict[str, Any], said: str) -> None:

@@ -62,7 +62,7 @@ def chained_call(owner: ChainOwner, call: LayerCall, parameters: Sequence[Tensor
         ArgumentError: Ranks share its weights.
     """
     weights = Weights.now(owner.layer)
-    _check(owner.layer, call, weights)
+    _check(owner.layer, [name for name in call.shared if name[0] != PAST], weights)
     before = owner.last_call.maker(call.hidden)
     chain = None if before is None or before.chain is None else before.chain()
     stream = LayerStream(call, owner)
@@ -74,6 +74,7 @@ def chained_call(owner: ChainOwner, call: LayerCall, parameters: Sequence[Tensor
     stream.follows = chain is not None
     with stream.walk():
         outputs = stream.forward(tensors, for_backward=True)
+    _check(owner.layer, list(stream.filled), weights)
     if chain is None or chain.chunks != stream.chunks:  # only now is it known that the layer carries states
         if stream.follows:
             stream.follows, stream.z_in, stream.version = False, tensors[0].detach(), tensors[0]._version
@@ -88,9 +89,9 @@ def chained_call(owner: ChainOwner, call: LayerCall, parameters: Sequence[Tensor
     return stream.outputs.restore(results[:own])
 
 
-def _check(layer: nn.Module, call: LayerCall, weights: Weights) -> None:
+def _check(layer: nn.Module, shared: list[Any], weights: Weights) -> None:
     name = type(layer).__name__
-    if call.sharing is not None:
+    if shared:
         raise UnsupportedModelError(
             f"{name} shares keys and values with other layers, so its cache cannot be kept apart from theirs, as the "
             "order of chunks needs",
