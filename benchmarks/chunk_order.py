@@ -15,7 +15,6 @@ import argparse
 import statistics
 import time
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +24,14 @@ import streamtune
 from streamtune import Schedule
 from streamtune.models import add_lora
 from streamtune.plan.budget import Limits
-from streamtune.plan.planner import evaluate_schedule
+from streamtune.plan.planner import Plan, evaluate_schedule
 from streamtune.plan.rates import nearest_device, sheet_rates
-from streamtune.plan.refusal import excess_of, smallest_step
-from streamtune.plan.search import Attempt, Range, search_largest
-from streamtune.simulate import Workload, simulate
+from streamtune.simulate import Workload
 from streamtune.simulate.memory import held_bytes
 
 GIB = 1 << 30
+Line = tuple[float, float]
+"""Start and slope."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5-7b": (
         "qwen2",
@@ -70,8 +69,10 @@ FORMS: dict[str, dict[str, Any]] = {
         "order": "chunk", "levels": 2, "keep_kv": "host", "grad_dtype": "param", **AWAY,
     },
 }  # fmt: skip
-CHUNKS = {1: (4096, 2048), 2: (8192,)}
-"""Chunk sizes to try in the order of chunks, by the levels: a window or a state is stored once for each chunk."""
+CHUNKS = {"layer": (4096,), "chunk, 1": (4096, 2048), "chunk, 2": (8192,)}
+"""Chunk sizes to try, by order and levels: in the order of chunks a window or a state is stored once for each chunk."""
+PROBES = (1 << 18, 1 << 19)
+"""Lengths that are simulated to know the line on which longer ones lie."""
 
 
 def adapted(name: str) -> Any:
@@ -88,52 +89,58 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
 
 
-def longest(name: str, form: dict[str, Any], device_bytes: int, host_bytes: int) -> tuple[int, Schedule]:
-    """Return the most tokens of a row, within 2%, and its schedule."""
+def longest(name: str, form: dict[str, Any], limits: Limits) -> tuple[int, Plan | None]:
+    """Return the longest row, and its plan: predicted by the line through two lengths, and simulated."""
     model = adapted(name)
-    weights = held_bytes(model)
-    device_bytes += weights if weights > device_bytes / 2 else 0
-    limits = Limits(device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=0, margin=0.05, shared=False)
-    best = 0, Schedule(**form)
-    for size in CHUNKS[form["levels"]] if form["order"] == "chunk" else (1024,):
-        used: dict[int, Schedule] = {}
+    config = model.get_base_model().config
+    if (weights := held_bytes(model)) > limits.device_bytes / 2:
+        limits = replace(limits, device_bytes=limits.device_bytes + weights)
+    rates = sheet_rates(nearest_device(80 * GIB))
+    best: tuple[int, Plan | None] = 0, None
+    for size in CHUNKS["layer" if form["order"] == "layer" else f"chunk, {form['levels']}"]:
+        plain = Schedule(chunk_size=size, **form)
 
-        def attempt(length: int, size: int = size, used: dict[int, Schedule] = used) -> Attempt:
-            step = Workload(lambda: model, length, make_optimizer=adamw)
-            if form["order"] == "layer":
-                used[length], found = smallest_step(step, limits, {**form, "chunk_size": size}, simulate)
-            else:
-                used[length] = Schedule(chunk_size=size, **form)
-                found = simulate(step, used[length])
-            filled = limits.filled(found.peak_bytes, found.host_bytes, found.disk_bytes)
-            return Attempt(excess_of(found, limits) <= 0, filled)
+        def step(length: int, schedule: Schedule) -> Plan:
+            workload = Workload(lambda: model, length, make_optimizer=adamw)
+            return evaluate_schedule(workload, schedule, limits, rates)
 
-        within = Range(first=1 << 20, least=1 << 16, most=1 << 26, step=1 << 14, share=0.02, grain=1 << 14)
-        fits = search_largest(attempt, within).fits
-        if fits > best[0]:
-            best = fits, used[fits]
+        short, long = (step(length, plain).simulation for length in PROBES)
+        apart = PROBES[1] - PROBES[0]
+        device, host = (
+            (one - PROBES[0] * (two - one) / apart, (two - one) / apart)
+            for one, two in ((short.peak_bytes, long.peak_bytes), (short.host_bytes, long.host_bytes))
+        )
+        moves = 2 * config.hidden_size if form["order"] == "layer" else 0  # bytes of a layer input that stays
+        counts = range(config.num_hidden_layers if moves else 1)
+
+        def fits(count: int, device: Line = device, host: Line = host, moves: int = moves) -> float:
+            on_device = (limits.device - device[0]) / (device[1] + count * moves)
+            return min(on_device, (limits.host - host[0]) / max(1e-9, host[1] - count * moves))
+
+        count = max(counts, key=fits)
+        for part in (0.995, 0.98, 0.96, 0.93, 0.9, 0.85):
+            length = int(part * fits(count)) // 4096 * 4096
+            found = step(length, replace(plain, device_layers=count))
+            if found.fits:
+                best = max(best, (length, found), key=lambda each: each[0])
+                break
     return best
 
 
-def show_longest(names: list[str], memory: int, host: int) -> None:
+def show_longest(names: list[str], memory: int, host: int, forms: list[str]) -> None:
     """Print a table of the longest rows."""
-    print(f"| model | order | longest row | times layer, levels 1 | seconds a step | schedule |\n|{'---|' * 6}")
+    print(
+        f"| model | order | longest row | of it, device | host | seconds a step | schedule |\n|{'---|' * 7}", flush=True
+    )
+    limits = Limits(memory * GIB, host * GIB, 0, 0.05, False)
     for name in names:
-        first = 0
-        for title, form in FORMS.items():
-            length, schedule = longest(name, form, memory * GIB, host * GIB)
-            first = first or length
-            step = Workload(partial(adapted, name), length)
-            limits = Limits(memory * GIB, host * GIB, 0, 0.05, False)
-            plan = evaluate_schedule(step, schedule, limits, sheet_rates(nearest_device(memory * GIB)))
-            row = (
-                name,
-                title,
-                f"{length:,}",
-                f"{length / first:.2f}",
-                f"{plan.step_seconds:,.0f}",
-                schedule.describe(),
-            )
+        for title in forms:
+            length, plan = longest(name, FORMS[title], limits)
+            if plan is None:
+                print(f"| {name} | {title} | none |", flush=True)
+                continue
+            took = f"{plan.simulation.peak_bytes / GIB:.1f} GiB", f"{plan.simulation.host_bytes / GIB:.1f} GiB"
+            row = (name, title, f"{length:,}", *took, f"{plan.step_seconds:,.0f}", plan.schedule.describe())
             print("| " + " | ".join(row) + " |", flush=True)
 
 
@@ -158,7 +165,6 @@ def show_steps(lengths: list[int], pairs: int) -> None:
     others = {
         "chunk, levels 1": replace(plain, order="chunk", keep_kv="device"),
         "chunk, levels 2": replace(plain, order="chunk", keep_kv="device", levels=2),
-        "layer, keep_kv: device": replace(plain, keep_kv="device"),
     }
     print("| tokens | layer, s | " + " | ".join(others) + f" |\n|{'---|' * (2 + len(others))}")
     models = {}
@@ -188,11 +194,12 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--memory", type=int, default=80, help="GiB of the device")
     parser.add_argument("--host", type=int, default=256, help="GiB of the host")
+    parser.add_argument("--forms", default=";".join(FORMS), help="orders, with ; between them")
     parser.add_argument("--lengths", default="8192,16384")
     parser.add_argument("--pairs", type=int, default=5)
     given = parser.parse_args()
     if given.what == "longest":
-        show_longest(given.models.split(","), given.memory, given.host)
+        show_longest(given.models.split(","), given.memory, given.host, given.forms.split(";"))
     else:
         show_steps([int(each) for each in given.lengths.split(",")], given.pairs)
 

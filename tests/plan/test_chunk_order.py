@@ -1,0 +1,90 @@
+"""The planner and the order of chunks: chosen where it fits a longer row, or where it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from streamtune import Schedule
+from streamtune.errors import ArgumentError
+from streamtune.models import blueprint
+from streamtune.plan import Limits, Rates, choose
+from streamtune.plan.chunk_order import may_order_chunks
+from streamtune.simulate import Simulation, Workload, simulate
+from streamtune.simulate.cluster import Cluster
+
+RATES = Rates("a device", 1e13, 1e13, 1e13, 1e12, 1e11, launch_seconds=1e-8)
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "tie_word_embeddings": False,
+}
+"""Layer inputs of 512 bytes a token and layer; keys, values and their gradients of 192."""
+LEVEL = {"levels": 1, "stream_grads": False}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), foreach=False)
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    model = blueprint(CONFIG, dtype="bfloat16")
+    return Workload(lambda: model, 65536, make_optimizer=sgd)
+
+
+@pytest.fixture(scope="module")
+def known() -> Any:
+    found: dict[Schedule, Simulation] = {}
+
+    def remembered(asked: Workload, schedule: Schedule) -> Simulation:
+        if schedule not in found:
+            found[schedule] = simulate(asked, schedule)
+        return found[schedule]
+
+    return remembered
+
+
+@pytest.fixture(scope="module")
+def between(workload: Workload, known: Any) -> Limits:
+    """Memory for a step in the order of chunks, and for none in that of layers with one level."""
+    by_chunks, by_layers = (
+        known(workload, Schedule(1024, 256, order=order, **LEVEL)).peak_bytes for order in ("chunk", "layer")
+    )
+    assert by_chunks < 0.8 * by_layers
+    return Limits((by_chunks + by_layers) // 2, 0, margin=0.0)
+
+
+def test_it_is_chosen_where_nothing_else_fits(workload: Workload, known: Any, between: Limits) -> None:
+    plan = choose(workload, between, RATES, fixed=LEVEL, simulate=known)
+    assert plan.fits
+    assert plan.schedule.order == "chunk"
+    assert plan.simulation.terms["keys and values"] > 0
+
+
+def test_the_order_of_layers_stays_where_it_is_given(workload: Workload, known: Any, between: Limits) -> None:
+    with pytest.raises(ArgumentError, match="no schedule fits"):
+        choose(workload, between, RATES, fixed={**LEVEL, "order": "layer"}, simulate=known)
+
+
+def test_with_room_it_is_not_chosen_unless_it_is_given(workload: Workload, known: Any) -> None:
+    room = Limits(1 << 40, 1 << 40)
+    assert choose(workload, room, RATES, simulate=known).schedule.order == "layer"
+    given = choose(workload, room, RATES, fixed={"order": "chunk"}, simulate=known).schedule
+    assert (given.order, given.levels, given.keep_kv) == ("chunk", 1, "device")
+
+
+def test_what_excludes_it() -> None:
+    alone = Cluster()
+    assert may_order_chunks({}, alone)
+    assert not may_order_chunks({"order": "layer"}, alone)
+    assert not may_order_chunks({}, Cluster(ranks=2, sequence_size=2))
