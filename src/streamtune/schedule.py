@@ -282,7 +282,7 @@ def _in_chunk_order(choices: Mapping[str, Any], shown: Callable[..., str]) -> It
     if choices["device_layers"]:
         what = f"{shown('device_layers')} says which layer inputs are not offloaded, and {order} stores none but one"
         yield Contradiction("device_layers", what, ("order", "layer"))
-    if kept(choices["keep_kv"] or "device") == "no":
+    if choices["keep_kv"] is not None and kept(choices["keep_kv"]) == "no":
         what = f"{order} keeps keys and values in place of layer inputs, and {shown('keep_kv')} is no"
         yield Contradiction("keep_kv", what, ("keep_kv", "device"))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from streamtune.errors import ArgumentError
+from streamtune.errors import ArgumentError, RecipeError
 from streamtune.recipe import EngineSpec, dump_recipe, load_recipe
 from streamtune.run.device import make_schedule
 from streamtune.schedule import CHOICES, DEFAULTS, Schedule
@@ -101,3 +101,25 @@ def test_a_resolved_recipe_says_the_same(write):
     assert recipe.engine.keep_kv == "no"
     again = load_recipe(write(dump_recipe(recipe), before="", name="again.yaml")).recipe
     assert again == recipe
+
+
+def test_the_order_of_chunks():
+    assert make_schedule(EngineSpec(schedule="fixed", order="chunk")) == Schedule(order="chunk", keep_kv="device")
+    assert make_schedule(EngineSpec(order="chunk", keep_kv="host", levels=2)).keep_kv == "host"
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "mend"),
+    [
+        ("engine: {order: rows}", "'engine.order'", "takes 'auto', 'layer' or 'chunk'"),
+        ("engine: {order: chunk, keep_kv: no}", "keeps keys and values in place of layer inputs", "keep_kv: device"),
+        ("engine: {order: chunk, offload: host, device_layers: 2}", "stores none but one", "order: layer"),
+        ("engine: {order: chunk}\ndeepspeed: zero3", "once for every chunk", "zero2"),
+        ("engine: {order: chunk}\nsequence_parallel_size: 2", "is for whole rows", "order: layer"),
+    ],
+)
+def test_what_the_order_of_chunks_excludes(write, text: str, what: str, mend: str):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(text + "\n"))
+    assert what in str(caught.value) and mend in str(caught.value)
+    assert re.search(r"\.yaml:\d+", str(caught.value))

@@ -5,6 +5,8 @@ forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of
 ``stream``, which puts them into a model. Besides:
 
     call, call_parts                bind a layer's call, run it on a chunk, join its outputs
+    chain, kept_keys                the order of chunks: all layers of a chunk, then the chunk before
+    leaves                          a trainable tensor that a layer uses and its node does not know is refused
     context                         state of a call and of a chunk that layers and attentions need and are not passed
     attention, masks, own_attention the attention and the mask a model asks for by name, or keeps
     rows, scan                      packed rows and rows that share their beginning; Mamba-1's state
