@@ -64,6 +64,7 @@ def between(workload: Workload, known: Any) -> Limits:
     return Limits((by_chunks + by_layers) // 2, 0, margin=0.0)
 
 
+@pytest.mark.full
 def test_it_is_chosen_where_nothing_else_fits(workload: Workload, known: Any, between: Limits) -> None:
     plan = choose(workload, between, RATES, fixed=LEVEL, simulate=known)
     assert plan.fits
@@ -71,6 +72,7 @@ def test_it_is_chosen_where_nothing_else_fits(workload: Workload, known: Any, be
     assert plan.simulation.terms["keys and values"] > 0
 
 
+@pytest.mark.full
 def test_the_order_of_layers_stays_where_it_is_given(workload: Workload, known: Any, between: Limits) -> None:
     with pytest.raises(ArgumentError, match="no schedule fits"):
         choose(workload, between, RATES, fixed={**LEVEL, "order": "layer"}, simulate=known)
