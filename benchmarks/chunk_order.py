@@ -89,7 +89,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
 
 
-def longest(name: str, form: dict[str, Any], limits: Limits) -> tuple[int, Plan | None]:
+def longest(name: str, form: dict[str, Any], limits: Limits, sizes: tuple[int, ...]) -> tuple[int, Plan | None]:
     """Return the longest row, and its plan: predicted by the line through two lengths, and simulated."""
     model = adapted(name)
     config = model.get_base_model().config
@@ -97,7 +97,7 @@ def longest(name: str, form: dict[str, Any], limits: Limits) -> tuple[int, Plan 
         limits = replace(limits, device_bytes=limits.device_bytes + weights)
     rates = sheet_rates(nearest_device(80 * GIB))
     best: tuple[int, Plan | None] = 0, None
-    for size in CHUNKS["layer" if form["order"] == "layer" else f"chunk, {form['levels']}"]:
+    for size in sizes or CHUNKS["layer" if form["order"] == "layer" else f"chunk, {form['levels']}"]:
         plain = Schedule(chunk_size=size, **form)
 
         def step(length: int, schedule: Schedule) -> Plan:
@@ -127,7 +127,7 @@ def longest(name: str, form: dict[str, Any], limits: Limits) -> tuple[int, Plan 
     return best
 
 
-def show_longest(names: list[str], memory: int, host: int, forms: list[str]) -> None:
+def show_longest(names: list[str], memory: int, host: int, forms: list[str], sizes: tuple[int, ...]) -> None:
     """Print a table of the longest rows."""
     print(
         f"| model | order | longest row | of it, device | host | seconds a step | schedule |\n|{'---|' * 7}", flush=True
@@ -135,7 +135,7 @@ def show_longest(names: list[str], memory: int, host: int, forms: list[str]) -> 
     limits = Limits(memory * GIB, host * GIB, 0, 0.05, False)
     for name in names:
         for title in forms:
-            length, plan = longest(name, FORMS[title], limits)
+            length, plan = longest(name, FORMS[title], limits, sizes)
             if plan is None:
                 print(f"| {name} | {title} | none |", flush=True)
                 continue
@@ -195,11 +195,13 @@ def main() -> None:
     parser.add_argument("--memory", type=int, default=80, help="GiB of the device")
     parser.add_argument("--host", type=int, default=256, help="GiB of the host")
     parser.add_argument("--forms", default=";".join(FORMS), help="orders, with ; between them")
+    parser.add_argument("--chunk-size", type=int, help="tokens; by default a few are tried")
     parser.add_argument("--lengths", default="8192,16384")
     parser.add_argument("--pairs", type=int, default=5)
     given = parser.parse_args()
     if given.what == "longest":
-        show_longest(given.models.split(","), given.memory, given.host, given.forms.split(";"))
+        sizes = (given.chunk_size,) if given.chunk_size else ()
+        show_longest(given.models.split(","), given.memory, given.host, given.forms.split(";"), sizes)
     else:
         show_steps([int(each) for each in given.lengths.split(",")], given.pairs)
 

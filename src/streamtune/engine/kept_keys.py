@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import _unsafe_preserve_version_counter
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from streamtune.engine.kv import KeysAndValues
 from streamtune.engine.memory.tiers import Block, DeviceTier, Tier
