@@ -86,7 +86,7 @@ def main() -> None:
     streamtune.stream(model, schedule=Schedule(chunk_size=1024, head_chunk_size=512))
     processor_seconds(model, prefix_batch(conversation(2048, 2, 0.5)))
     lines = [
-        "| reasoning | tokens of the turns apart | together | squared lengths, together to apart | time, together to apart |",
+        "| reasoning | tokens of the turns apart | together | squared lengths, to apart | time, together to apart |",
         "|---:|---:|---:|---:|---:|",
     ]
     for part in REASONING:

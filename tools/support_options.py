@@ -153,6 +153,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"engine.stream_grads": True},
         {"engine.grad_dtype": "param"},
         {"engine.fuse": "none"},
+        {"engine.order": "layer"},
+        {"engine.order": "chunk"},
     ),
     "places": _options(
         {"engine.schedule": "fixed"},

@@ -84,6 +84,8 @@ def test_states_are_taken_up_at_every_level(family: str) -> None:
         {"keep_kv": "device"},
         {"keep_attention": "device"},
         {"keep_layers": 1},
+        {"order": "chunk"},
+        {"order": "chunk", "keep_kv": "host"},
         {"offload": "host", "levels": 2, "segment_size": 2, "keep_kv": "host", "keep_attention": "host"},
     ],
     ids=lambda choices: ", ".join(choices),

@@ -121,5 +121,6 @@ def test_the_order_of_chunks():
 def test_what_the_order_of_chunks_excludes(write, text: str, what: str, mend: str):
     with pytest.raises(RecipeError) as caught:
         load_recipe(write(text + "\n"))
-    assert what in str(caught.value) and mend in str(caught.value)
+    assert what in str(caught.value)
+    assert mend in str(caught.value)
     assert re.search(r"\.yaml:\d+", str(caught.value))
