@@ -123,7 +123,7 @@ def copies_itself(func: Any, args: tuple[Any, ...]) -> bool:
 INNER = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1}
 """Products of matrices, and which of their arguments has the dimension that is summed over as its last."""
 
-MATRIX_PRODUCTS = ("mm", "addmm", "addmm_")
+MATRIX_PRODUCTS = ("mm", "addmm", "addmm_", "_grouped_mm")
 BALANCE = {"cuda": 200, "cpu": 5}
 """Operations of a product that a device computes while it reads or writes a byte: about its rate over its bandwidth."""
 
