@@ -145,8 +145,8 @@ def show_longest(names: list[str], memory: int, host: int, forms: list[str], siz
 
 
 SMALL = {
-    "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 32768,
+    "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 32768,
 }  # fmt: skip
 
 
@@ -158,14 +158,11 @@ def seconds(model: PreTrainedModel, ids: torch.Tensor) -> float:
     return time.process_time() - start
 
 
-def show_steps(lengths: list[int], pairs: int) -> None:
+def show_steps(lengths: list[int], pairs: int, levels: list[Any]) -> None:
     """Print the ratios of a step in the order of chunks to one in the order of layers."""
     torch.set_num_threads(1)
     plain = Schedule(chunk_size=2048)
-    others = {
-        "chunk, levels 1": replace(plain, order="chunk", keep_kv="device"),
-        "chunk, levels 2": replace(plain, order="chunk", keep_kv="device", levels=2),
-    }
+    others = {f"chunk, levels {n}": replace(plain, order="chunk", keep_kv="device", levels=n) for n in levels}
     print("| tokens | layer, s | " + " | ".join(others) + f" |\n|{'---|' * (2 + len(others))}")
     models = {}
     for title, schedule in {"layer": plain, **others}.items():
@@ -175,7 +172,7 @@ def show_steps(lengths: list[int], pairs: int) -> None:
     for length in lengths:
         ids = torch.randint(0, SMALL["vocab_size"], (1, length))
         for model in models.values():
-            seconds(model, ids)
+            seconds(model, ids[:, :4096])  # what is made once
         found: dict[str, list[float]] = {title: [] for title in others}
         base = [seconds(models["layer"], ids)]
         for _ in range(pairs):
@@ -197,13 +194,14 @@ def main() -> None:
     parser.add_argument("--forms", default=";".join(FORMS), help="orders, with ; between them")
     parser.add_argument("--chunk-size", type=int, help="tokens; by default a few are tried")
     parser.add_argument("--lengths", default="8192,16384")
+    parser.add_argument("--levels", default="1,2", help="of the steps in the order of chunks")
     parser.add_argument("--pairs", type=int, default=5)
     given = parser.parse_args()
     if given.what == "longest":
         sizes = (given.chunk_size,) if given.chunk_size else ()
         show_longest(given.models.split(","), given.memory, given.host, given.forms.split(";"), sizes)
     else:
-        show_steps([int(each) for each in given.lengths.split(",")], given.pairs)
+        show_steps([int(n) for n in given.lengths.split(",")], given.pairs, [int(n) for n in given.levels.split(",")])
 
 
 if __name__ == "__main__":
