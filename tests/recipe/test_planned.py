@@ -17,6 +17,8 @@ PLANNED = planned_recipes()
 GIB = 1024**3
 DEVICES = {"24gb": "rtx-4090", "48gb": "l40s", "80gb": "h100", "141gb": "h200"}
 HOST = {"24gb": "64GiB", "48gb": "128GiB", "80gb": "256GiB", "141gb": "256GiB", "8x80gb": "1900GB"}
+HOST_OF_OFFLOADED = {"8b-full-24gb": "256GiB", "14b-full-48gb": "384GiB", "32b-full-80gb": "768GiB"}
+"""Host memory of the recipes that keep weights, gradients and optimizer there (`zero3_offload`)."""
 every_recipe = pytest.mark.parametrize("shipped", PLANNED, ids=lambda shipped: shipped.name)
 
 
@@ -30,9 +32,11 @@ def test_the_header_agrees_with_the_recipe(shipped: ShippedRecipe):
     recipe, planned, options = load_recipe(shipped.path).recipe, read_header(shipped), command_of(shipped)
     size, kind, device = shipped.path.stem.rsplit("-", 2)
     ranks = 8 if device.startswith("8x") else 1
+    offloaded = recipe.deepspeed == "zero3_offload"
+    host = HOST_OF_OFFLOADED[shipped.path.stem] if offloaded else HOST[device]
     assert options == {
         "device": DEVICES[device.removeprefix("8x")],
-        "host_memory": HOST[device],
+        "host_memory": host,
         **({"ranks": 8} if ranks == 8 else {}),
     }
     assert (recipe.objective, recipe.finetuning_type) == ((kind, "lora") if kind in ("dpo", "grpo") else ("sft", kind))
@@ -41,6 +45,7 @@ def test_the_header_agrees_with_the_recipe(shipped: ShippedRecipe):
     longest = getattr(recipe, "max_completion_length", recipe.max_length)
     assert f"of up to {longest:,} tokens" in shipped.summary
     assert f"{'8 devices' if ranks == 8 else 'one device'} of {device.removeprefix('8x')[:-2]} GB" in shipped.summary
+    assert (f"{host.removesuffix('iB')[:-1]} GB of host memory" in shipped.summary) == offloaded
     assert re.search(rf"^#   streamtune {recipe.objective} {shipped.name} .*--set", shipped.text, re.MULTILINE)
     assert ("--nproc 8" in shipped.text) == (ranks == 8)
     assert planned.size == round(find_device(options["device"]).memory_bytes / GIB, 1)
