@@ -28,6 +28,10 @@ FIXED_TERMS = ("weights", "gathered weights", "fp32 weights", "reference", "grad
 """The terms that do not grow with the sequence."""
 
 
+STREAMED_TERMS = ("layer inputs", "keys and values")
+"""The terms on the host that grow with the sequence."""
+
+
 def nothing_fits(
     workload: Workload,
     space: Space,
@@ -45,6 +49,8 @@ def nothing_fits(
         simulate: Simulates a step, to find the length that does fit.
     """
     simulation = min(tried.values(), key=lambda simulation: excess_of(simulation, limits))
+    if (error := _host_too_small(simulation, limits)) is not None:
+        return error
     base = sum(simulation.terms.get(name, 0) for name in FIXED_TERMS)
     what = f"no schedule fits {_describe(workload)}: {_needs(simulation, limits)}; of that {_largest_terms(simulation)}"
     helps: list[str] = []
@@ -65,6 +71,21 @@ def nothing_fits(
         helps.append(f"sequence_parallel_size: {ranks} shares each row between all {ranks} ranks")
     helps.append("longer chunks never help: they only make the working set larger")
     return ArgumentError(what, where="max_length", mend="; ".join(helps))
+
+
+def _host_too_small(simulation: Simulation, limits: Limits) -> ArgumentError | None:
+    """Return the error where weights, gradients and optimizer state that wait on the host exceed it; else None."""
+    fixed = {name: size for name, size in simulation.host_terms.items() if name not in STREAMED_TERMS}
+    if limits.shared or sum(fixed.values()) <= limits.host:
+        return None
+    largest = ", ".join(f"{name} {show_size(size)}" for name, size in sorted(fixed.items(), key=lambda item: -item[1]))
+    return ArgumentError(
+        f"no row fits, however short: the host holds {show_size(sum(fixed.values()))} of the step ({largest}), and "
+        f"{show_size(limits.host)} are usable ({show_size(limits.host_bytes)} less {limits.margin:.0%})",
+        where="deepspeed",
+        mend="train adapters (finetuning_type: lora or qlora), share the state between more ranks, or take a machine "
+        "with more memory",
+    )
 
 
 def _describe(workload: Workload) -> str:
