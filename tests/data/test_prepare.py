@@ -81,6 +81,7 @@ def test_report(prepared: Prepared, write: Write) -> None:
         "length_percentiles": {"min": 2, "p50": 52, "p90": 92, "p95": 97, "p99": 101, "max": 101},
         "packs": 0,
         "pack_fill": 0.0,
+        "shared_tokens": 0,
         "tokens_lost": 0,
         "supervised_tokens_lost": 0,
         "tokens_repeated": 0,

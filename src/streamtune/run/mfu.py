@@ -36,7 +36,7 @@ def _spans(batch: train.MicroBatch) -> Iterator[Span]:
     branches = getattr(batch, "branches", None)
     if branches is not None:
         for part in branches.table.parts:
-            yield part.trunk_stop - part.trunk_start, part.stop - part.start
+            yield part.trunk_length, part.stop - part.start
     elif batch.position_ids is None:
         yield from ((0, length) for length in batch.attention_mask.sum(1).tolist())
     else:

@@ -348,7 +348,7 @@ class Batches:
         examples = [example for sequence in sequences for example in sequence]
         assert self.tokenizer is not None, "a batch is padded with a token"
         origins, pad = tuple(example.origin for example in examples), self.tokenizer.pad_token_id
-        if self.prepared.packs is not None and self.prepared.packs.sizes is not None:
+        if packed and self.prepared.packs is not None and self.prepared.packs.sizes is not None:
             return prefix_batch(examples)
         if packed:
             return train.MicroBatch(**data.collate_packed(sequences, pad_token_id=pad), origins=origins)
