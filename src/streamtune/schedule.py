@@ -15,7 +15,19 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from streamtune.errors import ArgumentError
 
-__all__ = ["DEFAULTS", "ROUNDING", "Fuse", "GradDtype", "Kept", "Order", "Schedule", "Tier", "contradictions", "kept"]
+__all__ = [
+    "DEFAULTS",
+    "GIVEN",
+    "Fuse",
+    "GradDtype",
+    "Kept",
+    "Order",
+    "Schedule",
+    "Tier",
+    "WeightTier",
+    "contradictions",
+    "kept",
+]
 
 
 Tier = Literal["device", "host", "disk"]
@@ -34,6 +46,10 @@ GradDtype = Literal["float32", "param"]
 
 Order = Literal["layer", "chunk"]
 """The outer loop of the backward: all chunks of a layer, then the next layer; or all layers of a chunk."""
+
+
+WeightTier = Literal["device", "host"]
+"""The memory in which weights wait while they are not used."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +85,10 @@ class Schedule:
             of the first layer, and the keys and values (or states) of every layer, with their gradients in the
             backward. ``keep_kv`` is then ``device`` or ``host``; ``levels=1`` holds the activations of a chunk in all
             layers at once, and ``levels=2`` in ``segment_size`` of them (one, by default), for one more forward.
+        weights: The memory in which the weights of layers, embedding and head wait while they are not used. ``host``
+            moves them to the CPU's memory; each layer is copied to the device ahead of its forward and its backward,
+            and its gradient to the host, where the optimizer then steps. Trained weights beside frozen ones (adapters)
+            stay on the device.
 
     Raises:
         ArgumentError: A value is out of range, or two contradict each other.
@@ -88,6 +108,7 @@ class Schedule:
     grad_dtype: GradDtype = "float32"
     fuse: Fuse = "torch"
     order: Order = "layer"
+    weights: WeightTier = "device"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep_kv", kept(self.keep_kv))
@@ -165,6 +186,8 @@ class Schedule:
             words.append(f"the last {last} kept whole")
         if self.stream_grads:
             words.append("gradients of hidden states streamed with them")
+        if self.weights == "host":
+            words.append("weights on host")
         return "; ".join(words)
 
     def _describe_chunk_order(self) -> Iterator[str]:
@@ -232,10 +255,11 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "grad_dtype": get_args(GradDtype),
     "fuse": get_args(Fuse),
     "order": get_args(Order),
+    "weights": get_args(WeightTier),
 }
 
-ROUNDING = ("grad_dtype", "fuse")
-"""Fields that change how the gradient is rounded. The planner leaves them as they are."""
+GIVEN = ("grad_dtype", "fuse", "weights")
+"""Fields that the planner leaves as they are: they decide how the gradient is rounded, or where an optimizer steps."""
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Schedule)}
 """The fields of a schedule, in order, with the value that each has if none is given."""
@@ -265,6 +289,8 @@ def contradictions(choices: Mapping[str, Any], shown: Callable[..., str]) -> Ite
     if choices["device_layers"] and offload == "device":
         what = f"{shown('device_layers')} says which layer inputs are not offloaded, and {shown('offload')} is device"
         yield Contradiction("device_layers", what, ("offload", "host"))
+    if choices["weights"] == "host":
+        yield from _with_waiting_weights(choices, shown)
     if choices["order"] == "chunk":
         yield from _in_chunk_order(choices, shown)
     if choices["segment_size"] is not None and levels == 1:
@@ -285,6 +311,16 @@ def _in_chunk_order(choices: Mapping[str, Any], shown: Callable[..., str]) -> It
     if choices["keep_kv"] is not None and kept(choices["keep_kv"]) == "no":
         what = f"{order} keeps keys and values in place of layer inputs, and {shown('keep_kv')} is no"
         yield Contradiction("keep_kv", what, ("keep_kv", "device"))
+
+
+def _with_waiting_weights(choices: Mapping[str, Any], shown: Callable[..., str]) -> Iterator[Contradiction]:
+    away = shown("weights", "host")
+    if choices["order"] == "chunk":
+        what = f"{shown('order', 'chunk')} passes through the weights of all layers for every chunk, and {away} copies "
+        yield Contradiction("order", what + "them each time", ("order", "layer"))
+    if choices["keep_layers"]:
+        what = f"{shown('keep_layers')} keeps layers with their weights until the backward, and {away} does not"
+        yield Contradiction("keep_layers", what, ("keep_layers", "0"))
 
 
 def _in_python(field: str, value: str | None = None) -> str:

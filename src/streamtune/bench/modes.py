@@ -22,6 +22,7 @@ from streamtune.engine import StreamHandle, decoder_layers, stream
 from streamtune.engine.memory.placement import Tiers
 from streamtune.errors import UnsupportedModelError
 from streamtune.labels import IGNORE_INDEX
+from streamtune.model_device import model_device
 from streamtune.schedule import Schedule
 from streamtune.simulate.scored import checkpointing, recompute
 from streamtune.simulate.workload import Mode
@@ -98,7 +99,7 @@ def _offloaded(model: Any, schedule: Schedule) -> Iterator[Ready]:
     host's, so that the bytes are those of a device.
     """
     tiers = Tiers(Schedule(offload="host"))
-    here = next(model.parameters()).device
+    here = model_device(model)
 
     def on_host(function: Callable[..., Any], *args: Any) -> Any:
         host = tiers.of("host", here)

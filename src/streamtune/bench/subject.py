@@ -27,6 +27,7 @@ from streamtune.bench.modes import WAYS, Batch, Ready, last_hidden_state
 from streamtune.engine import Branches, decoder_layers
 from streamtune.errors import UnsupportedModelError
 from streamtune.labels import IGNORE_INDEX
+from streamtune.model_device import model_device
 from streamtune.schedule import Schedule
 from streamtune.simulate.memory import LiveBytes, held_bytes
 from streamtune.simulate.scored import Completions
@@ -99,7 +100,7 @@ class MeasuredModel:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.model = cast(Any, job.make_model()).train()
-        self.device = next(self.model.parameters()).device
+        self.device = model_device(self.model)
         self._vocabulary = self.model.get_input_embeddings().weight.shape[0]
         self._entered: tuple[Mode, Schedule] | None = None
         self._ready: Ready

@@ -13,6 +13,7 @@ Shape suffixes: B batch, T tokens, N = B * T or those of them that are left, C h
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from streamtune.engine.evaluated import EvaluatedLogits
 from streamtune.engine.fused import is_linear_original
 from streamtune.engine.lazy_logits import LazyLogits, Step
-from streamtune.engine.observe import refuse_hooks, restore_forward
+from streamtune.engine.observe import foreign_hooks, refuse_hooks, restore_forward
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.sharded import is_sharded
 from streamtune.errors import UnsupportedModelError
@@ -45,13 +46,19 @@ class StreamedHead:
     Args:
         model: The causal language model (no adapter wrapper around it).
         schedule: ``head_chunk_size`` and ``grad_dtype`` are read.
+        on_device: Returns a context inside of which the head holds its weight on the device.
 
     Raises:
         UnsupportedModelError: It has more than one head, or another loss than that of causal language models.
     """
 
-    def __init__(self, model: Any, schedule: Schedule) -> None:
-        self.model, self.schedule = model, schedule
+    def __init__(
+        self,
+        model: Any,
+        schedule: Schedule,
+        on_device: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        self.model, self.schedule, self.on_device = model, schedule, on_device or (lambda head: nullcontext())
         self.active = self.sharded = False
         self.shards: SequenceShards | None = None
         """The ranks' tokens, of which lazy logits are this rank's; None where ranks do not share the sequence."""
@@ -132,7 +139,8 @@ class StreamedHead:
         Hooks around that call gather it, once for the forward and once for the backward, and reduce its gradient.
         """
         if not self.sharded:
-            return compute(logits)
+            with self.on_device(self.module):
+                return compute(logits)
         returns_lazy, head = self.module.__dict__.pop("_call_impl", None), self.module
         before = head.__dict__.get("forward")
         head.forward = lambda hidden: compute(logits.of(hidden))
@@ -240,7 +248,7 @@ class StreamedHead:
     def _is_plain(self) -> bool:
         """True if the head is one ``nn.Linear`` and nothing else."""
         head: Any = self.module
-        hooked = bool(head._forward_hooks or head._forward_pre_hooks) and not self.sharded
+        hooked = any(True for _ in foreign_hooks(head)) and not self.sharded
         return (
             is_linear_original()
             and (type(head) is nn.Linear or (self.sharded and isinstance(head, nn.Linear)))

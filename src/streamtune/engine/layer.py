@@ -7,6 +7,8 @@ optimizer in the backward) fire once per layer and step, whatever the number of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from streamtune.engine.rows import Branches
 from streamtune.engine.scan import mixers_with_a_bare_scan
 from streamtune.engine.sharded import Weights
 from streamtune.engine.vjp import GradientSum, streamed_vjp
+from streamtune.engine.weights.waiting import WaitingWeights
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 from streamtune.ops import first_order, graph_is_kept
 from streamtune.ops.attention.rules import ForeignAttentionError
@@ -51,6 +54,7 @@ class StreamedForward:
         place: The placement of the layer's input until the backward.
         tiers: The memory of host and disk, shared by the layers of a model.
         last_call: Remembers the last layer call, so that the next can compute its input again; shared likewise.
+        waiting: The weights that wait on the host, if any do; shared likewise.
     """
 
     def __init__(
@@ -63,8 +67,9 @@ class StreamedForward:
         place: Placement | None = None,
         tiers: Tiers | None = None,
         last_call: LastLayerCall | None = None,
+        waiting: WaitingWeights | None = None,
     ) -> None:
-        self.layer = layer
+        self.layer, self.waiting = layer, waiting
         self.place = Placement() if place is None else place
         self.tiers = Tiers(schedule) if tiers is None else tiers
         self.last_call = LastLayerCall() if last_call is None else last_call
@@ -200,9 +205,30 @@ class StreamedForward:
                 except UnsupportedModelError:  # what cannot be streamed may still generate
                     pass
         try:
-            return call.run_whole()
+            with self.on_device((), then=1):
+                return call.run_whole()
         except ForeignAttentionError as error:
             raise UnsupportedModelError(error.what, mend="fill the cache after stream(model), not before") from error
+
+    @contextmanager
+    def on_device(self, parameters: Sequence[Tensor], then: int | None = None) -> Iterator[list[Tensor]]:
+        """Let the layer hold its weights on the device inside; yield those that stand for ``parameters``.
+
+        Args:
+            parameters: Parameters of the layer.
+            then: The layer that comes next, as in :meth:`WaitingWeights.used`; None is the one before in a backward.
+        """
+        if self.waiting is None:
+            yield list(parameters)
+            return
+        if then is None:  # before the first layer of a segment, layers of the segment before run forward again
+            then = 0 if self.schedule.levels == 2 and self.place.begins else -1
+        with self.waiting.used(self.layer, then) as copies:
+            yield [copies.get(id(p), p) for p in parameters]
+
+    def to_host(self, parameters: Sequence[Tensor], grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Return gradients of ``parameters``, on the host where these wait there."""
+        return grads if self.waiting is None else self.waiting.to_host(parameters, grads)
 
     def check_in_place(self, length: int) -> None:
         """Refuse a backward after the stream was removed, or one that would run another attention or a user's hooks."""
@@ -287,14 +313,18 @@ class _StreamedLayer(torch.autograd.Function):
         count = len(stream.along)
 
         notify_chunk(stream.call.layer, slice(0, 0), "prepare")
-        sums = [GradientSum(p, stream.widen) for p in ctx.parameters]
-        with ctx.weights.again(), stream.walk(sums):
+        owner: StreamedForward = ctx.owner
+        with ExitStack() as stack:
+            stack.enter_context(ctx.weights.again())
+            parameters = stack.enter_context(owner.on_device(ctx.parameters))
+            sums = [GradientSum(p, stream.widen) for p in parameters]
+            stack.enter_context(stream.walk(sums))
 
             def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
                 z_i, cache = stream.replay(chunk, x_i)
-                if not ctx.owner.leaves_checked or may_bring_leaves(stream.call.layer):
-                    check_leaves(stream.call.layer, z_i[0], [*x_i, *cache.leaves, *ctx.parameters])
-                    ctx.owner.leaves_checked = True
+                if not owner.leaves_checked or may_bring_leaves(stream.call.layer):
+                    check_leaves(stream.call.layer, z_i[0], [*x_i, *cache.leaves, *parameters])
+                    owner.leaves_checked = True
                 return z_i, cache
 
             stream.prepare(inputs, again)
@@ -309,7 +339,7 @@ class _StreamedLayer(torch.autograd.Function):
                 stream.chunks,
                 inputs,
                 list(stream.call.inputs.values()),
-                ctx.parameters,
+                parameters,
                 [grad_z, *grad_outputs[1:count]],
                 stream.along,
                 needs_grad=ctx.needs_input_grad[2 : 2 + len(inputs)],
@@ -317,6 +347,9 @@ class _StreamedLayer(torch.autograd.Function):
                 into=None if grad_target is None else grad_target.room_for_grad(inputs[0], grad_z if own else None),
                 sums=sums,
             )
+            for total in sums:
+                total.total = None  # else two layers' gradients are on the device while one goes to the host
+            grad_parameters = owner.to_host(ctx.parameters, grad_parameters)
         if grad_target is not None:
             grad_inputs[0] = placeholder(inputs[0])
         for position, name in enumerate(stream.call.inputs):

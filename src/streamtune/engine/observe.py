@@ -34,6 +34,7 @@ __all__ = [
     "RandomState",
     "attention_as",
     "chunkwise",
+    "foreign_hooks",
     "function_modes",
     "may_bring_leaves",
     "notify_chunk",
@@ -257,6 +258,13 @@ def refuse_hooks(root: nn.Module, *, within: bool, why: str, mend: str) -> None:
         raise UnsupportedModelError(
             f"a {kind} of all modules ({_name(hook)}) is registered, {why}", where=type(root).__name__, mend=mend
         )
+
+
+def foreign_hooks(module: nn.Module) -> Iterator[Any]:
+    """Yield the forward hooks of a module that the engine did not register itself."""
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        if _origin(hook) != "streamtune":
+            yield hook
 
 
 def may_bring_leaves(root: nn.Module) -> bool:

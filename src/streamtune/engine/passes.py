@@ -34,6 +34,7 @@ from streamtune.engine.routers import RouterWatch
 from streamtune.engine.scan import carried_scan
 from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.engine.vjp import Along, GradientSum, cut, part
+from streamtune.engine.weights.waiting import WaitingWeights
 from streamtune.errors import ArgumentError
 from streamtune.schedule import Schedule
 from streamtune.schedule import Tier as TierName
@@ -57,6 +58,8 @@ class LayerOwner(Protocol):
     """True if its chunks end where packed rows do: states must not pass from one to the next."""
     narrow_states: bool
     """True if its last call passed on a state in a narrower dtype than that of its hidden states."""
+    waiting: WaitingWeights | None
+    """The weights that wait on the host; None where all are on the device."""
 
 
 class LayerStream:
@@ -159,13 +162,14 @@ class LayerStream:
         Args:
             sums: The sums of the parameters' gradients, in a backward.
         """
-        outer = self.linears
-        if outer is None and len(self.chunks) > 1:
-            self.linears = Linears(self.call.layer, self.autocast, sums)
-        try:
-            yield
-        finally:
-            self.linears = outer
+        waiting, outer = self.owner.waiting, self.linears
+        with nullcontext() if waiting is None else waiting.used(self.call.layer, then=1):
+            if outer is None and len(self.chunks) > 1:
+                self.linears = Linears(self.call.layer, self.autocast, sums)
+            try:
+                yield
+            finally:
+                self.linears = outer
 
     # The forward.
 

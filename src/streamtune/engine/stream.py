@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -44,7 +44,9 @@ from streamtune.engine.scores import TokenScores, token_scores_of
 from streamtune.engine.sequence.calls import Sharing, form_for
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.sharded import gather_whole, need_gradient, ungather_whole
+from streamtune.engine.weights.waiting import WaitingWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.model_device import model_device
 from streamtune.schedule import Schedule
 
 __all__ = ["StreamHandle", "decoder_layers", "stream"]
@@ -141,7 +143,7 @@ class StreamHandle:
         if self.sequence_parallel is not None:
             self.form = form_for(self.sequence_parallel, self.model, self.layers, head)
         self._sharing = Sharing(self)
-        self.head = StreamedHead(self.model, schedule) if head and has_head(self.model) else None
+        self.head = StreamedHead(self.model, schedule, self._head_on_device) if head and has_head(self.model) else None
         self._gathered = gather_whole(self.layers)
         self.context = CallContext()
         self.scored: ScoreRequest | None = None
@@ -157,6 +159,8 @@ class StreamHandle:
         for config, _ in self.attention:
             config._attn_implementation_internal = NAME if self.own_attention is None else over(self.own_attention)
         self.tiers, self._last_call = Tiers(schedule), LastLayerCall()
+        self.waiting = WaitingWeights(self.model, self.layers, self.tiers) if schedule.weights == "host" else None
+        """The weights that wait on the host; None where all are on the device."""
         for layer, place in zip(self.layers, place_layers(schedule, len(self.layers)), strict=True):
             layer.forward = StreamedForward(
                 layer,
@@ -167,6 +171,7 @@ class StreamHandle:
                 place=place,
                 tiers=self.tiers,
                 last_call=self._last_call,
+                waiting=self.waiting,
             )
         self._norms = norms_outside(owners(self.model, self.layers)[-1], self.layers)
         for norm in self._norms:
@@ -213,6 +218,13 @@ class StreamHandle:
     def streams_head(self) -> bool:
         """True if the language-model head is streamed too."""
         return self.head is not None
+
+    def layer_on_device(self, layer: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context inside of which a layer holds its weights on the device, wherever they wait."""
+        return nullcontext() if self.waiting is None else self.waiting.used(layer)
+
+    def _head_on_device(self, head: nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext() if self.waiting is None else self.waiting.with_graph(head)
 
     @contextmanager
     def laid_out(self, branches: Branches) -> Iterator[None]:
@@ -280,7 +292,7 @@ class StreamHandle:
         """
         decoder: Any = getattr(self.model, self.model.base_model_prefix)
         counts: Tensor | None = None
-        with RandomState.now(next(self.model.parameters()).device).replayed():
+        with RandomState.now(model_device(self.model)).replayed():
             for batch in batches:
                 unread = ("labels", "shift_labels", "num_items_in_batch", "output_router_logits")
                 read = {key: value for key, value in batch.items() if key not in unread}
@@ -341,6 +353,8 @@ class StreamHandle:
         if self.head is not None:
             self.head.close()
         self.routers.remove()
+        if self.waiting is not None:
+            self.waiting.remove()
         for layer in self.layers:
             if isinstance(forward := layer.__dict__.get("forward"), StreamedForward):
                 forward.removed = True

@@ -49,6 +49,10 @@ class StreamedModel(Protocol):
         """True if rotary embeddings of the model depend on the longest position."""
         ...
 
+    def layer_on_device(self, layer: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context inside of which a layer holds its weights on the device, wherever they wait."""
+        ...
+
     def scoring(self, scored: ScoreRequest) -> AbstractContextManager[None]:
         """Make a call inside the context return the requested scores in place of its output."""
         ...

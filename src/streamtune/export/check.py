@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from streamtune.adapters import base_of
 from streamtune.export.wide import Rounding, widened
+from streamtune.model_device import model_device
 
 __all__ = ["AsTrained", "Differences", "compare", "measure", "row_errors", "row_logits"]
 
@@ -240,7 +241,7 @@ def _is_tie(trained: AsTrained, written: list[int], at: int, margin: float) -> b
 
 def row_logits(model: Any, row: Tensor) -> Tensor:
     """Return the logits of one row, ``[T, vocabulary]``, in fp32 on the CPU."""
-    device = next(model.parameters()).device
+    device = model_device(model)
     found: Tensor = model(input_ids=row.to(device), use_cache=False).logits
     return found[0].float().cpu()
 

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from streamtune.engine import StreamHandle, stream
 from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.model_device import model_device
 from streamtune.plan import Plan, plan_step
 from streamtune.schedule import Schedule
 from streamtune.sizes import show_size
@@ -92,7 +93,7 @@ class StreamTuneCallback(TrainerCallback):
         model: nn.Module = given["model"]
         self.remove()  # of a training that ended with an error
         self.plan = None
-        self._device = next(model.parameters()).device
+        self._device = model_device(model)
         streamed = _handle_of(model)
         if streamed is None:
             _refuse_sharded(model, args)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from streamtune.model_device import model_device
 from streamtune.templates import render_chat
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def sample_text(
         inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
-    inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
+    inputs = {name: inputs[name].to(model_device(model)) for name in ("input_ids", "attention_mask")}
     draw = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     model.eval()
     with torch.no_grad(), torch.random.fork_rng():
@@ -89,7 +90,7 @@ def likeliest_tokens(
         in_step: As for :func:`sample_text`.
     """
     model.eval()
-    ids = torch.tensor([list(prompt)], device=model.device)
+    ids = torch.tensor([list(prompt)], device=model_device(model))
     with torch.no_grad():
         output = model.generate(
             input_ids=ids,

@@ -10,7 +10,7 @@ from typing import Any
 
 from streamtune.plan.budget import Limits
 from streamtune.plan.estimate import Estimator, Figures
-from streamtune.schedule import DEFAULTS, ROUNDING, Schedule
+from streamtune.schedule import DEFAULTS, GIVEN, Schedule
 
 __all__ = ["Candidate", "Space", "candidates"]
 
@@ -85,16 +85,16 @@ class Space:
         raise KeyError(name)
 
     @property
-    def rounding(self) -> dict[str, Any]:
-        """The fields that the planner does not choose, since they decide the rounding."""
-        return {name: self.fixed.get(name, DEFAULTS[name]) for name in ROUNDING}
+    def given(self) -> dict[str, Any]:
+        """The fields that the planner does not choose."""
+        return {name: self.fixed.get(name, DEFAULTS[name]) for name in GIVEN}
 
     def combinations(self) -> Iterator[Schedule]:
         """Yield every allowed combination, without layers whose inputs stay on the device or that are kept whole."""
         names = ("chunk_size", "head_chunk_size", "offload", "levels", "keep_kv", "keep_attention", "stream_grads")
         for values in product(*(self.options(name) for name in names)):
             chosen = dict(zip(names, values, strict=True))
-            chosen |= self.rounding
+            chosen |= self.given
             if chosen["offload"] == "disk":
                 chosen["offload_dir"] = self.fixed["offload_dir"]
             if chosen["levels"] == 2:

@@ -96,7 +96,7 @@ class Estimator:
         simulate: Simulates a step.
         chunks: Chunk sizes that will be estimated.
         head_chunk: Head chunk size of the steps that are simulated; the largest that will be estimated.
-        rounding: The fields of the schedules that decide the rounding.
+        given: The fields of the schedules that are not chosen.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class Estimator:
         *,
         chunks: Sequence[int],
         head_chunk: int,
-        rounding: Mapping[str, Any] | None = None,
+        given: Mapping[str, Any] | None = None,
     ) -> None:
         self.layers, self.rows, self.length = layers, workload.rows, workload.shard_tokens
         self.chunk, self.wide = chunks[min(1, len(chunks) - 1)], chunks[min(3, len(chunks) - 1)]
         self.head_chunk = head_chunk
-        plain = Schedule(self.chunk, head_chunk, **(rounding or {}))
+        plain = Schedule(self.chunk, head_chunk, **(given or {}))
         self.plainest = Figures.of(simulate(workload, plain))
         self.simulations = 1
 
@@ -123,7 +123,7 @@ class Estimator:
         self._wider = added(chunk_size=self.wide) if self.wide != self.chunk else Figures({})
         self._keys = added(keep_kv="device")
         self._outputs = added(keep_attention="device")
-        self.of_a_kept_layer = added(keep_layers=1)
+        self.of_a_kept_layer = added(keep_layers=1) if plain.weights == "device" else Figures({})
         """The figures that keeping one layer whole adds."""
         self.forwards = 0.0 if workload.scored is None else workload.scored.forwards
         embedding = _embedding(workload)

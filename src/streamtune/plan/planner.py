@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
+from streamtune.model_device import model_device
 from streamtune.plan.budget import Limits, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates
 from streamtune.plan.choices import Candidate, Space, candidates
@@ -29,7 +30,7 @@ from streamtune.plan.estimate import Estimator, Figures, Simulate
 from streamtune.plan.rates import Rates, nearest_device, sheet_rates
 from streamtune.plan.refusal import excess_of, nothing_fits, smallest_step
 from streamtune.plan.traffic import Pace, Traffic
-from streamtune.schedule import ROUNDING, Schedule
+from streamtune.schedule import GIVEN, Schedule
 from streamtune.simulate.flops import workload_flops
 from streamtune.simulate.memory import held_bytes
 from streamtune.simulate.meta_operators import meta_copy
@@ -145,7 +146,9 @@ def choose(
     Raises:
         ArgumentError: Nothing fits; the error names the largest terms, and what would help.
     """
-    written, plan = fixed or {}, None
+    written, plan = dict(fixed or {}), None
+    if written.get("weights") == "host":  # layers that are kept whole, or taken again for every chunk, need theirs
+        written = {"keep_layers": 0, "order": "layer", **written}
     if written.get("order") != "chunk":
         plan = _choose_in_layer_order(workload, limits, rates, fixed=written, simulate=simulate)
         if not may_order_chunks(written, workload.cluster) or not _is_slowed(plan, workload):
@@ -189,7 +192,7 @@ def _choose_in_layer_order(
         simulate,
         chunks=space.options("chunk_size"),
         head_chunk=space.options("head_chunk_size")[-1],
-        rounding=space.rounding,
+        given=space.given,
     )
     tried: dict[Schedule, Simulation] = {}
     room, found = limits, None
@@ -258,7 +261,7 @@ def as_fixed(schedule: Schedule) -> dict[str, Any]:
 # --- the short way ---------------------------------------------------------------------------------------------------
 
 
-SIZES = {"chunk_size", "head_chunk_size", "offload_dir", "order", *ROUNDING}
+SIZES = {"chunk_size", "head_chunk_size", "offload_dir", "order", *GIVEN}
 """Fields that may be given and leave it open what is kept."""
 
 LEAST_OF_A_LAYER = 8
@@ -427,7 +430,7 @@ def plan_step(
     Raises:
         ArgumentError: No schedule fits, or the model is streamed already; a given one is not refused.
     """
-    device = next(model.parameters()).device
+    device = model_device(model)
     if any("forward" in module.__dict__ for module in model.modules()):
         raise ArgumentError("the model is streamed already", mend="plan before stream(model), or .remove() it first")
     unknown = sorted(set(fixed) - set(Schedule.__dataclass_fields__))

@@ -14,12 +14,14 @@ import torch
 from streamtune import train
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError
+from streamtune.model_device import model_device
 from streamtune.plan.budget import Budget
 from streamtune.probe.steps import BudgetExceededError, Shape, TrainingStep
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import prepare_libraries, stream_model
 from streamtune.run.model import make_model_alone, make_optimizer, make_reference_alone
 from streamtune.run.plan import plan_model
+from streamtune.run.ranks import local_backend
 from streamtune.run.reference import streamed
 from streamtune.schedule import Schedule
 from streamtune.simulate.memory import held_bytes
@@ -99,7 +101,7 @@ def _planned(
     given = {name: f"{size}B" for name, size in sizes.items() if size is not None}
     engine = recipe.engine.model_copy(update={**given, "margin": budget.margin})
     like = recipe.model_copy(update={"engine": engine, "per_device_train_batch_size": shape.batch_size})
-    device = next(model.parameters()).device
+    device = model_device(model)
     completions = task.completions(share=share)
     try:
         return plan_model(
@@ -124,8 +126,9 @@ def _step(recipe: Recipe, trial: TrialStep, optimizer: torch.optim.Optimizer, ra
     )
     objective, make_batches = random_step
     batches = make_batches()
-    backend = train.LocalBackend(trial.model, optimizer)
-    accumulate_gradients(
+    backend = local_backend(recipe, trial.model, optimizer)
+    gradients = partial(
+        accumulate_gradients,
         backend,
         objective,
         batches,
@@ -135,7 +138,10 @@ def _step(recipe: Recipe, trial: TrialStep, optimizer: torch.optim.Optimizer, ra
         progress=lambda activity: None,
         stop=train.StopRequest(),
     )
+    backend.begin_step(0.0, gradients)
+    gradients()
     backend.clip_gradients(settings.max_grad_norm)
     # Nothing is to be learnt from random tokens: the update runs whole and leaves the weights as they are.
     with explain_out_of_memory("the optimizer at step 1", batches, settings.out_of_memory_mend):
         backend.step(0.0)
+    backend.close()

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from streamtune.engine import StreamHandle, decoder_layers
 from streamtune.engine.memory.host import Tally
 from streamtune.errors import OutOfMemoryError, StorageError
+from streamtune.model_device import model_device
 from streamtune.plan.budget import Budget
 from streamtune.simulate.memory import ACTIVATION, OPTIMIZER, LiveBytes, distinct_bytes, held_bytes
 from streamtune.simulate.simulate import TERMS
@@ -119,7 +120,7 @@ def serve(connection: Connection, prepare: PrepareStep, shape: Shape, budget: Bu
         connection.send("building the model")
         step = prepare(shape)
         result["schedule"] = step.handle.schedule if step.handle is not None else None
-        device = next(step.model.parameters()).device
+        device = model_device(step.model)
         measure = _step_on_accelerator if device.type == "cuda" else _step_on_cpu
         measure(step, budget, connection.send, result)
         connection.send({"fits": True, **result})
@@ -144,7 +145,7 @@ def _step_on_accelerator(
     step: TrainingStep, budget: Budget, tell: Callable[[str], None], result: dict[str, Any]
 ) -> None:
     """Run the steps within the allocator's limit; results go into ``result`` likewise."""
-    device = next(step.model.parameters()).device
+    device = model_device(step.model)
     total = torch.cuda.get_device_properties(device).total_memory
     limit = int((1 - budget.margin) * total) if budget.device_bytes is None else budget.device_bytes
     result["env"] = _env(torch.cuda.get_device_name(device), limit)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from streamtune.recipe.spec import Count, Size, Spec, Steps, Text, mistake
-from streamtune.schedule import DEFAULTS, Fuse, GradDtype, Kept, Order, Tier, contradictions, kept
+from streamtune.schedule import DEFAULTS, Fuse, GradDtype, Kept, Order, Tier, WeightTier, contradictions, kept
 
 __all__ = ["EngineSpec"]
 
@@ -72,6 +72,12 @@ class EngineSpec(Spec):
     all layers of a chunk and stores every layer's keys and values, with their gradients, and one layer input. With
     `chunk`, `keep_kv` is device or host, `offload` is where that input is, and `levels: 2` holds the activations
     of a chunk in `segment_size` layers (without planner: 1) instead of all. Without planner: layer."""
+
+    weights: Literal[Auto, WeightTier] = "auto"
+    """Memory in which weights wait while they are not used. `host`: those of layers, embedding and head are in the
+    machine's memory; each layer is copied to the device before it computes, and its gradient back. The optimizer steps
+    on the CPU what is trained there, adapters on the device. One device. The planner never changes it. Without planner:
+    device."""
 
     device_memory: Size | Auto = "auto"
     """Memory of the device to plan with, such as `80GiB`; `auto` is what is free when the run starts."""

@@ -303,6 +303,11 @@ class Recipe(Spec):
     max_grad_norm: Annotated[float, Field(ge=0), at_most(10**9)] = 1.0
     """Clip the gradient to this norm; 0 does not clip."""
 
+    optim_in_backward: bool = False
+    """Step each weight as soon as its gradient is there, and free the gradient: the same step, with the gradients of
+    two layers instead of all. With `max_grad_norm` a first backward measures the norm, which doubles the time;
+    `max_grad_norm: 0` needs one. One device."""
+
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of the weights, the order of the rows and dropout."""
 
@@ -528,6 +533,44 @@ class Recipe(Spec):
                 "'order: chunk' is for whole rows, and 'sequence_parallel_size' shares each of them between ranks",
                 key="engine.order",
                 mend="write order: layer, or delete the line; or sequence_parallel_size: 1",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_may_wait(self) -> Recipe:
+        if self.engine.weights != "host":
+            return self
+        if self.deepspeed is not None or self.fsdp or self.sequence_parallel_size > 1:
+            key = "fsdp" if self.fsdp else "sequence_parallel_size" if self.deepspeed is None else "deepspeed"
+            raise mistake(
+                f"'engine.weights: host' is for one device by itself, and '{key}' is for several or for DeepSpeed",
+                key="engine.weights",
+                mend=f"delete '{key}', or write deepspeed: zero3_offload and delete this line",
+            )
+        if self.finetuning_type == "qlora":
+            raise mistake(
+                "'engine.weights: host' copies weights as they are, and quantised ones stay on the device",
+                key="engine.weights",
+                mend="write finetuning_type: lora, or delete the line",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _steps_in_backward(self) -> Recipe:
+        if not self.optim_in_backward:
+            return self
+        if self.deepspeed is not None or self.fsdp:
+            key = "fsdp" if self.fsdp else "deepspeed"
+            raise mistake(
+                f"'optim_in_backward' is for one device by itself, and '{key}' has an optimizer of its own",
+                key="optim_in_backward",
+                mend=f"delete the line, or '{key}'",
+            )
+        if self.on_nan == "skip" and self.max_grad_norm == 0:
+            raise mistake(
+                "'on_nan: skip' leaves out a step before its optimizer, which has stepped in the backward by then",
+                key="on_nan",
+                mend="write max_grad_norm: 1.0, which measures the gradient first, or on_nan: stop",
             )
         return self
 

@@ -23,6 +23,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Stoppi
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from streamtune.adapters import base_of
+from streamtune.model_device import model_device
 from streamtune.rollout.writer import Completion, Sampling, WritingStopped, ended
 
 __all__ = ["TransformersWriter", "end_tokens"]
@@ -110,7 +111,7 @@ class TransformersWriter:
             length = self.longest(length)
         ids = [[self.pad_token_id] * (length - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        device = self.model.device
+        device = model_device(self.model)
         return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
     def _read(self, ids_PT: Tensor, mask_PT: Tensor, cache: DynamicCache | None = None, done: int = 0) -> DynamicCache:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from streamtune.adapters import base_of
 from streamtune.errors import ArgumentError
+from streamtune.model_device import model_device
 from streamtune.rollout.writer import Completion, Sampling, ended
 
 __all__ = ["VllmWriter", "check_vllm", "policy_weights"]
@@ -59,7 +60,7 @@ class VllmWriter:
     def __init__(
         self, model: nn.Module, folder: Path, *, end_token_ids: Sequence[int], max_length: int, memory_fraction: float
     ) -> None:
-        check_vllm(next(model.parameters()).device)
+        check_vllm(model_device(model))
         # Otherwise the engine runs in a process of its own, which the weights would have to be copied to by hand.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         import vllm  # type: ignore[import-not-found, unused-ignore]

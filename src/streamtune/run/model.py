@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from streamtune import models, optim, train
+from streamtune.adapters import base_of
 from streamtune.engine import decoder_layers
+from streamtune.engine.weights.waiting import move_to_host
 from streamtune.errors import ArgumentError
 from streamtune.recipe.schema import Recipe
 from streamtune.run.data import new_token_ids
@@ -61,6 +63,16 @@ def make_model(
     Raises:
         ArgumentError: The model cannot be made, or the tokenizer is not its own.
     """
+    return _placed(recipe, _make_model(recipe, tokenizer, checkpoint, _loaded_on(recipe, device), sharing), device)
+
+
+def _make_model(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: train.Checkpoint | None,
+    device: torch.device,
+    sharing: train.World | None,
+) -> Any:
     adapters = recipe.finetuning_type != "full"
     new = new_token_ids(recipe, tokenizer)
     if new and sharing is not None and (adapters or checkpoint is None):
@@ -94,9 +106,23 @@ def make_reference_model(
     if new and sharing is not None:
         _refuse_new_tokens(recipe, tokenizer, new)
     name = name or recipe.model_name_or_path
-    model = _base_model(recipe, device, len(tokenizer), _ids(tokenizer), name=name, sharing=sharing)
+    there = _loaded_on(recipe, device)
+    model = _base_model(recipe, there, len(tokenizer), _ids(tokenizer), name=name, sharing=sharing)
     if new:
         models.add_rows(model, len(tokenizer), new)
+    return _placed(recipe, model, device)
+
+
+def _loaded_on(recipe: Recipe, device: torch.device) -> torch.device:
+    """Return the device to which weights are loaded: the CPU where they will wait in its memory."""
+    return torch.device("cpu") if recipe.engine.weights == "host" else device
+
+
+def _placed(recipe: Recipe, model: Any, device: torch.device) -> Any:
+    """Return the model with the weights that wait in the host's memory, if the recipe says so, and all else there."""
+    if recipe.engine.weights == "host":
+        base = base_of(model)
+        move_to_host(base, decoder_layers(base), device)
     return model
 
 
@@ -135,7 +161,8 @@ def make_model_alone(recipe: Recipe, device: torch.device) -> Any:
     Raises:
         ArgumentError: The model cannot be made.
     """
-    return _adapted(recipe, _base_alone(recipe, device, recipe.model_name_or_path))
+    base = _base_alone(recipe, _loaded_on(recipe, device), recipe.model_name_or_path)
+    return _placed(recipe, _adapted(recipe, base), device)
 
 
 def make_reference_alone(recipe: Recipe, device: torch.device, name: str | None) -> Any:
@@ -144,7 +171,8 @@ def make_reference_alone(recipe: Recipe, device: torch.device, name: str | None)
     Raises:
         ArgumentError: The model cannot be made.
     """
-    return _base_alone(recipe, device, name or recipe.model_name_or_path).requires_grad_(False).eval()
+    model = _base_alone(recipe, _loaded_on(recipe, device), name or recipe.model_name_or_path)
+    return _placed(recipe, model, device).requires_grad_(False).eval()
 
 
 def _base_alone(recipe: Recipe, device: torch.device, name: str | None) -> Any:

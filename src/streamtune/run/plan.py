@@ -33,7 +33,7 @@ from streamtune.run.device import blame_recipe, choose_device, make_schedule, pr
 from streamtune.run.kept_plan import PlanOptions
 from streamtune.run.mfu import peak_of
 from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint
-from streamtune.schedule import ROUNDING, Schedule
+from streamtune.schedule import GIVEN, Schedule
 from streamtune.simulate.cluster import Cluster
 from streamtune.simulate.memory import held_bytes
 from streamtune.simulate.meta_operators import meta_copy
@@ -245,7 +245,7 @@ def _smaller(workload: Workload, failed: Schedule, limits: Limits, rates: Rates,
     """Return the fastest schedule that holds less than one that ran out of memory: much less if there is one."""
     simulation = evaluate_schedule(workload, failed, limits, rates).simulation
     stays = sum(simulation.terms.get(name, 0) for name in ("weights", "gradients", "optimizer"))
-    given = {name: value for name, value in written.items() if name in ("offload_dir", *ROUNDING)}
+    given = {name: value for name, value in written.items() if name in ("offload_dir", *GIVEN)}
     for part in LESS:
         room = int((stays + part * (simulation.peak_bytes - stays)) / (1 - limits.margin))
         smaller = replace(limits, device_bytes=min(limits.device_bytes, room))
@@ -302,6 +302,7 @@ def make_workload(
         device_type=device.type,
         completions=completions,
         reference_bytes=reference_bytes,
+        optim_in_backward=recipe.optim_in_backward,
         keep=recipe.cache,
     )
 

@@ -37,6 +37,7 @@ __all__ = [
     "device_of_rank",
     "fill_model",
     "leave_ranks",
+    "local_backend",
     "make_backend",
     "make_world",
     "resolve",
@@ -105,6 +106,13 @@ def check_layout(recipe: Recipe, size: int, *, shares_weights: bool) -> train.Wo
             where="sequence_parallel_size",
             mend="start a multiple of that many, with --nproc, or share each sequence between fewer",
         )
+    if size > 1 and (recipe.engine.weights == "host" or recipe.optim_in_backward):
+        key = "engine.weights" if recipe.engine.weights == "host" else "optim_in_backward"
+        raise ArgumentError(
+            f"'{key}' is for one device by itself, and there are {size} ranks",
+            where=key,
+            mend="start one rank, or delete the line and write deepspeed: zero3_offload",
+        )
     if shares_weights:  # by a DeepSpeed file: presets are refused where the recipe is read
         for key, what, mend in recipe.needs_whole_weights():
             raise ArgumentError(what, where=key, mend=mend)
@@ -165,10 +173,17 @@ def make_backend(
         fill_model(model, layers, world, device, lambda module: share_layer(module, layers))
         return FsdpBackend(model, lambda sharded: make_optimizer(recipe, sharded), layers)
     if world.size == 1:
-        return train.LocalBackend(model, make_optimizer(recipe, model))
+        return local_backend(recipe, model, make_optimizer(recipe, model))
     from streamtune.distributed.backends.pytorch import DdpBackend
 
     return DdpBackend(model, make_optimizer(recipe, model))
+
+
+def local_backend(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> train.Backend:
+    """Return the backend of one device by itself."""
+    if recipe.optim_in_backward:
+        return train.InBackwardBackend(model, optimizer, recipe.max_grad_norm)
+    return train.LocalBackend(model, optimizer)
 
 
 def fill_model(

@@ -163,7 +163,8 @@ def streamed(
         temperature: The number that logits are divided by.
         share: Called with the reference and its decoder layers; gives it its weights if they are provided later.
     """
-    chunks = Schedule(chunk_size=like.schedule.chunk_size, head_chunk_size=like.schedule.head_chunk_size)
+    own = like.schedule
+    chunks = Schedule(chunk_size=own.chunk_size, head_chunk_size=own.head_chunk_size, weights=own.weights)
     handle = stream(model, schedule=chunks, sequence_parallel=like.sequence_parallel)
     if share is not None:
         share(model, handle.layers)

@@ -45,7 +45,7 @@ FREE_KEYS = frozenset(
         "peak_flops",
         # how the same gradient is computed,
         "engine", "device", "per_device_eval_batch_size", "trust_remote_code", "allow_pickle", "share_prefix",
-        "dataloader_num_workers", "deterministic",
+        "dataloader_num_workers", "deterministic", "optim_in_backward",
         "deepspeed", "fsdp", "sequence_parallel", "sequence_parallel_size",
         # what `rows_per_step` says,
         "gradient_accumulation_steps", "train_batch_size",
@@ -382,6 +382,7 @@ def _identify(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[
         "cache",
         "dataset_num_proc",
         "peak_flops",
+        "optim_in_backward",
     )  # runs are older than these
     unset = {key for key in newer if getattr(recipe, key) == type(recipe).model_fields[key].default}
     if setup.quantization is not None:  # what `auto` became: on another device it is another model

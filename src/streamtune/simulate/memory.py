@@ -20,6 +20,7 @@ from streamtune.engine.observe import observed
 __all__ = [
     "ACTIVATION",
     "ATTENTION",
+    "FETCHED",
     "GRADIENT",
     "HEAD",
     "INPUT",
@@ -33,7 +34,8 @@ __all__ = [
 
 ACTIVATION, INPUT, GRADIENT = "activation", "layer input", "gradient"
 KEYS, ATTENTION, HEAD, OPTIMIZER = "keys and values", "attention output", "head", "optimizer"
-KINDS = (INPUT, KEYS, ATTENTION, ACTIVATION, HEAD, GRADIENT, OPTIMIZER)
+FETCHED = "fetched weights"
+KINDS = (INPUT, KEYS, ATTENTION, ACTIVATION, HEAD, GRADIENT, OPTIMIZER, FETCHED)
 TEMPORARY = (KEYS, ACTIVATION, HEAD)
 """Kinds that make up :attr:`LiveBytes.activation_peak`."""
 

@@ -29,15 +29,20 @@ with the computation. The optimizer does not: it waits for the last gradient.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from streamtune.adapters import base_of
 from streamtune.engine import decoder_layers
+from streamtune.engine.weights.waiting import waiting_parameters
+from streamtune.schedule import WeightTier
 from streamtune.simulate.cluster import Cluster
-from streamtune.simulate.memory import held_bytes
+from streamtune.simulate.memory import distinct_bytes, held_bytes
 from streamtune.simulate.meta_operators import meta_copy
 from streamtune.simulate.trace import WORK, CellPlace, Trace
 
@@ -82,8 +87,10 @@ class Holdings:
     host_moved: int = 0
 
     @classmethod
-    def of(cls, model: nn.Module, workload: Workload) -> Holdings:
-        """Compute the holdings for a model on ``meta``."""
+    def of(cls, model: nn.Module, workload: Workload, weights_in: WeightTier = "device") -> Holdings:
+        """Compute the holdings for a model on ``meta`` whose weights wait in ``weights_in``."""
+        if weights_in == "host":
+            return _with_waiting_weights(model, workload)
         cluster = workload.cluster
         weights, trained = cluster.divided(held_bytes(model), 3), trained_bytes(model)
         state, temporary, touched = _optimizer_step(_stepped(model, cluster), workload)
@@ -94,6 +101,9 @@ class Holdings:
         if cluster.keeps_master and cluster.zero_stage == 3:
             temporary = round(temporary * min(1.0, cluster.buckets.sub_group / max(1, cluster.divided(count, 3))))
         gradients, buckets = _gradients(model, workload, trained)
+        if workload.optim_in_backward:  # each is stepped and freed when it is there
+            gradients = _largest_gradients(model, [p for p in model.parameters() if p.requires_grad])
+            temporary = min(temporary, gradients)
         kept = {"weights": weights, "master": master, "state": state, "gradients": gradients, "touched": touched}
         host: dict[str, int] = {}
         host_touched = host_moved = 0
@@ -121,6 +131,70 @@ class Holdings:
             host_touched=host_touched,
             host_moved=host_moved,
         )
+
+
+STEP_TOUCHED = 7
+"""Times the bytes of a weight that AdamW touches: reads gradient, weight and two moments, writes all but the first."""
+
+NORM_TOUCHED = 3
+"""Times the bytes of a gradient that its norm reads, and the scaling of clipping reads and writes."""
+
+
+def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
+    """Return the holdings of one device whose weights wait on the host (``engine.weights``)."""
+    waiting = waiting_parameters(base_of(model), decoder_layers(model))
+    away = [p for p in waiting if p.requires_grad]
+    known = {id(p) for p in waiting}
+    here = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
+    host = {"weights": distinct_bytes(waiting)}
+    trained = sum(p.nbytes for p in away)
+    host_touched = 0
+    if workload.make_optimizer is not None and away:
+        with _frozen(here):
+            state, temporary, _ = _optimizer_step(model, workload)
+        host["optimizer"] = state
+        at_once = 2 * _largest_gradients(model, away) if workload.optim_in_backward else trained
+        host["gradients"] = at_once + (temporary if not workload.optim_in_backward else 0)
+        host_touched = trained * (STEP_TOUCHED + (0 if workload.optim_in_backward else NORM_TOUCHED))
+    elif away:
+        host["gradients"] = trained
+    state = temporary = touched = 0
+    if here and workload.make_optimizer is not None:
+        with _frozen(away):
+            state, temporary, touched = _optimizer_step(model, workload)
+    return Holdings(
+        weights=held_bytes(model) - host["weights"],
+        gathered=dict.fromkeys(("reference", "forward", "head", "backward"), 0),
+        master=0,
+        state=state,
+        gradients=sum(p.nbytes for p in here),
+        divided=False,
+        buckets=0,
+        temporary=temporary,
+        touched=touched,
+        host=host,
+        host_touched=host_touched,
+    )
+
+
+def _largest_gradients(model: Any, trained: Sequence[nn.Parameter]) -> int:
+    """Return the bytes of the gradients of the layer, or of the weight outside of the layers, with the largest."""
+    known = {id(p) for p in trained}
+    layers = [sum(p.nbytes for p in layer.parameters() if id(p) in known) for layer in decoder_layers(model)]
+    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    return max([*layers, *(p.nbytes for p in trained if id(p) not in inside)], default=0)
+
+
+@contextmanager
+def _frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let an optimizer leave these parameters out while inside."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
 
 
 def trained_bytes(model: nn.Module) -> int:

@@ -27,7 +27,7 @@ from streamtune.schedule import Schedule
 from streamtune.simulate.extrapolate import Combined, Part, UnlikeError, combined, kinds_of_layers, layout_of
 from streamtune.simulate.facts import fact_of
 from streamtune.simulate.kept import describe_step
-from streamtune.simulate.memory import ACTIVATION, ATTENTION, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
+from streamtune.simulate.memory import ACTIVATION, ATTENTION, FETCHED, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
 from streamtune.simulate.partition import Holdings
 from streamtune.simulate.scored import Scored
 from streamtune.simulate.shard import RankShard, narrower, shard_of
@@ -46,6 +46,7 @@ FEW = 24
 TERMS = {
     "weights": "weights",
     "gathered": "gathered weights",
+    FETCHED: "fetched weights",
     MASTER: "fp32 weights",
     "reference": "reference",
     GRADIENT: "gradients",
@@ -126,9 +127,10 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
     shard = shard_of(model, workload.cluster)
     forwards = None if workload.scored is None else workload.scored.forwards
     held = (
-        "holdings", workload.cluster, workload.make_optimizer, workload.device_type, workload.micro_batches, forwards
+        "holdings", workload.cluster, workload.make_optimizer, workload.device_type, workload.micro_batches, forwards,
+        schedule.weights, workload.optim_in_backward,
     )  # fmt: skip
-    fixed = fact_of(model, held, lambda: Holdings.of(model, workload))
+    fixed = fact_of(model, held, lambda: Holdings.of(model, workload, schedule.weights))
     attempts = [(False, False)] if full else [(True, True), (True, False), (False, True), (False, False)]
     for layers, chunks in attempts:
         try:
@@ -167,6 +169,7 @@ def _traced(
         scored=scored,
         alike=alike,
         shard=shard,
+        frees_gradients=workload.optim_in_backward,
     )
     parts = []
     for shorter in layout.steps(schedule, kinds):

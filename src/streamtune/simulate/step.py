@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from streamtune.adapters import base_of
 from streamtune.engine import Branches, StreamHandle, decoder_layers
+from streamtune.engine.memory.rooms import HostRooms
 from streamtune.engine.passes import placeholder
+from streamtune.engine.weights.waiting import waiting_parameters
 from streamtune.labels import IGNORE_INDEX
 from streamtune.ops.simulated import DeviceFunctions, simulating
 from streamtune.schedule import Schedule
@@ -46,6 +49,7 @@ class Step:
         scored: Completions are scored, instead of a loss on next tokens.
         alike: The tokens lie as ``scored`` has them. Else they are ordinary rows in which every one is scored.
         shard: A rank's part of each row, where ranks share the rows; by default rows are whole.
+        frees_gradients: Each gradient is used and freed as soon as it is there.
     """
 
     mode: Mode
@@ -58,6 +62,7 @@ class Step:
     scored: Scored | None = None
     alike: bool = False
     shard: RankShard = WHOLE
+    frees_gradients: bool = False
 
 
 def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
@@ -80,10 +85,20 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
         trace = stack.enter_context(written)
         stack.callback(model.zero_grad, set_to_none=True)
         if step.again:
+            away = () if schedule.weights == "device" else waiting_parameters(base_of(model), decoder_layers(model))
+            known = {id(parameter) for parameter in away}
             for parameter in model.parameters():
-                if parameter.requires_grad:
+                if not parameter.requires_grad:
+                    continue
+                if id(parameter) in known:
+                    parameter.grad = HostRooms().take(parameter.shape, parameter.dtype, parameter.device)
+                else:
                     parameter.grad = torch.empty_like(parameter)
                     trace.file(GRADIENT, parameter.grad)
+        if step.frees_gradients:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    stack.callback(parameter.register_post_accumulate_grad_hook(_free_gradient).remove)
         bf16 = torch.autocast(autocast.switch, dtype=torch.bfloat16, enabled=step.autocast, cache_enabled=False)
         if step.scored is not None and step.scored.forwards:
             trace.enter("reference")
@@ -99,6 +114,10 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
         _backward(loss)
         trace.finish()
     return trace
+
+
+def _free_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def _targets(step: Step) -> Tensor:

@@ -74,6 +74,8 @@ class Workload:
         completions: Returns what is scored at a length and batch size, where the loss is not on next tokens. A
             baseline has a row for each completion.
         reference_bytes: Bytes of weights that are held in addition to the model's and not trained.
+        optim_in_backward: The optimizer steps each weight on the host as soon as its gradient is there, which is then
+            freed; for schedules whose weights are there.
         keep: Keep simulations on disk, and use those that are there.
 
     Raises:
@@ -91,6 +93,7 @@ class Workload:
     device_type: str = "cuda"
     completions: Completions | None = None
     reference_bytes: int = 0
+    optim_in_backward: bool = False
     keep: bool = False
 
     def __post_init__(self) -> None:

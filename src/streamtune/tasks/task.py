@@ -27,6 +27,7 @@ from streamtune import data, optim, train
 from streamtune.engine import StreamHandle, check_branches, stream
 from streamtune.engine.rotary import longest_unscaled
 from streamtune.errors import UnsupportedModelError
+from streamtune.model_device import model_device
 from streamtune.paths import cache_folder
 from streamtune.recipe.dpo import DpoRecipe
 from streamtune.recipe.grpo import GrpoRecipe
@@ -160,7 +161,7 @@ class TrialStep:
     @property
     def device(self) -> torch.device:
         """The device of the model."""
-        device: torch.device = next(self.model.parameters()).device
+        device: torch.device = model_device(self.model)
         return device
 
 

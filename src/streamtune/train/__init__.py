@@ -7,6 +7,7 @@ from streamtune.train.batch import MicroBatch, PrefixBatch, StepStream, TreeBatc
 from streamtune.train.checkpoint import Checkpoint, checkpoint_path, supersede
 from streamtune.train.guard import skipped_most
 from streamtune.train.hold import DirectoryHold
+from streamtune.train.in_backward import InBackwardBackend
 from streamtune.train.listeners import Listener, Listeners, RunFacts
 from streamtune.train.loop import Progressed, train
 from streamtune.train.memory import GIB, is_out_of_memory, peak_memory_bytes
@@ -51,6 +52,7 @@ __all__ = [
     "Checkpoint",
     "DirectoryHold",
     "HeldOut",
+    "InBackwardBackend",
     "Listener",
     "Listeners",
     "LocalBackend",

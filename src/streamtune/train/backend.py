@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -41,6 +41,14 @@ class Backend(ABC):
     def model(self) -> Any:
         """The module that is called for a loss that goes backward."""
         return self.module
+
+    def begin_step(self, learning_rate: float, again: Callable[[], object]) -> None:  # noqa: B027 (most need nothing)
+        """Prepare for the gradients of a step.
+
+        Args:
+            learning_rate: That of the step.
+            again: Computes the gradients once more, with the same rows and random numbers.
+        """
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
         """Return a context for the model's call and the backward of one micro-batch, the step's ``last`` or not."""

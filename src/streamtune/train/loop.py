@@ -223,6 +223,8 @@ def train(
                 stop=stop,
                 world=world,
             )
+            learning_rate = learning_rate_at(state.step)
+            backend.begin_step(learning_rate, replayed(gradients))
             score, aux_loss = guard.attempt(gradients, backend.drop_gradients, state.step + 1)
             if score is None:  # Stopped half-way: `position` still is where this step began.
                 backend.drop_gradients()
@@ -230,7 +232,6 @@ def train(
             grad_norm = backend.clip_gradients(settings.max_grad_norm)
             wrong = score.not_finite or find_non_finite("gradient norm", grad_norm, state.step + 1, micro_batches)
             skip = guard.skips(wrong, state.step + 1, state.skipped)
-            learning_rate = learning_rate_at(state.step)
             if skip:
                 backend.drop_gradients()
             else:
@@ -296,6 +297,17 @@ def used_flops(settings: TrainSettings, batches: Sequence[MicroBatch], seconds: 
     if settings.peak_flops is None:
         return {"flops": flops}
     return {"flops": flops, "mfu": round(flops / seconds / settings.peak_flops / world.size, 4)}
+
+
+def replayed(take: Callable[..., object]) -> Callable[[], object]:
+    """Return a function that calls ``take`` with the random numbers of now, to its end whatever is requested."""
+    began = capture_rng()
+
+    def again() -> object:
+        restore_rng(began)
+        return take(stop=StopRequest())
+
+    return again
 
 
 def take_gradients(

@@ -24,6 +24,7 @@ from torch import nn
 
 from streamtune.engine import StreamHandle
 from streamtune.errors import NonFiniteError, OutOfMemoryError
+from streamtune.model_device import model_device
 from streamtune.train.backend import Backend
 from streamtune.train.batch import MicroBatch, counted
 from streamtune.train.memory import is_out_of_memory, reset_peak_memory
@@ -239,7 +240,7 @@ def evaluate(
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of the parameters."""
-    return next(model.parameters()).device
+    return model_device(model)
 
 
 def find_non_finite(name: str, value: float, step: int, micro_batches: Sequence[MicroBatch]) -> NonFiniteError | None:

@@ -25,6 +25,7 @@ from streamtune.adapters import base_of
 from streamtune.engine import RouterLoss, balance_coefficient, balances_itself
 from streamtune.engine.rotary import as_alone
 from streamtune.errors import ArgumentError, DataError, OutOfMemoryError, RunError
+from streamtune.model_device import model_device
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import make_sources, make_tokenizer
 from streamtune.run.device import (
@@ -177,7 +178,7 @@ def _choose_rows(
     doing: Callable[[str], AbstractContextManager[Any]],
 ) -> _Chosen:
     """Choose rows of next tokens, as long as memory allows."""
-    recipe, device = task.recipe, next(model.parameters()).device
+    recipe, device = task.recipe, model_device(model)
     router_loss = make_router_loss(recipe, model)
     with doing("measuring how long a row plain autograd has room for"):
         room = _measure(model, rows, tokenizer, device, bf16, router_loss)
@@ -212,7 +213,7 @@ def _choose_trees(
     doing: Callable[[str], AbstractContextManager[Any]],
 ) -> _Chosen:
     """Choose completions, as long as memory allows, with their loss in both layouts."""
-    device = next(model.parameters()).device
+    device = model_device(model)
     with doing("checking that prompts can be shared"):
         share = task.can_share(model, notify)
     with doing("loading the reference"):

@@ -27,6 +27,7 @@ from streamtune import data, train
 from streamtune.engine import StreamHandle, decoder_layers
 from streamtune.errors import DataError
 from streamtune.labels import IGNORE_INDEX
+from streamtune.model_device import model_device
 from streamtune.run.reference import streamed
 from streamtune.simulate.memory import LiveBytes
 from streamtune.simulate.scored import PlainScores
@@ -221,7 +222,7 @@ def measure_room(model: nn.Module, measured: torch.dtype, forward: Callable[[int
     square = max(0.0, (held[1] / whole - held[0] / half) / (whole - half))
     per_token = max(1.0, held[1] / whole - square * whole)
     host_free = int(psutil.virtual_memory().available)
-    device = next(model.parameters()).device
+    device = model_device(model)
     free = host_free
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]

@@ -29,7 +29,9 @@ __all__ = [
     "Tally",
     "free_host_bytes",
     "is_host_storage",
+    "mark_host_storage",
     "pages",
+    "register_pages",
     "reserved_host_bytes",
     "usable_host_bytes",
 ]
@@ -55,6 +57,12 @@ SHARE = 0.02
 GIB = 1 << 30
 
 _host_storages: set[int] = set()
+
+
+def mark_host_storage(storage: torch.UntypedStorage) -> None:
+    """Count a storage as host memory as long as it lives."""
+    _host_storages.add(storage._cdata)
+    weakref.finalize(storage, _host_storages.discard, storage._cdata)
 
 
 def is_host_storage(storage: torch.UntypedStorage) -> bool:
@@ -139,25 +147,27 @@ class _Region:
         self.map: mmap.mmap | None = None
         if device.type == "meta":
             storage = torch.UntypedStorage(size, device="meta")
-            _host_storages.add(storage._cdata)  # before a tensor of it is seen
+            mark_host_storage(storage)  # before a tensor of it is seen
             with repeated(0):  # regions are mapped in the first step, and cost the others nothing
                 self.bytes = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
         else:
             self.map = mmap.mmap(-1, size)
             self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+            mark_host_storage(self.bytes.untyped_storage())
         if device.type == "cuda":
-            _register(self.bytes)
-        storage = self.bytes.untyped_storage()
-        _host_storages.add(storage._cdata)
-        weakref.finalize(storage, _host_storages.discard, storage._cdata)
+            register_pages(self.bytes, owner=self.bytes.untyped_storage())
 
     def fits(self, nbytes: int) -> bool:
         """Return True if a block of ``nbytes`` fits on top."""
         return self.stack.top + pages(nbytes) <= self.size
 
 
-def _register(region: Tensor) -> None:
-    """Lock a region's pages, so that an accelerator copies from and to them by itself."""
+def register_pages(region: Tensor, owner: object) -> None:
+    """Lock pages, so that an accelerator copies from and to them by itself, as long as ``owner`` lives.
+
+    Raises:
+        OutOfMemoryError: The driver does not lock them.
+    """
     runtime = torch.cuda.cudart()
     code = runtime.cudaHostRegister(region.data_ptr(), region.nbytes, 0)
     if int(code) != 0:
@@ -165,7 +175,7 @@ def _register(region: Tensor) -> None:
             f"the driver would not lock {region.nbytes / GIB:.1f} GiB of host memory (error {int(code)})",
             mend="raise the limit on locked memory (ulimit -l), or offload less: device_layers, levels: 2",
         )
-    weakref.finalize(region.untyped_storage(), runtime.cudaHostUnregister, region.data_ptr())
+    weakref.finalize(owner, runtime.cudaHostUnregister, region.data_ptr())
 
 
 class Span:

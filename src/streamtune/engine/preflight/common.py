@@ -22,6 +22,7 @@ from streamtune.engine.call_parts import SharedKey
 from streamtune.engine.observe import RandomState
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.labels import IGNORE_INDEX
+from streamtune.model_device import model_device
 from streamtune.schedule import Schedule
 
 __all__ = [
@@ -65,7 +66,7 @@ def borrowed(handle: StreamedModel) -> Iterator[None]:
     head = model.get_output_embeddings()
     frozen = [p for p in head.parameters() if p.requires_grad] if isinstance(head, nn.Module) else []
     precision = torch.get_float32_matmul_precision()
-    device = next(model.parameters()).device
+    device = model_device(model)
     try:
         with RandomState.now(device).replayed(), torch.enable_grad():
             torch.set_float32_matmul_precision("highest")
@@ -104,14 +105,21 @@ def aliased(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 class LayerStep:
-    """Replaces a layer's ``forward`` in a forward of the model by ``step(index, args, kwargs)``."""
+    """Replaces a layer's ``forward`` in a forward of the model by ``step(index, args, kwargs)``.
 
-    def __init__(self, index: int, step: Callable[..., Any]) -> None:
-        self.index, self.step = index, step
+    Args:
+        handle: The handle of the model; the layer holds its weights on the device in its step.
+        index: Number of the layer.
+        step: Runs in its place.
+    """
+
+    def __init__(self, handle: StreamedModel, index: int, step: Callable[..., Any]) -> None:
+        self.handle, self.index, self.step = handle, index, step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what ``step`` returns."""
-        return self.step(self.index, args, kwargs)
+        with self.handle.layer_on_device(self.handle.layers[self.index]):
+            return self.step(self.index, args, kwargs)
 
 
 def first_of(out: Any) -> Tensor:
@@ -207,7 +215,7 @@ def ordinary_tokens(model: Any, rows: int, length: int) -> Tensor:
     }
     ordinary = torch.tensor([token for token in range(known) if token not in special] or [0])
     generator = torch.Generator().manual_seed(0)
-    return ordinary[torch.randint(len(ordinary), (rows, length), generator=generator)].to(table.device)
+    return ordinary[torch.randint(len(ordinary), (rows, length), generator=generator)].to(model_device(model))
 
 
 Name = str | SharedKey

@@ -87,7 +87,7 @@ class _Preflight:
     """Both forwards of a model and their comparison, the plain one under the given attention implementations."""
 
     def __init__(self, handle: StreamedModel, reference: list[Any]) -> None:
-        self.model, self.layers = handle.model, handle.layers
+        self.handle, self.model, self.layers = handle, handle.model, handle.layers
         self.configs = [config for config, _ in handle.attention]
         self.own = handle.own_attention
         self.ours = [config._attn_implementation_internal for config in self.configs]
@@ -127,7 +127,8 @@ class _Preflight:
             self._same_head(loss, loss_ref, grad, grad_ref)
             for call, streamed in self._kinds():
                 self.at = call.index
-                self.layer_check.same_gradients(call, streamed)
+                with self.handle.layer_on_device(self.layers[call.index]):
+                    self.layer_check.same_gradients(call, streamed)
         except torch.OutOfMemoryError:
             raise
         except UnsupportedModelError as error:
@@ -152,7 +153,7 @@ class _Preflight:
         with ExitStack() as stack:
             stack.enter_context(attention_as(self.configs, self.ours if streamed else self.reference))
             for index, layer in enumerate(self.layers):
-                layer.forward = LayerStep(index, step)
+                layer.forward = LayerStep(self.handle, index, step)
             if streamed and self.head is not None:
                 self.head.open()
                 stack.callback(self.head.close)

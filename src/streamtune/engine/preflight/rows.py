@@ -143,8 +143,7 @@ def check_branches(handle: StreamedModel) -> None:
 
 class _Trial:
     def __init__(self, handle: StreamedModel, layout: _Layout) -> None:
-        self.model: Any = handle.model
-        self.layout = layout
+        self.handle, self.model, self.layout = handle, handle.model, layout
         self.layers, self.own = handle.layers, handle.own_attention
         self.context = CallContext()
         length = layout.rows.positions_BT.shape[1]
@@ -173,7 +172,7 @@ class _Trial:
     ) -> Tensor:
         """Run one forward with ``step`` in each layer's place; return the logits."""
         for index, layer in enumerate(self.layers):
-            layer.forward = LayerStep(index, step)
+            layer.forward = LayerStep(self.handle, index, step)
         self.context.rows = rows
         taken = inspect.signature(type(self.model).forward).parameters
         given = {name: value for name, value in arguments.items() if name in taken}  # the rest is in the context
@@ -308,7 +307,7 @@ class _Forwards:
     def run(self, length: int, plain: bool) -> None:
         step = self._note if plain else self._compare
         for index, layer in enumerate(self.layers):
-            layer.forward = LayerStep(index, step)
+            layer.forward = LayerStep(self.handle, index, step)
         decoder: Any = getattr(self.model, self.model.base_model_prefix, self.model)
         ids = ordinary_tokens(self.model, 1, length)
         given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **not_balanced(self.model)}

@@ -28,6 +28,7 @@ from streamtune.engine.sequence.shards import SequenceParallel, SequenceShards
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.labels import IGNORE_INDEX
+from streamtune.model_device import model_device
 
 __all__ = ["Sharing", "drawn_apart", "form_for"]
 
@@ -135,7 +136,7 @@ class Sharing:
         handle.context.rows = branches
         self._set_shards(shards)
         if handle.model.training:
-            self._drawing.enter_context(drawn_apart(ranks, next(handle.model.parameters()).device))
+            self._drawing.enter_context(drawn_apart(ranks, model_device(handle.model)))
         return given
 
     def end(self) -> None:
@@ -147,7 +148,7 @@ class Sharing:
         """Let the routers count the tokens of the rows, without the padding behind their end."""
         shards = self._handle.context.shards
         if shards is not None and attention_mask is None:
-            device = next(self._handle.model.parameters()).device
+            device = model_device(self._handle.model)
             attention_mask = torch.ones(shards.batch, shards.given, device=device)
         self._handle.routers.open(attention_mask)
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from streamtune import data, models, optim, rollout, train
+from streamtune.model_device import model_device
 from streamtune.objectives import POLICY_LOSSES, check_policy, group_advantages
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.rewards import Rewards
@@ -361,7 +362,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         self, trees: Sequence[data.Tree], model: nn.Module, plain: Any, *, pad_token_id: int, share: bool
     ) -> tuple[PolicyBatch, PolicyBatch]:
         """See :meth:`Task.compared_batches`: with random advantages and log-ratios; no reward is computed."""
-        device = next(model.parameters()).device
+        device = model_device(model)
         draw = torch.Generator().manual_seed(self.recipe.seed)
         advantages_N = torch.randn(sum(len(tree.completions) for tree in trees), generator=draw)
         fields = [tree_batch(trees, pad_token_id=pad_token_id, share=each) for each in (share, False)]

@@ -1,0 +1,332 @@
+"""Weights on the host: a layer's are copied to the device before it computes, and their gradients back.
+
+A weight that waits is an ordinary parameter on the CPU, so optimizers, checkpoints and hooks on parameters work as for
+a model that is there. Where a layer computes (forward, forward again, backward) its module holds copies on the device
+in the weights' place:
+
+    W' = copy of W;  z = layer(x; W');  dL/dW' summed over the chunks on the device;  dL/dW = copy of dL/dW'
+
+The copies of the layer that comes next are made while one computes, so two layers' weights are on the device at a time.
+The gradients of a layer go to the host once its last chunk is done, before the node returns them.
+
+Weights that wait are those of the decoder layers, the embedding and the head. Trained weights beside frozen ones in a
+layer (adapters) stay on the device, and so do quantised weights and what is outside of these modules (the last norm).
+Embedding and head are copied for each of their calls, and an autograd node hands their gradients to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamtune.engine.memory.host import is_host_storage, mark_host_storage
+from streamtune.engine.memory.placement import Tiers
+from streamtune.engine.memory.rooms import HostRooms
+from streamtune.engine.memory.tiers import Copies
+from streamtune.engine.observe import notify_tensors
+from streamtune.errors import UnsupportedModelError
+from streamtune.model_device import model_device
+
+__all__ = ["WaitingWeights", "move_to_host", "waiting_parameters"]
+
+KINDS = (Tensor, nn.Parameter)
+"""Types of tensors that are copied. Quantised ones, and those that ranks share, have types of their own."""
+
+
+def waiting_parameters(model: Any, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of a model that wait on the host, each once.
+
+    Args:
+        model: The model of ``transformers``, without wrappers.
+        layers: Its decoder layers.
+    """
+    found = {id(p): p for layer in layers for _, _, p in _of_layer(layer)}
+    found |= {id(p): p for module in _outside(model) for _, _, p in _own(module)}
+    return list(found.values())
+
+
+def move_to_host(model: Any, layers: Sequence[nn.Module], device: torch.device, rooms: HostRooms | None = None) -> None:
+    """Move the weights that wait to the host, and all other weights and buffers to the device.
+
+    Args:
+        model: The model of ``transformers``, without wrappers; changed in place.
+        layers: Its decoder layers.
+        device: The device on which it computes; ``meta`` simulates it.
+        rooms: The host's memory; None makes rooms of their own.
+
+    Raises:
+        OutOfMemoryError: The host does not have the memory.
+    """
+    rooms = HostRooms() if rooms is None else rooms
+    waiting = waiting_parameters(model, layers)
+    known = {id(p) for p in waiting}
+    with torch.no_grad():
+        for parameter in waiting:
+            if is_host_storage(parameter.untyped_storage()):
+                continue
+            if device.type == "meta":
+                mark_host_storage(parameter.untyped_storage())
+                continue
+            host = rooms.take(parameter.shape, parameter.dtype, device)
+            parameter.data = host.copy_(parameter.data)
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for key, tensor in table.items():
+                    if tensor is None or id(tensor) in known:
+                        continue
+                    if isinstance(tensor, nn.Parameter):
+                        tensor.data = tensor.data.to(device)
+                    else:
+                        table[key] = tensor.to(device)
+
+
+def _of_layer(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Return the weights of a layer that wait, each with its module and its name there."""
+    found = [entry for module in layer.modules() for entry in _own(module)]
+    frozen = [entry for entry in found if not entry[2].requires_grad]
+    return frozen or found  # trained weights beside frozen ones are adapters
+
+
+def _own(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    return [(module, key, p) for key, p in module._parameters.items() if p is not None and type(p) in KINDS]
+
+
+def _embeddings(model: Any) -> list[nn.Module]:
+    """Return the embedding, if it is a plain table and its weight is used by nothing that stays on the device."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(table, nn.Embedding) or any(True for _ in table.children()):
+        return []
+    if not isinstance(head, nn.Module) or _is_matrix(head):
+        return [table]
+    return [] if any(p is table.weight for p in head.parameters()) else [table]
+
+
+def _outside(model: Any) -> list[nn.Module]:
+    """Return embedding and head, those of them whose weights wait."""
+    head = model.get_output_embeddings()
+    return [*_embeddings(model), *([head] if isinstance(head, nn.Module) and _is_matrix(head) else [])]
+
+
+def _is_matrix(head: nn.Module) -> bool:
+    return type(head) is nn.Linear and not any(True for _ in head.children())
+
+
+@dataclass
+class _Fetched:
+    """Copies of a module's weights on the device, under way or there."""
+
+    versions: list[tuple[int, int]]
+    copies: list[tuple[Tensor, torch.cuda.Event | None]]
+
+    def wait(self) -> list[Tensor]:
+        """Let the computation wait for the copies; return them."""
+        for x, event in self.copies:
+            if event is not None:
+                torch.cuda.current_stream(x.device).wait_event(event)
+        return [x for x, _ in self.copies]
+
+
+@dataclass
+class _Unit:
+    """The weights of one module that wait, each once, and the places in its modules that hold them."""
+
+    parameters: list[nn.Parameter]
+    places: list[tuple[nn.Module, str, int]]
+    """Module, name, and index of the parameter."""
+    following: int | None = None
+    """Index of the layer behind it; None for what is no layer."""
+    leaves: list[Tensor] | None = None
+    depth: int = 0
+    before: list[Tensor | None] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, entries: Sequence[tuple[nn.Module, str, nn.Parameter]], following: int | None = None) -> _Unit:
+        order = {id(p): p for _, _, p in entries}
+        index = {key: place for place, key in enumerate(order)}
+        return cls(list(order.values()), [(m, key, index[id(p)]) for m, key, p in entries], following)
+
+    def versions(self) -> list[tuple[int, int]]:
+        return [(p._version, p.data_ptr()) for p in self.parameters]
+
+
+class WaitingWeights:
+    """The weights of a streamed model that wait on the host, and their copies on the device.
+
+    Args:
+        model: The model of ``transformers``, without wrappers. Its weights are moved (:func:`move_to_host`), and stay
+            on the host when the stream is removed.
+        layers: Its decoder layers.
+        tiers: Counts the bytes that are copied.
+
+    Raises:
+        OutOfMemoryError: The host does not have the memory.
+    """
+
+    def __init__(self, model: Any, layers: Sequence[nn.Module], tiers: Tiers) -> None:
+        self.device, self.tiers, self.rooms = model_device(model), tiers, HostRooms()
+        self.copies = Copies(self.device)
+        move_to_host(model, layers, self.device, self.rooms)
+        self._layers = [_Unit.of(_of_layer(layer), place + 1) for place, layer in enumerate(layers)]
+        self._units = {id(layer): unit for layer, unit in zip(layers, self._layers, strict=True)}
+        self._units |= {id(module): _Unit.of(_own(module)) for module in _outside(model)}
+        self._ahead: tuple[_Unit, _Fetched] | None = None
+        self._hooks: list[Any] = []
+        for module in _outside(model):
+            self._hooks.append(module.register_forward_pre_hook(self._swap_in))
+            self._hooks.append(module.register_forward_hook(self._swap_out, always_call=True))
+
+    def remove(self) -> None:
+        """Remove the hooks; the weights stay on the host."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._ahead = [], None
+
+    @contextmanager
+    def used(self, layer: nn.Module, then: int = 0) -> Iterator[dict[int, Tensor]]:
+        """Let a layer hold copies of its weights on the device inside.
+
+        Args:
+            layer: The layer.
+            then: 1 if the layer behind it comes next, -1 if the one before it does: its copies are begun. 0: neither.
+
+        Yields:
+            The copy of each parameter by the parameter's identity: a leaf that needs a gradient where that does.
+        """
+        unit = self._units[id(layer)]
+        if not unit.depth:
+            unit.leaves = self._leaves(unit)
+            self._begin_next(unit, then)
+            self._put(unit, unit.leaves)
+        unit.depth += 1
+        try:
+            assert unit.leaves is not None
+            yield {id(p): leaf for p, leaf in zip(unit.parameters, unit.leaves, strict=True)}
+        finally:
+            unit.depth -= 1
+            if not unit.depth:
+                self._take_back(unit)
+                unit.leaves = None
+
+    @contextmanager
+    def with_graph(self, module: nn.Module) -> Iterator[None]:
+        """Let the head hold copies on the device inside, through which autograd hands its gradient to the host."""
+        unit = self._units.get(id(module))
+        if unit is None or unit.depth:
+            yield
+            return
+        self._swap_in(module)
+        try:
+            yield
+        finally:
+            self._swap_out(module)
+
+    def to_host(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Copy the gradients of parameters that wait on the host there, and wait until they are there.
+
+        Args:
+            parameters: The parameters; those that are on the device keep their gradients.
+            grads: Their gradients, on the device.
+        """
+        found, events = list(grads), []
+        for place, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
+            if grad is None or not is_host_storage(parameter.untyped_storage()):
+                continue
+            host = self.rooms.take(grad.shape, grad.dtype, self.device)
+            events.append(self.copies.to_host(grad, host))
+            self.tiers.host.moved_bytes += grad.nbytes
+            found[place] = host
+        self.copies.settle()
+        for event in events:
+            if event is not None:
+                event.synchronize()
+        return found
+
+    # Copies to the device.
+
+    def _leaves(self, unit: _Unit) -> list[Tensor]:
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead[0] is not unit or ahead[1].versions != unit.versions():
+            del ahead
+            fetched = self._fetch(unit)
+        else:
+            fetched = ahead[1]
+        return [
+            nn.Parameter(x, requires_grad=p.requires_grad) for p, x in zip(unit.parameters, fetched.wait(), strict=True)
+        ]
+
+    def _fetch(self, unit: _Unit) -> _Fetched:
+        """Begin to copy a module's weights to the device."""
+        copies = []
+        with torch.no_grad():
+            for parameter in unit.parameters:
+                copies.append(self.copies.to_device(parameter.detach(), self.device))
+                notify_tensors("fetched weights", copies[-1][0])
+                self.tiers.host.moved_bytes += parameter.nbytes
+        return _Fetched(unit.versions(), copies)
+
+    def _begin_next(self, unit: _Unit, then: int) -> None:
+        if not then or unit.following is None:
+            return
+        place = unit.following if then > 0 else unit.following - 2
+        if 0 <= place < len(self._layers):
+            self._ahead = self._layers[place], self._fetch(self._layers[place])
+
+    def _put(self, unit: _Unit, tensors: Sequence[Tensor]) -> None:
+        unit.before = []
+        for module, key, index in unit.places:
+            own = module._parameters.get(key)
+            unit.before.append(own)
+            if own is unit.parameters[index]:
+                module._parameters[key] = tensors[index]  # type: ignore[assignment]
+
+    def _take_back(self, unit: _Unit) -> None:
+        for (module, key, _), own in zip(unit.places, unit.before, strict=True):
+            module._parameters[key] = own  # type: ignore[assignment]
+        unit.before = []
+
+    # Embedding and head.
+
+    def _swap_in(self, module: nn.Module, *_: Any) -> None:
+        unit = self._units[id(module)]
+        if not unit.depth:
+            self._put(unit, [_OnDevice.apply(p, self) for p in unit.parameters])
+        unit.depth += 1
+
+    def _swap_out(self, module: nn.Module, *_: Any) -> None:
+        unit = self._units[id(module)]
+        unit.depth -= 1
+        if not unit.depth:
+            self._take_back(unit)
+
+    def fetch_whole(self, parameter: Tensor) -> Tensor:
+        """Return a copy of a weight on the device."""
+        x, event = self.copies.to_device(parameter.detach(), self.device)
+        notify_tensors("fetched weights", x)
+        self.tiers.host.moved_bytes += parameter.nbytes
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+        return x
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedModelError(
+            "a streamed model whose weights wait on the host was copied or saved with its streaming",
+            mend="call handle.remove() first, or save the state_dict()",
+        )
+
+
+class _OnDevice(torch.autograd.Function):
+    """A weight's copy on the device; the backward copies its gradient to the host."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, waiting: WaitingWeights) -> Tensor:
+        ctx.waiting, ctx.parameter = waiting, parameter
+        return waiting.fetch_whole(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        return ctx.waiting.to_host([ctx.parameter], [grad])[0], None

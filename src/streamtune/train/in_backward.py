@@ -1,0 +1,179 @@
+"""An optimizer that steps each weight in the backward, as soon as its gradient is whole, and frees the gradient.
+
+Gradients then take the room of a layer, not that of a model. What concerns all gradients at once cannot be known before
+the last one: with ``max_grad_norm`` a first backward measures the norm and keeps nothing, and a second one, with the
+same random numbers, steps with gradients that are scaled by it. Without, there is one backward. Both are the ordinary
+step to the same bits.
+
+Over several micro-batches gradients add up as ever, and the backward of the last one steps.
+
+Weights on the host are stepped by a thread of its own, while the device computes the gradients of the layer before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamtune.errors import NonFiniteError, OutOfMemoryError
+from streamtune.train.backend import LocalBackend
+
+__all__ = ["InBackwardBackend"]
+
+
+class InBackwardBackend(LocalBackend):
+    """One device, whose optimizer steps in the backward.
+
+    Args:
+        module: The model.
+        optimizer: Over its parameters; it treats each by itself, as AdamW does.
+        max_norm: The norm that gradients are bounded to; 0 leaves them, and needs one backward a step.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        super().__init__(module, optimizer)
+        self.max_norm = max_norm
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._trained]
+        self._group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        self._last = self._stepping = self._stepped = False
+        self._scale: Tensor | None = None
+        self._norms: dict[int, Tensor] = {}
+        self._again: Callable[[], object] = lambda: None
+        accelerated = any(p.device.type != "cpu" for p in module.parameters())
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="optimizer") if accelerated else None
+        self._waiting: list[Future[None]] = []
+
+    def begin_step(self, learning_rate: float, again: Callable[[], object]) -> None:
+        """See :class:`Backend`."""
+        self._set_rate(learning_rate)
+        self._norms, self._again, self._scale = {}, again, None
+        self._stepping, self._stepped = self.max_norm == 0, False
+
+    @contextmanager
+    def micro_step(self, *, last: bool) -> Iterator[None]:
+        """See :class:`Backend`."""
+        self._last = last
+        try:
+            yield
+        finally:
+            self._last = False
+
+    def backward(self, loss: Tensor) -> None:
+        """See :class:`Backend`. A loss that is not finite steps nothing: the loop sees it, and ends the run."""
+        if not (self._stepping and not math.isfinite(loss.item())):
+            loss.backward()
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Return the norm of the gradients that went through the backward; they are scaled in the second one."""
+        self._join()
+        if not self._norms:
+            return math.nan
+        device = self._norms[next(iter(self._norms))].device
+        norms = [self._norms[id(p)].to(device) for p in self._trained if id(p) in self._norms]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        value = norm.item()
+        if self._stepping and not math.isfinite(value):
+            raise NonFiniteError(
+                f"the norm of the gradient is {value}, and the optimizer has stepped with it in the backward",
+                where="optim_in_backward",
+                mend="go on from the last checkpoint (start the run again) with a lower learning_rate; max_grad_norm: "
+                "1.0 measures the norm before anything is stepped",
+            )
+        if not self._stepping:
+            self._scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        return value
+
+    def step(self, learning_rate: float) -> None:
+        """Take the second backward, where the first has only measured; wait for the optimizer."""
+        if not self._stepping:
+            self._set_rate(learning_rate)
+            self._stepping = True
+            self._again()
+        self._join()
+        self._stepping = self._stepped = False
+
+    def drop_gradients(self) -> None:
+        """See :class:`Backend`.
+
+        Raises:
+            OutOfMemoryError: Some weights were stepped before memory ran out: the step cannot be repeated.
+        """
+        self._join()
+        if self._stepping and self._stepped:
+            raise OutOfMemoryError(
+                "memory ran out in a backward whose optimizer had stepped some weights already",
+                where="optim_in_backward",
+                mend="start the run again: it goes on from its last checkpoint; write a smaller max_length or "
+                "engine.device_memory before",
+            )
+        self.module.zero_grad(set_to_none=True)
+        self._norms = {}
+
+    def close(self) -> None:
+        """See :class:`Backend`."""
+        self._join()
+        for hook in self._hooks:
+            hook.remove()
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def called_directly(self) -> AbstractContextManager[Any]:
+        """See :class:`Backend`."""
+        self._join()
+        return super().called_directly()
+
+    def _set_rate(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """Measure or use the gradient of a weight, which is whole now, and free it."""
+        if not self._last:  # more of it comes with the next micro-batch
+            return
+        grad, parameter.grad = parameter.grad, None
+        assert grad is not None
+        if self._scale is None:
+            self._norms[id(parameter)] = torch.linalg.vector_norm(grad)
+        if not self._stepping:
+            return
+        self._stepped = True
+        if self._thread is None or parameter.device.type != "cpu":
+            self._step(parameter, grad)
+        else:
+            self._waiting.append(self._thread.submit(self._step, parameter, grad))
+            while len(self._waiting) > MOST_WAITING:
+                self._waiting.pop(0).result()
+
+    @torch.no_grad()
+    def _step(self, parameter: Tensor, grad: Tensor) -> None:
+        """Step one weight by the optimizer: all others are left out of its groups for as long."""
+        if self._scale is not None:
+            grad.mul_(self._scale.to(grad.device))
+        own = self._group_of[id(parameter)]
+        before = [(group, group["params"]) for group in self.optimizer.param_groups]
+        parameter.grad = grad
+        try:
+            for group, _ in before:
+                group["params"] = [parameter] if group is own else []
+            self.optimizer.step()
+        finally:
+            for group, parameters in before:
+                group["params"] = parameters
+            parameter.grad = None
+
+    def _join(self) -> None:
+        """Wait until the thread has stepped what it was given."""
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            each.result()
+
+
+MOST_WAITING = 16
+"""Gradients that may wait for the thread: about two layers' worth."""

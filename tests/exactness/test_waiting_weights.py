@@ -1,0 +1,184 @@
+"""Weights that wait on the host: the gradient of plain autograd, to the same bits as with weights on the device."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import streamtune
+from streamtune import Schedule
+from streamtune.engine.memory.host import is_host_storage
+from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.models import add_lora
+from tests.conformance.reducer import build as build_any
+
+from . import test_branches as branches
+from .families import FAMILIES, batch, build, gradients, reference
+from .test_packing import apart, packed, rows, targets
+from .test_routers import routed
+from .test_schedules import SOFTCAPS_AND_SINKS, assert_exact
+
+KINDS = {
+    "one level": {},
+    "two levels": {"levels": 2, "segment_size": 2},
+    "inputs on host": {"offload": "host", "stream_grads": True, "device_layers": 1},
+    "two levels, inputs on host": {"levels": 2, "offload": "host", "keep_attention": "host"},
+    "keys kept": {"keep_kv": "device", "keep_attention": "device"},
+}
+
+
+FULL = ("qwen3", "llama", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "mixtral", "bloom", "deepseek_v3", "qwen3_next")
+
+
+def waiting(name: str, size: int = 8, **more: Any) -> Schedule:
+    return Schedule(**{"chunk_size": size, "head_chunk_size": 11, "weights": "host", **KINDS[name], **more})
+
+
+def model_of(family: str, **more: Any) -> Any:
+    return build(family, **more) if family in {*FAMILIES, *SOFTCAPS_AND_SINKS} else build_any(family, **more)
+
+
+@pytest.mark.quick("qwen3")
+@pytest.mark.parametrize("family", FULL)
+def test_every_schedule_gives_the_gradient(family: str) -> None:
+    model = model_of(family)
+    inputs = batch("left" if family == "gemma2" else "masked")
+    want = reference(model, inputs)
+    for name in KINDS:
+        for size in (7, 256):
+            assert_exact(copy.deepcopy(model), inputs, want, waiting(name, size))
+
+
+@pytest.mark.quick("one level")
+@pytest.mark.parametrize("name", KINDS)
+def test_bits_are_those_of_weights_on_the_device(name: str) -> None:
+    model, inputs = build("qwen3", num_hidden_layers=5), batch("right")
+
+    def found(schedule: Schedule) -> Any:
+        own = copy.deepcopy(model)
+        with streamtune.stream(own, schedule=schedule):
+            return gradients(own, inputs)
+
+    (loss, want), (again, got) = found(replace(waiting(name), weights="device")), found(waiting(name))
+    assert torch.equal(loss, again)
+    assert want.keys() == got.keys()
+    assert all(torch.equal(want[key], got[key]) for key in want)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_and_gradients_are_on_the_host(tied: bool) -> None:
+    """Those of layers, embedding and head; the last norm stays on the device."""
+    model = build("qwen3", tie_word_embeddings=tied)
+    with streamtune.stream(model, schedule=waiting("one level")) as handle:
+        model(**batch("right")).loss.backward()
+        here = [name for name, p in model.named_parameters() if not is_host_storage(p.untyped_storage())]
+        assert here == ["model.norm.weight"]
+        summed = {"model.embed_tokens.weight"} if tied else set()  # autograd adds up that of the head
+        away = [p for name, p in model.named_parameters() if name not in {*here, *summed}]
+        assert all(is_host_storage(p.grad.untyped_storage()) for p in away)
+        assert handle.tiers.host.moved_bytes > 2 * sum(p.nbytes for p in model.parameters())
+
+
+def test_adapters_stay_on_the_device() -> None:
+    model = add_lora(build("llama"), r=4, alpha=8, dropout=0.0, target="all-linear", seed=0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    inputs = batch("right")
+    want = reference(model, inputs)
+    for name in KINDS:
+        assert_exact(copy.deepcopy(model), inputs, want, waiting(name))
+    with streamtune.stream(model, schedule=waiting("one level")):
+        on_host = {name for name, p in model.named_parameters() if is_host_storage(p.untyped_storage())}
+    assert not any("lora" in name for name in on_host)
+    assert sum("base_layer" in name for name in on_host) == 4 * 7
+
+
+@pytest.mark.quick("llama")
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next"])
+def test_packed_rows(family: str) -> None:
+    model, pieces = model_of(family), rows()
+    want = apart(model, pieces)
+    inputs = {**packed(pieces), "num_items_in_batch": targets(pieces)}
+    for name in KINDS:
+        with streamtune.stream(model, schedule=waiting(name)):
+            for _ in range(2):
+                want.check(gradients(model, inputs), name)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_rows_that_share_their_beginnings(family: str) -> None:
+    model = build(family, **branches.FAMILIES[family]) if family in branches.FAMILIES else build_any(family)
+    branches.compare(model, branches.rows(), *(waiting(name, size) for name in KINDS for size in (6, 256)))
+
+
+def test_a_balance_loss() -> None:
+    model, inputs = routed("mixtral"), batch("right")
+    want = reference(model, inputs)
+    for name in KINDS:
+        assert_exact(copy.deepcopy(model), inputs, want, waiting(name))
+
+
+def test_steps_of_an_optimizer_change_what_is_fetched() -> None:
+    """Ten steps, an evaluation and a call that is broken off in between, as with weights on the device."""
+
+    def trained(schedule: Schedule) -> list[float]:
+        model = build("qwen3", num_hidden_layers=4)
+        losses = []
+        with streamtune.stream(model, schedule=schedule):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+            for step in range(10):
+                loss = model(**batch("right")).loss
+                loss.backward()
+                losses.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 4:
+                    hook = model.model.layers[2].register_forward_pre_hook(_stop)
+                    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+                        model(**batch("right"))
+                    hook.remove()
+                with torch.no_grad():
+                    losses.append(model(**batch("plain")).loss.item())
+        return losses
+
+    assert trained(waiting("one level")) == trained(replace(waiting("one level"), weights="device"))
+
+
+def _stop(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_generation_and_the_preflight() -> None:
+    model = build("qwen3").eval()
+    ids = batch("plain")["input_ids"][:1, :5]
+    want = model.generate(ids, max_new_tokens=8, do_sample=False)
+    with streamtune.stream(model, schedule=waiting("one level")) as handle:
+        handle.check()
+        assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), want)
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), want)
+
+
+def test_saved_weights_are_whole_tensors(tmp_path: Any) -> None:
+    model = build("qwen3")
+    want = {name: x.clone() for name, x in model.state_dict().items()}
+    with streamtune.stream(model, schedule=waiting("one level")):
+        model.save_pretrained(tmp_path)
+        state = {name: x.clone() for name, x in model.state_dict().items()}
+    loaded = type(model).from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], x) and torch.equal(state[name], x) for name, x in want.items())
+
+
+def test_what_excludes_it_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="order"):
+        Schedule(weights="host", order="chunk")
+    with pytest.raises(ArgumentError, match="keep_layers"):
+        Schedule(weights="host", keep_layers=1)
+    handle = streamtune.stream(build("qwen3"), schedule=waiting("one level"))
+    with handle, pytest.raises(UnsupportedModelError, match="copied or saved"):
+        copy.deepcopy(handle.model)

@@ -1,0 +1,106 @@
+"""The optimizer in the backward: the ordinary steps, to the same bits, with gradients that are freed one by one."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tests.exactness.families import batch, build
+from torch import Tensor, nn
+
+from streamtune.errors import NonFiniteError, OutOfMemoryError
+from streamtune.train import Backend, InBackwardBackend, LocalBackend
+from streamtune.train.loop import replayed
+
+
+def made(kind: str, max_norm: float, **config: Any) -> tuple[nn.Module, Backend]:
+    model = build("qwen3", attention_dropout=0.3, **config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    return model, LocalBackend(model, optimizer) if kind == "after" else InBackwardBackend(model, optimizer, max_norm)
+
+
+def take(model: nn.Module, backend: Backend, micro_batches: int, stop: Any = None) -> float:
+    total = 0.0
+    for index in range(micro_batches):
+        with backend.micro_step(last=index == micro_batches - 1):
+            loss = model(**batch("masked" if index else "right")).loss / micro_batches
+            backend.backward(loss)
+            total += loss.item()
+    return total
+
+
+def trained(kind: str, max_norm: float, micro_batches: int, **config: Any) -> tuple[list[float], dict[str, Tensor]]:
+    model, backend = made(kind, max_norm, **config)
+    found = []
+    torch.manual_seed(5)
+    for step in range(4):
+        gradients = partial(take, model, backend, micro_batches)
+        rate = 1e-2 / (step + 1)
+        backend.begin_step(rate, replayed(gradients))
+        found.append(gradients())
+        found.append(backend.clip_gradients(max_norm))
+        backend.step(rate)
+        assert all(p.grad is None for p in model.parameters())
+    found.append(torch.rand(()).item())
+    backend.close()
+    return found, model.state_dict()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("max_norm", "micro_batches"), [(0.0, 1), (0.5, 1), (0.5, 3), (0.0, 3), (1e9, 1)])
+def test_weights_are_those_of_the_ordinary_steps(max_norm: float, micro_batches: int, tied: bool) -> None:
+    (want, weights), (got, own) = (
+        trained(kind, max_norm, micro_batches, tie_word_embeddings=tied) for kind in ("after", "in")
+    )
+    assert got == want
+    assert all(torch.equal(weights[name], own[name]) for name in weights)
+
+
+def test_two_gradients_of_a_layer_at_most_are_there() -> None:
+    model, backend = made("in", 0.0)
+    held: list[int] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: held.append(sum(p.grad is not None for p in model.parameters()))
+        )
+    backend.begin_step(1e-2, lambda: None)
+    take(model, backend, 1)
+    backend.step(1e-2)
+    assert max(held) <= 1
+    backend.close()
+
+
+def test_a_loss_that_is_not_finite_steps_nothing_and_a_gradient_that_is_not_ends_the_run() -> None:
+    model, backend = made("in", 0.0)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    backend.begin_step(1e-2, lambda: None)
+    with backend.micro_step(last=True):
+        backend.backward(model(**batch("right")).loss * float("nan"))
+    assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+    backend.drop_gradients()
+    backend.begin_step(1e-2, lambda: None)
+    with backend.micro_step(last=True):
+        loss = model(**batch("right")).loss
+        backend.backward(loss + 0 * (loss - loss.detach()).sqrt())  # the root's gradient at 0 is infinite, times 0
+    with pytest.raises(NonFiniteError, match="optimizer has stepped"):
+        backend.clip_gradients(0.0)
+
+
+def test_a_step_is_not_repeated_once_some_weights_were_stepped() -> None:
+    model, backend = made("in", 0.0)
+    backend.begin_step(1e-2, lambda: None)
+    take(model, backend, 1)
+    with pytest.raises(OutOfMemoryError, match="stepped some weights already"):
+        backend.drop_gradients()
+
+
+def test_nothing_is_stepped_while_the_norm_is_measured() -> None:
+    model, backend = made("in", 1.0)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    backend.begin_step(1e-2, lambda: None)
+    take(model, backend, 1)
+    assert backend.clip_gradients(1.0) > 0
+    backend.drop_gradients()  # such as for on_nan: skip
+    assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
