@@ -18,6 +18,7 @@ from streamtune.errors import ArgumentError
 __all__ = [
     "DEFAULTS",
     "GIVEN",
+    "FetchDtype",
     "Fuse",
     "GradDtype",
     "Kept",
@@ -50,6 +51,9 @@ Order = Literal["layer", "chunk"]
 
 WeightTier = Literal["device", "host"]
 """The memory in which weights wait while they are not used."""
+
+FetchDtype = Literal["param", "bfloat16"]
+"""The dtype of a weight's copy on the device: that of the weight, or bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,9 @@ class Schedule:
             moves them to the CPU's memory; each layer is copied to the device ahead of its forward and its backward,
             and its gradient to the host, where the optimizer then steps. Trained weights beside frozen ones (adapters)
             stay on the device.
+        fetch_dtype: The dtype of these copies: ``param``, that of the weights, or ``bfloat16``. With bfloat16 the model
+            computes as one whose weights are the rounded ones, and weights, sums of gradients and optimizer stay in
+            float32.
 
     Raises:
         ArgumentError: A value is out of range, or two contradict each other.
@@ -109,6 +116,7 @@ class Schedule:
     fuse: Fuse = "torch"
     order: Order = "layer"
     weights: WeightTier = "device"
+    fetch_dtype: FetchDtype = "param"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep_kv", kept(self.keep_kv))
@@ -187,7 +195,8 @@ class Schedule:
         if self.stream_grads:
             words.append("gradients of hidden states streamed with them")
         if self.weights == "host":
-            words.append("weights on host")
+            narrow = ", fetched in bfloat16" if self.fetch_dtype == "bfloat16" else ""
+            words.append(f"weights on host{narrow}")
         return "; ".join(words)
 
     def _describe_chunk_order(self) -> Iterator[str]:
@@ -256,9 +265,10 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "fuse": get_args(Fuse),
     "order": get_args(Order),
     "weights": get_args(WeightTier),
+    "fetch_dtype": get_args(FetchDtype),
 }
 
-GIVEN = ("grad_dtype", "fuse", "weights")
+GIVEN = ("grad_dtype", "fuse", "weights", "fetch_dtype")
 """Fields that the planner leaves as they are: they decide how the gradient is rounded, or where an optimizer steps."""
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Schedule)}
@@ -289,6 +299,9 @@ def contradictions(choices: Mapping[str, Any], shown: Callable[..., str]) -> Ite
     if choices["device_layers"] and offload == "device":
         what = f"{shown('device_layers')} says which layer inputs are not offloaded, and {shown('offload')} is device"
         yield Contradiction("device_layers", what, ("offload", "host"))
+    if choices["fetch_dtype"] == "bfloat16" and choices["weights"] not in ("host", None):
+        what = f"{shown('fetch_dtype')} is of copies of weights on the host, and {shown('weights')} is device"
+        yield Contradiction("fetch_dtype", what, ("weights", "host"))
     if choices["weights"] == "host":
         yield from _with_waiting_weights(choices, shown)
     if choices["order"] == "chunk":

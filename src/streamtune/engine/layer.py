@@ -318,6 +318,8 @@ class _StreamedLayer(torch.autograd.Function):
             stack.enter_context(ctx.weights.again())
             parameters = stack.enter_context(owner.on_device(ctx.parameters))
             sums = [GradientSum(p, stream.widen) for p in parameters]
+            for total, parameter in zip(sums, ctx.parameters, strict=True):
+                total.dtype = parameter.dtype  # not that of a narrower copy
             stack.enter_context(stream.walk(sums))
 
             def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:

@@ -159,7 +159,10 @@ class StreamHandle:
         for config, _ in self.attention:
             config._attn_implementation_internal = NAME if self.own_attention is None else over(self.own_attention)
         self.tiers, self._last_call = Tiers(schedule), LastLayerCall()
-        self.waiting = WaitingWeights(self.model, self.layers, self.tiers) if schedule.weights == "host" else None
+        self.waiting: WaitingWeights | None = None
+        if schedule.weights == "host":
+            dtype = torch.bfloat16 if schedule.fetch_dtype == "bfloat16" else None
+            self.waiting = WaitingWeights(self.model, self.layers, self.tiers, dtype)
         """The weights that wait on the host; None where all are on the device."""
         for layer, place in zip(self.layers, place_layers(schedule, len(self.layers)), strict=True):
             layer.forward = StreamedForward(

@@ -128,7 +128,8 @@ class Estimator:
         self.forwards = 0.0 if workload.scored is None else workload.scored.forwards
         embedding = _embedding(workload)
         self.vocabulary = embedding.shape[0]
-        self.input_bytes = embedding.shape[1] * embedding.element_size() * self.rows * self.length
+        element = 2 if plain.fetch_dtype == "bfloat16" else embedding.element_size()
+        self.input_bytes = embedding.shape[1] * element * self.rows * self.length
         """Of one layer's input, on one rank."""
 
     # --- a schedule ---------------------------------------------------------------------------------------------------

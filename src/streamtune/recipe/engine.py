@@ -7,7 +7,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from streamtune.recipe.spec import Count, Size, Spec, Steps, Text, mistake
-from streamtune.schedule import DEFAULTS, Fuse, GradDtype, Kept, Order, Tier, WeightTier, contradictions, kept
+from streamtune.schedule import (
+    DEFAULTS,
+    FetchDtype,
+    Fuse,
+    GradDtype,
+    Kept,
+    Order,
+    Tier,
+    WeightTier,
+    contradictions,
+    kept,
+)
 
 __all__ = ["EngineSpec"]
 
@@ -78,6 +89,11 @@ class EngineSpec(Spec):
     machine's memory; each layer is copied to the device before it computes, and its gradient back. The optimizer steps
     on the CPU what is trained there, adapters on the device. One device. The planner never changes it. Without planner:
     device."""
+
+    fetch_dtype: Literal[Auto, FetchDtype] = "auto"
+    """With `weights: host`, the dtype of a weight's copy on the device. `bfloat16`: the model computes in bfloat16, and
+    weights, sums of gradients and optimizer stay in float32; in place of `bf16`, with half of the layer inputs. The
+    planner never changes it. Without planner: param."""
 
     device_memory: Size | Auto = "auto"
     """Memory of the device to plan with, such as `80GiB`; `auto` is what is free when the run starts."""

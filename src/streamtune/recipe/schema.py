@@ -547,6 +547,12 @@ class Recipe(Spec):
                 key="engine.weights",
                 mend=f"delete '{key}', or write deepspeed: zero3_offload and delete this line",
             )
+        if self.bf16 and self.engine.fetch_dtype == "bfloat16":
+            raise mistake(
+                "'bf16' casts what layers compute, and with 'fetch_dtype: bfloat16' the weights are bfloat16 already",
+                key="bf16",
+                mend="write bf16: false, or delete fetch_dtype",
+            )
         if self.finetuning_type == "qlora":
             raise mistake(
                 "'engine.weights: host' copies weights as they are, and quantised ones stay on the device",

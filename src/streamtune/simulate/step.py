@@ -77,7 +77,7 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
         labels = with_value(_targets(step))
         stack.enter_context(simulating(step.device))
         if schedule.stream_grads:  # made once for all steps: not in this one
-            for dtype in {p.dtype for p in model.parameters() if p.is_floating_point()}:
+            for dtype in {torch.bfloat16, *(p.dtype for p in model.parameters() if p.is_floating_point())}:
                 placeholder(torch.empty((), dtype=dtype, device="meta"))
         if step.mode != "stream" or step.autocast:
             stack.enter_context(_Functions(step.device, autocast))

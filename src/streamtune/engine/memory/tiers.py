@@ -108,16 +108,28 @@ class Copies:
         self.settle(IN_FLIGHT)
         return event
 
-    def to_device(self, host: Tensor, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Begin to copy to a new tensor on the device; return it, and the event to wait for, None if it is ready."""
-        x = torch.empty(host.shape, dtype=host.dtype, device=device)  # of the computation's stream, which will read it
+    def to_device(
+        self, host: Tensor, device: torch.device, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Begin to copy to a new tensor on the device; return it, and the event to wait for, None if it is ready.
+
+        Args:
+            host: What is copied.
+            device: The device.
+            dtype: That of the new tensor; the device casts. None is that of ``host``.
+        """
+        x = torch.empty(host.shape, dtype=dtype or host.dtype, device=device)  # of the stream that will read it
         if self.stream is None:
             return x.copy_(host), None
+        sent = x if x.dtype == host.dtype else torch.empty(host.shape, dtype=host.dtype, device=device)
         self.stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self.stream):
-            x.copy_(host, non_blocking=True)
+            sent.copy_(host, non_blocking=True)
+            if sent is not x:
+                x.copy_(sent)
             event = self.stream.record_event()
-        x.record_stream(self.stream)  # should nobody wait for it, its memory is still not reused before it is written
+        for each in {x, sent}:  # should nobody wait, their memory is still not reused before they are written
+            each.record_stream(self.stream)
         return x, event
 
     def settle(self, most: int = 0) -> None:

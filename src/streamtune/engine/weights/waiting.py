@@ -12,6 +12,11 @@ The gradients of a layer go to the host once its last chunk is done, before the 
 Weights that wait are those of the decoder layers, the embedding and the head. Trained weights beside frozen ones in a
 layer (adapters) stay on the device, and so do quantised weights and what is outside of these modules (the last norm).
 Embedding and head are copied for each of their calls, and an autograd node hands their gradients to the host.
+
+Copies may be narrower than the weights (``fetch_dtype``): W' = bf16(W). Then the whole model computes in that dtype, so
+modules outside of the layers whose weights are on the device hold such copies in their calls as well; what the model
+keeps in float32 stays in it. The gradient is that of the model with weights W', summed and handed back in the dtype of
+W, so that an optimizer steps weights in float32.
 """
 
 from __future__ import annotations
@@ -112,6 +117,19 @@ def _outside(model: Any) -> list[nn.Module]:
     return [*_embeddings(model), *([head] if isinstance(head, nn.Module) and _is_matrix(head) else [])]
 
 
+def _owners_outside(model: Any, layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules outside of the layers that have weights of their own."""
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    return [module for module in model.modules() if id(module) not in inside and _own(module)]
+
+
+def _kept_wide(model: Any) -> set[int]:
+    """Return the identities of the weights that the model keeps in float32 whatever its dtype."""
+    names = [*(getattr(model, "_keep_in_fp32_modules", None) or ())]
+    names += [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
+    return {id(p) for name, p in model.named_parameters() if any(each in name for each in names)}
+
+
 def _is_matrix(head: nn.Module) -> bool:
     return type(head) is nn.Linear and not any(True for _ in head.children())
 
@@ -162,21 +180,24 @@ class WaitingWeights:
             on the host when the stream is removed.
         layers: Its decoder layers.
         tiers: Counts the bytes that are copied.
+        dtype: The dtype of copies; None is that of each weight.
 
     Raises:
         OutOfMemoryError: The host does not have the memory.
     """
 
-    def __init__(self, model: Any, layers: Sequence[nn.Module], tiers: Tiers) -> None:
-        self.device, self.tiers, self.rooms = model_device(model), tiers, HostRooms()
+    def __init__(self, model: Any, layers: Sequence[nn.Module], tiers: Tiers, dtype: torch.dtype | None = None) -> None:
+        self.device, self.tiers, self.rooms, self.dtype = model_device(model), tiers, HostRooms(), dtype
+        self._wide = _kept_wide(model)
         self.copies = Copies(self.device)
         move_to_host(model, layers, self.device, self.rooms)
         self._layers = [_Unit.of(_of_layer(layer), place + 1) for place, layer in enumerate(layers)]
         self._units = {id(layer): unit for layer, unit in zip(layers, self._layers, strict=True)}
-        self._units |= {id(module): _Unit.of(_own(module)) for module in _outside(model)}
+        outside = _outside(model) if dtype is None else _owners_outside(model, layers)
+        self._units |= {id(module): _Unit.of(_own(module)) for module in outside}
         self._ahead: tuple[_Unit, _Fetched] | None = None
         self._hooks: list[Any] = []
-        for module in _outside(model):
+        for module in outside:
             self._hooks.append(module.register_forward_pre_hook(self._swap_in))
             self._hooks.append(module.register_forward_hook(self._swap_out, always_call=True))
 
@@ -236,6 +257,7 @@ class WaitingWeights:
         for place, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
             if grad is None or not is_host_storage(parameter.untyped_storage()):
                 continue
+            grad = grad.to(parameter.dtype)
             host = self.rooms.take(grad.shape, grad.dtype, self.device)
             events.append(self.copies.to_host(grad, host))
             self.tiers.host.moved_bytes += grad.nbytes
@@ -264,9 +286,7 @@ class WaitingWeights:
         copies = []
         with torch.no_grad():
             for parameter in unit.parameters:
-                copies.append(self.copies.to_device(parameter.detach(), self.device))
-                notify_tensors("fetched weights", copies[-1][0])
-                self.tiers.host.moved_bytes += parameter.nbytes
+                copies.append(self._fetch_one(parameter))
         return _Fetched(unit.versions(), copies)
 
     def _begin_next(self, unit: _Unit, then: int) -> None:
@@ -294,8 +314,15 @@ class WaitingWeights:
     def _swap_in(self, module: nn.Module, *_: Any) -> None:
         unit = self._units[id(module)]
         if not unit.depth:
-            self._put(unit, [_OnDevice.apply(p, self) for p in unit.parameters])
+            self._put(unit, [self._copy_in_graph(p) for p in unit.parameters])
         unit.depth += 1
+
+    def _copy_in_graph(self, parameter: nn.Parameter) -> Tensor:
+        if is_host_storage(parameter.untyped_storage()):
+            copied: Tensor = _OnDevice.apply(parameter, self)
+            return copied
+        narrow = parameter.is_floating_point() and id(parameter) not in self._wide
+        return parameter.to(self.dtype) if narrow and self.dtype is not None else parameter
 
     def _swap_out(self, module: nn.Module, *_: Any) -> None:
         unit = self._units[id(module)]
@@ -303,11 +330,17 @@ class WaitingWeights:
         if not unit.depth:
             self._take_back(unit)
 
-    def fetch_whole(self, parameter: Tensor) -> Tensor:
-        """Return a copy of a weight on the device."""
-        x, event = self.copies.to_device(parameter.detach(), self.device)
+    def _fetch_one(self, parameter: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Begin to copy a weight to the device."""
+        wide = self.dtype is None or not parameter.is_floating_point() or id(parameter) in self._wide
+        x, event = self.copies.to_device(parameter.detach(), self.device, None if wide else self.dtype)
         notify_tensors("fetched weights", x)
         self.tiers.host.moved_bytes += parameter.nbytes
+        return x, event
+
+    def fetch_whole(self, parameter: Tensor) -> Tensor:
+        """Return a copy of a weight on the device."""
+        x, event = self._fetch_one(parameter)
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
         return x
