@@ -15,16 +15,18 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamtune.engine import decoder_layers, stream
+from streamtune.engine.memory.host import is_host_storage
 from streamtune.errors import ArgumentError
 from streamtune.models import add_lora
 from streamtune.models.quantize import PACKAGES, quantize
 from streamtune.ops.attention.attention import KEY_BLOCK
 from streamtune.schedule import Schedule
 from streamtune.simulate import LiveBytes, Mode, Simulation, Workload, simulate
-from streamtune.simulate.memory import held_tensors
+from streamtune.simulate.memory import held_bytes, held_tensors
 from streamtune.simulate.meta_operators import RULES, MetaAutocast
 from streamtune.simulate.step import _Functions, trace_step
 from streamtune.simulate.trace import Trace
+from streamtune.train import InBackwardBackend
 from tests.conformance.reducer import tiny_config
 
 LENGTH = 384
@@ -65,6 +67,10 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "chunk order, two levels": {"order": "chunk", "levels": 2, "segment_size": 2},
     "chunk order, keys on host": {"order": "chunk", "keep_kv": "host", "offload": "host", "stream_grads": True},
     "chunk order, two levels, keys on host": {"order": "chunk", "levels": 2, "keep_kv": "host"},
+    "weights on host": {"weights": "host"},
+    "weights and inputs on host": {"weights": "host", "offload": "host", "stream_grads": True, "keep_kv": "device"},
+    "weights on host, two levels": {"weights": "host", "levels": 2, "segment_size": 2, "offload": "host"},
+    "weights fetched in bfloat16": {"weights": "host", "fetch_dtype": "bfloat16", "keep_attention": "device"},
 }
 
 
@@ -96,7 +102,8 @@ def measured(
     elif mode == "checkpoint":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(3, model.config.vocab_size, (1, length))
-    weights = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held_tensors(model)}.values())
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in held_tensors(model)}.values()
+    weights = sum(storage.nbytes() for storage in storages if not is_host_storage(storage))
     steps = None if optimizer is None else optimizer(model)
 
     def backward() -> None:
@@ -241,6 +248,51 @@ def test_so_it_is_with_an_optimizer(form: dict[str, bool]) -> None:
 
     found = simulate(workload(make, make_optimizer=adam), BASE)
     assert found.peak_bytes == pytest.approx(measured(make, "stream", BASE, adam), rel=0.01)
+
+
+@pytest.mark.full
+def test_so_it_is_with_an_optimizer_in_the_backward() -> None:
+    make = partial(build, "qwen3", vocab_size=9973)
+    model: Any = make("cpu").train()
+    backend = InBackwardBackend(model, adamw(model), max_norm=0.0)
+    ids = torch.randint(3, model.config.vocab_size, (1, LENGTH))
+
+    def step() -> None:
+        backend.begin_step(1e-3, lambda: None)
+        with backend.micro_step(last=True):
+            backend.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
+        backend.clip_gradients(0.0)
+        backend.step(1e-3)
+
+    with stream(model, schedule=BASE), LiveBytes(model, decoder_layers(model)) as live:
+        step()
+        step()
+    weights = sum(p.nbytes for p in model.parameters())
+    found = simulate(workload(make, make_optimizer=adamw, optim_in_backward=True), BASE)
+    after = simulate(workload(make, make_optimizer=adamw), BASE)
+    assert found.peak_bytes == pytest.approx(weights + live.peak, rel=0.01)
+    largest = max(p.nbytes for p in model.parameters())
+    assert after.phases["optimizer"] - found.phases["optimizer"] == pytest.approx(weights - largest, rel=0.01)
+    backend.close()
+
+
+def test_bytes_of_weights_gradients_and_optimizer_on_the_host() -> None:
+    make = partial(build, "qwen3", tie_word_embeddings=False)
+    model: Any = make("meta")
+    norm, all_of_it = model.model.norm.weight.nbytes, sum(p.nbytes for p in model.parameters())
+    schedule = replace(BASE, weights="host")
+    found = simulate(workload(make, make_optimizer=adamw), schedule)
+    assert found.host_terms["weights"] == found.host_terms["gradients"] == all_of_it - norm
+    assert found.host_terms["optimizer"] == pytest.approx(2 * (all_of_it - norm), rel=1e-3)
+    assert found.terms["weights"] == held_bytes(model) - (all_of_it - norm)
+    freed = simulate(workload(make, make_optimizer=adamw, optim_in_backward=True), schedule)
+    layer = sum(p.nbytes for p in decoder_layers(model)[0].parameters())
+    assert freed.host_terms["gradients"] == 2 * max(layer, model.lm_head.weight.nbytes)
+    # Every weight goes there twice (embedding and head once), and its gradient comes back.
+    inside = sum(p.nbytes for each in decoder_layers(model) for p in each.parameters())
+    ends = all_of_it - norm - inside
+    assert found.work.moved_bytes == 3 * inside + 2 * ends
+    assert found.work.host_touched_bytes > 0
 
 
 @pytest.mark.quick("two levels on host")

@@ -32,12 +32,27 @@ from streamtune.ops import linear_cross_entropy, project_cross_entropy, project_
 from streamtune.ops.exchange import summed
 from streamtune.schedule import Schedule
 
-__all__ = ["StreamedHead", "has_head"]
+__all__ = ["LazyForward", "StreamedHead", "has_head"]
 
 
 def has_head(model: Any) -> bool:
     """Return True for a causal language model: a classifier or a bare decoder is none."""
     return model.get_output_embeddings() is not None
+
+
+class LazyForward:
+    """The ``forward`` of a head in a call with labels: it reads no weight.
+
+    Args:
+        head: Computes what is asked of the logits.
+    """
+
+    def __init__(self, head: StreamedHead) -> None:
+        self.head = head
+
+    def __call__(self, hidden: Tensor) -> LazyLogits:
+        """Return the logits of ``hidden``, which are not computed."""
+        return LazyLogits(self.head, hidden)
 
 
 class StreamedHead:
@@ -106,7 +121,7 @@ class StreamedHead:
         self.module, self.shadowed = head, head.__dict__.get("forward")
         self.had_loss = "_loss_function" in self.model.__dict__
         self.loss_before = self.model.__dict__.get("_loss_function")
-        head.forward = lambda hidden: LazyLogits(self, hidden)
+        head.forward = LazyForward(self)
         self.sharded = is_sharded(head)
         if self.sharded:  # lazy logits need no weight: it is gathered when a loss or scores are computed, not before
             head._call_impl = head.forward  # type: ignore[method-assign]

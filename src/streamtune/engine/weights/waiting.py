@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.engine.head import LazyForward
 from streamtune.engine.memory.host import is_host_storage, mark_host_storage
 from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.memory.rooms import HostRooms
@@ -198,8 +199,8 @@ class WaitingWeights:
         self._ahead: tuple[_Unit, _Fetched] | None = None
         self._hooks: list[Any] = []
         for module in outside:
-            self._hooks.append(module.register_forward_pre_hook(self._swap_in))
-            self._hooks.append(module.register_forward_hook(self._swap_out, always_call=True))
+            self._hooks.append(module.register_forward_pre_hook(self._before_call))
+            self._hooks.append(module.register_forward_hook(self._after_call, always_call=True))
 
     def remove(self) -> None:
         """Remove the hooks; the weights stay on the host."""
@@ -311,7 +312,15 @@ class WaitingWeights:
 
     # Embedding and head.
 
-    def _swap_in(self, module: nn.Module, *_: Any) -> None:
+    def _before_call(self, module: nn.Module, *_: Any) -> None:
+        if not isinstance(module.__dict__.get("forward"), LazyForward):
+            self._swap_in(module)
+
+    def _after_call(self, module: nn.Module, *_: Any) -> None:
+        if not isinstance(module.__dict__.get("forward"), LazyForward):
+            self._swap_out(module)
+
+    def _swap_in(self, module: nn.Module) -> None:
         unit = self._units[id(module)]
         if not unit.depth:
             self._put(unit, [self._copy_in_graph(p) for p in unit.parameters])
@@ -324,7 +333,7 @@ class WaitingWeights:
         narrow = parameter.is_floating_point() and id(parameter) not in self._wide
         return parameter.to(self.dtype) if narrow and self.dtype is not None else parameter
 
-    def _swap_out(self, module: nn.Module, *_: Any) -> None:
+    def _swap_out(self, module: nn.Module) -> None:
         unit = self._units[id(module)]
         unit.depth -= 1
         if not unit.depth:
