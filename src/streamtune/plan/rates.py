@@ -6,9 +6,9 @@ The time is the work that a simulation counted, over rates measured or taken fro
 
 Operators are taken to compute one after another: matrix products and attention by their operations, everything else by
 the bytes it reads and writes, as the part of a product of few rows that waits for its matrices. On an accelerator the
-launch of operators and copies overlap with the computation, so a step takes the longest of four times: the device's
-work, ``operators * t_o``, ``moved / r_c`` and ``disk / r_d``. On the CPU, where the same cores do all of it, it takes
-their sum.
+launch of operators, copies and an optimizer that steps on the host in the backward overlap with the computation, so a
+step takes the longest of these times: the device's work, ``operators * t_o``, ``moved / r_c``, ``disk / r_d`` and that
+of the optimizer. On the CPU, where the same cores do all of it, it takes their sum.
 
 Devices by name, for a plan on one that is not there: public figures, each from its maker's data sheet.
 
@@ -248,5 +248,6 @@ def predict_seconds(work: Work, rates: Rates) -> float:
     launches = work.operators * rates.launch_seconds
     copies = work.moved_bytes / rates.copy_bandwidth
     disk = work.disk_moved_bytes / rates.disk_bandwidth
-    parts = (compute, launches, copies, disk)
+    optimizer = work.host_overlapped_bytes / rates.host_bandwidth
+    parts = (compute, launches, copies, disk, optimizer)
     return max(parts) if rates.overlaps else sum(parts)

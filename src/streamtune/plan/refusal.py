@@ -49,20 +49,23 @@ def nothing_fits(
         simulate: Simulates a step, to find the length that does fit.
     """
     simulation = min(tried.values(), key=lambda simulation: excess_of(simulation, limits))
-    if (error := _host_too_small(simulation, limits)) is not None:
+    if (error := _host_too_small(workload, simulation, limits)) is not None:
         return error
     base = sum(simulation.terms.get(name, 0) for name in FIXED_TERMS)
     what = f"no schedule fits {_describe(workload)}: {_needs(simulation, limits)}; of that {_largest_terms(simulation)}"
     helps: list[str] = []
     beside = "weights, the reference's" if workload.reference_bytes else "weights"
     if base > limits.device:
+        waits = "engine: {weights: host} keeps them in the host's memory; or "
         helps.append(
-            f"{beside}, gradients and optimizer state alone are {show_size(base)}: train adapters (finetuning_type: "
-            "lora or qlora), keep the weights in bfloat16, or take a larger device"
+            f"{beside}, gradients and optimizer state alone are {show_size(base)}: "
+            f"{waits if _may_wait(workload, space, limits, base) else ''}train adapters (finetuning_type: lora or "
+            "qlora), keep the weights in bfloat16, or take a larger device"
         )
     elif longest := longest_below(workload, limits, space.fixed, simulate):
         helps.append(f"set max_length: {longest}, the longest that fits")
-    if given := [name for name in ("offload", "levels", "chunk_size", "keep_layers") if name in space.fixed]:
+    chosen = ("offload", "levels", "chunk_size", *(() if space.fixed.get("weights") == "host" else ("keep_layers",)))
+    if given := [name for name in chosen if name in space.fixed]:
         helps.append(f"leave {', '.join(given)} to the planner")
     if not limits.shared and simulation.host_bytes > limits.host:
         helps.append("a machine with more memory, or offload_dir: a directory on a fast disk, holds more layer inputs")
@@ -73,18 +76,28 @@ def nothing_fits(
     return ArgumentError(what, where="max_length", mend="; ".join(helps))
 
 
-def _host_too_small(simulation: Simulation, limits: Limits) -> ArgumentError | None:
+def _may_wait(workload: Workload, space: Space, limits: Limits, size: int) -> bool:
+    """Return True if weights of ``size`` bytes, with gradients and optimizer, could wait on the host."""
+    alone = workload.cluster.ranks == 1 and workload.cluster.engine == "none"
+    return alone and not limits.shared and space.fixed.get("weights") != "host" and size <= limits.host
+
+
+def _host_too_small(workload: Workload, simulation: Simulation, limits: Limits) -> ArgumentError | None:
     """Return the error where weights, gradients and optimizer state that wait on the host exceed it; else None."""
     fixed = {name: size for name, size in simulation.host_terms.items() if name not in STREAMED_TERMS}
     if limits.shared or sum(fixed.values()) <= limits.host:
         return None
     largest = ", ".join(f"{name} {show_size(size)}" for name, size in sorted(fixed.items(), key=lambda item: -item[1]))
+    ours = workload.cluster.engine == "none"
+    freed = (
+        "" if not ours or workload.optim_in_backward else "write optim_in_backward: true, which holds few gradients; "
+    )
     return ArgumentError(
         f"no row fits, however short: the host holds {show_size(sum(fixed.values()))} of the step ({largest}), and "
         f"{show_size(limits.host)} are usable ({show_size(limits.host_bytes)} less {limits.margin:.0%})",
-        where="deepspeed",
-        mend="train adapters (finetuning_type: lora or qlora), share the state between more ranks, or take a machine "
-        "with more memory",
+        where="engine.weights" if ours else "deepspeed",
+        mend=f"{freed}train adapters (finetuning_type: lora or qlora), share the state between more ranks, or take a "
+        "machine with more memory",
     )
 
 

@@ -18,10 +18,12 @@ from torch import nn
 from streamtune import models, optim, train
 from streamtune.adapters import base_of
 from streamtune.engine import decoder_layers
-from streamtune.engine.weights.waiting import move_to_host
+from streamtune.engine.memory.host import usable_host_bytes
+from streamtune.engine.weights.waiting import move_to_host, waiting_parameters
 from streamtune.errors import ArgumentError
 from streamtune.recipe.schema import Recipe
 from streamtune.run.data import new_token_ids
+from streamtune.sizes import parse_size, show_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,6 +65,8 @@ def make_model(
     Raises:
         ArgumentError: The model cannot be made, or the tokenizer is not its own.
     """
+    if recipe.engine.weights == "host":
+        _check_host_room(recipe, device)
     return _placed(recipe, _make_model(recipe, tokenizer, checkpoint, _loaded_on(recipe, device), sharing), device)
 
 
@@ -111,6 +115,30 @@ def make_reference_model(
     if new:
         models.add_rows(model, len(tokenizer), new)
     return _placed(recipe, model, device)
+
+
+def _check_host_room(recipe: Recipe, device: torch.device) -> None:
+    """Refuse weights that do not fit the host with their optimizer and gradients, before they are loaded.
+
+    Raises:
+        ArgumentError: They do not.
+    """
+    model = base_of(make_blueprint(recipe, device))
+    waiting = waiting_parameters(model, decoder_layers(model))
+    weights = sum(p.nbytes for p in waiting)
+    trained = sum(p.nbytes for p in waiting if p.requires_grad)
+    terms = {"weights": weights, "optimizer": 2 * trained, "gradients": 0 if recipe.optim_in_backward else trained}
+    given = recipe.engine.host_memory
+    room = usable_host_bytes() if given == "auto" else parse_size(given, where="engine.host_memory")
+    if sum(terms.values()) <= room:
+        return
+    shown = ", ".join(f"{name} {show_size(size)}" for name, size in terms.items() if size)
+    freed = "" if recipe.optim_in_backward else "write optim_in_backward: true, which holds few gradients; "
+    raise ArgumentError(
+        f"the host's memory is too small for the weights: {shown}, and {show_size(room)} are usable",
+        where="engine.weights",
+        mend=f"{freed}train adapters (finetuning_type: lora), or take a machine with more memory",
+    )
 
 
 def _loaded_on(recipe: Recipe, device: torch.device) -> torch.device:

@@ -69,7 +69,8 @@ class Holdings:
         temporary: Bytes that an optimizer's step needs besides.
         touched: Bytes an optimizer's step reads and writes on the device.
         host: Bytes of the node's memory, by what they are.
-        host_touched: Bytes an optimizer's step reads and writes there.
+        host_touched: Bytes an optimizer's step reads and writes there, after the backward.
+        host_overlapped: The same in the backward.
         host_moved: Bytes it has copied between device and host.
     """
 
@@ -85,6 +86,7 @@ class Holdings:
     host: dict[str, int]
     host_touched: int = 0
     host_moved: int = 0
+    host_overlapped: int = 0
 
     @classmethod
     def of(cls, model: nn.Module, workload: Workload, weights_in: WeightTier = "device") -> Holdings:
@@ -101,7 +103,7 @@ class Holdings:
         if cluster.keeps_master and cluster.zero_stage == 3:
             temporary = round(temporary * min(1.0, cluster.buckets.sub_group / max(1, cluster.divided(count, 3))))
         gradients, buckets = _gradients(model, workload, trained)
-        if workload.optim_in_backward:  # each is stepped and freed when it is there
+        if workload.optim_in_backward and workload.micro_batches == 1:  # each is stepped and freed when it is there
             gradients = _largest_gradients(model, [p for p in model.parameters() if p.requires_grad])
             temporary = min(temporary, gradients)
         kept = {"weights": weights, "master": master, "state": state, "gradients": gradients, "touched": touched}
@@ -148,14 +150,18 @@ def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
     here = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
     host = {"weights": distinct_bytes(waiting)}
     trained = sum(p.nbytes for p in away)
-    host_touched = 0
+    host_touched = overlapped = 0
     if workload.make_optimizer is not None and away:
         with _frozen(here):
             state, temporary, _ = _optimizer_step(model, workload)
         host["optimizer"] = state
-        at_once = 2 * _largest_gradients(model, away) if workload.optim_in_backward else trained
-        host["gradients"] = at_once + (temporary if not workload.optim_in_backward else 0)
-        host_touched = trained * (STEP_TOUCHED + (0 if workload.optim_in_backward else NORM_TOUCHED))
+        if workload.optim_in_backward:
+            alone = workload.micro_batches == 1  # else they add up until the last one
+            host["gradients"] = 2 * _largest_gradients(model, away) if alone else trained
+            overlapped = (STEP_TOUCHED + 1) * trained  # and the norm
+        else:
+            host["gradients"] = trained + temporary
+            host_touched = (STEP_TOUCHED + NORM_TOUCHED) * trained
     elif away:
         host["gradients"] = trained
     state = temporary = touched = 0
@@ -174,6 +180,7 @@ def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
         touched=touched,
         host=host,
         host_touched=host_touched,
+        host_overlapped=overlapped,
     )
 
 

@@ -72,7 +72,8 @@ class Work:
         disk_moved_bytes: Bytes written to disk and read.
         touched_bytes: Bytes read and written on the device by everything else, and by products that wait for them.
         operators: Number of operators that compute.
-        host_touched_bytes: Bytes read and written by an optimizer in the machine's memory.
+        host_touched_bytes: Bytes read and written by an optimizer in the machine's memory, after the backward.
+        host_overlapped_bytes: The same in the backward, while the device computes.
     """
 
     matmul_flops: int
@@ -82,6 +83,7 @@ class Work:
     touched_bytes: int
     operators: int = 0
     host_touched_bytes: int = 0
+    host_overlapped_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
     forwards = None if workload.scored is None else workload.scored.forwards
     held = (
         "holdings", workload.cluster, workload.make_optimizer, workload.device_type, workload.micro_batches, forwards,
-        schedule.weights, workload.optim_in_backward,
+        schedule.weights, workload.passes, workload.optim_in_backward,
     )  # fmt: skip
     fixed = fact_of(model, held, lambda: Holdings.of(model, workload, schedule.weights))
     attempts = [(False, False)] if full else [(True, True), (True, False), (False, True), (False, False)]
@@ -169,7 +171,7 @@ def _traced(
         scored=scored,
         alike=alike,
         shard=shard,
-        frees_gradients=workload.optim_in_backward,
+        frees_gradients=workload.optim_in_backward and workload.micro_batches == 1,
     )
     parts = []
     for shorter in layout.steps(schedule, kinds):
@@ -230,7 +232,7 @@ def _told(
     phase = max(peaks, key=lambda name: peaks[name][0])
     total, terms = peaks[phase]
     sums = (sum(each) for each in zip(*step.work.values(), strict=True))
-    work = dict(zip(WORK, (round(each * workload.micro_batches) for each in sums), strict=True))
+    work = dict(zip(WORK, (round(each * workload.micro_batches * workload.passes) for each in sums), strict=True))
     work["touched_bytes"] += fixed.touched
     work["moved_bytes"] += fixed.host_moved
     host += traced
@@ -242,7 +244,7 @@ def _told(
         terms=terms,
         phase=phase,
         phases={name: size for name, (size, _) in peaks.items()},
-        work=Work(**work, host_touched_bytes=fixed.host_touched),
+        work=Work(**work, host_touched_bytes=fixed.host_touched, host_overlapped_bytes=fixed.host_overlapped),
         host_terms=elsewhere,
     )
 

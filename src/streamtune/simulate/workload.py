@@ -74,8 +74,9 @@ class Workload:
         completions: Returns what is scored at a length and batch size, where the loss is not on next tokens. A
             baseline has a row for each completion.
         reference_bytes: Bytes of weights that are held in addition to the model's and not trained.
-        optim_in_backward: The optimizer steps each weight on the host as soon as its gradient is there, which is then
-            freed; for schedules whose weights are there.
+        optim_in_backward: The optimizer steps each weight as soon as its gradient is there, which is then
+            freed.
+        passes: Forwards and backwards of each micro-batch: 2 where a first one measures the norm.
         keep: Keep simulations on disk, and use those that are there.
 
     Raises:
@@ -94,6 +95,7 @@ class Workload:
     completions: Completions | None = None
     reference_bytes: int = 0
     optim_in_backward: bool = False
+    passes: int = 1
     keep: bool = False
 
     def __post_init__(self) -> None:

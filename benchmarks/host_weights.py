@@ -1,0 +1,124 @@
+"""A training step with weights on the host beside one with weights on the device, on this CPU; optimizers of the CPU.
+
+    python -m benchmarks.host_weights steps [--lengths 512,2048,8192] [--pairs 5]
+    python -m benchmarks.host_weights optimizers [--millions 200] [--repeats 5]
+
+``steps`` compares whole steps, AdamW included, in processor time of one thread: each step of a kind stands between two
+with weights on the device and is divided by their mean; the median of the ratios is shown. On a CPU every copy to the
+"device" takes time of the cores that compute; an accelerator copies beside the computation. ``optimizers`` compares
+torch's fused AdamW with DeepSpeedCPUAdam on all threads, on float32 weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import streamtune
+from streamtune import Schedule
+from streamtune.train import Backend, InBackwardBackend, LocalBackend
+
+SHAPE = {
+    "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 32768,
+}  # fmt: skip
+KINDS: dict[str, tuple[dict[str, Any], bool]] = {
+    "device": ({}, False),
+    "host": ({"weights": "host"}, False),
+    "host, optimizer in the backward": ({"weights": "host"}, True),
+    "host, two levels": ({"weights": "host", "levels": 2}, False),
+    "device, two levels": ({"levels": 2}, False),
+}
+"""Fields of the schedule, and True if the optimizer steps in the backward."""
+
+
+def made(kind: str) -> tuple[Any, Backend]:
+    """Return a streamed model and its backend."""
+    fields, inside = KINDS[kind]
+    torch.manual_seed(0)
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**SHAPE)).train()
+    streamtune.stream(model, schedule=Schedule(chunk_size=1024, **fields))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    return model, InBackwardBackend(model, optimizer, 0.0) if inside else LocalBackend(model, optimizer)
+
+
+def seconds(model: Any, backend: Backend, ids: torch.Tensor) -> float:
+    """Return the processor time of a step."""
+    start = time.process_time()
+    backend.begin_step(1e-5, lambda: None)
+    with backend.micro_step(last=True):
+        backend.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
+    backend.clip_gradients(0.0)
+    backend.step(1e-5)
+    return time.process_time() - start
+
+
+def show_steps(lengths: list[int], pairs: int) -> None:
+    """Print the ratios to a step with weights on the device."""
+    torch.set_num_threads(1)
+    subjects = {kind: made(kind) for kind in KINDS}
+    others = [kind for kind in KINDS if kind != "device"]
+    print("| tokens | device, s | " + " | ".join(others) + f" |\n|{'---|' * (2 + len(others))}", flush=True)
+    for length in lengths:
+        ids = torch.randint(0, SHAPE["vocab_size"], (1, length))
+        for subject in subjects.values():
+            seconds(*subject, ids)  # what is made once
+        base, found = [seconds(*subjects["device"], ids)], {kind: [0.0][:0] for kind in others}
+        for _ in range(pairs):
+            for kind in others:
+                took = seconds(*subjects[kind], ids)
+                base.append(seconds(*subjects["device"], ids))
+                found[kind].append(2 * took / (base[-1] + base[-2]))
+        ratios = (f"{statistics.median(each):.3f} ({min(each):.3f} to {max(each):.3f})" for each in found.values())
+        print(f"| {length:,} | {statistics.median(base):.2f} | " + " | ".join(ratios) + " |", flush=True)
+
+
+def show_optimizers(millions: int, repeats: int) -> None:
+    """Print the time of a step of each optimizer, and the bytes a second that it touches."""
+    weights = [nn.Parameter(torch.randn(1_000_000)) for _ in range(millions)]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    makers: dict[str, Callable[[], Any]] = {"torch AdamW, fused": lambda: torch.optim.AdamW(weights, fused=True)}
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        makers["DeepSpeedCPUAdam"] = lambda: DeepSpeedCPUAdam(weights, adamw_mode=True)
+    except ImportError:
+        print("DeepSpeed is not installed")
+    print("| optimizer | s a step | GB/s |\n|---|---:|---:|")
+    for name, make in makers.items():
+        optimizer = make()
+        optimizer.step()
+        took = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            optimizer.step()
+            took.append(time.perf_counter() - start)
+        middle = statistics.median(took)
+        print(f"| {name} | {middle:.3f} | {28 * millions * 1e6 / middle / 1e9:.1f} |", flush=True)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("steps", "optimizers"))
+    parser.add_argument("--lengths", default="512,2048,8192")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--millions", type=int, default=200, help="of weights")
+    parser.add_argument("--repeats", type=int, default=5)
+    given = parser.parse_args()
+    if given.what == "steps":
+        show_steps([int(length) for length in given.lengths.split(",")], given.pairs)
+    else:
+        show_optimizers(given.millions, given.repeats)
+
+
+if __name__ == "__main__":
+    main()
