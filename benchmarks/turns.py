@@ -116,11 +116,13 @@ PAGE = """# Turns that share their beginnings
 {command}
 ```
 
-{versions}, one thread, fp32. A conversation of {turns} turns whose template drops the reasoning of earlier turns: with
-`reasoning: per_turn` every turn is trained as the model sees it when it writes it, and what turns have in common is
-computed once. Processor time of forward and backward over that of the turns one by one, both streamed in chunks of
-1,024 tokens: medians of {pairs} (smallest to largest). The model has the shape of Qwen3, 4 layers of 256 channels with
-4 heads of 64. Of a turn's tokens the given part is reasoning, a quarter of the rest is the answer.
+{versions}, one thread, fp32.
+
+A conversation of {turns} turns whose template drops the reasoning of earlier turns: with `reasoning: per_turn` every
+turn is trained as the model sees it when it writes it, and what turns have in common is computed once. Processor time of
+forward and backward over that of the turns one by one, both streamed in chunks of 1,024 tokens: medians of {pairs} (smallest
+to largest). The model has the shape of Qwen3, 4 layers of 256 channels with 4 heads of 64. Of a turn's tokens the given
+part is reasoning, a quarter of the rest is the answer.
 
 {table}
 """
