@@ -97,6 +97,23 @@ def test_windows_keep_their_rotation() -> None:
     assert config.rope_parameters["sliding_attention"] == window
 
 
+def test_keys_that_are_not_of_the_scaling_stay() -> None:
+    config = AutoConfig.for_model("gpt_oss")
+    assert rope_of(config)["truncate"] is False
+    RopeChange({"rope_type": "yarn", "factor": 64.0}).apply(config)
+    assert rope_of(config)["truncate"] is False
+    assert rope_of(config)["factor"] == 64.0
+    RopeChange({"rope_type": "linear", "factor": 64.0}).apply(config)
+    assert "truncate" not in rope_of(config)
+
+    sections = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e6}
+    images = AutoConfig.for_model("qwen2_5_vl_text", rope_parameters=sections)
+    for kind in ("yarn", "default"):
+        RopeChange({"rope_type": kind}, length=100_000).apply(images)
+        assert rope_of(images)["rope_type"] == kind
+        assert rope_of(images)["mrope_section"] == [2, 1, 1]
+
+
 def test_a_factor_follows_from_the_longest_row() -> None:
     config = AutoConfig.for_model("llama", max_position_embeddings=1000)
     RopeChange({"rope_type": "yarn"}, length=3500).apply(config)

@@ -19,8 +19,14 @@ __all__ = ["RopeChange", "position_limit", "pretrained_positions"]
 
 ORIGINAL = "original_max_position_embeddings"
 
-EVERYWHERE = ("rope_theta", "partial_rotary_factor")
-"""Keys of a rotation that a scaling leaves as they are."""
+WRITTEN = {
+    "rope_type", "type", "factor", ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "low_freq_factor",
+    "high_freq_factor", "short_factor", "long_factor", "alpha",
+}  # fmt: skip
+"""Keys of a scaling that another one replaces. Others stay, such as ``rope_theta`` and the sections of image models."""
+
+OF_THE_TYPE = {"truncate", "mscale", "mscale_all_dim", "short_mscale", "long_mscale"}
+"""Keys that recipes cannot write: a scaling of the same type keeps them (gpt-oss, DeepSeek)."""
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 """The bands of Llama 3.1."""
@@ -103,12 +109,13 @@ class RopeChange:
             limit: Positions that it reaches now.
         """
         theta = {} if self.theta is None else {"rope_theta": self.theta}
-        kept = {name: old[name] for name in EVERYWHERE if name in old}
         was = old.get("rope_type", "default")
         if self.scaling is None:
             return {**old, **theta}, max(limit, self.length) if was == "default" else limit
         given = {name: value for name, value in self.scaling.items() if value is not None}
         kind = given["rope_type"]
+        replaced = WRITTEN if kind == was else WRITTEN | OF_THE_TYPE
+        kept = {name: value for name, value in old.items() if name not in replaced}
         if kind == "default":
             return {**kept, **theta, "rope_type": kind}, max(limit, self.length)
         made_for = round(limit / old["factor"]) if was == "linear" else limit
