@@ -148,10 +148,12 @@ def test_turns_that_do_not_fit_together_are_several_sequences(make_tokenizer: Ma
     tokenizer = make_tokenizer("qwen3")
     whole = prepare([source], tokenizer, max_length=4096, chat=PER_TURN)
     longest = int(whole.train.lengths().max())
-    prepared = prepare([source], tokenizer, max_length=longest, chat=PER_TURN)
+    notes: list[str] = []
+    prepared = prepare([source], tokenizer, max_length=longest, chat=PER_TURN, notify=notes.append)
     assert prepared.packs is not None
     assert prepared.packs.sizes is not None
-    assert len(prepared.packs) > 1
+    assert (further := len(prepared.packs) - 1) > 0
+    assert notes[-1].endswith(f"; {further} sequences continue a conversation that does not fit max_length {longest}")
     assert int(prepared.packs.sizes.max()) <= longest
     with pytest.raises(DataError, match="more than max_length"):
         prepare([source], tokenizer, max_length=longest - 1, chat=PER_TURN)

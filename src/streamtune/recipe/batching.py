@@ -103,7 +103,7 @@ def turn_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
     if recipe.reasoning != "per_turn":
         return
     allowed = {
-        "objective": ("sft", "which has turns to train on"),
+        "objective": ("sft", "other objectives train the completions of a prompt"),
         "train_on": ("assistant", "every turn is a row, and its last answer is trained"),
         "batching": ("rows", "the turns of a conversation are one sequence"),
         "packing": (False, "the turns of a conversation are one sequence already"),

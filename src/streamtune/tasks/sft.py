@@ -189,8 +189,8 @@ class Sft(Task[Recipe]):
             per_sequence=None if pieces is None else pieces.per_sequence(),
         )
         lengths = prepared.train.lengths()
-        packs = prepared.packs
-        if packs is None and try_packing:
+        packs = None if self.per_turn else prepared.packs  # of turns there is one way to share sequences
+        if packs is None and try_packing and not self.per_turn:
             packs = data.pack_rows(lengths, recipe.max_length, seed=recipe.seed)
         # Of rows that weights visit more often or less, those of the epoch; cut rows are compared as they were whole.
         visited = int(lengths.sum() if prepared.mixture is None else layout.step_tokens.sum())
@@ -205,7 +205,7 @@ class Sft(Task[Recipe]):
             squared_lengths=layout.squares,
             squared_lengths_concat=concat,
             attention_ratio=round(concat / layout.squares, 3),
-            packing=recipe.packing,
+            packing=recipe.packing or self.per_turn,
             packs=0 if packs is None else len(packs),
             pack_fill=0.0 if packs is None else round(packs.fill_rate(recipe.max_length), 4),
             fewest_packs=fewest_packs(lengths, recipe.max_length),

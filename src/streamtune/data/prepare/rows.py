@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -120,7 +121,7 @@ def prepare(
     prepared = fit.prepared(table, val_size, seed, notify)
     if per_turn:
         packed = _packed(prepared, sources, max_length, partial(pack_turns, max_length=max_length))
-        notify(_saved(packed))
+        notify(_saved(packed, max_length))
         return packed
     if not packing:
         return prepared
@@ -131,14 +132,19 @@ def prepare(
     return _packed(prepared, sources, max_length, pack)
 
 
-def _saved(prepared: PreparedData) -> str:
-    """Return a note of the tokens that turns share."""
+def _saved(prepared: PreparedData, max_length: int) -> str:
+    """Return a note of the tokens that turns share, and of conversations that one sequence does not hold."""
     packs, rows = prepared.packs, int(prepared.train.lengths().sum())
     assert packs is not None
-    return (
+    origins = [prepared.train[int(packs.rows[start])].origin for start in packs.starts[:-1]]
+    further = sum(one == other for one, other in pairwise(origins))
+    note = (
         f"reasoning: per_turn: {len(prepared.train):,} turns in {len(packs):,} sequences; with common beginnings once "
         f"{packs.tokens:,} tokens are computed, {packs.tokens / max(rows, 1):.0%} of the {rows:,} of the turns apart"
     )
+    if further:
+        note += f"; {further:,} sequences continue a conversation that does not fit max_length {max_length:,}"
+    return note
 
 
 Pack = Callable[[Stored[Example], Sequence[int]], tuple[Packs, list[int]]]
