@@ -263,6 +263,14 @@ def test_a_run_saves_resumes_and_exports_its_positions(
             {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}},
             "'short_factor' has 1 number, and this model has",
         ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "beta_fast": 1, "beta_slow": 32}},
+            "'beta_fast' is 1 and 'beta_slow' 32",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 4.0}},
+            "'high_freq_factor' is 4 and 'low_freq_factor' 4",
+        ),
         ({"rope_scaling": {"rope_type": "yarm"}}, "yarn"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "factor"),
     ],

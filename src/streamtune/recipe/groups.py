@@ -134,6 +134,20 @@ class RopeScaling(Spec):
                     key="rope_scaling.rope_type",
                     mend="write the factors that were searched for this model, or another rope_type: yarn needs none",
                 )
+        for above, below, defaults in (
+            ("beta_fast", "beta_slow", (32, 1)),
+            ("high_freq_factor", "low_freq_factor", (4, 1)),
+        ):
+            high, low = (
+                default if (value := getattr(self, key)) is None else value
+                for key, default in zip((above, below), defaults, strict=True)
+            )
+            if high <= low:
+                raise mistake(
+                    f"'{above}' is {high:g} and '{below}' {low:g}: it must be the larger of the two",
+                    key=f"rope_scaling.{above if getattr(self, above) is not None else below}",
+                    mend=f"without them they are {defaults[0]} and {defaults[1]}",
+                )
         return self
 
 
