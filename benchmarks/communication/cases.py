@@ -37,6 +37,7 @@ WIRE_STEPS = 5
 SIZES: dict[str, dict[str, int]] = {
     "table": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8},
     "test": {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4},
+    "deep": {"num_hidden_layers": 7, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4},
 }
 UNHIDDEN = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 """ZeRO-3 keeps up to 1e9 numbers whole from the forward to the backward: all of a small model's, which is then gathered
@@ -52,7 +53,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     layers = list(model.get_decoder().layers)
     if case["mode"] == "streaming":
         chunk, ranks = TOKENS // case["chunks"], sequence_ranks(recipe, world)
-        schedule = streamtune.Schedule(chunk_size=chunk, head_chunk_size=chunk)
+        schedule = streamtune.Schedule(chunk_size=chunk, head_chunk_size=chunk, **case.get("schedule", {}))
         layers = streamtune.stream(model, schedule=schedule, sequence_parallel=ranks).layers
     elif case["mode"] != "plain":
         model.gradient_checkpointing_enable()

@@ -71,7 +71,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     torchs = _Truth(plain, recipe, copy.deepcopy(reference))
     chunk = case.get("chunk", 5)
     shared = sequence_ranks(recipe, world)
-    schedule = streamtune.Schedule(chunk_size=chunk, head_chunk_size=7)
+    schedule = streamtune.Schedule(chunk_size=chunk, head_chunk_size=7, **case.get("schedule", {}))
     handle = streamtune.stream(model, schedule=schedule, sequence_parallel=shared)
     beside = streamtune.stream(reference, schedule=schedule, sequence_parallel=shared)
     backend = make_backend(recipe, model, handle.layers, world)
@@ -94,7 +94,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         with Float64():
             loss, gradients, norm = truth.step(rows)
         torch_loss, rounded, torch_norm = torchs.step(rows)
-        got = _gradients(backend, model)
+        got = whole_gradients(backend, model)
         pairs = {
             "loss": Errors(abs(score.loss / loss - 1), abs(torch_loss / loss - 1), 1),
             "norm": Errors(abs(backend.clip_gradients(0.5) / norm - 1), abs(torch_norm / norm - 1), 1),
@@ -149,7 +149,7 @@ def _relative(got: Tensor, want: Tensor, norm: float) -> float:
     return float((got - want).norm() / max(want.norm(), 1e-3 * norm))
 
 
-def _gradients(backend: Any, model: Any) -> dict[str, Tensor]:
+def whole_gradients(backend: Any, model: Any) -> dict[str, Tensor]:
     """The whole gradient of each parameter, wherever its parts are."""
     found = {}
     for name, parameter in model.named_parameters():

@@ -13,9 +13,9 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from streamtune import Schedule
+from streamtune.engine.last_call import LastLayerCall
 from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.norms import StreamedNorm, norms_outside
-from streamtune.engine.passes import LastLayerCall
 from streamtune.errors import ArgumentError
 from tests.conformance.reducer import build as build_any
 from tests.exactness.families import build

@@ -63,7 +63,7 @@ def chained_call(owner: ChainOwner, call: LayerCall, parameters: Sequence[Tensor
     """
     weights = Weights.now(owner.layer)
     _check(owner.layer, [name for name in call.shared if name[0] != PAST], weights)
-    before = owner.last_call.maker(call.hidden)
+    before = owner.last_call.grad_target(call.hidden, owner.layer)
     chain = None if before is None or before.chain is None else before.chain()
     stream = LayerStream(call, owner)
     tensors = call.tensors()
@@ -81,7 +81,7 @@ def chained_call(owner: ChainOwner, call: LayerCall, parameters: Sequence[Tensor
         chain = LayerChain(stream, tensors[0])
     results = chain.add(owner, stream, weights, parameters, tensors[1:], outputs)
     own = len(stream.outputs.along)
-    owner.last_call.note(results[0], stream)
+    owner.last_call.note(results[0], stream, owner.layer)
     stream.chain = weakref.ref(chain)
     if stream.watch is not None and len(results) > own:  # these sums are of the whole chain so far
         stream.watch.found = chain.found_before

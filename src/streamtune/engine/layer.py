@@ -21,12 +21,13 @@ from streamtune.engine.chain import chained_call
 from streamtune.engine.context import CallContext
 from streamtune.engine.fused import FusedParts
 from streamtune.engine.kv import Past, refuse_past
+from streamtune.engine.last_call import LastLayerCall
 from streamtune.engine.leaves import check_leaves
 from streamtune.engine.memory.placement import Placement, Tiers
 from streamtune.engine.memory.tiers import StoredTensor
 from streamtune.engine.observe import RandomState, may_bring_leaves, notify_chunk, refuse_hooks
 from streamtune.engine.own_attention import OwnAttention, is_ours
-from streamtune.engine.passes import LastLayerCall, LayerStream, placeholder
+from streamtune.engine.passes import LayerStream, placeholder
 from streamtune.engine.routers import RouterWatch
 from streamtune.engine.rows import Branches
 from streamtune.engine.scan import mixers_with_a_bare_scan
@@ -66,13 +67,13 @@ class StreamedForward:
         context: CallContext | None = None,
         place: Placement | None = None,
         tiers: Tiers | None = None,
-        last_call: LastLayerCall | None = None,
+        last_call: LastLayerCall[LayerStream] | None = None,
         waiting: WaitingWeights | None = None,
     ) -> None:
         self.layer, self.waiting = layer, waiting
         self.place = Placement() if place is None else place
         self.tiers = Tiers(schedule) if tiers is None else tiers
-        self.last_call = LastLayerCall() if last_call is None else last_call
+        self.last_call: LastLayerCall[LayerStream] = LastLayerCall() if last_call is None else last_call
         self.context = CallContext() if context is None else context
         self.carries_states = False
         self.watch = watch
@@ -147,9 +148,10 @@ class StreamedForward:
         sharing = call.sharing
         if self.place.whole and call.past is None and (whole := stream.whole(call.tensors())) is not None:
             return stream.restore(whole, sharing)
-        stream.grad_target = before if self.schedule.stream_grads and call.hidden.requires_grad else None
+        if self.schedule.stream_grads and call.hidden.requires_grad:
+            stream.grad_target = self.last_call.grad_target(call.hidden, self.layer)
         outputs = list(_StreamedLayer.apply(stream, self, *inputs))
-        self.last_call.note(outputs[0], stream)
+        self.last_call.note(outputs[0], stream, self.layer)
         return stream.restore(outputs, sharing)
 
     def _seen_before(self, call: LayerCall) -> int:

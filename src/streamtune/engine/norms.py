@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.engine.last_call import LastLayerCall
 from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.memory.tiers import StoredTensor
 from streamtune.engine.observe import Autocast, notify_chunk
-from streamtune.engine.passes import LastLayerCall, LayerStream, placeholder
+from streamtune.engine.passes import LayerStream, placeholder
 from streamtune.engine.sharded import Weights
 from streamtune.engine.vjp import streamed_vjp
 from streamtune.errors import ArgumentError
@@ -52,7 +53,9 @@ class StreamedNorm:
         last_call: Remembers the last layer call.
     """
 
-    def __init__(self, norm: nn.Module, schedule: Schedule, tiers: Tiers, last_call: LastLayerCall) -> None:
+    def __init__(
+        self, norm: nn.Module, schedule: Schedule, tiers: Tiers, last_call: LastLayerCall[LayerStream]
+    ) -> None:
         self.norm, self.schedule, self.tiers, self.last_call = norm, schedule, tiers, last_call
         self.pointwise: bool | None = None
 
@@ -68,7 +71,7 @@ class StreamedNorm:
         parameters = [p for p in self.norm.parameters() if p.requires_grad]
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, *parameters))):
             return self.forward(x, None)
-        return _StreamedNorm.apply(self, self.last_call.maker(x), x, *parameters)
+        return _StreamedNorm.apply(self, self.last_call.grad_target(x, self.norm), x, *parameters)
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward."""

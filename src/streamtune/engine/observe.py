@@ -267,6 +267,13 @@ def foreign_hooks(module: nn.Module) -> Iterator[Any]:
             yield hook
 
 
+def watches_gradients(module: nn.Module) -> bool:
+    """Return True if a backward hook of the user's own is on the module itself, or on all modules."""
+    names = {table: kind for table, kind in TABLES.items() if "backward" in table}
+    names_of_all = {table: kind for table, kind in GLOBAL.items() if "backward" in table}
+    return any(_hooks(module.__dict__, names)) or any(_hooks(vars(torch_module), names_of_all))
+
+
 def may_bring_leaves(root: nn.Module) -> bool:
     """Return True if a hook of the user's own is inside, which may use a tensor that is trained."""
     return any(

@@ -27,19 +27,21 @@ from streamtune.engine.context import CallContext, ChunkContext
 from streamtune.engine.fused import FusedParts, Linears
 from streamtune.engine.kept_keys import KeptKeys, kept_keys
 from streamtune.engine.kv import KeysAndValues, States
+from streamtune.engine.last_call import LastLayerCall
 from streamtune.engine.memory.placement import Placement, Tiers
 from streamtune.engine.memory.tiers import Source, StoredTensor, Tier
 from streamtune.engine.observe import Autocast, Modes, RandomState, notify_chunk
 from streamtune.engine.routers import RouterWatch
 from streamtune.engine.scan import carried_scan
 from streamtune.engine.sequence.shards import ChunkExchange
+from streamtune.engine.sharded import gathered
 from streamtune.engine.vjp import Along, GradientSum, cut, part
 from streamtune.engine.weights.waiting import WaitingWeights
 from streamtune.errors import ArgumentError
 from streamtune.schedule import Schedule
 from streamtune.schedule import Tier as TierName
 
-__all__ = ["LastLayerCall", "LayerStream", "is_placeholder", "placeholder"]
+__all__ = ["LayerStream", "is_placeholder", "placeholder"]
 
 
 class LayerOwner(Protocol):
@@ -50,7 +52,7 @@ class LayerOwner(Protocol):
     place: Placement
     """The placement of the layer's input until the backward."""
     tiers: Tiers
-    last_call: LastLayerCall
+    last_call: LastLayerCall[LayerStream]
     watch: RouterWatch | None
     bare_scans: list[nn.Module]
     fused: FusedParts | None
@@ -291,6 +293,8 @@ class LayerStream:
     def source(self) -> Source:
         """Return the layer's input. If it was not stored, compute it and the inputs of the segment's layers before it.
 
+        Where ranks share the weights, each layer that runs again is gathered once more.
+
         Raises:
             ArgumentError: The stored input was changed since the forward.
         """
@@ -303,7 +307,7 @@ class LayerStream:
         for later in reversed(todo):
             source = stream.stored_input()
             later.z_in = later._store(later.owner.place.tier, source)
-            with stream.walk():
+            with gathered(stream.call.layer, during=self.call.layer, next_backward=later is self), stream.walk():
                 stream.again(source, later.z_in)
             later.maker = None
             stream = later
@@ -458,31 +462,3 @@ def _room(piece: Tensor, along: Along, length: int) -> Tensor:
     if along is None:
         return torch.zeros_like(piece)
     return piece.new_empty([length if dim == along else size for dim, size in enumerate(piece.shape)])
-
-
-class LastLayerCall:
-    """The last layer call and its output, by which the next layer finds the call that made its input.
-
-    A layer's input can be computed again if it is the very tensor that the layer before it returned, unchanged: then
-    nothing happened between the two.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[weakref.ref[Tensor], int, weakref.ref[LayerStream]] | None = None
-        self.ends_with_rows = False
-        """True once a layer of the model carries states and rows are packed: in the order of chunks all layers have
-        the same chunks, and they end where rows do."""
-
-    def __reduce__(self) -> tuple[type[LastLayerCall], tuple[()]]:
-        return LastLayerCall, ()  # a copy was not called yet
-
-    def note(self, output: Tensor, stream: LayerStream) -> None:
-        """Record that ``stream`` made ``output``."""
-        self._last = weakref.ref(output), output._version, weakref.ref(stream)
-
-    def maker(self, hidden: Tensor) -> LayerStream | None:
-        """Return the layer call that made these hidden states, if it was the one before; else None."""
-        if self._last is None:
-            return None
-        output, version, stream = self._last
-        return stream() if output() is hidden and hidden._version == version else None

@@ -2,13 +2,14 @@
 
 Such a parameter is whole only inside a call of the module it belongs to: hooks around the call gather it before and
 free it after, and do so again in the backward. What the engine computes with a weight is therefore inside that
-module's call: a decoder layer's chunks are inside its ``forward``, the head's inside the head's.
+module's call: a decoder layer's chunks are inside its ``forward``, the head's inside the head's. The one exception is
+a layer that runs forward again in the backward of a later one (``levels: 2``): :func:`gathered` gathers it for that.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,24 @@ from torch import Tensor, nn
 
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
-__all__ = ["FlatParametersError", "Weights", "gather_whole", "is_sharded", "need_gradient", "ungather_whole"]
+__all__ = [
+    "FlatParametersError",
+    "Weights",
+    "gather_whole",
+    "gathered",
+    "is_sharded",
+    "need_gradient",
+    "ungather_whole",
+]
 
 LEAF = "_z3_leaf"
 """The flag by which ``deepspeed.utils.set_z3_leaf_modules`` marks a module that is gathered whole around its call."""
+
+DEEPSPEED = "deepspeed.runtime.zero"
+"""The package whose hooks gather modules under ZeRO stage 3."""
+
+GATHER, FREE = "pre_sub_module_forward_function", "post_sub_module_forward_function"
+"""Methods of its ``DeepSpeedZeRoOffload`` by which these hooks gather a module and free it."""
 
 
 class FlatParametersError(UnsupportedModelError):
@@ -102,9 +117,89 @@ def ungather_whole(flagged: Iterable[nn.Module]) -> None:
 
 
 def _gathers(module: nn.Module) -> bool:
-    return any(
-        str(getattr(hook, "__module__", "")).startswith("deepspeed.runtime.zero")
-        for hook in module._forward_pre_hooks.values()
+    return any(map(_is_deepspeeds, module._forward_pre_hooks.values()))
+
+
+def _is_deepspeeds(hook: Callable[..., Any]) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(DEEPSPEED)
+
+
+@contextmanager
+def gathered(layer: nn.Module, *, during: nn.Module, next_backward: bool) -> Iterator[None]:
+    """Gather a layer's weights for a forward in the backward of another layer; free them after.
+
+    It does nothing where each rank holds the weights whole.
+
+    Args:
+        layer: The layer that runs again.
+        during: The layer in whose backward it does.
+        next_backward: True if the backward of ``layer`` comes next. FSDP2 has begun to gather it for that already, so
+            it is left gathered.
+
+    Raises:
+        UnsupportedModelError: The installed DeepSpeed gathers a layer by other hooks than are known.
+    """
+    if any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
+        with _gathered_by_deepspeed(layer, during):
+            yield
+        return
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    modules: list[Any] = [] if fsdp is None else [m for m in layer.modules() if isinstance(m, fsdp.FSDPModule)]
+    for module in modules:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in [] if next_backward else modules:
+            module.reshard()
+
+
+@contextmanager
+def _gathered_by_deepspeed(layer: nn.Module, during: nn.Module) -> Iterator[None]:
+    """Gather a layer as the hooks of ZeRO stage 3 do around its forward, without its other hooks.
+
+    DeepSpeed then knows of this forward: it is in the order of modules by which it fetches ahead. The hooks that count
+    the backwards to come are left out, since this forward has none.
+    """
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    offload = _offload_of(layer)
+    parameters: list[Any] = list(layer.parameters())
+    before = [set(parameter.ds_active_sub_modules) for parameter in parameters]
+    offload.pre_sub_module_forward_function(layer)
+    # DeepSpeed takes this for gradient checkpointing, and would keep frozen weights until the backward of ``during``.
+    needed: set[Any] = getattr(during, "ds_recompute_parameters", set())
+    for parameter, users in zip(parameters, before, strict=True):
+        if during.ds_id not in users:
+            needed.discard(parameter)
+            parameter.ds_active_sub_modules.discard(during.ds_id)
+    try:
+        yield
+    finally:
+        FWD_MODULE_STACK.pop()  # as the hook does that calls the following
+        offload.post_sub_module_forward_function(layer)
+
+
+def _offload_of(layer: nn.Module) -> Any:
+    """Return the object of DeepSpeed that gathers the layer: its hooks are functions that hold it.
+
+    Raises:
+        UnsupportedModelError: No hook does.
+    """
+    functions: list[Any] = [hook for hook in layer._forward_pre_hooks.values() if _is_deepspeeds(hook)]
+    while functions:
+        function = functions.pop()
+        held = [cell.cell_contents for cell in function.__closure__ or ()]
+        held.append(getattr(function, "__wrapped__", None))
+        for value in held:
+            if hasattr(value, GATHER) and hasattr(value, FREE):
+                return value
+        functions += [value for value in held if hasattr(value, "__closure__")]
+    raise UnsupportedModelError(
+        "a layer is to run forward again in the backward (levels: 2), and this version of DeepSpeed does not gather it "
+        f"by {GATHER}()",
+        where=type(layer).__name__,
+        mend="set levels: 1, or install the version of DeepSpeed that constraints.txt names",
     )
 
 

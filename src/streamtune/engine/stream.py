@@ -28,6 +28,7 @@ from streamtune.engine.inspect_model import (
     own_attention,
     owners,
 )
+from streamtune.engine.last_call import LastLayerCall
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.lazy_logits import LazyLogits, ScoreRequest
 from streamtune.engine.memory.placement import Tiers, place_layers
@@ -35,7 +36,7 @@ from streamtune.engine.model_call import ModelCall, mark_read, refuse_surroundin
 from streamtune.engine.norms import StreamedNorm, norms_outside
 from streamtune.engine.observe import RandomState
 from streamtune.engine.own_attention import over
-from streamtune.engine.passes import LastLayerCall
+from streamtune.engine.passes import LayerStream
 from streamtune.engine.preflight import check_exact, check_length, check_shared, lengths_to_check
 from streamtune.engine.rotary import LengthRotary, RowLengths
 from streamtune.engine.routers import RouterLoss, RouterTerms, RouterWatch, balances_itself, not_balanced, reduced
@@ -158,7 +159,7 @@ class StreamHandle:
         """The implementation that layers which compute their attention themselves keep; None where ours is used."""
         for config, _ in self.attention:
             config._attn_implementation_internal = NAME if self.own_attention is None else over(self.own_attention)
-        self.tiers, self._last_call = Tiers(schedule), LastLayerCall()
+        self.tiers, self._last_call = Tiers(schedule), LastLayerCall[LayerStream]()
         self.waiting: WaitingWeights | None = None
         if schedule.weights == "host":
             dtype = torch.bfloat16 if schedule.fetch_dtype == "bfloat16" else None
