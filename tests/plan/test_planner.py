@@ -19,7 +19,6 @@ from streamtune.plan.choices import Space, candidates
 from streamtune.plan.estimate import Estimator, Figures
 from streamtune.plan.refusal import excess_of, longest_below, smallest_schedule, smallest_step
 from streamtune.simulate import Simulation, Workload, simulate
-from streamtune.simulate.cluster import Cluster
 from streamtune.simulate.memory import held_bytes
 from streamtune.simulate.meta_operators import meta_copy
 
@@ -236,7 +235,6 @@ def test_what_finds_no_room_on_the_host_may_be_on_the_device(workload: Workload,
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["accelerator", "cpu"])
-@pytest.mark.parametrize("runs_layers_again", [False, True])
 @pytest.mark.parametrize(
     "written",
     [
@@ -248,16 +246,14 @@ def test_what_finds_no_room_on_the_host_may_be_on_the_device(workload: Workload,
     ],
     ids=lambda written: "-".join(written),
 )
-def test_the_thriftiest_keeps_what_is_written(written: dict[str, Any], shared: bool, runs_layers_again: bool) -> None:
+def test_the_thriftiest_keeps_what_is_written(written: dict[str, Any], shared: bool) -> None:
     """On any device, with or without room elsewhere."""
-    cluster = Cluster() if runs_layers_again else Cluster(ranks=2, engine="zero3")
-    assert cluster.runs_layers_again == runs_layers_again
     for host_bytes in (0, 1 << 40):
-        schedule = smallest_schedule(Limits(1 << 30, host_bytes, shared=shared), written, cluster)
+        schedule = smallest_schedule(Limits(1 << 30, host_bytes, shared=shared), written)
         kept = {name: getattr(schedule, name) for name in written if name != "offload_dir"}
         assert kept == {name: value for name, value in written.items() if name != "offload_dir"}
     with pytest.raises(ArgumentError, match="segment_size"):
-        smallest_schedule(Limits(1 << 30, 0), {"segment_size": 2, "levels": 1}, cluster)
+        smallest_schedule(Limits(1 << 30, 0), {"segment_size": 2, "levels": 1})
 
 
 @pytest.mark.full

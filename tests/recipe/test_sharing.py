@@ -20,8 +20,6 @@ from streamtune.tasks import TASKS
 GRPO = "objective: grpo\nreward_funcs: [exact_match]\n"
 REFUSED = [
     ("finetuning_type: qlora\n", "quantised weights cannot be shared between ranks", "write deepspeed: zero2"),
-    ("engine: {levels: 2}\n", "with two levels a layer's backward", "delete the line"),
-    ("engine: {segment_size: 4}\n", "with two levels a layer's backward", "delete the line"),
     (f"{GRPO}use_vllm: true\n", "vLLM needs the whole weights on each rank", "let transformers write"),
     (f"{GRPO}repetition_penalty: 1.1\n", "ranks that share their weights write in step", "repetition_penalty: 1.0"),
 ]

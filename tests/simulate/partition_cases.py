@@ -38,13 +38,15 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         deepspeed=engine if engine.startswith("zero") else None,
         fsdp=engine == "fsdp",
     )
-    return {"planned": _planned(recipe, world), "held": _held(recipe, world)}
+    schedule = streamtune.Schedule(chunk_size=32, **case.get("schedule", {}))
+    return {"planned": _planned(recipe, world, schedule), "held": _held(recipe, world, schedule)}
 
 
-def _planned(recipe: Recipe, world: train.World) -> dict[str, int]:
+def _planned(recipe: Recipe, world: train.World, schedule: streamtune.Schedule) -> dict[str, int]:
     model = blueprint(CONFIG, dtype=recipe.dtype)
     cluster = cluster_of(recipe, model, RanksAsked(world.size, 1), Links())
-    found = Holdings.of(model, make_workload(recipe, model, LENGTH, torch.device("cpu"), cluster=cluster))
+    workload = make_workload(recipe, model, LENGTH, torch.device("cpu"), cluster=cluster)
+    found = Holdings.of(model, workload).scheduled(model, workload, schedule)
     ahead = max(held_bytes(layer) for layer in decoder_layers(model)) if recipe.fsdp else 0
     return {
         "weights": found.weights,
@@ -55,13 +57,13 @@ def _planned(recipe: Recipe, world: train.World) -> dict[str, int]:
     }
 
 
-def _held(recipe: Recipe, world: train.World) -> dict[str, int]:
+def _held(recipe: Recipe, world: train.World, schedule: streamtune.Schedule) -> dict[str, int]:
     torch.manual_seed(0)
     model: Any = blueprint(CONFIG, dtype=recipe.dtype).to_empty(device="cpu").train()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are no parameters
-    handle = streamtune.stream(model, chunk_size=32)
+    handle = streamtune.stream(model, schedule=schedule)
     backend = make_backend(recipe, model, handle.layers, world)
     whole: list[int] = []
     for layer in handle.layers:  # runs with every chunk, forward and backward

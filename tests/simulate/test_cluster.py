@@ -135,7 +135,9 @@ def test_completions_are_shared_as_well() -> None:
 @pytest.mark.full
 def test_ranks_hold_what_a_plan_says() -> None:
     """Weights, gradients, optimizer and gathered layers of two CPU ranks, by every engine."""
-    cases = [{"engine": engine, "dtype": "bfloat16"} for engine in ("ddp", "zero1", "zero2", "zero3", "fsdp")]
+    cases: list[dict[str, Any]] = [{"engine": engine} for engine in ("ddp", "zero1", "zero2", "zero3", "fsdp")]
+    cases += [{"engine": engine, "schedule": {"levels": 2, "segment_size": 3}} for engine in ("zero3", "fsdp")]
+    cases = [{**case, "dtype": "bfloat16"} for case in cases]
     for case, found in run_ranks(2, "tests.simulate.partition_cases", cases).items():
         assert found["planned"] == pytest.approx(found["held"], rel=1e-3), case
 
@@ -192,14 +194,43 @@ def test_where_nothing_fits_sequences_may_be_shared() -> None:
     assert "sequence_parallel_size: 4 shares each row between all 4 ranks" in error.mend
 
 
+SEGMENTS = replace(CHUNKS, levels=2, segment_size=3)
+"""Of six layers: four run forward once more."""
+
+
+@pytest.mark.parametrize(("engine", "again"), [("zero3", 4), ("zero3_offload", 4), ("fsdp", 2)])
+def test_a_layer_that_runs_again_is_gathered_again(engine: Any, again: int) -> None:
+    cluster, layers = Cluster(8, 1, engine), model().model.layers
+    layer = sum(p.nbytes for p in layers[0].parameters())
+    one, two = flows(cluster, micro_batches=3), flows(cluster, SEGMENTS, micro_batches=3)
+    more = {what: (two[what].count - one[what].count, two[what].node_bytes - one[what].node_bytes) for what in one}
+    assert more.pop("gathering of weights, backward") == (3 * again, pytest.approx(3 * again * layer * 7 / 8, rel=1e-3))
+    assert set(more.values()) == {(0, 0)}
+
+
 @pytest.mark.full
-def test_two_levels_are_not_for_weights_in_parts() -> None:
-    limits = Limits(40 * MIB, 1 << 30)
-    for engine, levels in (("zero2", {1, 2}), ("zero3", {1})):
-        cluster = Cluster(4, engine=engine, buckets=Buckets(reduce=1000))  # type: ignore[arg-type]
-        plan = choose(workload(cluster), limits, RATES)
-        assert {plan.schedule.levels, *(other.schedule.levels for other in plan.alternatives)} <= levels
-        assert plan.fits
+def test_weights_that_wait_on_the_host_are_copied_again() -> None:
+    away = replace(CHUNKS, offload="host")
+    layer = sum(p.nbytes for p in model().model.layers[0].parameters())
+    moved = [
+        [told(Cluster(1, engine=engine), schedule).work.moved_bytes for schedule in (away, replace(away, **levels))]
+        for engine in ("none", "zero3_offload")
+        for levels in [{"levels": 2, "segment_size": 3}]
+    ]
+    (whole, whole_again), (shared, shared_again) = moved
+    assert (shared_again - shared) - (whole_again - whole) == 4 * layer
+
+
+@pytest.mark.full
+def test_two_levels_are_chosen_for_weights_in_parts() -> None:
+    """Where the device has no room for every layer input, and the host none at all."""
+    cluster = Cluster(4, engine="zero3", buckets=Buckets(reduce=1000))
+    asked = workload(cluster, length=LONG)
+    least = simulate(asked, replace(SEGMENTS, stream_grads=True)).peak_bytes
+    sizes = {"chunk_size": CHUNKS.chunk_size, "head_chunk_size": CHUNKS.head_chunk_size}
+    plan = choose(asked, Limits(round(1.1 * least), 0), RATES, fixed=sizes)
+    assert plan.schedule.levels == 2
+    assert plan.fits
 
 
 # --- what cannot be laid out ------------------------------------------------------------------------------------------

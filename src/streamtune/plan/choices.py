@@ -51,14 +51,12 @@ class Space:
         length: Tokens of a row, or of a rank's part of it.
         limits: The memory; a tier without any is not used.
         fixed: Fields of the schedule that are given.
-        two_levels: True if layer inputs may be computed again.
     """
 
     layers: int
     length: int
     limits: Limits
     fixed: Mapping[str, Any]
-    two_levels: bool = True
 
     def options(self, name: str) -> tuple[Any, ...]:
         """Return the values of a field that are tried, that with the least device memory among them."""
@@ -77,7 +75,7 @@ class Space:
             case "levels":
                 if self.fixed.get("segment_size"):
                     return (2,)
-                return (1, 2) if self.two_levels and self.layers >= FEWEST_FOR_SEGMENTS else (1,)
+                return (1, 2) if self.layers >= FEWEST_FOR_SEGMENTS else (1,)
             case "keep_kv" | "keep_attention":
                 return ("no", "device", "host") if host else ("no", "device")
             case "stream_grads":

@@ -31,7 +31,7 @@ Found = tuple[Schedule, Simulation]
 
 def may_order_chunks(written: Mapping[str, Any], cluster: Cluster) -> bool:
     """Return True if nothing that is given excludes the order of chunks."""
-    return written.get("order") != "layer" and cluster.runs_layers_again and cluster.sequence_size == 1
+    return written.get("order") != "layer" and not cluster.gathers_layers and cluster.sequence_size == 1
 
 
 def best_in_chunk_order(workload: Workload, space: Space, simulate: Simulate) -> Found | None:

@@ -17,8 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from streamtune.engine.memory.placement import place_layers
+from streamtune.engine.memory.placement import extra_forwards, place_layers
 from streamtune.schedule import Schedule
+from streamtune.simulate.partition import moved_again
 from streamtune.simulate.simulate import Simulation, Work
 from streamtune.simulate.workload import Workload
 
@@ -126,7 +127,10 @@ class Estimator:
         self.of_a_kept_layer = added(keep_layers=1) if plain.weights == "device" else Figures({})
         """The figures that keeping one layer whole adds."""
         self.forwards = 0.0 if workload.scored is None else workload.scored.forwards
-        embedding = _embedding(workload)
+        model: Any = workload.make_model()
+        embedding: Tensor = model.get_input_embeddings().weight
+        self._gathered_again = Figures({f"{WORK}moved_bytes": float(moved_again(model, workload, 1))})
+        """What one extra forward copies from the host, where the weights wait there."""
         self.vocabulary = embedding.shape[0]
         element = 2 if plain.fetch_dtype == "bfloat16" else embedding.element_size()
         self.input_bytes = embedding.shape[1] * element * self.rows * self.length
@@ -172,6 +176,7 @@ class Estimator:
             held = min(streamed, _most_held(schedule, self.layers))
             forward = self._forward(attention=schedule.keep_attention == "no")
             total = self._on_device(-(streamed - held) * each).plus(forward, (streamed - held) / self.layers)
+            total = total.plus(self._gathered_again, sum(extra_forwards(schedule, self.layers)))
             streamed = held
         if schedule.offload != "device":
             # The gradient that is handed on waits there too, unless it takes the place of an input that stayed.
@@ -219,10 +224,3 @@ def _most_held(schedule: Schedule, layers: int) -> int:
         current = 0 if place.begins else current + 1
         longest = max(longest, current)
     return stored + longest
-
-
-def _embedding(workload: Workload) -> Tensor:
-    """Return the table of token embeddings: its second dimension is that of hidden states."""
-    model: Any = workload.make_model()
-    weight: Tensor = model.get_input_embeddings().weight
-    return weight

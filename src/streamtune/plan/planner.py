@@ -180,8 +180,7 @@ def _choose_in_layer_order(
     pace = Pace(workload, rates)
     model: Any = workload.make_model()
     layers = decoder_layers(model)
-    cluster = workload.cluster
-    space = Space(len(layers), workload.shard_tokens, limits, fixed or {}, two_levels=cluster.runs_layers_again)
+    space = Space(len(layers), workload.shard_tokens, limits, fixed or {})
     if _may_hold_all(space, workload, model.get_input_embeddings().weight) and (
         easy := _nothing_recomputed(space, workload, simulate)
     ):

@@ -17,7 +17,6 @@ from streamtune.plan.chunk_order import may_order_chunks, smallest_in_chunk_orde
 from streamtune.plan.estimate import Simulate
 from streamtune.plan.search import Attempt, Range, search_largest
 from streamtune.schedule import Schedule
-from streamtune.simulate.cluster import Cluster
 from streamtune.simulate.simulate import Simulation, simulate
 from streamtune.simulate.workload import Workload
 from streamtune.sizes import show_size
@@ -148,16 +147,14 @@ def excess_of(simulation: Simulation, limits: Limits) -> float:
     return limits.excess(simulation.peak_bytes, simulation.host_bytes, simulation.disk_bytes)
 
 
-def smallest_schedule(limits: Limits, written: Mapping[str, Any], cluster: Cluster) -> Schedule:
+def smallest_schedule(limits: Limits, written: Mapping[str, Any]) -> Schedule:
     """Return the schedule with the smallest chunks and nothing kept.
 
-    Layer inputs are on the furthest tier that has memory: disk, then host, then device. It has two levels if the
-    cluster may run layers again.
+    Layer inputs are on the furthest tier that has memory: disk, then host, then device. It has two levels.
 
     Args:
         limits: The memory.
         written: Fields of the schedule that are given, and stay; but for ``offload_dir`` where nothing goes to disk.
-        cluster: The ranks that run it.
 
     Raises:
         ArgumentError: The given fields contradict each other.
@@ -169,7 +166,7 @@ def smallest_schedule(limits: Limits, written: Mapping[str, Any], cluster: Clust
         tiers.insert(0, "disk")
     tiers += [tier for tier in ("host", "disk") if tier not in tiers and (tier == "host" or "offload_dir" in written)]
     sizes = {"chunk_size": CHUNKS[0], "head_chunk_size": HEAD_CHUNKS[0], "stream_grads": True}
-    for offload, levels in product(tiers, (2, 1) if cluster.runs_layers_again else (1,)):
+    for offload, levels in product(tiers, (2, 1)):
         chosen: dict[str, Any] = {**sizes, "offload": offload, "levels": levels, **written}
         if chosen["offload"] != "disk":
             chosen.pop("offload_dir", None)
@@ -194,7 +191,7 @@ def smallest_step(
         written: Fields of the schedule that are given.
         simulate: Simulates a step.
     """
-    schedule = smallest_schedule(limits, written, workload.cluster)
+    schedule = smallest_schedule(limits, written)
     found = simulate(workload, schedule)
     if (written.get("order") == "chunk" or excess_of(found, limits) > 0) and may_order_chunks(
         written, workload.cluster

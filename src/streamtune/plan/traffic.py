@@ -8,6 +8,8 @@ W ranks, on n nodes of g, of a model of P bytes with gradients of G, each rank s
     zero1        reduce           G (W - 1) / W, gather of what was updated G (W - 1) / W
     zero2        reduce       M x G (W - 1) / W, gather of what was updated G (W - 1) / W
     zero3, fsdp  gather       M x 2 P (W - 1) / W, reduce M x G (W - 1) / W
+                 and each layer that runs forward once more (``levels: 2``) another time; under FSDP2 not the last one
+                 of a segment, which is gathered for its backward by then
 
 of which G (n - 1) / (n g) crosses to another node, as in rings that leave a node once through each of its devices.
 Ranks that share a sequence send, of every chunk's queries, keys, values, outputs and their gradients, the part that is
@@ -24,7 +26,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from streamtune.engine import decoder_layers
-from streamtune.engine.memory.placement import place_layers
+from streamtune.engine.memory.placement import extra_forwards
 from streamtune.plan.rates import Rates, predict_seconds
 from streamtune.schedule import Schedule
 from streamtune.simulate.cluster import HeadCounts
@@ -159,7 +161,7 @@ class _Messages:
                 yield self._collective("reduction of gradients", often * buckets, often * self.trained)
                 yield self._collective("gathering of updated weights", buckets, self.trained)
             case _:
-                again = self._again(schedule)
+                again = self._again(schedule, begun=cluster.engine == "fsdp")
                 whole = round(times * (1 + self.forwards) * self.weights)
                 yield self._collective("gathering of weights, forward", times * self.modules, whole)
                 yield self._collective(
@@ -181,11 +183,17 @@ class _Messages:
 
     # --- sequences ----------------------------------------------------------------------------------------------------
 
-    def _again(self, schedule: Schedule) -> int:
-        """Return the number of layers that run forward once more, to compute inputs that were not stored."""
+    def _again(self, schedule: Schedule, *, begun: bool = False) -> int:
+        """Return the number of layers that run forward once more, to compute inputs that were not stored.
+
+        Args:
+            schedule: The schedule.
+            begun: Leave out the last one of each segment, whose weights are on their way for its backward.
+        """
         if self.workload.mode != "stream":
             return 0
-        return sum(not place.begins and not place.whole for place in place_layers(schedule, self.layers))
+        forwards = extra_forwards(schedule, self.layers)
+        return sum(forwards) - (sum(map(bool, forwards)) if begun else 0)
 
     def _sequences(self, schedule: Schedule) -> Iterator[Flow]:
         cluster = self.cluster

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from streamtune.recipe.batching import BucketSpec, batching_mistakes, turn_mistakes
-from streamtune.recipe.sharing import CHUNK_ORDER, QUANTISED, SHARING_PRESETS, WholeWeights, two_levels
+from streamtune.recipe.sharing import CHUNK_ORDER, QUANTISED, SHARING_PRESETS, WholeWeights
 from streamtune.recipe.spec import Count, Fraction, Rows, Spec, Steps, Text, at_most, mistake
 from streamtune.recipe.streaming import SHUFFLE_BUFFER, streaming_mistakes
 
@@ -586,5 +586,3 @@ class Recipe(Spec):
             yield QUANTISED
         if self.engine.order == "chunk":
             yield CHUNK_ORDER
-        if self.engine.written().get("levels") == 2:
-            yield two_levels("engine.levels" if self.engine.levels == 2 else "engine.segment_size")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["CHUNK_ORDER", "QUANTISED", "REPEATED", "SHARING_PRESETS", "VLLM", "WholeWeights", "two_levels"]
+__all__ = ["CHUNK_ORDER", "QUANTISED", "REPEATED", "SHARING_PRESETS", "VLLM", "WholeWeights"]
 
 SHARING_PRESETS = ("zero3", "zero3_offload")
 """Values of ``deepspeed`` with which each rank holds a part of the weights."""
@@ -47,16 +47,3 @@ CHUNK_ORDER = WholeWeights(
     "them each time",
     "write order: layer, or deepspeed: zero2",
 )
-
-
-def two_levels(key: str) -> WholeWeights:
-    """Return the refusal of two levels: a layer's weights are whole only while it computes.
-
-    Args:
-        key: The key that asks for them: ``engine.levels`` or ``engine.segment_size``.
-    """
-    return WholeWeights(
-        key,
-        "with two levels a layer's backward computes those before it again, whose weights are on other ranks then",
-        "delete the line, or write deepspeed: zero2; offload: host holds layer inputs as well",
-    )

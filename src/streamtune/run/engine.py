@@ -75,8 +75,8 @@ def plan_and_stream(
         start.device,
         completions=completions,
         reference_bytes=reference_bytes,
-        # A layer's shared weights are whole only while it computes: the forward of others cannot run in its backward.
-        fixed={"levels": 1, "order": "layer"} if start.shares_weights else {},
+        # In the order of chunks every layer would be gathered once for every chunk.
+        fixed={"order": "layer"} if start.shares_weights else {},
     )
     memory: Plan | None = None
     baselines: Mapping[str, int] = {}

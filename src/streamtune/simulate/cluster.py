@@ -157,10 +157,9 @@ class Cluster:
         return self.sequence_size > self.ranks_per_node
 
     @property
-    def runs_layers_again(self) -> bool:
-        """True if a layer may run outside of its own forward and backward, as two levels require: not where its weights
-        are gathered for these alone."""
-        return self.zero_stage < 3
+    def gathers_layers(self) -> bool:
+        """True if a rank holds a part of the weights, and a layer's are gathered while it runs."""
+        return self.zero_stage == 3
 
     def divided(self, size: int, stage: int) -> int:
         """Return the bytes of one rank, of ``size`` bytes that are divided from ``stage`` on."""

@@ -9,9 +9,10 @@
     fsdp            1 / W        1 / W        1 / W                     (in the dtype of the weights)
 
 In addition to its part a rank holds what is gathered and reduced: at stage 3 the weights of the layer that runs (a leaf
-module: whole, once), the embedding or the head while those run, and what is gathered ahead; with gradients, the bucket
-they are reduced from. The gradients that the engine returns for a layer, before they go there, are a part of the
-simulated step (``plan.simulate``).
+module: whole, once), the embedding or the head while those run, and what is gathered ahead; while a layer runs forward
+once more in the backward of another (``levels: 2``), the weights of both; with gradients, the bucket they are reduced
+from. The gradients that the engine returns for a layer, before they go there, are a part of the simulated step
+(``plan.simulate``).
 
 With ``zero3_offload`` a step also moves bytes over the link to the host, and its optimizer reads and writes the host's
 memory. A rank with a W-th of n trained parameters, in b bytes each, of weights of P bytes, sends and receives in a step
@@ -21,6 +22,7 @@ of M micro-batches whose weights run forward f times without gradient
                  4 n / W          in fp32, for the step
     weights      M x (2 + f) P / W   gathered forward and backward from the host; without ``offload_param`` b n / W
                                      once, those that were stepped
+                 M x a P_l / W       gathered for a layers, of P_l bytes each, that run forward once more
 
 and ``DeepSpeedCPUAdam`` touches ``4 + 2 x (4 + s) + 4 + b`` bytes a parameter: the gradient read, weight and s bytes of
 state (8 for Adam in fp32) read and written, the weight read once more and written in its own dtype. The copies overlap
@@ -31,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,8 +41,9 @@ from torch import nn
 
 from streamtune.adapters import base_of
 from streamtune.engine import decoder_layers
+from streamtune.engine.memory.placement import extra_forwards
 from streamtune.engine.weights.waiting import waiting_parameters
-from streamtune.schedule import WeightTier
+from streamtune.schedule import Schedule, WeightTier
 from streamtune.simulate.cluster import Cluster
 from streamtune.simulate.memory import distinct_bytes, held_bytes
 from streamtune.simulate.meta_operators import meta_copy
@@ -49,7 +52,7 @@ from streamtune.simulate.trace import WORK, CellPlace, Trace
 if TYPE_CHECKING:
     from streamtune.simulate.workload import Workload
 
-__all__ = ["Holdings", "outside_bytes", "trained_bytes"]
+__all__ = ["Holdings", "moved_again", "outside_bytes", "trained_bytes"]
 
 FP32 = 4
 
@@ -60,7 +63,8 @@ class Holdings:
 
     Attributes:
         weights: Bytes of the weights.
-        gathered: Bytes of the weights that are gathered while they are used, without the rank's own part, by phase.
+        gathered: Bytes of the weights that are gathered while they are used, without the rank's own part, by phase;
+            by ``again`` where a layer runs forward in the backward of another.
         master: Bytes of the weights in fp32 that the optimizer steps.
         state: Bytes of the optimizer's state.
         gradients: Bytes of gradients when all are there.
@@ -90,7 +94,7 @@ class Holdings:
 
     @classmethod
     def of(cls, model: nn.Module, workload: Workload, weights_in: WeightTier = "device") -> Holdings:
-        """Compute the holdings for a model on ``meta`` whose weights wait in ``weights_in``."""
+        """Compute the holdings for a model on ``meta`` at one level, whose weights wait in ``weights_in``."""
         if weights_in == "host":
             return _with_waiting_weights(model, workload)
         cluster = workload.cluster
@@ -125,7 +129,7 @@ class Holdings:
             temporary = 0
         return cls(
             **kept,
-            gathered=_gathered(model, cluster),
+            gathered=_gathered(model, cluster, 0),
             divided=cluster.zero_stage >= 2,
             buckets=buckets,
             temporary=temporary,
@@ -133,6 +137,27 @@ class Holdings:
             host_touched=host_touched,
             host_moved=host_moved,
         )
+
+    def scheduled(self, model: nn.Module, workload: Workload, schedule: Schedule) -> Holdings:
+        """Return the holdings of a streamed step by ``schedule``: layers that run again are gathered again."""
+        cluster = workload.cluster
+        if not cluster.gathers_layers or workload.mode != "stream":
+            return self
+        forwards = extra_forwards(schedule, len(decoder_layers(model)))
+        return replace(
+            self,
+            gathered=_gathered(model, cluster, max(forwards, default=0)),
+            host_moved=self.host_moved + moved_again(model, workload, sum(forwards)),
+        )
+
+
+def moved_again(model: nn.Module, workload: Workload, forwards: int) -> int:
+    """Return the bytes that a step copies from the host for extra forwards of layers whose weights wait there."""
+    cluster = workload.cluster
+    if not cluster.weights_on_host:
+        return 0
+    layer = cluster.divided(max(held_bytes(layer) for layer in decoder_layers(model)), 3)
+    return workload.micro_batches * forwards * layer
 
 
 STEP_TOUCHED = 7
@@ -215,22 +240,35 @@ def outside_bytes(model: nn.Module) -> list[int]:
     return [p.nbytes for p in model.parameters() if id(p) not in inside]
 
 
-def _gathered(model: nn.Module, cluster: Cluster) -> dict[str, int]:
-    """Return the bytes of gathered weights in addition to a rank's own part, by phase."""
-    if cluster.zero_stage < 3:
-        return dict.fromkeys(("reference", "forward", "head", "backward"), 0)
+def _gathered(model: nn.Module, cluster: Cluster, again: int) -> dict[str, int]:
+    """Return the bytes of gathered weights in addition to a rank's own part, by phase.
+
+    Args:
+        model: The model.
+        cluster: The ranks.
+        again: Layers of the longest segment that run forward once more.
+    """
+    phases = ("reference", "forward", "head", "backward", "again")
+    if not cluster.gathers_layers:
+        return dict.fromkeys(phases, 0)
     layers, outside = decoder_layers(model), outside_bytes(model)
     inner, outer = max(held_bytes(layer) for layer in layers), max(outside, default=0)
     if cluster.engine == "fsdp":  # the root's own weights stay from the forward on, and the next layer is fetched
-        sizes = {"forward": 2 * inner + sum(outside), "head": sum(outside), "backward": 2 * inner + sum(outside)}
+        root = sum(outside)
+        sizes = {"forward": 2 * inner + root, "head": root, "backward": 2 * inner + root}
+        sizes["again"] = sizes["backward"] + (inner if again > 1 else 0)  # the last one is that which is fetched
     else:
         element = next(model.parameters()).element_size()
-        kept = _kept_for_reuse(inner, outer, len(layers), element * cluster.buckets.reuse)
+        reuse = element * cluster.buckets.reuse
+        kept = _kept_for_reuse(inner, outer, len(layers), reuse)
         ahead = element * cluster.buckets.prefetch
+        segment = min(again, -(-reuse // (2 * inner))) * inner  # kept from their extra forward to their backward
         forward = max(inner + ahead, outer, kept)
-        sizes = {"forward": forward, "head": outer + kept, "backward": max(outer, max(inner, kept) + ahead)}
+        sizes = {"forward": forward, "head": outer + kept}
+        sizes["backward"] = max(outer, max(inner + segment, kept) + ahead)
+        sizes["again"] = max(outer, max(inner + max(inner, segment), kept) + ahead) if again else sizes["backward"]
     sizes["reference"] = sizes["forward"]
-    return {phase: size - size // cluster.ranks for phase, size in sizes.items()}
+    return {phase: sizes[phase] - sizes[phase] // cluster.ranks for phase in phases}
 
 
 def _kept_for_reuse(layer: int, head: int, count: int, reuse: int) -> int:

@@ -132,7 +132,8 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
         "holdings", workload.cluster, workload.make_optimizer, workload.device_type, workload.micro_batches, forwards,
         schedule.weights, workload.passes, workload.optim_in_backward,
     )  # fmt: skip
-    fixed = fact_of(model, held, lambda: Holdings.of(model, workload, schedule.weights))
+    held_always = fact_of(model, held, lambda: Holdings.of(model, workload, schedule.weights))
+    fixed = held_always.scheduled(model, workload, schedule)
     attempts = [(False, False)] if full else [(True, True), (True, False), (False, True), (False, False)]
     for layers, chunks in attempts:
         try:
@@ -219,7 +220,8 @@ def _told(
         held[:, keys] = (held[:, keys] * shard.copies).to(held.dtype)
         totals = held.sum(1)
         at = int(totals.argmax())
-        constant = {**beside, "gathered": fixed.gathered[place.phase], ACTIVATION: rows}
+        again = place.phase == "backward" and place.pass_name == "store"
+        constant = {**beside, "gathered": fixed.gathered["again" if again else place.phase], ACTIVATION: rows}
         constant[KEYS] = 0 if place.phase == "head" else passing[place.phase]
         total = int(totals[at]) + sum(constant.values())
         if total > peaks.get(place.phase, (-1, {}))[0]:

@@ -18,7 +18,7 @@ from streamtune.engine.memory.tiers import DeviceTier, HostTier, Tier
 from streamtune.schedule import Schedule
 from streamtune.schedule import Tier as TierName
 
-__all__ = ["Placement", "Tiers", "best_segment_size", "place_layers"]
+__all__ = ["Placement", "Tiers", "best_segment_size", "extra_forwards", "place_layers"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,19 @@ def place_layers(schedule: Schedule, count: int) -> list[Placement]:
     )
     placed = [_place(schedule, index, streamed, size) for index in range(streamed)]
     return placed + [Placement(whole=True)] * whole
+
+
+def extra_forwards(schedule: Schedule, count: int) -> list[int]:
+    """Return the number of layers that run forward once more in the backward, for each segment of ``count`` layers."""
+    found: list[int] = []
+    for place in place_layers(schedule, count):
+        if place.whole:
+            continue
+        if place.begins:
+            found.append(0)
+        else:
+            found[-1] += 1
+    return found
 
 
 def _place(schedule: Schedule, index: int, count: int, size: int) -> Placement:
