@@ -22,6 +22,7 @@ from streamtune import models, train
 from streamtune.data import Tree, assign_rows, collate
 from streamtune.data.records import Example
 from streamtune.distributed.deepspeed_config import PRESETS
+from streamtune.models.quantize import quantize
 from streamtune.recipe import DpoRecipe, Recipe
 from streamtune.run.ranks import make_backend, sequence_ranks
 from streamtune.tasks.preference import PairObjective, PreferenceBatch, tree_batch
@@ -54,20 +55,22 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         sequence_parallel=case.get("form", "auto"),
     )
     model = build(case.get("family", "llama"), **case.get("settings", {})).train()
-    if recipe.finetuning_type == "lora":
+    adapters = recipe.finetuning_type != "full"  # which are their own reference, without themselves
+    if recipe.finetuning_type == "qlora":
+        quantize(model, "nf4", torch.device("cpu"))
+    if adapters:
         model = models.add_lora(model, r=4, alpha=8, dropout=0.0, target="all-linear", seed=0)
         for name, parameter in model.named_parameters():  # B is zero at first, and then A has no gradient
             if "lora_B" in name:  # small, as training leaves them: saturated pairs have a gradient of rounding alone
                 nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(1))
     plain, reference = copy.deepcopy(model), copy.deepcopy(model).requires_grad_(False)
-    adapters = recipe.finetuning_type == "lora"  # which are their own reference, without themselves
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             if "lora_B" in name:
                 parameter.zero_()
             elif not adapters:
                 parameter.add_(0.02)
-    truth = _Truth(in_float64(plain), recipe, in_float64(reference))
+    truth = _Truth(in_float64(_written_out(plain)), recipe, in_float64(_written_out(reference)))
     torchs = _Truth(plain, recipe, copy.deepcopy(reference))
     chunk = case.get("chunk", 5)
     shared = sequence_ranks(recipe, world)
@@ -115,6 +118,24 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     found["fillers"] = sum(world.gather(sum(batch.filler for batch in batches)))
     backend.close()
     return found
+
+
+def _written_out(model: Any) -> Any:
+    """The model with the weights that 4-bit layers compute with; itself if it has none."""
+    if models.quantization(model) is None:
+        return model
+    import bitsandbytes
+
+    model = copy.deepcopy(model)
+    for name, module in list(model.named_modules()):
+        weight = module._parameters.get("weight")
+        if type(weight).__name__ == "Params4bit":
+            values = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+            linear = nn.Linear(*reversed(values.shape), bias=module.bias is not None)
+            linear.weight, linear.bias = nn.Parameter(values, requires_grad=False), module.bias
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, linear)
+    return model
 
 
 def _deepspeed(engine: str) -> str | None:

@@ -14,12 +14,17 @@ from streamtune.distributed.deepspeed_config import PRESETS, stage_of
 from streamtune.errors import ArgumentError
 from streamtune.recipe import load_recipe
 from streamtune.recipe.sharing import SHARING_PRESETS
+from streamtune.run.model import choose_quantization
 from streamtune.run.ranks import check_layout, shares_weights
 from streamtune.tasks import TASKS
 
 GRPO = "objective: grpo\nreward_funcs: [exact_match]\n"
 REFUSED = [
-    ("finetuning_type: qlora\n", "quantised weights cannot be shared between ranks", "write deepspeed: zero2"),
+    (
+        "finetuning_type: qlora\nquantization: int8\n",
+        "weights that torchao quantised (int8) cannot be divided between ranks",
+        "write quantization: nf4",
+    ),
     (f"{GRPO}use_vllm: true\n", "vLLM needs the whole weights on each rank", "let transformers write"),
     (f"{GRPO}repetition_penalty: 1.1\n", "ranks that share their weights write in step", "repetition_penalty: 1.0"),
 ]
@@ -46,6 +51,15 @@ def test_a_run_refuses_them_for_a_file_of_stage_3(write: Any, tmp_path: Path, li
         check_layout(recipe, 2, shares_weights=shares_weights(recipe))
     assert caught.value.what.startswith(what)
     assert mend in caught.value.mend
+
+
+def test_ranks_that_divide_a_quantised_base_have_the_kind_that_can_be(write: Any, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    kinds = {
+        line: choose_quantization(load_recipe(write(f"{line}\nfinetuning_type: qlora\n")).recipe, torch.device("cpu"))
+        for line in ("fsdp: true", "deepspeed: zero3", f"deepspeed: {tmp_path / 'ds.json'}", "deepspeed: zero2")
+    }
+    assert list(kinds.values()) == ["nf4", "nf4", "nf4", "int8"]
 
 
 def test_completions_that_make_no_whole_steps_of_the_ranks_are_refused_before_anything_is_loaded(write: Any) -> None:

@@ -12,14 +12,15 @@ from torch.distributed.tensor import DTensor
 import streamtune
 from streamtune import train
 from streamtune.engine import decoder_layers
-from streamtune.models import blueprint
+from streamtune.models import add_lora, blueprint
+from streamtune.models.quantize import quantize
 from streamtune.recipe import Recipe
 from streamtune.run.cluster import RanksAsked, cluster_of
 from streamtune.run.plan import make_workload
 from streamtune.run.ranks import make_backend
 from streamtune.simulate.cluster import Links
-from streamtune.simulate.memory import distinct_bytes, held_bytes
-from streamtune.simulate.partition import Holdings
+from streamtune.simulate.memory import distinct_bytes, scales_bytes
+from streamtune.simulate.partition import Holdings, divided_bytes
 from tests.simulate.cluster_kit import CONFIG
 
 LENGTH = 96
@@ -37,17 +38,20 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         dtype=dtype,
         deepspeed=engine if engine.startswith("zero") else None,
         fsdp=engine == "fsdp",
+        finetuning_type=case.get("finetuning", "full"),
     )
     schedule = streamtune.Schedule(chunk_size=32, **case.get("schedule", {}))
     return {"planned": _planned(recipe, world, schedule), "held": _held(recipe, world, schedule)}
 
 
 def _planned(recipe: Recipe, world: train.World, schedule: streamtune.Schedule) -> dict[str, int]:
-    model = blueprint(CONFIG, dtype=recipe.dtype)
+    model = blueprint(CONFIG, dtype=recipe.dtype, quantization="nf4" if recipe.finetuning_type == "qlora" else None)
+    with torch.device("meta"):
+        model = _adapted(recipe, model)
     cluster = cluster_of(recipe, model, RanksAsked(world.size, 1), Links())
     workload = make_workload(recipe, model, LENGTH, torch.device("cpu"), cluster=cluster)
     found = Holdings.of(model, workload).scheduled(model, workload, schedule)
-    ahead = max(held_bytes(layer) for layer in decoder_layers(model)) if recipe.fsdp else 0
+    ahead = max(map(divided_bytes, decoder_layers(model))) if recipe.fsdp else 0
     return {
         "weights": found.weights,
         "master": found.master,
@@ -63,6 +67,10 @@ def _held(recipe: Recipe, world: train.World, schedule: streamtune.Schedule) -> 
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are no parameters
+    if recipe.finetuning_type == "qlora":
+        quantize(model, "nf4", torch.device("cpu"))
+    model = _adapted(recipe, model)
+    scales = scales_bytes(model)
     handle = streamtune.stream(model, schedule=schedule)
     backend = make_backend(recipe, model, handle.layers, world)
     whole: list[int] = []
@@ -78,7 +86,7 @@ def _held(recipe: Recipe, world: train.World, schedule: streamtune.Schedule) -> 
         backend.clip_gradients(recipe.max_grad_norm)
         backend.step(1e-4)
     found = {
-        "weights": _bytes(getattr(p, "ds_tensor", p) for p in model.parameters()),
+        "weights": _bytes(getattr(p, "ds_tensor", p) for p in model.parameters()) + scales,
         "master": _bytes(_master(backend)),
         "state": _bytes(_state(backend)),
         "gradients": gradients,
@@ -86,6 +94,12 @@ def _held(recipe: Recipe, world: train.World, schedule: streamtune.Schedule) -> 
     }
     backend.close()
     return found
+
+
+def _adapted(recipe: Recipe, model: Any) -> Any:
+    if recipe.finetuning_type == "full":
+        return model
+    return add_lora(model, r=32, alpha=64, dropout=0.0, target="all-linear", seed=0)
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

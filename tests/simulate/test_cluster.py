@@ -138,6 +138,7 @@ def test_ranks_hold_what_a_plan_says() -> None:
     cases: list[dict[str, Any]] = [{"engine": engine} for engine in ("ddp", "zero1", "zero2", "zero3", "fsdp")]
     cases += [{"engine": engine, "schedule": {"levels": 2, "segment_size": 3}} for engine in ("zero3", "fsdp")]
     cases = [{**case, "dtype": "bfloat16"} for case in cases]
+    cases += [{"engine": engine, "finetuning": "qlora", "dtype": "float32"} for engine in ("zero3", "fsdp")]
     for case, found in run_ranks(2, "tests.simulate.partition_cases", cases).items():
         assert found["planned"] == pytest.approx(found["held"], rel=1e-3), case
 

@@ -31,7 +31,7 @@ from streamtune.models.load import (
     load_model,
 )
 from streamtune.models.positions import RopeChange, position_limit, pretrained_positions
-from streamtune.models.quantize import add_lora, choose_quantization, load_lora, quantization
+from streamtune.models.quantize import add_lora, choose_quantization, divide_packed, load_lora, quantization
 from streamtune.models.sample import ask, likeliest_tokens, sample_text
 from streamtune.models.tokenizer import (
     CHATML_TEMPLATE,
@@ -64,6 +64,7 @@ __all__ = [
     "defer_init",
     "defer_load",
     "deferred_of",
+    "divide_packed",
     "fingerprint_files",
     "fingerprint_model",
     "fingerprint_tokenizer",

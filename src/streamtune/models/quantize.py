@@ -44,7 +44,7 @@ from streamtune.errors import did_you_mean
 if TYPE_CHECKING:  # it imports every quantiser there is: two seconds that only adapters are worth
     from peft import PeftModel
 
-__all__ = ["add_lora", "choose_quantization", "load_lora", "logical_size", "quantization", "quantize"]
+__all__ = ["add_lora", "choose_quantization", "divide_packed", "load_lora", "logical_size", "quantization", "quantize"]
 
 PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
 """The package that each kind needs; the extra ``streamtune[quant]`` installs both."""
@@ -117,6 +117,40 @@ def logical_size(parameter: torch.Tensor) -> int:
     state = getattr(parameter, "quant_state", None)
     whole: int = getattr(parameter, "ds_numel", parameter.numel())
     return whole if state is None else state.shape.numel()
+
+
+def divide_packed(model: nn.Module, *, keeps_objects: bool) -> None:
+    """Let ranks divide the 4-bit weights of a model: as numbers of the dtype of its other weights, of the same bits.
+
+    Engines that share weights divide floating-point parameters. The scales of a weight's blocks stay whole on each
+    rank, with the module: a 32nd of the packed weights.
+
+    Args:
+        model: On its device, with its adapters; changed in place.
+        keeps_objects: True for an engine that gathers weights into the parameter that it divided (ZeRO-3), False for
+            one that puts another in its place (FSDP2).
+
+    Raises:
+        ArgumentError: The packed bytes of a weight do not fill whole numbers of that dtype.
+    """
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point() and not p.requires_grad), torch.float32)
+    for name, module in model.named_modules():
+        weight: Any = module._parameters.get("weight")
+        if type(weight).__name__ != "Params4bit":
+            continue
+        if weight.nbytes % dtype.itemsize:
+            raise ArgumentError(
+                f"the 4-bit weight of {name} has {weight.nbytes:,} bytes, which do not make whole numbers of {dtype}",
+                where="finetuning_type",
+                mend="write deepspeed: zero2 (each rank keeps the quantised base), or finetuning_type: lora",
+            )
+        held: Any = module
+        held.quant_state, held.quant_storage = weight.quant_state, dtype
+        packed = weight.data.view(-1).view(torch.uint8).view(dtype)[:, None]
+        if keeps_objects:
+            weight.data, weight.quant_storage = packed, dtype
+        else:  # bitsandbytes finds the scales with the module when the weight has none
+            held.weight = nn.Parameter(packed, requires_grad=False)
 
 
 def _convert(model: PreTrainedModel, kind: str, device: torch.device) -> None:

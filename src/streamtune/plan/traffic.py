@@ -30,8 +30,7 @@ from streamtune.engine.memory.placement import extra_forwards
 from streamtune.plan.rates import Rates, predict_seconds
 from streamtune.schedule import Schedule
 from streamtune.simulate.cluster import HeadCounts
-from streamtune.simulate.memory import held_bytes
-from streamtune.simulate.partition import outside_bytes, trained_bytes
+from streamtune.simulate.partition import divided_bytes, outside_bytes, trained_bytes
 from streamtune.simulate.shard import heads_of, shard_of
 
 if TYPE_CHECKING:
@@ -132,8 +131,8 @@ class _Messages:
         self.workload, self.cluster = workload, workload.cluster
         self.layers = len(decoder_layers(model))
         self.modules = self.layers + len(outside_bytes(model))
-        self.weights, self.trained = held_bytes(model), trained_bytes(model)
-        self.layer_weights = max(held_bytes(layer) for layer in decoder_layers(model))
+        self.weights, self.trained = divided_bytes(model), trained_bytes(model)
+        self.layer_weights = max(map(divided_bytes, decoder_layers(model)))
         self.elements = sum(p.numel() for p in model.parameters() if p.requires_grad)
         embedding = model.get_input_embeddings().weight.element_size()
         self.element = 2 if workload.autocast else embedding

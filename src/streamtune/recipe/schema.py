@@ -582,7 +582,7 @@ class Recipe(Spec):
 
     def needs_whole_weights(self) -> Iterator[WholeWeights]:
         """Yield the choices of this recipe that are refused where ranks share the weights."""
-        if self.finetuning_type == "qlora":
+        if self.quantization == "int8":
             yield QUANTISED
         if self.engine.order == "chunk":
             yield CHUNK_ORDER

@@ -23,9 +23,9 @@ class WholeWeights(NamedTuple):
 
 
 QUANTISED = WholeWeights(
-    "finetuning_type",
-    "quantised weights cannot be shared between ranks",
-    "write deepspeed: zero2 (each rank keeps the quantised base), or finetuning_type: lora",
+    "quantization",
+    "weights that torchao quantised (int8) cannot be divided between ranks",
+    "write quantization: nf4, or deepspeed: zero2 (each rank keeps the quantised base)",
 )
 
 VLLM = WholeWeights(

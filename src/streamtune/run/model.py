@@ -41,6 +41,7 @@ __all__ = [
     "make_reference_blueprint",
     "make_reference_model",
     "make_trial_model",
+    "shares_weights",
 ]
 
 
@@ -278,7 +279,25 @@ def choose_quantization(recipe: Recipe, device: torch.device) -> str | None:
     Raises:
         ArgumentError: A library that it needs is not installed.
     """
-    return models.choose_quantization(recipe.quantization, device) if recipe.finetuning_type == "qlora" else None
+    if recipe.finetuning_type != "qlora":
+        return None
+    kind = recipe.quantization
+    if kind == "auto" and shares_weights(recipe):  # the kind that can be divided
+        kind = "nf4"
+    return models.choose_quantization(kind, device)
+
+
+def shares_weights(recipe: Recipe) -> bool:
+    """Return True if each rank holds a part of the weights, which are whole only while a layer computes.
+
+    Raises:
+        ArgumentError: The DeepSpeed configuration cannot be read.
+    """
+    if recipe.deepspeed is None:
+        return recipe.fsdp
+    from streamtune.distributed.deepspeed_config import read_config, stage_of
+
+    return stage_of(read_config(recipe.deepspeed)) == 3
 
 
 def _base_model(

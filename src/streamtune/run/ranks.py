@@ -25,7 +25,7 @@ from streamtune.errors import ArgumentError
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import choose_device, prepare_libraries
-from streamtune.run.model import choose_quantization, make_optimizer
+from streamtune.run.model import choose_quantization, make_optimizer, shares_weights
 from streamtune.tasks import TASKS, Task
 from streamtune.tasks.steps import accumulation
 from streamtune.tasks.task import Notify
@@ -130,19 +130,6 @@ def sequence_ranks(recipe: Recipe, world: train.World) -> SequenceParallel | Non
     return SequenceParallel(sequence_group(world.sequence_size), form=recipe.sequence_parallel)
 
 
-def shares_weights(recipe: Recipe) -> bool:
-    """Return True if each rank holds a part of the weights, which are whole only while a layer computes.
-
-    Raises:
-        ArgumentError: The DeepSpeed configuration cannot be read.
-    """
-    if recipe.deepspeed is None:
-        return recipe.fsdp
-    from streamtune.distributed.deepspeed_config import read_config, stage_of
-
-    return stage_of(read_config(recipe.deepspeed)) == 3
-
-
 def make_backend(
     recipe: Recipe, model: Any, layers: Iterable[nn.Module], world: train.World, device: torch.device | None = None
 ) -> train.Backend:
@@ -159,6 +146,8 @@ def make_backend(
         ArgumentError: DeepSpeed is not installed or refuses what is asked of it.
     """
     layers = list(layers)
+    if shares_weights(recipe) and models.quantization(model) == "nf4":
+        models.divide_packed(model, keeps_objects=recipe.deepspeed is not None)
     if recipe.deepspeed is not None:
         from streamtune.distributed.backends.deepspeed import DeepSpeedBackend, check_deepspeed, share_module
         from streamtune.distributed.deepspeed_config import resolve_config

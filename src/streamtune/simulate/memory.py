@@ -30,6 +30,7 @@ __all__ = [
     "distinct_bytes",
     "held_bytes",
     "held_tensors",
+    "scales_bytes",
 ]
 
 ACTIVATION, INPUT, GRADIENT = "activation", "layer input", "gradient"
@@ -191,11 +192,24 @@ def held_tensors(model: nn.Module) -> Iterator[Tensor]:
         if is_traceable_wrapper_subclass(tensor):  # torchao: int8 values and scales; the wrapper has no bytes
             todo += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
             continue
-        yield tensor
-        state = getattr(tensor, "quant_state", None)  # bitsandbytes: scales of blocks, and scales of those
-        while state is not None:  # not as it writes itself out: that copies some, and these would be other storages
-            todo += [item for item in vars(state).values() if isinstance(item, Tensor)]
-            state = getattr(state, "state2", None)
+        yield from _with_scales(tensor)
+
+
+def _with_scales(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor and, if it is packed by bitsandbytes, the scales of its blocks, and the scales of those."""
+    yield tensor
+    state = getattr(tensor, "quant_state", None)
+    while state is not None:  # not as it writes itself out: that copies some, and these would be other storages
+        yield from (item for item in vars(state).values() if isinstance(item, Tensor))
+        state = getattr(state, "state2", None)
+
+
+def scales_bytes(model: nn.Module) -> int:
+    """Return the bytes of the scales of 4-bit weights, which ranks that divide the weights hold whole."""
+    packed = [x for x in model.parameters() if getattr(x, "quant_state", None) is not None]
+    own = {_address(x) for x in packed}
+    tensors = [x for p in packed for x in _with_scales(p) if _address(x) not in own]
+    return distinct_bytes(tensors)
 
 
 def held_bytes(model: nn.Module) -> int:

@@ -8,6 +8,8 @@
     zero3_offload   1 / W        host         host
     fsdp            1 / W        1 / W        1 / W                     (in the dtype of the weights)
 
+The scales of 4-bit weights stay whole on each rank.
+
 In addition to its part a rank holds what is gathered and reduced: at stage 3 the weights of the layer that runs (a leaf
 module: whole, once), the embedding or the head while those run, and what is gathered ahead; while a layer runs forward
 once more in the backward of another (``levels: 2``), the weights of both; with gradients, the bucket they are reduced
@@ -45,14 +47,14 @@ from streamtune.engine.memory.placement import extra_forwards
 from streamtune.engine.weights.waiting import waiting_parameters
 from streamtune.schedule import Schedule, WeightTier
 from streamtune.simulate.cluster import Cluster
-from streamtune.simulate.memory import distinct_bytes, held_bytes
+from streamtune.simulate.memory import distinct_bytes, held_bytes, scales_bytes
 from streamtune.simulate.meta_operators import meta_copy
 from streamtune.simulate.trace import WORK, CellPlace, Trace
 
 if TYPE_CHECKING:
     from streamtune.simulate.workload import Workload
 
-__all__ = ["Holdings", "moved_again", "outside_bytes", "trained_bytes"]
+__all__ = ["Holdings", "divided_bytes", "moved_again", "outside_bytes", "trained_bytes"]
 
 FP32 = 4
 
@@ -98,7 +100,8 @@ class Holdings:
         if weights_in == "host":
             return _with_waiting_weights(model, workload)
         cluster = workload.cluster
-        weights, trained = cluster.divided(held_bytes(model), 3), trained_bytes(model)
+        scales = scales_bytes(model) if cluster.gathers_layers else 0
+        weights, trained = cluster.divided(held_bytes(model) - scales, 3), trained_bytes(model)
         state, temporary, touched = _optimizer_step(_stepped(model, cluster), workload)
         state, temporary, touched = (cluster.divided(size, 1) for size in (state, temporary, touched))
         count = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -110,11 +113,17 @@ class Holdings:
         if workload.optim_in_backward and workload.micro_batches == 1:  # each is stepped and freed when it is there
             gradients = _largest_gradients(model, [p for p in model.parameters() if p.requires_grad])
             temporary = min(temporary, gradients)
-        kept = {"weights": weights, "master": master, "state": state, "gradients": gradients, "touched": touched}
+        kept = {
+            "weights": weights + scales,
+            "master": master,
+            "state": state,
+            "gradients": gradients,
+            "touched": touched,
+        }
         host: dict[str, int] = {}
         host_touched = host_moved = 0
         if cluster.weights_on_host:
-            host["weights"], kept["weights"] = weights, 0
+            host["weights"], kept["weights"] = weights, scales
         if cluster.optimizer_on_host:
             host |= {"fp32 weights": master, "optimizer": state, "gradients": master}
             own = cluster.divided(trained, 3)
@@ -156,7 +165,7 @@ def moved_again(model: nn.Module, workload: Workload, forwards: int) -> int:
     cluster = workload.cluster
     if not cluster.weights_on_host:
         return 0
-    layer = cluster.divided(max(held_bytes(layer) for layer in decoder_layers(model)), 3)
+    layer = cluster.divided(max(map(divided_bytes, decoder_layers(model))), 3)
     return workload.micro_batches * forwards * layer
 
 
@@ -234,6 +243,11 @@ def trained_bytes(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
+def divided_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's weights and buffers that ranks may divide: all but the scales of 4-bit weights."""
+    return held_bytes(model) - scales_bytes(model)
+
+
 def outside_bytes(model: nn.Module) -> list[int]:
     """Return the bytes of each parameter outside of the layers: embeddings, the head, norms."""
     inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
@@ -252,7 +266,7 @@ def _gathered(model: nn.Module, cluster: Cluster, again: int) -> dict[str, int]:
     if not cluster.gathers_layers:
         return dict.fromkeys(phases, 0)
     layers, outside = decoder_layers(model), outside_bytes(model)
-    inner, outer = max(held_bytes(layer) for layer in layers), max(outside, default=0)
+    inner, outer = max(map(divided_bytes, layers)), max(outside, default=0)
     if cluster.engine == "fsdp":  # the root's own weights stay from the forward on, and the next layer is fetched
         root = sum(outside)
         sizes = {"forward": 2 * inner + root, "head": root, "backward": 2 * inner + root}

@@ -1,0 +1,83 @@
+"""4-bit weights that ranks divide: the bits that a rank gathers, and the bytes it holds between calls."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import bitsandbytes
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import streamtune
+from streamtune import models
+from streamtune.models.quantize import quantize
+from streamtune.recipe import Recipe
+from streamtune.run.ranks import make_backend
+from streamtune.train import World
+from tests.exactness.families import VOCAB, build
+
+
+def run(case: dict[str, Any]) -> dict[str, Any]:
+    """``same``: layers whose gathered packed weights have the bits they had whole; ``part``: of all bytes, this rank's.
+
+    ``written`` is that of weights whose values, written out in a layer's call, are those of before.
+    """
+    model: Any = build("qwen3", hidden_size=64, intermediate_size=128).to(getattr(torch, case["dtype"])).train()
+    quantize(model, "nf4", torch.device("cpu"))
+    model = models.add_lora(model, r=4, alpha=8, dropout=0.0, target="all-linear", seed=0)
+    whole = {name: copy.deepcopy(module) for name, module in _packed(model)}
+    size = sum(module.weight.nbytes for module in whole.values())
+    handle = streamtune.stream(model, chunk_size=8)
+    recipe = Recipe(
+        model_name_or_path="none",
+        datasets=[{"path": "none"}],
+        max_length=64,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        dtype=case["dtype"],
+        finetuning_type="qlora",
+        deepspeed=None if case["engine"] == "fsdp" else case["engine"],
+        fsdp=case["engine"] == "fsdp",
+    )
+    backend = make_backend(recipe, model, handle.layers, World(torch.distributed.get_rank(), 2))
+    same, written = [], []
+    for name, module in _packed(model):
+
+        def compare(module: nn.Module, args: Any, name: str = name) -> None:
+            was, now = whole[name].weight, module.weight
+            same.append(torch.equal(_bytes(now.detach()), _bytes(was.detach())))
+            eye = torch.eye(module.in_features, dtype=args[0].dtype)
+            written.append(torch.equal(type(module).forward(module, eye), type(module).forward(whole[name], eye)))
+
+        module.register_forward_pre_hook(streamtune.chunkwise(compare))
+    ids = torch.randint(3, VOCAB, (1, 30), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        backend.backward(backend.model(input_ids=ids, labels=ids).loss)
+        backend.clip_gradients(1.0)
+        backend.step(1e-3)
+    held = sum(_held(module.weight) for _, module in _packed(model))
+    backend.close()
+    return {"same": same, "written": written, "part": held / size, "scales": _scales(whole) / size}
+
+
+def _packed(model: nn.Module) -> list[tuple[str, Any]]:
+    """The layers of bitsandbytes, not those of peft around them, by name."""
+    return [(name, module) for name, module in model.named_modules() if type(module) is bitsandbytes.nn.Linear4bit]
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def _held(weight: Any) -> int:
+    """Bytes of a weight that this rank holds between calls."""
+    if isinstance(weight, DTensor):
+        return weight.to_local().nbytes
+    return weight.ds_tensor.nbytes + (weight.data.nbytes if weight.ds_status.name == "AVAILABLE" else 0)
+
+
+def _scales(modules: dict[str, Any]) -> int:
+    states = [module.weight.quant_state for module in modules.values()]
+    return sum(state.absmax.nbytes + state.state2.absmax.nbytes for state in states)
