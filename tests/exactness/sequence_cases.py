@@ -49,6 +49,26 @@ class Case:
         return "-".join(words)
 
 
+RECURRENT = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "lfm2",
+    "lfm2_moe",
+    "nemotron_h",
+    "granitemoehybrid",
+    "bamba",
+    "jamba",
+    "zamba",
+    "zamba2",
+    "falcon_h1",
+    "zaya",
+    "minimax",
+    "kimi_linear",
+    "olmo_hybrid",
+)
+"""Families with states: gated delta rules, Mamba-1 and -2, linear attention, short convolutions."""
+
 KEPT = {"keep_kv": "device", "keep_attention": "device"}
 HOST = {"offload": "host", "keep_kv": "host", "keep_attention": "host", "stream_grads": True}
 CASES = [
@@ -78,6 +98,13 @@ CASES = [
     Case("qwen3", "right", "ring", check="groups", sizes=(4,), slow=True),
     Case("llama", check="traffic"),
     Case("llama", check="traffic", form="ring"),
+    Case("qwen3_next", "left", schedule=KEPT),
+    Case("mamba2", "plain", sizes=(4,)),
+    Case("lfm2", "right", schedule={"keep_layers": 1}, sizes=(2,)),
+    Case("nemotron_h", check="packed"),
+    Case("nemotron_h", check="branches"),
+    Case("qwen3_next", "right", check="preflight", sizes=(2,)),
+    Case("lfm2", check="state_traffic"),
     Case("gemma2", "left", "ring", slow=True),
     Case("olmo2", "right", slow=True),
     Case("gpt_oss", "right", slow=True),
@@ -106,6 +133,19 @@ CASES = [
     Case("qwen3", "right", "ring", check="dropout", slow=True),
     Case("qwen3", "right", "ring", check="preflight", slow=True),
     Case("gpt_oss", "right", check="preflight", slow=True),
+    *(Case(model, "left", slow=True) for model in RECURRENT),
+    *(Case(model, "multiturn", slow=True) for model in ("mamba", "mamba2")),
+    *(Case(model, check="packed", slow=True) for model in ("qwen3_next", "lfm2", "mamba2", "minimax", "jamba")),
+    *(Case(model, check="branches", slow=True) for model in ("qwen3_next", "lfm2", "mamba2", "mamba", "minimax")),
+    Case("qwen3_next", "multiturn", "ring", schedule={"levels": 2, **HOST}, slow=True),
+    Case("nemotron_h", "right", schedule={"levels": 2, "keep_kv": "device"}, slow=True),
+    Case("qwen3_5_text", "right", schedule={"keep_layers": 2}, slow=True),
+    Case("qwen3_next", check="lora", slow=True),
+    Case("lfm2", check="scores", slow=True),
+    Case("qwen3_next", "right", check="calls", slow=True),
+    Case("nemotron_h", "right", check="groups", sizes=(4,), slow=True),
+    Case("granitemoehybrid", "right", check="preflight", slow=True),
+    Case("mamba2", check="preflight", slow=True),
 ]
 
 

@@ -28,7 +28,7 @@ from streamtune.models import add_lora
 from tests.conformance.reducer import build as build_any
 from tests.precision_kit import Errors, Float64, Reference, errors, in_float64, relative, total_error
 
-from .families import batch, build, evaluation, gradients, reference
+from .families import FAMILIES, batch, build, evaluation, gradients, reference
 from .sequence_cases import Case, cases
 from .test_branches import Rows, objective
 from .test_branches import alone as rows_alone
@@ -42,7 +42,7 @@ def model_of(case: Case) -> Any:
     """The model, the same on every rank."""
     if case.check in ("routers", "routes"):
         return routed(case.model)
-    known = build if case.model not in ("gemma3n_text", "llama4_text", "deepseek_v3") else build_any
+    known = build if case.model in FAMILIES else build_any
     # A configuration changes what it is given.
     return known(case.model, **copy.deepcopy(case.overrides)) if known is build else known(case.model)
 
@@ -316,6 +316,30 @@ def check_traffic(case: Case) -> dict[str, float]:
     return {"bytes": float(sent[0] - want * rows * config.num_hidden_layers)}
 
 
+def check_state_traffic(case: Case) -> dict[str, float]:
+    """Each shard but the last sends one state, and gets one gradient; nothing else is sent from rank to rank."""
+    model, inputs = model_of(case), batch(case.kind)
+    sent, send = [0], dist.isend
+
+    def counted(x: Tensor, to: int, group: Any, tag: int) -> Any:
+        sent[0] += x.nbytes if x.is_floating_point() else 0  # headers are integers
+        return send(x, to, group=group, tag=tag)
+
+    with shared(model, case) as handle:
+        dist.isend = counted
+        try:
+            gradients(model, inputs)
+        finally:
+            dist.isend = send
+        chunks = handle.schedule.chunks(-(-inputs["input_ids"].shape[1] // dist.get_world_size()))
+    dist.all_reduce(total := torch.tensor(sent[0]))
+    config = model.config
+    state = len(inputs["input_ids"]) * config.hidden_size * config.conv_L_cache * 4
+    convolutions = config.layer_types.count("conv")
+    assert convolutions
+    return {"bytes": float(total - 2 * (len(chunks) * dist.get_world_size() - 1) * state * convolutions)}
+
+
 def check_refused(case: Case) -> dict[str, float]:
     """By name, on every rank, and the model is as it was."""
 
@@ -324,9 +348,7 @@ def check_refused(case: Case) -> dict[str, float]:
             act()
 
     for family, what in (
-        ("qwen3_next", "carries a state"),
-        ("mamba2", "no position_ids"),
-        ("lfm2", "carries a state"),
+        ("xlstm", "xLSTMForCausalLM"),
         ("bloom", "computes its attention itself"),
     ):
         other = build_any(family)
@@ -336,6 +358,9 @@ def check_refused(case: Case) -> dict[str, float]:
     from_tokens, plain_batch = build_any("camembert"), batch("plain")
     with shared(from_tokens, case):
         refused("makes positions from tokens", lambda: from_tokens(**plain_batch))
+    both, pieces = build_any("falcon_h1"), packs()
+    with shared(both, case):
+        refused("both attends and carries a state", lambda: both(**packed(pieces)))
     three_heads = build("qwen3", num_attention_heads=3, num_key_value_heads=3)
     refused("cannot be shared out", lambda: shared(three_heads, Case("qwen3", form="ulysses")))
     model, inputs = build("llama"), batch("plain")

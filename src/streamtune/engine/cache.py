@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 from weakref import proxy
 
@@ -77,6 +77,7 @@ class ChunkCache(Cache):
         self.own: list[Tensor] = []
         self.prefix_leaves: list[Tensor] = []
         self.own_states: dict[StateKey, Tensor] = {}
+        self.sent_states: list[Tensor] = []
         self.state_leaves: dict[StateKey, Tensor] = {}
         self.updates = 0
         self.met_states = False
@@ -100,8 +101,12 @@ class ChunkCache(Cache):
             grads = [grad for index in range(self.kv.updates) for grad in self.kv.grad(index, self.chunk)]
             for own, grad in zip(self.own, grads, strict=True):
                 yield own, grad.to(own.dtype)
-        for key, grad in self.states.grads.pop(self.chunk.stop, {}).items():
+        if not self.met_states:
+            return
+        for key, grad in self.states.grads.pop(self._place[1], {}).items():
             yield self.own_states[key], grad
+        for sent in self.sent_states:
+            yield sent, torch.zeros_like(sent)
 
     def hand_back(self, grads: Iterator[Tensor | None]) -> None:
         """Add the gradients of :attr:`leaves` to those kept for the chunks that made them."""
@@ -110,10 +115,22 @@ class ChunkCache(Cache):
                 if (part := next(grads)) is not None:
                     total += part
         parts = {key: next(grads) for key in self.state_leaves}
-        totals = self.states.grads.setdefault(self.states.left_before(self.chunk.start), {})
-        for key, part in parts.items():  # of a trunk's last state there are as many as branches take it up
-            if part is not None:
-                totals[key] = totals[key] + part if key in totals else part
+        if self.met_states:
+            self.states.hand_back(self._own, *self._place, parts)
+
+    def close(self) -> None:
+        """End the chunk's forward: the layer asks for no more states and makes no more."""
+        if self.met_states and self.pass_name == "store":
+            self.states.close(*self._place)
+
+    @property
+    def _own(self) -> slice:
+        """The chunk; where ranks share the sequence, its places among this rank's own tokens."""
+        return self.chunk if self.exchange is None else self.exchange.part
+
+    @cached_property
+    def _place(self) -> tuple[int | None, int]:
+        return self.states.place(self._own)
 
     # What an attention layer asks.
 
@@ -124,6 +141,8 @@ class ChunkCache(Cache):
             refuse_past(f"layer {self.kv.past.layer_idx} keeps its keys under number {layer_idx}", "past_key_values")
         key_states, value_states = _attended_dtype(key_states), _attended_dtype(value_states)
         if self.exchange is not None:
+            if self.met_states:
+                self.states.meet_keys()
             key_states, value_states = self.exchange.keys_and_values(key_states, value_states)
         if self.pass_name in ("store", "project", "again"):
             self.kv.write(index, self.chunk, key_states, value_states)
@@ -227,7 +246,8 @@ class ChunkCache(Cache):
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Return True if earlier tokens of the row left a state."""
-        return bool(self.states.after.get(self.states.left_before(self.chunk.start)))
+        after = self._place[0]
+        return after is not None and (self.exchange is not None or bool(self.states.after.get(after)))
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return True: a chunk of one token must not take the decoding path, which writes its state in place."""
@@ -237,32 +257,38 @@ class ChunkCache(Cache):
         self.met_states = True
         if self.kv.past is not None:
             refuse_past("a layer carries a state from token to token", "past_key_values")
-        if self.exchange is not None:
-            raise UnsupportedModelError(
-                "a layer carries a state from token to token; ranks cannot share the sequence of a recurrence",
-                mend="set sequence_parallel_size: 1",
-            )
+        if self.updates:
+            self.states.meet_keys()
+        self.states.meet(self.pass_name == "whole")
 
     def _before(self, key: StateKey) -> Tensor | None:
         self._meet_states()
-        start, rows = self.chunk.start, self.states.rows
-        state = self.states.after.get(self.states.left_before(start), {}).get(key)
+        (after, _), rows = self._place, self.states.rows
+        if after is None:
+            return None
+        if self.pass_name == "store":
+            self.states.receive(after, key)
+        state = self.states.after.get(after, {}).get(key)
         if state is None:
             return None
         if self.pass_name == "replay" and state.is_floating_point():
             if key not in self.state_leaves:
                 self.state_leaves[key] = state.detach().requires_grad_()
+                self.states.watch(self._own, after, key, self.state_leaves[key])
             state = self.state_leaves[key]
+        start = self.chunk.start if self.exchange is None else self.exchange.start
         return state if rows is None or start not in rows.starts else rows.without_begun(state, start)
 
     def _keep(self, key: StateKey, state: Tensor) -> None:
         self._meet_states()
         self.states.met = True
+        position = self._place[1]
         if self.pass_name == "replay":
             self.own_states[key] = state
-        elif self.pass_name == "store" and not self.states.row_ends(self.chunk.stop):
-            kept = state.detach().clone()  # a view would keep the whole chunk
-            self.states.after.setdefault(self.chunk.stop, {})[key] = kept
+            if (sent := self.states.handed_to_ranks(position, key, state)) is not None:
+                self.sent_states.append(sent)
+        elif self.pass_name == "store":
+            self.states.keep(position, key, state.detach())
 
 
 class _Prefix:

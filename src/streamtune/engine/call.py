@@ -208,7 +208,8 @@ class LayerCall:
         """
         name = type(self.layer).__name__
         for key, value in self._all().items():
-            if isinstance(value, Tensor) and (key in KEY_BIASES or key.endswith("mask")):
+            dense = isinstance(value, Tensor) and (key in KEY_BIASES or key.endswith("mask"))
+            if dense and shards.own_padding(value) is None:
                 what = f"is handed {key!r} as a tensor over the whole sequence"
             elif isinstance(value, UserDict) and shards.form == "ring":
                 what = "shares keys and values with other layers, which a ring does not pass on"
@@ -226,16 +227,20 @@ class LayerCall:
                 f"{name} pools keys, which ranks that share a sequence cannot", mend="set sequence_parallel_size: 1"
             )
         self.shards = shards
-        self._with_masks(shards.mask)
+        self._with_masks(shards.mask, shards.own_padding)
 
-    def _with_masks(self, change: Callable[[LazyMask], LazyMask]) -> None:
-        def changed(value: Any) -> Any:
+    def _with_masks(
+        self, change: Callable[[LazyMask], LazyMask], own_padding: Callable[[Tensor], Tensor | None] = lambda mask: None
+    ) -> None:
+        def changed(value: Any, mask: bool) -> Any:
             if isinstance(value, LazyMask):
                 return change(value)
-            return {name: changed(item) for name, item in value.items()} if isinstance(value, dict) else value
+            if isinstance(value, Tensor) and mask:
+                return value if (own := own_padding(value)) is None else own
+            return {name: changed(item, mask) for name, item in value.items()} if isinstance(value, dict) else value
 
         for group in (self.arguments, self.extra):
-            group |= {key: changed(value) for key, value in group.items()}
+            group |= {key: changed(value, key.endswith("mask")) for key, value in group.items()}
 
     @property
     def hidden(self) -> Tensor:
@@ -362,6 +367,8 @@ class LayerCall:
             UnsupportedModelError: A run of tokens that all see later ones is longer than two chunks: one chunk of them
                 would exceed the memory that ``chunk_size`` allows (docs/decisions/005-bidirectional-blocks.md).
         """
+        if self.shards is not None:  # whose masks let no token see later ones
+            return self.shards.chunks
         cuts = None if self.mask is None else self.mask.cuts
         whole = cuts is None or cuts[-1] == self.length  # else it sees tokens that are not there to be computed at all
         chunks = schedule.chunks(self.length, cuts if whole else [0, self.length])

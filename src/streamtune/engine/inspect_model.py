@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streamtune.engine.call import hands_on_cache, takes_cache
 from streamtune.engine.own_attention import FORMS, is_ours
+from streamtune.engine.scan import code_names
 from streamtune.engine.sharded import FlatParametersError
 from streamtune.errors import UnsupportedModelError
 
@@ -26,8 +27,10 @@ __all__ = [
     "REFUSED_OUTPUTS",
     "attention_configs",
     "base_model",
+    "carries_states",
     "check_streamable",
     "decoder_layers",
+    "keeps_keys",
     "own_attention",
     "owners",
 ]
@@ -41,6 +44,10 @@ REFUSED_OUTPUTS = {
     "output_attentions": "attention weights are never built",
 }
 
+STATES = {"update_conv_state", "update_recurrent_state", "set_linear_cache", "mamba_selective_scan"}
+"""Functions called by layers that carry a state from token to token."""
+KEYS = {"update", "get_seq_length"}
+"""Functions called by layers that keep keys and values, or count their positions."""
 STATES_IN_MODULES = ("conv1d_state", "recurrent_states", "recurrent_state", "ssm_state")
 """Names of attributes in which modules keep a state themselves, outside of the cache."""
 
@@ -95,6 +102,16 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     if not found:
         visit(model, searching=True)
     return found
+
+
+def carries_states(layer: nn.Module) -> bool:
+    """Return True if a module of the layer calls a function that carries a state from token to token."""
+    return any(STATES & set(code_names(type(module))) for module in layer.modules())
+
+
+def keeps_keys(layer: nn.Module) -> bool:
+    """Return True if a module of the layer seems to call a function that keeps keys and values."""
+    return any(KEYS & set(code_names(type(module))) for module in layer.modules())
 
 
 def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:

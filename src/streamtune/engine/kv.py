@@ -162,13 +162,60 @@ class States:
         self.after: dict[int, dict[StateKey, Tensor]] = {}
         self.grads: dict[int, dict[StateKey, Tensor]] = {}
 
-    def row_ends(self, position: int) -> bool:
-        """Return True if the states at a position are not used again, because all sequences end there."""
-        return self.rows is not None and not self.rows.carries_on(position)
+    def meet(self, whole: bool) -> None:
+        """Note that the layer reads or writes a state; ``whole`` if it runs on the whole sequence with its graph."""
 
-    def left_before(self, position: int) -> int:
-        """Return the position whose states a chunk from ``position`` on begins with."""
-        return position if self.rows is None else self.rows.state_before(position)
+    def meet_keys(self) -> None:
+        """Note that the layer keeps keys and values as well."""
+
+    def place(self, chunk: slice) -> tuple[int | None, int]:
+        """Return the position whose states a chunk begins with, None without any, and that of the states it makes."""
+        before = (chunk.start or None) if self.rows is None else self.rows.state_before(chunk.start)
+        return before, chunk.stop
+
+    def widened(self, chunk: slice) -> slice:
+        """Return the tokens that a layer runs on for a chunk; all but the first are copies of that."""
+        return chunk
+
+    def begin(self, backward: bool) -> None:
+        """Begin a pass over the chunks, forward or backward."""
+
+    def end(self) -> None:
+        """End a pass."""
+
+    def receive(self, after: int | None, key: StateKey) -> None:
+        """Provide a state that a chunk begins with, if there is one."""
+
+    def keep(self, position: int, key: StateKey, state: Tensor) -> None:
+        """Keep a state for the chunks that begin with it."""
+        if self.rows is None or self.rows.carries_on(position):
+            self.after.setdefault(position, {})[key] = state.clone()  # a view would keep the whole chunk
+
+    def close(self, after: int | None, position: int) -> None:
+        """End the forward of a chunk."""
+
+    def handed_to_ranks(self, position: int, key: StateKey, state: Tensor) -> Tensor | None:
+        """Return an output whose backward is the gradient that a state gets from other ranks; None without any."""
+        return None
+
+    def watch(self, chunk: slice, after: int | None, key: StateKey, leaf: Tensor) -> None:
+        """Note the leaf that stands for a state in the graph of a chunk."""
+
+    def hand_back(self, chunk: slice, after: int | None, position: int, parts: dict[StateKey, Tensor | None]) -> None:
+        """Add gradients to those of the states that a chunk began with.
+
+        Args:
+            chunk: The chunk.
+            after: The position of those states.
+            position: That of the states the chunk made.
+            parts: Their gradients in the chunk.
+        """
+        if after is None:
+            return
+        totals = self.grads.setdefault(after, {})
+        for key, part in parts.items():  # of a trunk's last state there are as many as branches take it up
+            if part is not None:
+                totals[key] = totals[key] + part if key in totals else part
 
     def narrower_than(self, dtype: torch.dtype) -> bool:
         """Return True if a state is of a narrower floating dtype: its layer computes in that for any input."""

@@ -277,11 +277,15 @@ class StreamedForward:
                 )
 
 
+BETWEEN_RANKS = ("torch.distributed", "streamtune.ops.messages")
+"""Modules in which a rank waits for others."""
+
+
 def _between_ranks(error: Exception) -> bool:
     """Return True if it was raised by a collective: another rank is gone, and the model is not at fault."""
     trace = error.__traceback__
     while trace is not None:
-        if str(trace.tb_frame.f_globals.get("__name__")).startswith("torch.distributed"):
+        if str(trace.tb_frame.f_globals.get("__name__")).startswith(BETWEEN_RANKS):
             return True
         trace = trace.tb_next
     return False

@@ -25,6 +25,7 @@ from streamtune.engine.call import LayerCall
 from streamtune.engine.call_parts import LayerOutputs
 from streamtune.engine.context import CallContext, ChunkContext
 from streamtune.engine.fused import FusedParts, Linears
+from streamtune.engine.inspect_model import keeps_keys
 from streamtune.engine.kept_keys import KeptKeys, kept_keys
 from streamtune.engine.kv import KeysAndValues, States
 from streamtune.engine.last_call import LastLayerCall
@@ -34,6 +35,7 @@ from streamtune.engine.observe import Autocast, Modes, RandomState, notify_chunk
 from streamtune.engine.routers import RouterWatch
 from streamtune.engine.scan import carried_scan
 from streamtune.engine.sequence.shards import ChunkExchange
+from streamtune.engine.sequence.states import MeetsStates, SharedStates
 from streamtune.engine.sharded import gathered
 from streamtune.engine.vjp import Along, GradientSum, cut, part
 from streamtune.engine.weights.waiting import WaitingWeights
@@ -75,20 +77,23 @@ class LayerStream:
 
     def __init__(self, call: LayerCall, owner: LayerOwner, maker: LayerStream | None = None) -> None:
         schedule = owner.context.schedule or owner.schedule
-        self.call, self.length, self.owner, self.rows = call, call.length, owner, owner.context.rows
+        self.call, self.length, self.owner, self.shards = call, call.length, owner, call.shards
+        self.batch = call.hidden.shape[0]
+        self.rows = owner.context.rows
+        if self.shards is not None and self.rows is None:
+            self.rows = self.shards.rows
         self.chained, self.follows = schedule.order == "chunk", False
         """In the order of chunks; the layer before then computes this one's input in the backward."""
         self.chain: weakref.ref[Any] | None = None
         """The chain it belongs to."""
+        self.schedule, self.device = schedule, call.hidden.device
         with_rows = owner.carries_states or (self.chained and owner.last_call.ends_with_rows)
-        self.chunks = self.rows.chunks(schedule) if self.rows and with_rows else call.chunks(schedule)
+        self.states = self._new_states(with_rows)
+        self.chunks = self._chunks_with_rows() if self.rows and with_rows else call.chunks(schedule)
         if owner.context.whole:
             self.chunks = [slice(0, self.length)]
-        self.schedule, self.device = schedule, call.hidden.device
         self.widen = schedule.grad_dtype == "float32"
-        self.shards = call.shards
         self.kv = KeysAndValues(self._keys_length, self.widen, call.past)
-        self.states = States(self.rows)
         self.pieces: KeptKeys | None = None
         """Keys and values until the backward, in the order of chunks; None where ``kv`` keeps them."""
         self.kept: KeptAttention | None = None
@@ -113,6 +118,16 @@ class LayerStream:
         self.watch = owner.watch if owner.watch is not None and owner.watch.active else None
         self.tokens = self.watch.mask_BT if self.watch else None  # at the time of its backward there may be others
 
+    def _new_states(self, with_rows: bool) -> States:
+        if self.shards is None:
+            return States(self.rows)
+        return SharedStates(self.shards, self.rows, with_rows, self.device)
+
+    def _chunks_with_rows(self) -> list[slice]:
+        """Return chunks that end where rows do."""
+        assert self.rows is not None
+        return self.states.pieces if isinstance(self.states, SharedStates) else self.rows.chunks(self.schedule)
+
     @property
     def along(self) -> list[Along]:
         """The dimension along which each output follows the sequence; None for the sums of its router."""
@@ -134,6 +149,9 @@ class LayerStream:
     def run(self, chunk: slice, pass_name: Pass, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
         """Run the layer on one chunk; return its outputs ``z(i)``, the first ``[B, T_i, C]``, and the cache it used."""
         notify_chunk(self.call.layer, chunk, pass_name)
+        ran = self.states.widened(chunk)
+        if ran != chunk:
+            x_i = [_followed_by_itself(x, along) for x, along in zip(x_i, self.call.inputs.values(), strict=True)]
         exchange = None if self.shards is None else ChunkExchange(self.shards, chunk)
         seen = self.call.keys(chunk) if exchange is None else exchange.keys
         cache = ChunkCache(self.kv, self.states, seen, self.call.first_key(chunk), pass_name, exchange)
@@ -141,21 +159,33 @@ class LayerStream:
             exchange.first_key = cache.first_key
         given = dict(zip(self.call.inputs, x_i, strict=True))
         listening: AbstractContextManager[list[Tensor]] = self.watch.listening() if self.watch else nullcontext([])
-        outputs = SavedOutputs(self.kept, chunk.start, last=pass_name == "replay") if self.kept else None
+        saved = SavedOutputs(self.kept, chunk.start, last=pass_name == "replay") if self.kept else None
         linears = nullcontext() if self.linears is None else self.linears.used()
         fused = nullcontext() if self.owner.fused is None else self.owner.fused.used(self.device)
         with (
             linears,
             fused,
             carried_scan(self.bare_scans, cache),
-            ChunkContext(exchange, outputs).entered(),
+            ChunkContext(exchange, saved).entered(),
             listening as heard,
         ):
-            out, filled = self.call.run(chunk, cache, given)
+            out, filled = self.call.run(ran, cache, given)
+        cache.close()
         self.filled |= filled
-        sums = self.watch.sums(heard, None if self.tokens is None else self.tokens[:, chunk]) if self.watch else []
+        sums = self.watch.sums(heard, self._counted(chunk, ran)) if self.watch else []
         self.sums = len(sums)
-        return [*self.outputs.take(out, chunk, keep=pass_name in ("store", "whole")), *sums], cache
+        outputs = self.outputs.take(out, ran, keep=pass_name in ("store", "whole"))
+        if ran != chunk:
+            outputs = [cut(z, along, slice(0, 1)) for z, along in zip(outputs, self.outputs.along, strict=True)]
+        return [*outputs, *sums], cache
+
+    def _counted(self, chunk: slice, ran: slice) -> Tensor | None:
+        """Return the mask of the tokens that a router counts, of those that the layer ran on; None for all of them."""
+        if ran == chunk:
+            return None if self.tokens is None else self.tokens[:, chunk]
+        counted = torch.zeros(self.batch, ran.stop - ran.start, device=self.device)
+        counted[:, : chunk.stop - chunk.start] = 1 if self.tokens is None else self.tokens[:, chunk]
+        return counted
 
     @contextmanager
     def walk(self, sums: Sequence[GradientSum] = ()) -> Iterator[None]:
@@ -185,15 +215,20 @@ class LayerStream:
         begin = RandomState.now(self.device) if self.rows else None
         if for_backward:
             self._keep_input(inputs[0])
+        self.states.begin(backward=False)
         for chunk in self.chunks:
             if for_backward:
                 self.random[chunk.start] = RandomState.now(self.device)
             x_i = [cut(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
             if isinstance(self.z_in, StoredTensor):
                 self.z_in.put(chunk, x_i[0])
-            z_i, cache = self.run(chunk, "store", x_i)
             # Known from the first chunk on: a layer with states runs again, in chunks that end where packed rows do.
-            if begin is not None and cache.met_states and not self.owner.carries_states:
+            try:
+                z_i, cache = self.run(chunk, "store", x_i)
+                again = cache.met_states and not self.owner.carries_states
+            except MeetsStates:
+                again = True
+            if begin is not None and again:
                 begin.restore()
                 self._end_with_rows()
                 return self.forward(inputs, for_backward)
@@ -204,29 +239,38 @@ class LayerStream:
         for waiting in (self.z_in, self.kept):
             if isinstance(waiting, StoredTensor | KeptAttention):
                 waiting.tier.settle()
+        self.states.end()
         self.owner.narrow_states = self.states.narrower_than(inputs[0].dtype)
         shared = [buffer for index in self.filled.values() for buffer in self.kv.pairs[index]]
         self._keep_rest(for_backward, again=False, shared=bool(shared))
         return z + shared
 
     def _end_with_rows(self) -> None:
-        """Let this layer's chunks end where packed rows do, from now on; nothing was kept yet."""
-        assert self.rows is not None
+        """Let this layer's chunks end where packed rows do, from now on; nothing was kept or sent yet."""
+        if keeps_keys(self.call.layer):
+            self.states.meet_keys()
         self.owner.carries_states = self.owner.last_call.ends_with_rows = True
-        self.chunks = self.rows.chunks(self.schedule)
+        self.states, self.random = self._new_states(with_rows=True), {}
+        if self.rows is not None:
+            self.chunks = self._chunks_with_rows()
         self.kv = KeysAndValues(self._keys_length, self.widen, self.call.past)
-        self.states, self.random = States(self.rows), {}
         self.filled = {}
 
     def whole(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
         """Compute the outputs with autograd's own graph and all activations, and the keys and values that are shared.
 
-        Return None for a layer whose states must not pass from one packed row to the next: it is streamed all the same.
+        Return None for a layer whose states must not pass from one packed row to the next, or which pass from rank to
+        rank: it is streamed all the same.
         """
-        begin = RandomState.now(self.device) if self.rows else None
-        if begin is None or not self.owner.carries_states:
-            z, cache = self.run(slice(0, self.length), "whole", list(inputs))
-        if begin is not None and (self.owner.carries_states or cache.met_states):
+        begin = RandomState.now(self.device) if self.rows or self.shards else None
+        again = begin is not None and self.owner.carries_states
+        if not again:
+            try:
+                z, cache = self.run(slice(0, self.length), "whole", list(inputs))
+                again = begin is not None and cache.met_states
+            except MeetsStates:
+                again = True
+        if begin is not None and again:
             begin.restore()
             self._end_with_rows()
             return None
@@ -370,6 +414,7 @@ class LayerStream:
         self.states.grads.clear()
         if self.must_recompute_kv and (self.states.met or self.schedule.keep_kv != "no"):
             self.again(inputs[0], None)
+        self.states.begin(backward=True)
         self.kv.fetch()
         if again and self.filled:
             self.kv.copy()
@@ -384,6 +429,7 @@ class LayerStream:
         if isinstance(z_in, StoredTensor):
             z_in.expect(self.chunks)
         along = self.call.inputs[self.call.hidden_name]
+        self.states.begin(backward=False)
         for chunk in self.chunks:
             with self._as_before(chunk):
                 z_i, _ = self.run(chunk, "store", [part(z_in, along, chunk)])
@@ -391,6 +437,7 @@ class LayerStream:
                 into.put(chunk, z_i[0])
         if into is not None:
             into.tier.settle()
+        self.states.end()
         self._keep_rest(for_backward=True, again=True)
 
     @torch.no_grad()
@@ -432,6 +479,7 @@ class LayerStream:
             again: Another backward may follow: keep the input and the states, which it cannot compute again.
         """
         self.kv.free_all()
+        self.states.end()
         if again:
             self.kept = None  # the next one computes its attention again
             self.states.grads.clear()
@@ -455,6 +503,11 @@ def is_placeholder(grad: Tensor) -> bool:
 @lru_cache(maxsize=32)
 def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros((), dtype=dtype, device=device)
+
+
+def _followed_by_itself(x: Tensor, along: Along) -> Tensor:
+    """Return one token followed by a copy of it, whose gradient is dropped."""
+    return x if along is None else torch.cat([x, x.detach()], along)
 
 
 def _room(piece: Tensor, along: Along, length: int) -> Tensor:

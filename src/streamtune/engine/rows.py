@@ -107,9 +107,9 @@ class PackedRows:
         """Return True if any sequence goes on past a position, so that its state there is used again."""
         return position not in self.clean_starts
 
-    def state_before(self, position: int) -> int:
-        """Return the position whose state a chunk from ``position`` on begins with."""
-        return position
+    def state_before(self, position: int) -> int | None:
+        """Return the position whose state a chunk from ``position`` on begins with; None where all rows begin anew."""
+        return None if position in self.clean_starts else position
 
     def without_begun(self, state: Tensor, position: int) -> Tensor:
         """Return a state ``[B, ...]`` with zeros for the sequences that begin a row at the position."""
@@ -224,9 +224,9 @@ class Branches(PackedRows):
         """Return True if the state at a position is used again: within a part, or at the end of a trunk."""
         return position not in self.clean_starts or position in self._taken_up.values()
 
-    def state_before(self, position: int) -> int:
+    def state_before(self, position: int) -> int | None:
         """Return the position whose state a chunk from ``position`` on begins with: for a branch, its trunk's end."""
-        return self._taken_up.get(position, position)
+        return self._taken_up.get(position, super().state_before(position))
 
     def without_begun(self, state: Tensor, position: int) -> Tensor:
         """Return the state unchanged: a branch begins with its trunk's, and a row that begins anew has none."""

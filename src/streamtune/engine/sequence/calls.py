@@ -19,11 +19,10 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.inspect_model import own_attention
+from streamtune.engine.inspect_model import carries_states, keeps_keys, own_attention
 from streamtune.engine.observe import RandomState
 from streamtune.engine.rotary import RowLengths
 from streamtune.engine.rows import OTHER_WORDS, Branches
-from streamtune.engine.scan import code_names
 from streamtune.engine.sequence.shards import SequenceParallel, SequenceShards
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, UnsupportedModelError
@@ -32,9 +31,6 @@ from streamtune.model_device import model_device
 
 __all__ = ["Sharing", "drawn_apart", "form_for"]
 
-
-STATES = {"update_conv_state", "update_recurrent_state", "set_linear_cache", "mamba_selective_scan"}
-"""Functions called by layers that carry a state from token to token."""
 
 TOKENS = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "position_ids": -1, "shift_labels": 1}
 """Arguments that follow the tokens, and along which dimension."""
@@ -58,17 +54,12 @@ def form_for(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head:
         raise UnsupportedModelError(
             f"{name} computes its attention itself ({own}), so ranks cannot share its sequence", mend=UNSHARED
         )
-    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+    if "position_ids" not in inspect.signature(type(model).forward).parameters and not all(
+        carries_states(layer) and not keeps_keys(layer) for layer in layers
+    ):
         raise UnsupportedModelError(
             f"{name} takes no position_ids, so a rank cannot be told where its tokens are", mend=UNSHARED
         )
-    for layer in layers:
-        if kind := next((type(module) for module in layer.modules() if STATES & set(code_names(type(module)))), None):
-            raise UnsupportedModelError(
-                f"{name} has layers whose {kind.__name__} carries a state from token to token; ranks cannot share the "
-                "sequence of a recurrence",
-                mend=UNSHARED,
-            )
     heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", 0)
     divides = all(count % ranks.size == 0 for count in (heads if isinstance(heads, list | tuple) else [heads]))
     if ranks.form == "ulysses" and not divides:
@@ -87,6 +78,7 @@ class Sharing:
     def __init__(self, handle: StreamedModel) -> None:
         self._handle = proxy(handle)
         self._drawing = ExitStack()
+        self._least = 2 if any(map(carries_states, handle.layers)) else 1
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_targets: bool) -> dict[str, Any]:
         """Return a call's arguments by name: for this rank's shards, or unchanged if the call has no targets.
@@ -121,10 +113,16 @@ class Sharing:
         _refuse(handle, kwargs, length)
         branches = rows if isinstance(rows, Branches) else None
         packed = None if branches else rows
-        shards = SequenceShards(ranks.group, handle.form, handle.schedule, batch, length, packed, _targets(kwargs))
+        shards = SequenceShards(
+            ranks.group, handle.form, handle.schedule, batch, length, packed, _targets(kwargs), self._least, branches
+        )
         given = {key: value for key, value in kwargs.items() if key not in (*OTHER_WORDS, "cache_position")}
         given |= _placed(handle, shards, tokens, kwargs)
+        shards.padding = given["attention_mask"]
         given.pop("shift_labels", None)
+        names = inspect.signature(type(handle.model).forward).parameters
+        if "position_ids" not in names:
+            del given["position_ids"]
         if handle.rotates_by_length:
             lengths = handle.context.lengths or RowLengths.of_batch(given["position_ids"])
             handle.context.lengths = lengths.cut(lambda each_BT: shards.cut(each_BT, -1))

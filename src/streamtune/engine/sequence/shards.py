@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamtune.engine.rows import PackedRows
+from streamtune.engine.sequence.layout import chunks_between_rows
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import LazyMask
 from streamtune.ops.attention.ring import Ring
@@ -49,6 +50,7 @@ class SequenceShards:
         given: Their tokens T, before they are padded.
         rows: Packed rows; their mask is made here, because no rank's model sees the starts of all rows.
         targets: ``[B, T]`` target of each token, -100 for none; None where no loss is computed.
+        least: Fewest tokens of a rank: 2 for layers with states, which take a single one for decoding.
     """
 
     group: Any
@@ -58,7 +60,15 @@ class SequenceShards:
     given: int
     rows: PackedRows | None = None
     targets: Tensor | None = None
+    least: int = 1
+    trees: PackedRows | None = None
+    """Rows that share their beginnings; their mask is not made here."""
+    padding: Tensor | None = None
+    """The padding mask ``[B, L S]`` that the model is handed, 0 for padding."""
+    routes: Any = None
+    """The ways of states between the ranks (``StateRoutes``); made by the first layer that has any."""
     _masks: dict[int, tuple[LazyMask, LazyMask]] = field(default_factory=dict)
+    _paddings: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     _places: dict[int, Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -74,7 +84,7 @@ class SequenceShards:
     @cached_property
     def own(self) -> int:
         """Number of tokens L of each rank."""
-        return -(-self.given // self.size)
+        return self.chunks[-1].stop
 
     @property
     def total(self) -> int:
@@ -84,7 +94,10 @@ class SequenceShards:
     @cached_property
     def chunks(self) -> list[slice]:
         """The chunks of a rank's own tokens."""
-        return self.schedule.chunks(self.own)
+        own, rows = max(self.least, -(-self.given // self.size)), self.trees or self.rows
+        if rows is None or self.least < 2:
+            return self.schedule.chunks(own)
+        return chunks_between_rows(self.schedule, own, self.size, rows)
 
     @property
     def whole(self) -> slice:
@@ -100,6 +113,17 @@ class SequenceShards:
         length = chunk.stop - chunk.start
         start = chunk.start * self.size + (self.rank if rank is None else rank) * length
         return slice(start, start + length)
+
+    def positions(self, part: slice, rank: int | None = None) -> slice:
+        """Return the positions in the sequence of tokens that lie in one shard.
+
+        Args:
+            part: The places among the rank's own tokens.
+            rank: The rank; this one by default.
+        """
+        chunk = next(chunk for chunk in reversed(self.chunks) if chunk.start <= part.start)
+        start = self.shard(chunk, rank).start + part.start - chunk.start
+        return slice(start, start + part.stop - part.start)
 
     def within(self, part: slice) -> list[slice]:
         """Return the chunks that lie in a part of a rank's tokens; the part is one chunk, several, or all of them."""
@@ -124,6 +148,27 @@ class SequenceShards:
             last = last if fill is None else torch.full_like(last, fill)
             x = torch.cat([x, last.repeat_interleave(missing, dim)], dim)
         return x.index_select(dim, self.places(self.rank, x.device))
+
+    def own_padding(self, mask: Tensor) -> Tensor | None:
+        """Return the padding mask ``[B, L]`` of this rank's tokens, given one that the model made for a layer.
+
+        Layers with a state are handed a mask of tokens. The model makes it of the padding mask of the whole sequence:
+        all of that, or as many of its last columns as the rank has tokens.
+
+        Returns:
+            A mask of the same dtype; None if ``mask`` is another one.
+        """
+        known = self._paddings.get(id(mask))
+        if known is None or known[0] is not mask:
+            known = self._paddings[id(mask)] = (mask, self._cut_padding(mask))
+        return known[1]
+
+    def _cut_padding(self, mask: Tensor) -> Tensor | None:
+        whole = self.padding
+        if whole is None or mask.dim() != 2 or mask.shape[1] not in (self.own, self.total):
+            return None
+        whole = whole.to(mask.dtype)
+        return self.cut(whole, 1) if torch.equal(mask, whole[:, -mask.shape[1] :]) else None
 
     def collect(self, x_BL: Tensor) -> Tensor:
         """Gather ``[B, T]`` from the tokens ``[B, L]`` of all ranks."""
@@ -205,7 +250,12 @@ class ChunkExchange:
                 "a layer counts its positions from the length of its cache, which several strips at once do not have",
                 mend="set keep_layers: 0",
             )
-        return self.shards.shard(self.part).start
+        return self.start
+
+    @property
+    def start(self) -> int:
+        """Position of the part's first token in the sequence, whatever the part is."""
+        return self.shards.positions(self.part).start
 
     def keys_and_values(self, k_BGLD: Tensor, v_BGLD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values that the cache keeps: for a ring those given, which are of this rank's shards.

@@ -1,0 +1,82 @@
+"""Which rank makes the state that another goes on from, and where chunks end so that none is lost."""
+
+from __future__ import annotations
+
+import torch
+
+from streamtune import Schedule
+from streamtune.engine.rows import Branches, PackedRows
+from streamtune.engine.sequence.layout import chunks_between_rows
+from streamtune.engine.sequence.shards import SequenceShards
+from streamtune.engine.sequence.states import StateRoutes
+
+DEEP = [(-1, 13), (0, 5), (1, 7), (1, 2), (0, 9), (-1, 4), (5, 7), (5, 6), (0, 11)]
+"""Trunks in trunks; the last part goes on from the first one, behind another tree."""
+
+
+def shards(size: int, given: int, rows: PackedRows | None = None, chunk_size: int = 4) -> SequenceShards:
+    """The shards of a call, without ranks."""
+    made = SequenceShards(None, "ulysses", Schedule(chunk_size=chunk_size), 1, given, rows, least=2)
+    vars(made)["size"] = size
+    return made
+
+
+def packed(*lengths: int) -> PackedRows:
+    rows = PackedRows.of(torch.cat([torch.arange(length) for length in lengths])[None])
+    assert rows is not None
+    return rows
+
+
+def test_a_state_goes_to_the_next_rank_and_from_the_last_to_the_first() -> None:
+    routes = StateRoutes(shards(3, 24), None)
+    assert [piece.positions.stop for piece in routes.pieces[1]] == [8, 20]
+    assert [piece.after for piece in routes.pieces[0]] == [None, 12]
+    assert [routes.sent(rank, (rank + 1) % 3) for rank in range(3)] == [[4, 16], [8, 20], [12]]
+    assert routes.returned(0, 1) == [16, 4]
+    assert routes.sent(1, 0) == routes.sent(0, 0) == []
+
+
+def test_pieces_end_with_rows_and_begin_without_a_state() -> None:
+    rows = packed(5, 1, 10)
+    routes = StateRoutes(shards(2, 16, rows), rows)
+    assert [(piece.positions.start, piece.positions.stop, piece.after) for piece in routes.pieces[1]] == [
+        (4, 5, 4),
+        (5, 6, None),
+        (6, 8, None),
+        (12, 16, 12),
+    ]
+
+
+def test_every_state_that_is_taken_up_is_made_by_a_piece_before() -> None:
+    for size in (2, 3, 4):
+        rows = Branches.of_nodes(DEEP)
+        call = shards(size, rows.length)
+        call.trees = rows
+        whole = rows.followed_by(call.total - rows.length) if call.total > rows.length else rows
+        routes = StateRoutes(call, whole)
+        pieces = sorted(
+            (piece for of_rank in routes.pieces for piece in of_rank), key=lambda piece: piece.positions.start
+        )
+        assert [piece.positions.start for piece in pieces] == [0, *(piece.positions.stop for piece in pieces[:-1])]
+        for piece in pieces:
+            assert piece.after is None or piece.after <= piece.positions.start
+            assert piece.after is None or piece.after in routes.makers
+            alone = piece.own.stop - piece.own.start == 1
+            assert not (alone and piece.after is not None and piece.positions.stop in routes.takers)
+
+
+def test_chunks_stay_where_no_state_is_lost() -> None:
+    schedule = Schedule(chunk_size=8)
+    assert chunks_between_rows(schedule, 40, 2, packed(31, 17, 32)) == schedule.chunks(40)
+    trunk = Branches.of([(16, (20, 44))])  # the second rank of the second chunk would begin with its last token
+    schedule = Schedule(chunk_size=5)
+    moved = chunks_between_rows(schedule, 40, 2, trunk)
+    assert moved != schedule.chunks(40)
+    assert moved[-1].stop == 40
+
+
+def test_a_row_behind_a_trunk_of_another_begins_anew() -> None:
+    rows = Branches.of_nodes([(-1, 4), (-1, 5), (0, 3)])
+    assert rows.state_before(4) is None
+    assert rows.state_before(9) == 4
+    assert rows.carries_on(4)
