@@ -179,6 +179,26 @@ def test_a_sequence_sends_what_docs_decisions_015_counts(form: Any, forth: int, 
     assert sum(f.node_bytes for f in sent) == pytest.approx(own * ((forth + back) * times - less), rel=1e-6)
 
 
+@pytest.mark.parametrize("levels", [1, 2])
+def test_states_are_passed_on_with_every_chunk(levels: Any) -> None:
+    """Of LFM2: the last inputs of a convolution, three for each channel."""
+    kinds = ["conv", "full_attention", "conv", "conv"]
+    config = {**CONFIG, "model_type": "lfm2", "layer_types": kinds, "num_hidden_layers": 4, "conv_L_cache": 3}
+    del config["head_dim"]
+    model = blueprint(config, dtype="bfloat16")
+    changes = {"cluster": Cluster(4, sequence_size=4), "batch_size": 2, "micro_batches": 3}
+    pace = Pace(Workload(lambda: model, LENGTH, **changes), RATES)  # type: ignore[arg-type]
+    sent = {flow.what: flow for flow in pace.traffic(Schedule(chunk_size=128, levels=levels)).flows}
+    chunks = LENGTH // 4 // 128
+    state = 3 * 3 * config["hidden_size"] * 2
+    assert sent["their gradients passed back"].node_bytes == 2 * 3 * chunks * state
+    # Of two levels every second input is computed again.
+    assert sent["states passed on"].node_bytes == 2 * 3 * chunks * state * (1 if levels == 1 else 1.5)
+    assert sent["states passed on"].count == 3 * chunks * 3 * (1 if levels == 1 else 1.5)
+    attending = sent["all-to-all of gradients"].count
+    assert attending == 3 * chunks * 4  # of the one layer that attends
+
+
 def test_what_leaves_a_node_takes_the_network() -> None:
     links = Links(1e9, 1e8, launch_seconds=0.0)
     within, across = (flows(Cluster(8, nodes, sequence_size=4, links=links)) for nodes in (1, 4))

@@ -188,6 +188,7 @@ class States:
 
     def keep(self, position: int, key: StateKey, state: Tensor) -> None:
         """Keep a state for the chunks that begin with it."""
+        notify_tensors("state", state)
         if self.rows is None or self.rows.carries_on(position):
             self.after.setdefault(position, {})[key] = state.clone()  # a view would keep the whole chunk
 

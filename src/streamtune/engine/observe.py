@@ -168,7 +168,7 @@ class Observer(Protocol):
         """
 
     def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Note that tensors were made as ``kind``: ``keys and values``, ``attention output`` or ``layer input``."""
+        """Note what tensors were made as: ``keys and values``, ``attention output``, ``layer input`` or ``state``."""
 
     def on_resize(self, x: Tensor) -> None:
         """Note that the storage of a tensor has another size than before."""

@@ -13,7 +13,8 @@ W ranks, on n nodes of g, of a model of P bytes with gradients of G, each rank s
 
 of which G (n - 1) / (n g) crosses to another node, as in rings that leave a node once through each of its devices.
 Ranks that share a sequence send, of every chunk's queries, keys, values, outputs and their gradients, the part that is
-for others (ulysses), or pass the keys and values of all earlier chunks around (ring).
+for others (ulysses), or pass the keys and values of all earlier chunks around (ring). A layer with a state passes that
+of each chunk on to the next rank, and its gradient back.
 
 The transfers of one collective over the two links are taken to overlap, and no collective is taken to overlap with
 computation: where an engine does overlap them, a step is faster than predicted.
@@ -22,7 +23,7 @@ computation: where an engine does overlap them, a step is faster than predicted.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from streamtune.engine import decoder_layers
@@ -31,7 +32,8 @@ from streamtune.plan.rates import Rates, predict_seconds
 from streamtune.schedule import Schedule
 from streamtune.simulate.cluster import HeadCounts
 from streamtune.simulate.partition import divided_bytes, outside_bytes, trained_bytes
-from streamtune.simulate.shard import heads_of, shard_of
+from streamtune.simulate.shard import heads_of, only_states, shard_of
+from streamtune.simulate.states import CarriedStates, carried_states
 
 if TYPE_CHECKING:
     from streamtune.simulate.simulate import Work
@@ -138,6 +140,10 @@ class _Messages:
         self.element = 2 if workload.autocast else embedding
         self.heads: HeadCounts = heads_of(model)
         self.copies = shard_of(model, workload.cluster).copies
+        layers = decoder_layers(model)
+        self.attending = sum(not only_states(layer) for layer in layers) / len(layers)
+        shared = self.cluster.sequence_size > 1
+        self.states = carried_states(model, autocast=workload.autocast) if shared else CarriedStates(0, 0)
         scored = workload.scored
         self.forwards = 0.0 if scored is None else scored.forwards
 
@@ -204,19 +210,21 @@ class _Messages:
         width = heads.keys * (heads.key_dim + heads.value_dim)
         keys = tokens * width * self.element
         queries = tokens * heads.queries * (heads.key_dim + heads.value_dim) * self.element  # and outputs
-        whole = min(schedule.keep_layers, self.layers)
-        streamed = self.layers - whole
-        forwards = (1 + self.forwards) * self.layers + self._again(schedule)
+        again = self._again(schedule) / self.layers
+        yield from self._states(workload.rows * chunks, 1 + self.forwards + again)
+        layers = self.attending * self.layers
+        streamed = self.attending * (self.layers - min(schedule.keep_layers, self.layers))
+        forwards = (1 + self.forwards + again) * layers
         if cluster.form == "ring":
-            again = streamed if schedule.keep_attention == "no" else 0
-            yield from self._ring(keys, tokens * width * FP32, forwards + again, chunks)
+            replayed = streamed if schedule.keep_attention == "no" else 0
+            yield from self._ring(keys, tokens * width * FP32, forwards + replayed, layers, chunks)
             return
         keys = round(keys * self.copies)
         projected = streamed * (1 - 1 / chunks) if schedule.keep_kv == "no" else 0  # the last chunk's are made anyway
         size = forwards * (queries + keys) + projected * keys + streamed * (queries + keys)
         count = 4 * forwards + 2 * projected + 4 * streamed
         yield self._all_to_all("all-to-all, forward and recomputed", round(count * chunks), round(size))
-        yield self._all_to_all("all-to-all of gradients", 4 * self.layers * chunks, self.layers * (queries + keys))
+        yield self._all_to_all("all-to-all of gradients", round(4 * layers * chunks), round(layers * (queries + keys)))
 
     def _all_to_all(self, what: str, count: int, size: int) -> Flow:
         """Return the flow of ``count`` exchanges of ``size`` bytes in all, of which each rank keeps its own part."""
@@ -227,15 +235,24 @@ class _Messages:
         seconds = max(inside / links.node, crossing / links.network) + count * links.launch_seconds
         return Flow(what, count, round(inside), round(crossing), seconds)
 
-    def _ring(self, keys: int, sums: int, forwards: float, chunks: int) -> Iterator[Flow]:
+    def _states(self, row_chunks: int, forwards: float) -> Iterator[Flow]:
+        """Iterate over the flows of states, of which a rank sends one a chunk; the next rank waits for it."""
+        cluster, states = self.cluster, self.states
+        size = row_chunks * states.row_bytes
+        chunks = row_chunks // self.workload.rows * states.layers
+        for what, times in (("states passed on", forwards), ("their gradients passed back", 1.0)):
+            flow = self._passed(what, times, size, chunks)
+            yield replace(flow, seconds=flow.seconds * cluster.sequence_size)
+
+    def _ring(self, keys: int, sums: int, forwards: float, layers: float, chunks: int) -> Iterator[Flow]:
         """Iterate over the flows of a ring.
 
         A rank's keys and values are passed to all others with every chunk that follows. Their gradients are passed
         along with them, and on to the rank whose keys and values they are.
         """
         hops, visits = self.cluster.sequence_size - 1, (chunks // self.workload.micro_batches + 1) / 2
-        yield self._passed("keys and values passed on", (forwards + self.layers) * hops, keys * visits, chunks)
-        yield self._passed("their gradients passed on", self.layers * (hops + 1), sums * visits, chunks)
+        yield self._passed("keys and values passed on", (forwards + layers) * hops, keys * visits, chunks)
+        yield self._passed("their gradients passed on", layers * (hops + 1), sums * visits, chunks)
 
     def _passed(self, what: str, hops: float, size: float, chunks: int) -> Flow:
         """Return the flow of ``size`` bytes, of all chunks together, that are passed on ``hops`` times."""

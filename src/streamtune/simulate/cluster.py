@@ -182,7 +182,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """The attention heads of a model: query heads, key/value heads, and their sizes.
+    """The attention heads of a model: query heads, key/value heads, and their sizes; all 0 where no layer attends.
 
     Attributes:
         queries: Query heads H.
@@ -198,7 +198,7 @@ class HeadCounts:
     def copies(self, cluster: Cluster) -> float:
         """Return how many times the keys and values of a sequence are held by the ranks that share it, in all."""
         size = cluster.sequence_size
-        if cluster.form == "ring" or size == 1:
+        if cluster.form == "ring" or size == 1 or self.keys == 0:
             return 1.0
         return math.lcm(self.keys, size) / self.keys
 

@@ -124,8 +124,9 @@ class LiveBytes(TorchDispatchMode):
         """Do nothing: bytes are counted in the same way on every chunk."""
 
     def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Count tensors as the kind that the engine reports."""
-        self.file(kind, *tensors)
+        """Count tensors as the kind that the engine reports; states are counted as what they are made of."""
+        if kind != "state":
+            self.file(kind, *tensors)
 
     def on_resize(self, x: Tensor) -> None:
         """Count the storage of a tensor by its present size."""

@@ -13,6 +13,8 @@ for this:
 - An exchange needs buffers to send and to receive: a chunk's queries, keys, values or outputs, twice; in a ring all
   keys and values of a rank, and their gradients in fp32, twice.
 - Token ids, labels, positions and the starts of packed rows are whole on every rank.
+- A layer with a state scans the shards of a chunk on one rank after another. Its operations are those of a shard; the
+  time that a rank waits for its state is not counted.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from streamtune.engine import decoder_layers
+from streamtune.engine.inspect_model import carries_states, keeps_keys
 from streamtune.schedule import Schedule
 from streamtune.simulate.cluster import Cluster, Form, HeadCounts
 
-__all__ = ["SPANS", "WHOLE", "WINDOWS", "RankShard", "heads_of", "narrower", "shard_of"]
+__all__ = ["SPANS", "WHOLE", "WINDOWS", "RankShard", "heads_of", "narrower", "only_states", "shard_of"]
 
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "window_size")
 SPANS = ("attention_chunk_size",)
@@ -96,8 +99,16 @@ def shard_of(model: nn.Module, cluster: Cluster) -> RankShard:
     return RankShard(cluster.sequence_size, cluster.form, heads_of(model).copies(cluster))
 
 
+def only_states(layer: nn.Module) -> bool:
+    """Return True if a layer carries a state from token to token, and keeps no keys and values."""
+    return carries_states(layer) and not keeps_keys(layer)
+
+
 def heads_of(model: Any) -> HeadCounts:
     """Return the heads of a model, by the first of its configurations that has a number of attention heads."""
+    layers = decoder_layers(model)
+    if layers and all(only_states(layer) for layer in layers):
+        return HeadCounts(0, 0, 0, 0)
     configs = [m.config for m in model.modules() if hasattr(m, "config")]
     config = next((c for c in configs if getattr(c, "num_attention_heads", None)), configs[0])
     config = config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from streamtune.engine.kv import StateKey, States
+from streamtune.engine.observe import notify_tensors
 from streamtune.engine.rows import PackedRows
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import UnsupportedModelError
@@ -215,6 +216,7 @@ class SharedStates(States):
 
     def keep(self, position: int, key: StateKey, state: Tensor) -> None:
         """Keep a state for this rank's later pieces, and send it to the others that take it up."""
+        notify_tensors("state", state)
         takers = self.routes.takers.get(position, {})
         state = state.clone() if takers else state
         if self.shards.rank in takers:
