@@ -30,6 +30,17 @@ MORE: list[dict[str, Any]] = [
     *({"engine": engine, "accumulation": 2, "dropped": True} for engine in [*ENGINES, "zero2_offload"]),
     {"engine": "zero3", "sequence": 2, "form": "ulysses"},
 ]
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
+STATES: list[dict[str, Any]] = [
+    {"engine": engine, "sequence": 2, "family": "lfm2", "settings": CONVOLUTIONS, **more}
+    for engine, more in (
+        ("ddp", {"accumulation": 4}),
+        ("zero2", {"finetuning": "lora"}),
+        ("zero3", {"objective": "dpo", "accumulation": 2}),
+        ("fsdp", {"form": "ring"}),
+    )
+]
+"""Layers with a state on ranks that share sequences."""
 SEQUENCES: list[dict[str, Any]] = [
     {"engine": engine, "sequence": sequence, "form": form, "objective": objective, "accumulation": accumulation}
     for engine in ENGINES
@@ -74,6 +85,11 @@ def test_two_ranks_have_the_gradient_of_one(cases: list[dict[str, Any]]) -> None
     show(2, check(2, cases, 300))
 
 
+@pytest.mark.full
+def test_ranks_that_share_sequences_of_layers_with_a_state() -> None:
+    show(2, check(2, STATES, 300))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_share_sequences(size: int) -> None:
@@ -97,7 +113,8 @@ CURVES: list[dict[str, Any]] = [
 def same_curves(size: int, cases: list[dict[str, Any]], patience: float) -> None:
     found = run_ranks(size, "tests.distributed.curve_cases", cases, patience)
     for case in cases:
-        alone = {key: value for key, value in case["settings"].items() if key not in ("deepspeed", "fsdp")}
+        shared = ("deepspeed", "fsdp", "sequence_parallel_size")
+        alone = {key: value for key, value in case["settings"].items() if key not in shared}
         want, got = curve({**case, "settings": alone}), found[json.dumps(case)]
         assert len(want["loss"]) == 20
         assert len(want["eval_loss"]) == 2
@@ -106,6 +123,23 @@ def same_curves(size: int, cases: list[dict[str, Any]], patience: float) -> None
         worst = max(abs(a - b) for name in want for a, b in zip(want[name], got[name], strict=True))
         print(size, case, f"{worst:.1e}")
         note({"ranks": size, "case": case, "curve": worst})
+
+
+RECURRENT = {
+    "model_type": "lfm2",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.full
+def test_a_run_that_shares_sequences_of_a_recurrent_model_has_the_losses_of_one_rank() -> None:
+    settings = {"model.init": RECURRENT, "sequence_parallel_size": 2, "packing": True}
+    same_curves(2, [{"objective": "sft", "settings": settings}], 300)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from tests.conformance.reducer import build as build_any
 from tests.precision_kit import Errors, Float64, Reference, errors, in_float64, relative, total_error
 
 from .families import FAMILIES, batch, build, evaluation, gradients, reference
-from .sequence_cases import Case, cases
+from .sequence_cases import RECURRENT, Case, cases
 from .test_branches import Rows, objective
 from .test_branches import alone as rows_alone
 from .test_branches import rows as trees
@@ -71,7 +71,19 @@ def compared(model: nn.Module, case: Case, inputs: dict[str, Any], want: Callabl
     with shared(model, case) as handle:
         found = together(model, inputs)
         assert handle.tiers.host.live_bytes == 0
+    if known is not None and case.model in RECURRENT:
+        LARGEST[case.model] = largest(found, known)
     return off(found, known)
+
+
+LARGEST: dict[str, dict[str, float]] = {}
+"""Of models with states, the largest error of any parameter's gradient: ours, and plain torch's."""
+
+
+def largest(found: Found, want: Reference) -> dict[str, float]:
+    """Of errors relative to the norm of each parameter's gradient."""
+    pairs = [pair for name, pair in want.compare(found).items() if name in want.truth[1]]
+    return {"ours": max(pair.ours for pair in pairs), "torch": max(pair.plain for pair in pairs)}
 
 
 def off(found: Found, want: Reference | None) -> dict[str, float]:
@@ -405,4 +417,5 @@ def run_rank(rank: int, size: int, slow: bool, folder: str) -> None:
             break
         finally:
             (Path(folder) / f"rank{rank}.json").write_text(json.dumps(found))
+            (Path(folder) / f"largest{rank}.json").write_text(json.dumps(LARGEST))
     dist.destroy_process_group()
