@@ -155,6 +155,10 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"engine.fuse": "none"},
         {"engine.order": "layer"},
         {"engine.order": "chunk"},
+        {"engine.weights": "device"},
+        {"engine.weights": "host"},
+        {"engine.fetch_dtype": "param"},
+        {"engine.fetch_dtype": "bfloat16", "engine.weights": "host"},
     ),
     "places": _options(
         {"engine.schedule": "fixed"},
@@ -164,7 +168,13 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     ),
     "levels": _options({"engine.levels": 1}, {"engine.levels": 2}, {"engine.keep_layers": 1}),
     "run": _options(
-        {"bf16": True}, {"deterministic": True}, {"on_nan": "skip"}, {"on_oom": "replan"}, {"dataloader_num_workers": 2}
+        {"bf16": True},
+        {"deterministic": True},
+        {"optim_in_backward": True},
+        {"optim_in_backward": True, "max_grad_norm": 0.0},
+        {"on_nan": "skip"},
+        {"on_oom": "replan"},
+        {"dataloader_num_workers": 2},
     ),
     "evaluation": _options(
         HELD_OUT,

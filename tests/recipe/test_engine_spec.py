@@ -31,9 +31,10 @@ def test_what_the_keys_say_of_their_defaults_is_so():
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_key_takes_what_the_schedule_takes(name: str):
-    more = {"offload_dir": "x"} if name == "offload" else {}
+    more = {"offload": {"offload_dir": "x"}, "fetch_dtype": {"weights": "host"}}.get(name, {})
     for word in CHOICES[name]:
-        made = EngineSpec(**{name: word}, **(more if word == "disk" else {})).written()
+        needs = more if word in ("disk", "bfloat16") else {}
+        made = EngineSpec(**{name: word}, **needs).written()
         assert made[name] == getattr(Schedule(**{name: word}, **more), name)
 
 
@@ -46,6 +47,14 @@ def test_a_key_takes_what_the_schedule_takes(name: str):
          "set levels to 2, or leave segment_size out"),
         ({"offload": "disk"}, "offload='disk' needs the directory of its file",
          "set offload_dir to a directory on a fast local disk with room for the layer inputs"),
+        ({"fetch_dtype": "bfloat16"}, "fetch_dtype is of copies of weights on the host, and weights is device",
+         "set weights to host, or leave fetch_dtype out"),
+        ({"weights": "host", "keep_layers": 2},
+         "keep_layers keeps layers with their weights until the backward, and weights='host' does not",
+         "set keep_layers to 0, or leave keep_layers out"),
+        ({"weights": "host", "order": "chunk"},
+         "order='chunk' passes through the weights of all layers for every chunk, and weights='host' copies them each "
+         "time", "set order to layer, or leave order out"),
     ],
 )  # fmt: skip
 def test_contradictions_in_a_program(wrong: dict[str, Any], what: str, mend: str):

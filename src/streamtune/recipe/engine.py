@@ -86,9 +86,9 @@ class EngineSpec(Spec):
 
     weights: Literal[Auto, WeightTier] = "auto"
     """Memory in which weights wait while they are not used. `host`: those of layers, embedding and head are in the
-    machine's memory; each layer is copied to the device before it computes, and its gradient back. The optimizer steps
-    on the CPU what is trained there, adapters on the device. One device. The planner never changes it. Without planner:
-    device."""
+    machine's memory; each layer is copied to the device before it computes, and its gradient back. What is trained
+    there is stepped on the CPU; adapters stay on the device. One device. The planner never changes it.
+    Without planner: device."""
 
     fetch_dtype: Literal[Auto, FetchDtype] = "auto"
     """With `weights: host`, the dtype of a weight's copy on the device. `bfloat16`: the model computes in bfloat16, and
