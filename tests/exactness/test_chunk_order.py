@@ -235,8 +235,19 @@ def test_layers_that_share_keys_are_refused_by_name() -> None:
     model = sharing("gemma3n_text")
     with streamtune.stream(model, schedule=chunked("one level")), pytest.raises(UnsupportedModelError) as caught:
         model(**batch("plain"))
+    with streamtune.stream(model, schedule=chunked("one level")) as handle, pytest.raises(UnsupportedModelError):
+        handle.check()
     assert "Gemma3nTextDecoderLayer shares keys and values" in caught.value.what
     assert "order: layer" in str(caught.value.mend)
+
+
+def test_a_check_runs_the_order_and_leaves_nothing() -> None:
+    model = build("qwen3", num_hidden_layers=4)
+    with streamtune.stream(model, schedule=chunked("keys on host")) as handle:
+        handle.check()
+        assert handle.tiers.host.live_bytes == 0
+        assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+        handle.remove()
 
 
 def test_weights_on_other_ranks_are_refused() -> None:

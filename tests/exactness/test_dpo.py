@@ -307,6 +307,15 @@ def test_single_completions(loss: str, split: Sequence[int], layout: Layout) -> 
     compare(recipe, layout, split, CUTS[1:3])
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["shared", "right"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss"])
+def test_in_the_order_of_chunks(family: str, layout: Layout) -> None:
+    forms: tuple[dict[str, Any], ...] = ({}, {"levels": 2, "keep_kv": "host"}, {"keep_attention": "device"})
+    schedules = [Schedule(chunk_size=7, head_chunk_size=5, order="chunk", **form) for form in forms]
+    compare(recipe_of(), layout, (3, 1), schedules, family)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "gpt_oss"])
 def test_families(family: str) -> None:
     compare(recipe_of(), "shared", (2, 2), [Schedule(chunk_size=7, head_chunk_size=5)], family)

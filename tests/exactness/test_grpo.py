@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamtune import data, stream
+from streamtune import Schedule, data, stream
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.tasks.grpo.groups import BatchLayout, Group, micro_batches, remember_logprobs
 from streamtune.tasks.grpo.objective import PolicyObjective
@@ -134,6 +134,7 @@ def compare(
     share: bool = True,
     chunk_size: int = 4,
     family: str = "qwen3",
+    schedule: Schedule | None = None,
     **make: bool,
 ) -> None:
     """Loss and gradients of a step are as precise as plain torch's."""
@@ -142,7 +143,7 @@ def compare(
     want = reference_of(
         model, lambda m: gradients(m, {}, lambda m, _: reference_loss(m, recipe, groups, prompts, batch_size))
     )
-    with stream(model, chunk_size=chunk_size) as handle:
+    with stream(model, schedule=schedule or Schedule(chunk_size=chunk_size)) as handle:
         objective = PolicyObjective(handle, recipe)
         batches = micro_batches(groups, prompts, make_layout(recipe, batch_size, share))
         totals, total = objective.totals(batches), 0.0
@@ -195,6 +196,15 @@ def test_truncated_completions_may_be_left_out_of_the_loss(loss_type: str) -> No
 def test_ratios_by_completion_and_a_bound_on_both_sides() -> None:
     compare(make_recipe("grpo", importance_sampling_level="sequence"))
     compare(make_recipe("dapo", delta=1.5))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "separate"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "mixtral"])
+def test_in_the_order_of_chunks(family: str, share: bool) -> None:
+    for form in ({}, {"levels": 2, "keep_kv": "host"}):
+        schedule = Schedule(chunk_size=4, order="chunk", **form)  # type: ignore[arg-type]
+        compare(make_recipe("grpo", beta=0.07), share=share, family=family, schedule=schedule)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3_text", "mixtral"])

@@ -95,6 +95,7 @@ def _check(layer: nn.Module, shared: list[Any], weights: Weights) -> None:
         raise UnsupportedModelError(
             f"{name} shares keys and values with other layers, so its cache cannot be kept apart from theirs, as the "
             "order of chunks needs",
+            where="engine.order",
             mend="set order: layer (Schedule(order='layer'))",
         )
     if not weights.held and any(map(is_sharded, layer.modules())):

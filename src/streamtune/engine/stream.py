@@ -37,7 +37,7 @@ from streamtune.engine.norms import StreamedNorm, norms_outside
 from streamtune.engine.observe import RandomState
 from streamtune.engine.own_attention import over
 from streamtune.engine.passes import LayerStream
-from streamtune.engine.preflight import check_exact, check_length, check_shared, lengths_to_check
+from streamtune.engine.preflight import check_exact, check_length, check_order, check_shared, lengths_to_check
 from streamtune.engine.rotary import LengthRotary, RowLengths
 from streamtune.engine.routers import RouterLoss, RouterTerms, RouterWatch, balances_itself, not_balanced, reduced
 from streamtune.engine.rows import Branches
@@ -263,8 +263,9 @@ class StreamHandle:
         """Compare this very model streamed and unstreamed on random tokens; costs a few short forwards.
 
         Loss and gradients are compared on a few tokens; then, forward, one layer of each kind on a row that is longer
-        than a chunk: a layer may do something else above a number of tokens. Where ranks share sequences all of them
-        call it together, and their results are compared too.
+        than a chunk: a layer may do something else above a number of tokens. In the order of chunks it is asked whether
+        the layers can be taken so. Where ranks share sequences all of them call it together, and their results are
+        compared too.
 
         Args:
             length: Tokens of that row, such as the longest that is trained on; the whole row then goes through one
@@ -274,6 +275,7 @@ class StreamHandle:
             UnsupportedModelError: They differ; the layer is named. The model is left as it was, still streamed.
         """
         check_exact(self)
+        check_order(self)
         if self.sequence_parallel is not None:
             check_shared(self)
         else:

@@ -43,7 +43,7 @@ from streamtune.engine.routers import not_balanced
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 
-__all__ = ["check_exact"]
+__all__ = ["check_exact", "check_order"]
 
 
 class _PlainError(UnsupportedModelError):
@@ -81,6 +81,22 @@ def check_exact(handle: StreamedModel) -> None:
                 break
     assert first is not None
     raise first
+
+
+def check_order(handle: StreamedModel) -> None:
+    """Run a few tokens forward by the handle's own schedule, if that is in the order of chunks.
+
+    Args:
+        handle: What ``stream(model)`` returned.
+
+    Raises:
+        ArgumentError: Weights are on other ranks.
+        UnsupportedModelError: A layer's keys and values cannot be kept apart from others'.
+    """
+    if handle.schedule.order == "chunk":
+        with borrowed(handle):
+            model: Any = handle.model
+            model(**trial_batch(model), **not_balanced(model))
 
 
 class _Preflight:
