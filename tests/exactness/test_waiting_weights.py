@@ -124,6 +124,24 @@ def test_a_balance_loss() -> None:
         assert_exact(copy.deepcopy(model), inputs, want, waiting(name))
 
 
+@pytest.mark.quick("qwen3")
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2", "gemma3_text", "mixtral", "lfm2"])
+def test_weights_fetched_in_bfloat16_are_a_bfloat16_model(family: str) -> None:
+    """The gradient is as near to the truth as that of the model in bfloat16, and has the dtype of the weights."""
+    model = model_of(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    inputs = batch("right")
+    want = reference(copy.deepcopy(model).bfloat16(), inputs)
+    for name in KINDS:
+        own = copy.deepcopy(model)
+        with streamtune.stream(own, schedule=waiting(name, fetch_dtype="bfloat16")):
+            found = gradients(own, inputs)
+        assert all(grad.dtype == torch.float32 for grad in found[1].values())
+        want.check(found, name)
+
+
 def test_steps_of_an_optimizer_change_what_is_fetched() -> None:
     """Ten steps, an evaluation and a call that is broken off in between, as with weights on the device."""
 

@@ -1,0 +1,147 @@
+"""``engine.weights: host`` and ``optim_in_backward`` from a recipe to a trained model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
+
+COMMON: dict[str, Any] = {
+    **RECIPE,
+    "max_length": 160,
+    "val_size": 5,
+    "engine": FIXED,
+    "max_steps": 6,
+    "eval_steps": 3,
+    "save_steps": 2,
+    "gradient_accumulation_steps": 2,
+    "sample": {"prompt": "Add 3.", "max_new_tokens": 4},
+}
+HOST = {"engine": {**FIXED, "weights": "host"}}
+NARROW = {"engine": {**FIXED, "weights": "host", "fetch_dtype": "bfloat16"}, "bf16": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "host": HOST,
+    "host, in the backward": {**HOST, "optim_in_backward": True},
+    "device, in the backward": {"optim_in_backward": True},
+    "host, two levels": {"engine": {**HOST["engine"], "levels": 2}},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path, 40)
+    return tmp_path
+
+
+def trained(folder: Path, name: str, *arguments: str, **more: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    write_recipe(folder, {**COMMON, "output_dir": name, **more})
+    assert run(*arguments) == 0
+    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    shown = [[each.get(key) for key in ("step", "loss", "grad_norm", "eval_loss")] for each in records]
+    (file,) = (folder / name / "final").glob("*model.safetensors")
+    return load_file(file), shown
+
+
+@pytest.mark.quick("host, in the backward")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_the_ordinary_one_to_the_same_bits(folder: Path, kind: str) -> None:
+    want, shown = trained(folder, "device")
+    got, same = trained(folder, "other", **KINDS[kind])
+    assert same == shown
+    assert want.keys() == got.keys()
+    assert all(torch.equal(want[name], got[name]) for name in want)
+
+
+@pytest.mark.full
+def test_without_clipping_there_is_one_backward_a_step(folder: Path) -> None:
+    want, shown = trained(folder, "device", max_grad_norm=0.0)
+    got, same = trained(folder, "other", **HOST, max_grad_norm=0.0, optim_in_backward=True)
+    assert same == shown
+    assert all(torch.equal(want[name], got[name]) for name in want)
+
+
+@pytest.mark.full
+def test_a_run_goes_on_where_it_stopped_wherever_the_weights_were(folder: Path) -> None:
+    want, _ = trained(folder, "whole")
+    trained(folder, "parts", **HOST, optim_in_backward=True, max_steps=2, lr_scheduler_type="constant")
+    whole, _ = trained(folder, "constant", lr_scheduler_type="constant")
+    more = {"lr_scheduler_type": "constant", "output_dir": "parts"}
+    write_recipe(folder, {**COMMON, **more})
+    assert run("--allow-change", "max_steps") == 0
+    (file,) = (folder / "parts" / "final").glob("*model.safetensors")
+    assert all(torch.equal(whole[name], x) for name, x in load_file(file).items())
+    assert not all(torch.equal(whole[name], want[name]) for name in want)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["host", "host, in the backward"])
+def test_adapters_over_weights_on_the_host(folder: Path, kind: str) -> None:
+    lora = {"finetuning_type": "lora", "lora_r": 4}
+    want, shown = trained(folder, "device", **lora)
+    got, same = trained(folder, "other", **lora, **KINDS[kind])
+    assert same == shown
+    assert all(torch.equal(want[name], got[name]) for name in want)
+
+
+@pytest.mark.full
+def test_preferences_with_a_second_model_as_reference(folder: Path) -> None:
+    with (folder / "rows.jsonl").open("w") as file:
+        for number in range(20):
+            row = {"prompt": f"Add {number}.", "chosen": f"a + b + {number}", "rejected": "b"}
+            file.write(json.dumps(row) + "\n")
+    dpo = {"objective": "dpo", "val_size": 4}
+    found = []
+    for name, more in (("device", {}), ("other", HOST)):
+        recipe = {**COMMON, **dpo, **more, "output_dir": name}
+        recipe.pop("sample")
+        write_recipe(folder, recipe)
+        assert run(command="dpo") == 0
+        (file_,) = (folder / name / "final").glob("*model.safetensors")
+        found.append(load_file(file_))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.full
+def test_weights_in_float32_fetched_in_bfloat16_learn(folder: Path) -> None:
+    engine = {**HOST["engine"], "fetch_dtype": "bfloat16"}
+    weights, shown = trained(folder, "narrow", engine=engine, optim_in_backward=True, max_steps=20)
+    losses = [loss for _, loss, _, _ in shown if loss is not None]
+    assert losses[-1] < 0.8 * losses[0]
+    assert {x.dtype for x in weights.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("more", "what", "mend"),
+    [
+        ({**HOST, "deepspeed": "zero2"}, "'engine.weights: host' is for one device by itself", "zero3_offload"),
+        ({**HOST, "finetuning_type": "qlora"}, "quantised ones stay on the device", "finetuning_type: lora"),
+        (NARROW, "weights are bfloat16 already", "bf16: false"),
+        ({"optim_in_backward": True, "fsdp": True}, "'optim_in_backward' is for one device", "delete the line"),
+        (
+            {"optim_in_backward": True, "on_nan": "skip", "max_grad_norm": 0.0},
+            "'on_nan: skip' leaves out a step before its optimizer",
+            "max_grad_norm: 1.0",
+        ),
+        (
+            {"engine": {**HOST["engine"], "host_memory": "1KiB"}},
+            "the host's memory is too small for the weights",
+            "optim_in_backward: true",
+        ),
+    ],
+)  # fmt: skip
+def test_what_it_excludes_is_refused_with_its_line(
+    folder: Path, more: dict[str, Any], what: str, mend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_recipe(folder, {**COMMON, **more})
+    assert run() == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert what in said
+    assert mend in said
+    assert "tiny.yaml:" in said
