@@ -33,6 +33,7 @@ PUBLIC = {
         "check_packing",
         "chunkwise",
         "decoder_layers",
+        "keep_on_host",
         "stream",
     },
     "streamtune.integrations": {"StreamTuneCallback"},

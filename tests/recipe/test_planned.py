@@ -17,8 +17,8 @@ PLANNED = planned_recipes()
 GIB = 1024**3
 DEVICES = {"24gb": "rtx-4090", "48gb": "l40s", "80gb": "h100", "141gb": "h200"}
 HOST = {"24gb": "64GiB", "48gb": "128GiB", "80gb": "256GiB", "141gb": "256GiB", "8x80gb": "1900GB"}
-HOST_OF_OFFLOADED = {"8b-full-24gb": "256GiB", "14b-full-48gb": "384GiB", "32b-full-80gb": "768GiB"}
-"""Host memory of the recipes that keep weights, gradients and optimizer there (`zero3_offload`)."""
+HOST_OF_OFFLOADED = {"8b-full-24gb": "192GiB", "14b-full-48gb": "320GiB", "32b-full-80gb": "640GiB"}
+"""Host memory of the recipes that keep weights, gradients and optimizer there (`engine.weights: host`)."""
 every_recipe = pytest.mark.parametrize("shipped", PLANNED, ids=lambda shipped: shipped.name)
 
 
@@ -32,7 +32,7 @@ def test_the_header_agrees_with_the_recipe(shipped: ShippedRecipe):
     recipe, planned, options = load_recipe(shipped.path).recipe, read_header(shipped), command_of(shipped)
     size, kind, device = shipped.path.stem.rsplit("-", 2)
     ranks = 8 if device.startswith("8x") else 1
-    offloaded = recipe.deepspeed == "zero3_offload"
+    offloaded = recipe.engine.weights == "host"
     host = HOST_OF_OFFLOADED[shipped.path.stem] if offloaded else HOST[device]
     assert options == {
         "device": DEVICES[device.removeprefix("8x")],

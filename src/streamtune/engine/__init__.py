@@ -14,7 +14,8 @@ forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of
     routers                         the losses of a mixture's routers
     norms, rotary                   the norms outside the layers; rotary embeddings that depend on the length of a row
     fused                           linear modules, norms and rotary embeddings of a layer in fewer kernels
-    memory/                         placement of layer inputs: device, host, disk
+    memory/                         placement of layer inputs: device, host, disk; host memory that is used again
+    weights/                        weights that wait on the host, a layer's copies on the device while it computes
     sequence/                       ranks that share a sequence: their tokens, and calls of the model
     observe                         the state of a forward restored in its backward; observers; hooks of modules
     inspect_model, sharded          the parts of a model; its weights at one moment, and those that ranks share
@@ -32,6 +33,7 @@ from streamtune.engine.rows import Branches
 from streamtune.engine.scores import TokenScores
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.stream import StreamHandle, stream
+from streamtune.engine.weights.waiting import keep_on_host
 from streamtune.schedule import Schedule
 
 __all__ = [
@@ -47,5 +49,6 @@ __all__ = [
     "check_packing",
     "chunkwise",
     "decoder_layers",
+    "keep_on_host",
     "stream",
 ]

@@ -89,7 +89,7 @@ def plan_and_stream(
             cluster=cluster, completions=completions, reference_bytes=reference_bytes,
         )  # fmt: skip
         memory = plan_this(cluster=cluster, keep=_schedule_of(start.checkpoint), notify=notify)
-        return asdict(memory.schedule), memory.simulation.host_bytes
+        return asdict(memory.schedule), memory.simulation.streamed_host_bytes
 
     schedule, host_bytes = None, 0
     if recipe.engine.schedule == "auto" or dry_run:

@@ -17,9 +17,9 @@ from torch import nn
 
 from streamtune import models, optim, train
 from streamtune.adapters import base_of
-from streamtune.engine import decoder_layers
+from streamtune.engine import decoder_layers, keep_on_host
 from streamtune.engine.memory.host import usable_host_bytes
-from streamtune.engine.weights.waiting import move_to_host, waiting_parameters
+from streamtune.engine.weights.waiting import waiting_parameters
 from streamtune.errors import ArgumentError
 from streamtune.recipe.schema import Recipe
 from streamtune.run.data import new_token_ids
@@ -150,8 +150,7 @@ def _loaded_on(recipe: Recipe, device: torch.device) -> torch.device:
 def _placed(recipe: Recipe, model: Any, device: torch.device) -> Any:
     """Return the model with the weights that wait in the host's memory, if the recipe says so, and all else there."""
     if recipe.engine.weights == "host":
-        base = base_of(model)
-        move_to_host(base, decoder_layers(base), device)
+        keep_on_host(model, device)
     return model
 
 

@@ -109,6 +109,11 @@ class Simulation:
     work: Work
     host_terms: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def streamed_host_bytes(self) -> int:
+        """Bytes on the host of what the engine stores there for the backward: not weights, gradients or optimizer."""
+        return sum(self.host_terms.get(name, 0) for name in ("layer inputs", KEYS))
+
 
 def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> Simulation:
     """Simulate the memory and work of a step of ``workload`` by ``schedule``.

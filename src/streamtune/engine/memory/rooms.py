@@ -21,11 +21,20 @@ from streamtune.errors import OutOfMemoryError
 __all__ = ["HostRooms"]
 
 
+class _Room:
+    """Mapped pages, registered with an accelerator as long as this object lives: by a storage, or the free list."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.map = mmap.mmap(-1, size)
+        if device.type == "cuda":
+            register_pages(torch.frombuffer(self.map, dtype=torch.uint8), owner=self)
+
+
 class HostRooms:
     """Pages of host memory, mapped once and used again."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
+        self._free: dict[int, list[_Room]] = defaultdict(list)
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a tensor on the host whose values are not set.
@@ -45,13 +54,13 @@ class HostRooms:
             flat = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
         else:
             room = self._free[size].pop() if self._free[size] else self._mapped(size, device)
-            flat = torch.frombuffer(room, dtype=torch.uint8)
+            flat = torch.frombuffer(room.map, dtype=torch.uint8)
             storage = flat.untyped_storage()
             mark_host_storage(storage)
             weakref.finalize(storage, self._free[size].append, room)
         return flat[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
-    def _mapped(self, size: int, device: torch.device) -> mmap.mmap:
+    def _mapped(self, size: int, device: torch.device) -> _Room:
         free = usable_host_bytes()
         if size > free:
             raise OutOfMemoryError(
@@ -59,10 +68,7 @@ class HostRooms:
                 f"{free / GIB:.2f} are free",
                 mend="use a machine with more memory, or train adapters (finetuning_type: lora)",
             )
-        room = mmap.mmap(-1, size)
-        if device.type == "cuda":
-            register_pages(torch.frombuffer(room, dtype=torch.uint8), owner=self)
-        return room
+        return _Room(size, device)
 
     def __reduce__(self) -> tuple[type[HostRooms], tuple[()]]:
         return HostRooms, ()  # a copy maps its own

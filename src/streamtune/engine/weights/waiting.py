@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.head import LazyForward
+from streamtune.engine.inspect_model import base_model, decoder_layers
 from streamtune.engine.memory.host import is_host_storage, mark_host_storage
 from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.memory.rooms import HostRooms
@@ -38,7 +39,7 @@ from streamtune.engine.observe import notify_tensors
 from streamtune.errors import UnsupportedModelError
 from streamtune.model_device import model_device
 
-__all__ = ["WaitingWeights", "move_to_host", "waiting_parameters"]
+__all__ = ["WaitingWeights", "keep_on_host", "waiting_parameters"]
 
 KINDS = (Tensor, nn.Parameter)
 """Types of tensors that are copied. Quantised ones, and those that ranks share, have types of their own."""
@@ -56,12 +57,14 @@ def waiting_parameters(model: Any, layers: Iterable[nn.Module]) -> list[nn.Param
     return list(found.values())
 
 
-def move_to_host(model: Any, layers: Sequence[nn.Module], device: torch.device, rooms: HostRooms | None = None) -> None:
+def keep_on_host(model: Any, device: torch.device, rooms: HostRooms | None = None) -> None:
     """Move the weights that wait to the host, and all other weights and buffers to the device.
 
+    For a model that the device does not hold: load it on the CPU, add its adapters, call this, and then
+    ``stream(model, schedule=Schedule(weights="host"))``, which does the same for a model that is on the device.
+
     Args:
-        model: The model of ``transformers``, without wrappers; changed in place.
-        layers: Its decoder layers.
+        model: A causal language model of ``transformers``, with or without peft adapters; changed in place.
         device: The device on which it computes; ``meta`` simulates it.
         rooms: The host's memory; None makes rooms of their own.
 
@@ -69,6 +72,8 @@ def move_to_host(model: Any, layers: Sequence[nn.Module], device: torch.device, 
         OutOfMemoryError: The host does not have the memory.
     """
     rooms = HostRooms() if rooms is None else rooms
+    model = base_model(model)
+    layers = decoder_layers(model)
     waiting = waiting_parameters(model, layers)
     known = {id(p) for p in waiting}
     with torch.no_grad():
@@ -177,7 +182,7 @@ class WaitingWeights:
     """The weights of a streamed model that wait on the host, and their copies on the device.
 
     Args:
-        model: The model of ``transformers``, without wrappers. Its weights are moved (:func:`move_to_host`), and stay
+        model: The model of ``transformers``, without wrappers. Its weights are moved (:func:`keep_on_host`), and stay
             on the host when the stream is removed.
         layers: Its decoder layers.
         tiers: Counts the bytes that are copied.
@@ -191,7 +196,7 @@ class WaitingWeights:
         self.device, self.tiers, self.rooms, self.dtype = model_device(model), tiers, HostRooms(), dtype
         self._wide = _kept_wide(model)
         self.copies = Copies(self.device)
-        move_to_host(model, layers, self.device, self.rooms)
+        keep_on_host(model, self.device, self.rooms)
         self._layers = [_Unit.of(_of_layer(layer), place + 1) for place, layer in enumerate(layers)]
         self._units = {id(layer): unit for layer, unit in zip(layers, self._layers, strict=True)}
         outside = _outside(model) if dtype is None else _owners_outside(model, layers)
