@@ -129,6 +129,11 @@ class Built:
     closing: ExitStack = field(default_factory=ExitStack)
     """Closes what the run holds open: engines that gather weights, processes that render rows."""
 
+    @property
+    def backend(self) -> train.Backend:
+        """The backend that computes gradients and updates the weights."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Training:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -423,7 +423,9 @@ def _make_writer(recipe: GrpoRecipe, built: Built) -> rollout.Writer:
 
     @contextmanager
     def computing() -> Iterator[None]:
-        with built.handle.routers.silenced(), autocast(built.device, recipe.bf16):
+        # Adapters are around the model that writes; so are the hooks of FSDP2 that gather what is outside of layers.
+        gathered = built.backend.called_directly() if built.shares_weights else nullcontext()
+        with gathered, built.handle.routers.silenced(), autocast(built.device, recipe.bf16):
             yield
 
     if recipe.use_vllm:

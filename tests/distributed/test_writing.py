@@ -1,0 +1,21 @@
+"""Ranks that divide the weights write what ranks write that have them whole, with adapters and without."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from .rank_group import run_ranks
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("finetuning", ["full", "lora", "qlora"])
+def test_ranks_that_divide_the_weights_write_the_same(finetuning: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    base = {"finetuning_type": finetuning, **({"quantization": "nf4"} if finetuning == "qlora" else {})}
+    cases = [base, {**base, "fsdp": True}, {**base, "deepspeed": "zero3"}]
+    found = run_ranks(2, "tests.distributed.writing_cases", cases)
+    whole, *divided = (found[json.dumps(case)] for case in cases)
+    assert [len(ids) for ids in whole] == [6, 6, 6]
+    assert divided == [whole, whole]
