@@ -213,7 +213,11 @@ def _choose_in_layer_order(
         tried[schedule] = simulation
         if excess_of(simulation, limits) > 0:
             raise nothing_fits(workload, space, tried, limits, simulate)
-        found = Candidate(schedule, Figures.of(simulation))
+        if schedule.levels == 2 and not {"levels", "segment_size"} & set(space.fixed):  # less work, where it fits
+            plainer = replace(schedule, levels=1)
+            tried[plainer] = simulate(workload, plainer)
+            schedule = plainer if excess_of(tried[plainer], limits) <= 0 else schedule
+        found = Candidate(schedule, Figures.of(tried[schedule]))
     others = _alternatives(found, tried, ranked, limits, pace)
     made = estimator.simulations + len(tried)
     return _plan(found.schedule, tried[found.schedule], others, limits, pace, started, made)
