@@ -64,13 +64,14 @@ def _apart(mine: Tensor, theirs: Tensor) -> float:
 def _seen(case: dict[str, Any], streamed: bool) -> list[tuple[str, Tensor]]:
     """What the hook saw in two micro-batches of this rank, and then this rank's part of every gradient."""
     model: Any = build("qwen3").train()
+    schedule = streamtune.Schedule(chunk_size=case["chunk_size"], stream_grads=case.get("stream_grads", False))
     if streamed and case["engine"] == "zero3":  # which asks which modules it is to gather whole
-        streamtune.stream(model, chunk_size=case["chunk_size"])
+        streamtune.stream(model, schedule=schedule)
     runner = _wrapped(case["engine"], model)
     found: list[tuple[str, Tensor]] = []
     KINDS[case["hook"]](model.get_submodule(case["place"]), found)
     if streamed and case["engine"] != "zero3":
-        streamtune.stream(model, chunk_size=case["chunk_size"])
+        streamtune.stream(model, schedule=schedule)
     ids = torch.randint(1, 60, (2, 27), generator=torch.Generator().manual_seed(distributed.get_rank()))
     for row in ids[:, None]:
         loss = runner(input_ids=row, labels=row, use_cache=False).loss

@@ -46,6 +46,16 @@ def test_a_few() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("engine", ["fsdp", "zero3"])
+def test_hooks_of_layers_see_gradients_that_are_streamed(engine: str) -> None:
+    """A gradient is not left with the layer before where a hook waits for it between the two."""
+    names = ("full_backward_hook", "backward_pre_hook")
+    asked = [case for case in cases(engine) if case["hook"] in names and case["place"] == "model.layers.0"]
+    assert len(asked) == 2
+    compare([{**case, "stream_grads": True} for case in asked], 200)
+
+
+@pytest.mark.full
 def test_a_model_that_deepspeed_has_taken_apart_is_refused() -> None:
     late = {"engine": "zero3", "late": True}
     refused = compare(few("zero3"), 200, late)[json.dumps(late)]["refused"]
