@@ -171,7 +171,6 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"bf16": True},
         {"deterministic": True},
         {"optim_in_backward": True},
-        {"optim_in_backward": True, "max_grad_norm": 0.0},
         {"on_nan": "skip"},
         {"on_oom": "replan"},
         {"dataloader_num_workers": 2},

@@ -93,8 +93,8 @@ class Recipe(Spec):
 
     quantization: Literal["auto", "nf4", "int8"] = "auto"
     """Of the frozen linear layers, with `finetuning_type: qlora`: `nf4` (4 bits, bitsandbytes) or `int8` (torchao);
-    `auto` is nf4 on an accelerator and where ranks divide the weights (`zero3`, `fsdp`), else int8. Embedding, norms and
-    head keep their dtype."""
+    `auto` is nf4 on an accelerator and where ranks divide the weights (`zero3`, `fsdp`), else int8. Embedding, norms
+    and head keep their dtype."""
 
     lora_r: Annotated[int, Field(ge=1), at_most(10**5)] = 16
     """Rank of the adapters."""
