@@ -105,16 +105,14 @@ def longest(name: str, form: dict[str, Any], limits: Limits, sizes: tuple[int, .
             return evaluate_schedule(workload, schedule, limits, rates)
 
         short, long = (step(length, plain).simulation for length in PROBES)
-        apart = PROBES[1] - PROBES[0]
-        device, host = (
-            (one - PROBES[0] * (two - one) / apart, (two - one) / apart)
-            for one, two in ((short.peak_bytes, long.peak_bytes), (short.host_bytes, long.host_bytes))
-        )
+        # The phase of the peak may change with the length: the forward holds two hidden states of the whole row.
+        device = [_line(short.phases[phase], long.phases[phase]) for phase in short.phases]
+        host = _line(short.host_bytes, long.host_bytes)
         moves = 2 * config.hidden_size if form["order"] == "layer" else 0  # bytes of a layer input that stays
         counts = range(config.num_hidden_layers if moves else 1)
 
-        def fits(count: int, device: Line = device, host: Line = host, moves: int = moves) -> float:
-            on_device = (limits.device - device[0]) / (device[1] + count * moves)
+        def fits(count: int, device: list[Line] = device, host: Line = host, moves: int = moves) -> float:
+            on_device = min((limits.device - start) / max(1e-9, slope + count * moves) for start, slope in device)
             return min(on_device, (limits.host - host[0]) / max(1e-9, host[1] - count * moves))
 
         count = max(counts, key=fits)
@@ -125,6 +123,12 @@ def longest(name: str, form: dict[str, Any], limits: Limits, sizes: tuple[int, .
                 best = max(best, (length, found), key=lambda each: each[0])
                 break
     return best
+
+
+def _line(short: float, long: float) -> Line:
+    """Return the line through the bytes at the lengths of ``PROBES``."""
+    slope = (long - short) / (PROBES[1] - PROBES[0])
+    return short - PROBES[0] * slope, slope
 
 
 def show_longest(names: list[str], memory: int, host: int, forms: list[str], sizes: tuple[int, ...]) -> None:
