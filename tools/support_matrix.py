@@ -270,8 +270,9 @@ CLOSING = """\
 ## What is not here
 
 - **Models.** Which families stream exactly: [families](../families.md). A model may also refuse what this page accepts:
-  packed rows that some layers cannot keep apart, heads that `sequence_parallel: ulysses` cannot divide, sequences of a
-  recurrence on several ranks. `handle.check()` finds it before the first step.
+  packed rows that some layers cannot keep apart, heads that `sequence_parallel: ulysses` cannot divide, packed rows
+  of layers that both attend and carry a state on ranks that share sequences. The checks before the first step
+  (`handle.check()`, and those of rows) find it.
 - **Machines.** Whether a device, DeepSpeed, vLLM, bitsandbytes or torchao is there: `streamtune doctor`. What fits:
   `streamtune plan`.
 - **Data.** Which rows an objective reads: [rows](../data-preferences.md).

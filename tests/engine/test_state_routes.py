@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from streamtune import Schedule
+from streamtune.engine.inspect_model import both_at_once
 from streamtune.engine.rows import Branches, PackedRows
 from streamtune.engine.sequence.layout import chunks_between_rows
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.sequence.states import StateRoutes
+from tests.conformance.reducer import build
 
 DEEP = [(-1, 13), (0, 5), (1, 7), (1, 2), (0, 9), (-1, 4), (5, 7), (5, 6), (0, 11)]
 """Trunks in trunks; the last part goes on from the first one, behind another tree."""
@@ -80,3 +82,8 @@ def test_a_row_behind_a_trunk_of_another_begins_anew() -> None:
     assert rows.state_before(4) is None
     assert rows.state_before(9) == 4
     assert rows.carries_on(4)
+
+
+def test_layers_that_attend_and_carry_a_state_are_known() -> None:
+    assert both_at_once(build("falcon_h1")) == "FalconH1DecoderLayer"
+    assert both_at_once(build("qwen3_next")) is None

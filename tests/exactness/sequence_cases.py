@@ -49,6 +49,15 @@ class Case:
         return "-".join(words)
 
 
+DENSE = {
+    "mlp_only_layers": [0, 1],
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+"""Qwen3-Next without experts."""
 RECURRENT = (
     "qwen3_next",
     "qwen3_5_text",
@@ -133,6 +142,7 @@ CASES = [
     Case("qwen3", "right", "ring", check="dropout", slow=True),
     Case("qwen3", "right", "ring", check="preflight", slow=True),
     Case("gpt_oss", "right", check="preflight", slow=True),
+    Case("qwen3_next", "right", check="dropout", overrides=DENSE, slow=True),
     *(Case(model, "left", slow=True) for model in RECURRENT),
     *(Case(model, "multiturn", slow=True) for model in ("mamba", "mamba2")),
     *(Case(model, check="packed", slow=True) for model in ("qwen3_next", "lfm2", "mamba2", "minimax", "jamba")),

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import streamtune
 from streamtune import RouterLoss, Schedule, SequenceParallel, StreamHandle
+from streamtune.engine import check_packing
 from streamtune.errors import StreamTuneError
 from streamtune.models import add_lora
 from tests.conformance.reducer import build as build_any
@@ -239,7 +240,7 @@ def check_dropout(case: Case) -> dict[str, float]:
     With dropout the loss is a function of the generator's state. Its slope along the gradient is the gradient's norm.
     In fp64, so that a small step tells the slope.
     """
-    model = in_float64(build(case.model, attention_dropout=0.2))
+    model = in_float64(build(case.model, attention_dropout=0.2, **case.overrides))
     inputs = batch(case.kind)
     with Float64(), shared(model, case) as handle:
         torch.manual_seed(11)
@@ -371,8 +372,9 @@ def check_refused(case: Case) -> dict[str, float]:
     with shared(from_tokens, case):
         refused("makes positions from tokens", lambda: from_tokens(**plain_batch))
     both, pieces = build_any("falcon_h1"), packs()
-    with shared(both, case):
+    with shared(both, case) as handle:
         refused("both attends and carries a state", lambda: both(**packed(pieces)))
+        refused("both attends and carries a state", lambda: check_packing(handle))
     three_heads = build("qwen3", num_attention_heads=3, num_key_value_heads=3)
     refused("cannot be shared out", lambda: shared(three_heads, Case("qwen3", form="ulysses")))
     model, inputs = build("llama"), batch("plain")

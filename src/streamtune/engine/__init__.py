@@ -16,7 +16,7 @@ forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of
     fused                           linear modules, norms and rotary embeddings of a layer in fewer kernels
     memory/                         placement of layer inputs: device, host, disk; host memory that is used again
     weights/                        weights that wait on the host, a layer's copies on the device while it computes
-    sequence/                       ranks that share a sequence: their tokens, and calls of the model
+    sequence/                       ranks that share a sequence: their tokens, states, and calls of the model
     observe                         the state of a forward restored in its backward; observers; hooks of modules
     inspect_model, sharded          the parts of a model; its weights at one moment, and those that ranks share
     evaluated                       logits of an evaluation, computed when they are read

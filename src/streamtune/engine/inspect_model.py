@@ -27,6 +27,7 @@ __all__ = [
     "REFUSED_OUTPUTS",
     "attention_configs",
     "base_model",
+    "both_at_once",
     "carries_states",
     "check_streamable",
     "decoder_layers",
@@ -112,6 +113,12 @@ def carries_states(layer: nn.Module) -> bool:
 def keeps_keys(layer: nn.Module) -> bool:
     """Return True if a module of the layer seems to call a function that keeps keys and values."""
     return any(KEYS & set(code_names(type(module))) for module in layer.modules())
+
+
+def both_at_once(model: nn.Module) -> str | None:
+    """Return the class of a decoder layer that keeps keys and values and carries a state too, or None."""
+    found = (type(layer).__name__ for layer in decoder_layers(model) if carries_states(layer) and keeps_keys(layer))
+    return next(found, None)
 
 
 def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:

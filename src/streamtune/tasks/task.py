@@ -25,6 +25,7 @@ from torch import nn
 
 from streamtune import data, optim, train
 from streamtune.engine import StreamHandle, check_branches, stream
+from streamtune.engine.inspect_model import both_at_once
 from streamtune.engine.rotary import longest_unscaled
 from streamtune.errors import UnsupportedModelError
 from streamtune.model_device import model_device
@@ -329,16 +330,19 @@ class Task(ABC, Generic[R_co]):
         """
         if not self.may_share:
             return False
-        limit = longest_unscaled(model.config)
+        limit, what = longest_unscaled(model.config), ""
         if limit is not None and self.recipe.max_length > limit:
             what = (
                 f"its rotary embeddings change above {limit:,} tokens, and completions of up to "
                 f"{self.recipe.max_length:,} may be on both sides"
             )
+            mend = f"max_length: {limit}"
+        elif self.recipe.sequence_parallel_size > 1 and (kind := both_at_once(model)) is not None:
+            what = f"{kind} both attends and carries a state, and ranks share its sequences"
+            mend = "sequence_parallel_size: 1"
+        if what:
             if self.share_prefix == "always":
-                raise UnsupportedModelError(
-                    what, where="share_prefix", mend=f"set share_prefix: auto, or max_length: {limit}"
-                )
+                raise UnsupportedModelError(what, where="share_prefix", mend=f"set share_prefix: auto, or {mend}")
             notify(f"each completion has its own copy of the prompt: {what}")
             return False
         with stream(model) as handle:

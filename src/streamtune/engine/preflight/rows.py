@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from streamtune.engine.context import CallContext
+from streamtune.engine.inspect_model import both_at_once
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.observe import attention_as
 from streamtune.engine.preflight.common import (
@@ -107,6 +108,7 @@ def check_packing(handle: StreamedModel) -> None:
     """
     if not handle.layers:
         raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
+    _refuse_both(handle, "set packing: false, or sequence_parallel_size: 1")
     positions = torch.cat([torch.arange(length) for length in ROWS])[None]
     rows = PackedRows.of(positions)
     assert rows is not None
@@ -130,6 +132,7 @@ def check_branches(handle: StreamedModel) -> None:
     """
     if not handle.layers:
         raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
+    _refuse_both(handle, "set share_prefix: never, or sequence_parallel_size: 1")
     branches = Branches.of_nodes(TREES)
     parts = [part for part in branches.table.leaves if part.trunk]
     places = [torch.cat([torch.arange(start, stop) for start, stop, _ in part.runs]) for part in parts]
@@ -139,6 +142,15 @@ def check_branches(handle: StreamedModel) -> None:
     layout = _Layout(branches, arguments, places, begins, fault, "set share_prefix: never")
     with borrowed(handle), torch.no_grad():
         _Trial(handle, layout).run()
+
+
+def _refuse_both(handle: StreamedModel, mend: str) -> None:
+    """Refuse layers that keep keys and values and a state too, where ranks would exchange those of rows."""
+    if handle.sequence_parallel is not None and (kind := both_at_once(handle.model)) is not None:
+        raise UnsupportedModelError(
+            f"{kind} both attends and carries a state, and would meet several rows in a sequence that ranks share",
+            mend=mend,
+        )
 
 
 class _Trial:
