@@ -213,7 +213,14 @@ def test_a_length_nothing_fits_names_the_longest_that_does(workload: Workload, k
 @pytest.mark.full
 @pytest.mark.parametrize("host", [0, 1 << 34])  # a tier that is not there has nothing left, whatever the length
 def test_the_longest_that_fits_is_found_to_a_percent(workload: Workload, known: Any, host: int):
-    given = {"chunk_size": 256, "head_chunk_size": 256, "levels": 2, "stream_grads": True, "offload": "device"}
+    given = {
+        "chunk_size": 256,
+        "head_chunk_size": 256,
+        "levels": 2,
+        "order": "layer",
+        "stream_grads": True,
+        "offload": "device",
+    }
     schedule = Schedule(**given)
     limits = Limits(int(known(workload, schedule).peak_bytes / 0.95) + 1, host)
     far = replace(workload, length=7 * LENGTH)
