@@ -58,6 +58,9 @@ __all__ = ["Holdings", "divided_bytes", "moved_again", "outside_bytes", "trained
 
 FP32 = 4
 
+PHASES = ("reference", "forward", "head", "backward", "again")
+"""The phases in which weights are gathered; *again* is a layer's extra forward in the backward."""
+
 
 @dataclass(frozen=True)
 class Holdings:
@@ -204,7 +207,7 @@ def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
             state, temporary, touched = _optimizer_step(model, workload)
     return Holdings(
         weights=held_bytes(model) - host["weights"],
-        gathered=dict.fromkeys(("reference", "forward", "head", "backward"), 0),
+        gathered=dict.fromkeys(PHASES, 0),
         master=0,
         state=state,
         gradients=sum(p.nbytes for p in here),
@@ -262,9 +265,8 @@ def _gathered(model: nn.Module, cluster: Cluster, again: int) -> dict[str, int]:
         cluster: The ranks.
         again: Layers of the longest segment that run forward once more.
     """
-    phases = ("reference", "forward", "head", "backward", "again")
     if not cluster.gathers_layers:
-        return dict.fromkeys(phases, 0)
+        return dict.fromkeys(PHASES, 0)
     layers, outside = decoder_layers(model), outside_bytes(model)
     inner, outer = max(map(divided_bytes, layers)), max(outside, default=0)
     if cluster.engine == "fsdp":  # the root's own weights stay from the forward on, and the next layer is fetched
