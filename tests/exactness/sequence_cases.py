@@ -78,6 +78,8 @@ RECURRENT = (
 )
 """Families with states: gated delta rules, Mamba-1 and -2, linear attention, short convolutions."""
 
+WITHOUT_POSITIONS = ("mamba", "mamba2")
+
 KEPT = {"keep_kv": "device", "keep_attention": "device"}
 HOST = {"offload": "host", "keep_kv": "host", "keep_attention": "host", "stream_grads": True}
 CASES = [
@@ -114,6 +116,7 @@ CASES = [
     Case("nemotron_h", check="branches"),
     Case("qwen3_next", "right", check="preflight", sizes=(2,)),
     Case("lfm2", check="state_traffic"),
+    Case("lfm2", check="frozen", sizes=(2,)),
     Case("gemma2", "left", "ring", slow=True),
     Case("olmo2", "right", slow=True),
     Case("gpt_oss", "right", slow=True),
@@ -144,7 +147,7 @@ CASES = [
     Case("gpt_oss", "right", check="preflight", slow=True),
     Case("qwen3_next", "right", check="dropout", overrides=DENSE, slow=True),
     *(Case(model, "left", slow=True) for model in RECURRENT),
-    *(Case(model, "multiturn", slow=True) for model in ("mamba", "mamba2")),
+    *(Case(model, "multiturn", slow=True) for model in WITHOUT_POSITIONS),
     *(Case(model, check="packed", slow=True) for model in ("qwen3_next", "lfm2", "mamba2", "minimax", "jamba")),
     *(Case(model, check="branches", slow=True) for model in ("qwen3_next", "lfm2", "mamba2", "mamba", "minimax")),
     Case("qwen3_next", "multiturn", "ring", schedule={"levels": 2, **HOST}, slow=True),
@@ -152,6 +155,7 @@ CASES = [
     Case("qwen3_5_text", "right", schedule={"keep_layers": 2}, slow=True),
     Case("qwen3_next", check="lora", slow=True),
     Case("lfm2", check="scores", slow=True),
+    Case("qwen3_next", check="frozen", slow=True),
     Case("qwen3_next", "right", check="calls", slow=True),
     Case("nemotron_h", "right", check="groups", sizes=(4,), slow=True),
     Case("granitemoehybrid", "right", check="preflight", slow=True),

@@ -30,7 +30,7 @@ from tests.conformance.reducer import build as build_any
 from tests.precision_kit import Errors, Float64, Reference, errors, in_float64, relative, total_error
 
 from .families import FAMILIES, batch, build, evaluation, gradients, reference
-from .sequence_cases import RECURRENT, Case, cases
+from .sequence_cases import RECURRENT, WITHOUT_POSITIONS, Case, cases
 from .test_branches import Rows, objective
 from .test_branches import alone as rows_alone
 from .test_branches import rows as trees
@@ -72,7 +72,7 @@ def compared(model: nn.Module, case: Case, inputs: dict[str, Any], want: Callabl
     with shared(model, case) as handle:
         found = together(model, inputs)
         assert handle.tiers.host.live_bytes == 0
-    if known is not None and case.model in RECURRENT:
+    if known is not None and case.model in (*RECURRENT, *WITHOUT_POSITIONS):
         LARGEST[case.model] = largest(found, known)
     return off(found, known)
 
@@ -108,6 +108,22 @@ def check_lora(case: Case) -> dict[str, float]:
             if "lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.1)
     return compared(model, case, inputs := batch(case.kind), lambda: reference(model, inputs))
+
+
+def check_frozen(case: Case) -> dict[str, float]:
+    """Only weights that make no state are trained, so that states need a gradient on some ranks; backward twice."""
+    model, inputs = model_of(case), batch(case.kind)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("feed_forward" in name or "mlp" in name)
+
+    def twice(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        loss = model(**inputs).loss
+        loss.backward(retain_graph=True)
+        return loss
+
+    want = reference(model, inputs, twice) if dist.get_rank() == 0 else None
+    with shared(model, case):
+        return off(together(model, inputs, twice), want)
 
 
 def check_packed(case: Case) -> dict[str, float]:
