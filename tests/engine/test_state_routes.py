@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from streamtune import Schedule
@@ -10,6 +11,7 @@ from streamtune.engine.rows import Branches, PackedRows
 from streamtune.engine.sequence.layout import chunks_between_rows
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.sequence.states import StateRoutes
+from streamtune.errors import UnsupportedModelError
 from tests.conformance.reducer import build
 
 DEEP = [(-1, 13), (0, 5), (1, 7), (1, 2), (0, 9), (-1, 4), (5, 7), (5, 6), (0, 11)]
@@ -75,6 +77,13 @@ def test_chunks_stay_where_no_state_is_lost() -> None:
     moved = chunks_between_rows(schedule, 40, 2, trunk)
     assert moved != schedule.chunks(40)
     assert moved[-1].stop == 40
+
+
+def test_a_row_of_one_token_beside_a_longer_one_is_refused() -> None:
+    beside = PackedRows.of(torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2], [*range(8)]]))
+    assert beside is not None
+    with pytest.raises(UnsupportedModelError, match="a packed row of one token at position 4"):
+        chunks_between_rows(Schedule(chunk_size=4), 4, 2, beside)
 
 
 def test_a_row_behind_a_trunk_of_another_begins_anew() -> None:

@@ -150,6 +150,7 @@ CASES = [
     *(Case(model, "multiturn", slow=True) for model in WITHOUT_POSITIONS),
     *(Case(model, check="packed", slow=True) for model in ("qwen3_next", "lfm2", "mamba2", "minimax", "jamba")),
     *(Case(model, check="branches", slow=True) for model in ("qwen3_next", "lfm2", "mamba2", "mamba", "minimax")),
+    *(Case(model, check="packs", slow=True) for model in ("qwen3_next", "lfm2", "mamba2", "nemotron_h", "mamba")),
     Case("qwen3_next", "multiturn", "ring", schedule={"levels": 2, **HOST}, slow=True),
     Case("nemotron_h", "right", schedule={"levels": 2, "keep_kv": "device"}, slow=True),
     Case("qwen3_5_text", "right", schedule={"keep_layers": 2}, slow=True),

@@ -94,14 +94,22 @@ class PackedRows:
         found: list[slice] = []
         for start, stop in pairwise([*self.starts, self.positions_BT.shape[1]]):
             found += [slice(start + c.start, start + c.stop) for c in schedule.chunks(stop - start)]
-        for chunk in found:
-            if chunk.stop - chunk.start == 1 and chunk.start not in self.clean_starts:
+        self.refuse_single(found)
+        return found
+
+    def refuse_single(self, parts: Iterable[slice]) -> None:
+        """Refuse parts of the sequence that are a single token in the middle of another sequence's row.
+
+        Raises:
+            UnsupportedModelError: There is one.
+        """
+        for part in parts:
+            if part.stop - part.start == 1 and part.start not in self.clean_starts:
                 raise UnsupportedModelError(
-                    f"a packed row of one token at position {chunk.start} lies beside a longer one of the same batch, "
+                    f"a packed row of one token at position {part.start} lies beside a longer one of the same batch, "
                     "which a layer with a recurrent state cannot be cut at",
                     mend="pack with per_device_train_batch_size: 1",
                 )
-        return found
 
     def carries_on(self, position: int) -> bool:
         """Return True if any sequence goes on past a position, so that its state there is used again."""
