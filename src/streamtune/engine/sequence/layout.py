@@ -42,11 +42,12 @@ def chunks_between_rows(schedule: Schedule, own: int, size: int, rows: PackedRow
         UnsupportedModelError: There are none near those of the schedule, or one of several packed sequences has a row
             of one token beside another's.
     """
+    borders = frozenset(rows.starts)
     everything = list(pairwise([*rows.starts, max(own * size, rows.starts[-1] + 1)]))
     rows.refuse_single(slice(*each) for each in everything[:-1])
     parts = [(start, stop) for start, stop in everything if stop - start > 1]
     lost = _Lost(
-        frozenset(stop - 1 for _, stop in parts if stop in rows.starts and rows.carries_on(stop)),
+        frozenset(stop - 1 for _, stop in parts if stop in borders and rows.carries_on(stop)),
         frozenset(start + 1 for start, _ in parts if start and rows.state_before(start) is not None),
     )
     if not any(lost):

@@ -23,6 +23,7 @@ through the pieces in the order of their tokens, backward in the opposite one.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -94,8 +95,16 @@ class StateRoutes:
 
     def sent(self, maker: int, taker: int) -> list[int]:
         """Return the positions whose states one rank sends to another, in the order in which it makes them."""
-        found = (at for at, takers in self.takers.items() if taker in takers and self.makers[at] == maker)
-        return sorted(found) if maker != taker else []
+        return self._sent.get((maker, taker), [])
+
+    @cached_property
+    def _sent(self) -> dict[tuple[int, int], list[int]]:
+        found: dict[tuple[int, int], list[int]] = {}
+        for at in sorted(self.takers):
+            for taker in self.takers[at]:
+                if taker != self.makers[at]:
+                    found.setdefault((self.makers[at], taker), []).append(at)
+        return found
 
     def returned(self, maker: int, taker: int) -> list[int]:
         """Return the positions whose states' gradients come back, in the order in which the taker has them."""
@@ -108,7 +117,8 @@ def _after(position: int, rows: PackedRows | None) -> int | None:
 
 def _cut(own: slice, positions: slice, rows: PackedRows | None) -> list[slice]:
     """Return the parts of a shard ``own`` at ``positions`` of the sequence, cut where rows begin."""
-    inside = [] if rows is None else [at for at in rows.starts if positions.start < at < positions.stop]
+    starts = [] if rows is None else rows.starts
+    inside = starts[bisect_right(starts, positions.start) : bisect_left(starts, positions.stop)]
     places = [own.start, *(own.start + at - positions.start for at in inside), own.stop]
     return [slice(*each) for each in pairwise(places)]
 
