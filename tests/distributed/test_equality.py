@@ -138,8 +138,9 @@ RECURRENT = {
 
 @pytest.mark.full
 def test_a_run_that_shares_sequences_of_a_recurrent_model_has_the_losses_of_one_rank() -> None:
-    settings = {"model.init": RECURRENT, "sequence_parallel_size": 2, "packing": True}
-    same_curves(2, [{"objective": "sft", "settings": settings}], 300)
+    settings = {"model.init": RECURRENT, "sequence_parallel_size": 2}
+    sft = {"objective": "sft", "settings": {**settings, "packing": True}}
+    same_curves(2, [sft, {"objective": "dpo", "settings": {**settings, "share_prefix": "always"}}], 300)
 
 
 @pytest.mark.slow
