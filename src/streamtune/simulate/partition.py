@@ -284,7 +284,7 @@ def _gathered(model: nn.Module, cluster: Cluster, again: int) -> dict[str, int]:
         sizes["backward"] = max(outer, max(inner + segment, kept) + ahead)
         sizes["again"] = max(outer, max(inner + max(inner, segment), kept) + ahead) if again else sizes["backward"]
     sizes["reference"] = sizes["forward"]
-    return {phase: sizes[phase] - sizes[phase] // cluster.ranks for phase in phases}
+    return {phase: sizes[phase] - sizes[phase] // cluster.ranks for phase in PHASES}
 
 
 def _kept_for_reuse(layer: int, head: int, count: int, reuse: int) -> int:
