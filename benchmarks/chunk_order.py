@@ -118,6 +118,8 @@ def longest(name: str, form: dict[str, Any], limits: Limits, sizes: tuple[int, .
         count = max(counts, key=fits)
         for part in (0.995, 0.98, 0.96, 0.93, 0.9, 0.85):
             length = int(part * fits(count)) // 4096 * 4096
+            if length <= 0:  # what one chunk holds is too much
+                break
             found = step(length, replace(plain, device_layers=count))
             if found.fits:
                 best = max(best, (length, found), key=lambda each: each[0])
