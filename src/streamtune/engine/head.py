@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,13 @@ def has_head(model: Any) -> bool:
     return model.get_output_embeddings() is not None
 
 
+class HeldWeights(Protocol):
+    """Weights that wait on the host, as the head uses them (``weights.waiting``)."""
+
+    def with_graph(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Let a module hold copies on the device inside, through which autograd hands its gradient to the host."""
+
+
 class LazyForward:
     """The ``forward`` of a head in a call with labels: it reads no weight.
 
@@ -61,7 +68,7 @@ class StreamedHead:
     Args:
         model: The causal language model (no adapter wrapper around it).
         schedule: ``head_chunk_size`` and ``grad_dtype`` are read.
-        on_device: Returns a context inside of which the head holds its weight on the device.
+        waiting: Holds weights on the host; None where all are on the device.
 
     Raises:
         UnsupportedModelError: It has more than one head, or another loss than that of causal language models.
@@ -71,9 +78,9 @@ class StreamedHead:
         self,
         model: Any,
         schedule: Schedule,
-        on_device: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
+        waiting: HeldWeights | None = None,
     ) -> None:
-        self.model, self.schedule, self.on_device = model, schedule, on_device or (lambda head: nullcontext())
+        self.model, self.schedule, self.waiting = model, schedule, waiting
         self.active = self.sharded = False
         self.shards: SequenceShards | None = None
         """The ranks' tokens, of which lazy logits are this rank's; None where ranks do not share the sequence."""
@@ -154,7 +161,7 @@ class StreamedHead:
         Hooks around that call gather it, once for the forward and once for the backward, and reduce its gradient.
         """
         if not self.sharded:
-            with self.on_device(self.module):
+            with nullcontext() if self.waiting is None else self.waiting.with_graph(self.module):
                 return compute(logits)
         returns_lazy, head = self.module.__dict__.pop("_call_impl", None), self.module
         before = head.__dict__.get("forward")

@@ -144,7 +144,7 @@ class StreamHandle:
         if self.sequence_parallel is not None:
             self.form = form_for(self.sequence_parallel, self.model, self.layers, head)
         self._sharing = Sharing(self)
-        self.head = StreamedHead(self.model, schedule, self._head_on_device) if head and has_head(self.model) else None
+        self.head = StreamedHead(self.model, schedule) if head and has_head(self.model) else None
         self._gathered = gather_whole(self.layers)
         self.context = CallContext()
         self.scored: ScoreRequest | None = None
@@ -161,10 +161,12 @@ class StreamHandle:
             config._attn_implementation_internal = NAME if self.own_attention is None else over(self.own_attention)
         self.tiers, self._last_call = Tiers(schedule), LastLayerCall[LayerStream]()
         self.waiting: WaitingWeights | None = None
-        if schedule.weights == "host":
+        """The weights that wait on the host; None where all are on the device."""
+        if schedule.weights == "host":  # last of what may be refused: it moves the weights
             dtype = torch.bfloat16 if schedule.fetch_dtype == "bfloat16" else None
             self.waiting = WaitingWeights(self.model, self.layers, self.tiers, dtype)
-        """The weights that wait on the host; None where all are on the device."""
+            if self.head is not None:
+                self.head.waiting = self.waiting
         for layer, place in zip(self.layers, place_layers(schedule, len(self.layers)), strict=True):
             layer.forward = StreamedForward(
                 layer,
@@ -226,9 +228,6 @@ class StreamHandle:
     def layer_on_device(self, layer: nn.Module) -> AbstractContextManager[Any]:
         """Return a context inside of which a layer holds its weights on the device, wherever they wait."""
         return nullcontext() if self.waiting is None else self.waiting.used(layer)
-
-    def _head_on_device(self, head: nn.Module) -> AbstractContextManager[Any]:
-        return nullcontext() if self.waiting is None else self.waiting.with_graph(head)
 
     @contextmanager
     def laid_out(self, branches: Branches) -> Iterator[None]:

@@ -108,7 +108,7 @@ class _Preflight:
         self.own = handle.own_attention
         self.ours = [config._attn_implementation_internal for config in self.configs]
         self.reference = reference
-        self.head = None if handle.head is None else StreamedHead(handle.model, SCHEDULE, handle.head.on_device)
+        self.head = None if handle.head is None else StreamedHead(handle.model, SCHEDULE, handle.head.waiting)
         self.inputs: dict[str, Any] = {}
         self.calls: list[RecordedCall] = []
         self.streamed: list[Arguments] = []
