@@ -18,6 +18,7 @@ import torch.cuda._sanitizer
 import streamtune
 from streamtune import Schedule
 from streamtune.engine.memory import disk, tiers
+from streamtune.engine.weights import waiting
 from tests.cuda_host.measure import decide_without_values, make
 
 BASE = {"chunk_size": 256, "head_chunk_size": 512}
@@ -28,7 +29,10 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "two levels": {"levels": 2, "offload": "host", "device_layers": 1},
     "gradients in place": {"offload": "host", "stream_grads": True},
     "disk": {"offload": "disk"},
+    "weights on the host": {"weights": "host"},
+    "weights and inputs on the host": {"weights": "host", "levels": 2, "offload": "host", "stream_grads": True},
 }
+"""Those with weights on the host are last: there the weights stay."""
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
 LENGTH = 2048
 
@@ -39,6 +43,11 @@ def get_without_waiting(self: Any) -> torch.Tensor:
     (x, _), self.fetched = self.fetched, None
     tensor: torch.Tensor = x
     return tensor
+
+
+def fetched_without_waiting(self: Any) -> list[torch.Tensor]:
+    """Return weights that were fetched, before they have arrived."""
+    return [x for x, _ in self.copies]
 
 
 def settle_without_waiting(self: Any, most: int = 0) -> None:
@@ -59,6 +68,7 @@ def copy_without_waiting(self: Any, x: torch.Tensor, host: torch.Tensor) -> Any:
 
 MUTANTS = {
     "get": ((tiers._OnHost, "get", get_without_waiting), (disk._OnDisk, "get", get_without_waiting)),
+    "fetched": ((waiting._Fetched, "wait", fetched_without_waiting),),
     "settle": ((tiers.Copies, "settle", settle_without_waiting),),
     "to_host": ((tiers.Copies, "to_host", copy_without_waiting),),
 }

@@ -30,6 +30,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "disk": {"offload": "disk"},
     "two levels": {"levels": 2},
     "gradients in place": {"stream_grads": True},
+    "weights on the host": {"weights": "host"},
+    "weights and inputs on the host": {"weights": "host", "levels": 2, "offload": "host"},
 }
 LAUNCHES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "qwen3, bf16": ({"length": 16384}, (34, 120)),
@@ -157,8 +159,16 @@ def test_no_memory_is_used_by_two_streams_at_once(runtime: dict[str, str]) -> No
     assert set(races.values()) == {None}, races
 
 
-UNTOUCHED = {"get": ("plain chunks",), "settle": ("plain chunks", "disk"), "to_host": ("plain chunks", "disk")}
-"""Schedules in which a mutant does no harm: a disk's writes are waited for by a thread, before memory is used again."""
+ON_DEVICE = ("plain chunks", "host", "attention on the host", "two levels", "gradients in place", "disk")
+"""Schedules whose weights are on the device."""
+UNTOUCHED = {
+    "get": ("plain chunks", "weights on the host"),
+    "settle": ("plain chunks", "disk", "weights on the host"),
+    "to_host": ("plain chunks", "disk"),
+    "fetched": ON_DEVICE,
+}
+"""Schedules in which a mutant does no harm: a thread waits for a disk's writes, and a layer's node for its gradients,
+before memory is used again."""
 
 
 @pytest.mark.full
