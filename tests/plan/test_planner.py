@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamtune import Schedule
+from streamtune.engine import keep_on_host
 from streamtune.errors import ArgumentError
 from streamtune.models import blueprint
 from streamtune.plan import Limits, Rates, as_fixed, choose, evaluate_schedule
 from streamtune.plan.choices import Space, candidates
 from streamtune.plan.estimate import Estimator, Figures
+from streamtune.plan.planner import with_waiting_weights
 from streamtune.plan.refusal import excess_of, longest_below, smallest_schedule, smallest_step
 from streamtune.simulate import Simulation, Workload, simulate
-from streamtune.simulate.memory import held_bytes
+from streamtune.simulate.memory import device_held_bytes, held_bytes, host_held_bytes
 from streamtune.simulate.meta_operators import meta_copy
 
 MIB = 1 << 20
@@ -307,3 +310,20 @@ def test_a_copy_of_a_model_has_its_shape_and_no_bytes():
     assert {p.device.type for p in copy.parameters()} == {"meta"}
     assert [n for n, p in copy.named_parameters()] == list(before)
     assert all(torch.equal(p, before[n]) and p.device.type == "cpu" for n, p in model.named_parameters())
+
+
+def test_weights_on_the_host_are_besides_what_is_free() -> None:
+    """A model whose weights wait there is planned with the free bytes of the device, not those of its weights too."""
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**CONFIG, "num_hidden_layers": 2}))
+    weights = sum(p.nbytes for p in model.parameters())
+    limits = Limits(1 << 30, 1 << 31)
+    assert with_waiting_weights(limits, model, device_given=False, host_given=False) == limits
+    keep_on_host(model, torch.device("cpu"))
+    norm = model.model.norm.weight.nbytes
+    assert 0 <= host_held_bytes(model) - (weights - norm) < 4096 * 32  # whole pages
+    assert device_held_bytes(model) == held_bytes(model) - host_held_bytes(model)
+    found = with_waiting_weights(limits, model, device_given=False, host_given=False)
+    assert (found.device_bytes, found.host_bytes) == (1 << 30, (1 << 31) + host_held_bytes(model))
+    assert with_waiting_weights(limits, model, device_given=False, host_given=True) == limits
+    cpu = with_waiting_weights(replace(limits, shared=True), model, device_given=False, host_given=False)
+    assert (cpu.device_bytes, cpu.host_bytes) == ((1 << 30) + host_held_bytes(model), 1 << 31)

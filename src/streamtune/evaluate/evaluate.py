@@ -30,7 +30,7 @@ from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.data import make_sources
 from streamtune.run.device import blame_recipe, choose_device, prepare_libraries, stream_model
-from streamtune.simulate.memory import held_bytes
+from streamtune.simulate.memory import device_held_bytes
 from streamtune.tasks import TASKS, Task
 from streamtune.tasks.task import Built
 from streamtune.templates import fix_date
@@ -118,7 +118,7 @@ def evaluate_model(
                 max([task.planned_length(longest), *lengths]),
                 device,
                 completions=task.own_completions(prepared, longest, share=share),
-                reference_bytes=0 if held is None else held_bytes(held),
+                reference_bytes=0 if held is None else device_held_bytes(held),
             )
         with stream_model(recipe, found.model, schedule) as handle:
             with doing("checking that this model streams exactly"):

@@ -32,13 +32,23 @@ from streamtune.plan.refusal import excess_of, nothing_fits, smallest_step
 from streamtune.plan.traffic import Pace, Traffic
 from streamtune.schedule import GIVEN, Schedule
 from streamtune.simulate.flops import workload_flops
-from streamtune.simulate.memory import held_bytes
+from streamtune.simulate.memory import device_held_bytes, host_held_bytes
 from streamtune.simulate.meta_operators import meta_copy
 from streamtune.simulate.simulate import Simulation, simulate
 from streamtune.simulate.workload import Workload
 from streamtune.sizes import parse_size, show_size
 
-__all__ = ["Alternative", "Limits", "Plan", "as_fixed", "choose", "evaluate_schedule", "plan_schedule", "plan_step"]
+__all__ = [
+    "Alternative",
+    "Limits",
+    "Plan",
+    "as_fixed",
+    "choose",
+    "evaluate_schedule",
+    "plan_schedule",
+    "plan_step",
+    "with_waiting_weights",
+]
 
 MOST_TRIED = 6
 """Whole simulations of candidates before the one of least memory is the last."""
@@ -443,7 +453,7 @@ def plan_step(
     given = _bytes(device_memory, "device_memory")
     if device.type == "meta" and given is None:
         raise ArgumentError("a model on meta has no device", mend="say device_memory='80GiB'")
-    device_bytes = given if given is not None else _found(device) + held_bytes(model)
+    device_bytes = given if given is not None else _found(device) + device_held_bytes(model)
     host_bytes = _bytes(host_memory, "host_memory")
     offload_dir = fixed.get("offload_dir")
     limits = Limits(
@@ -453,6 +463,7 @@ def plan_step(
         margin=margin,
         shared=planned_for == "cpu",
     )
+    limits = with_waiting_weights(limits, model, device_given=given is not None, host_given=host_bytes is not None)
     dtype = torch.bfloat16 if autocast else next(p.dtype for p in model.parameters() if p.is_floating_point())
     rates = sheet_rates(nearest_device(device_bytes)) if device.type == "meta" else load_rates(device, dtype)
     shape = model if device.type == "meta" else meta_copy(model)
@@ -468,6 +479,17 @@ def plan_step(
     if schedule is not None:
         return evaluate_schedule(workload, schedule, limits, rates)
     return choose(workload, limits, rates, fixed=fixed)
+
+
+def with_waiting_weights(limits: Limits, model: nn.Module, *, device_given: bool, host_given: bool) -> Limits:
+    """Return the limits with the bytes that weights of ``model`` on the host take there already.
+
+    They are a part of what a step holds, and what is free was found besides them. Memory that was given stays.
+    """
+    away = host_held_bytes(model)
+    if limits.shared:
+        return limits if device_given else replace(limits, device_bytes=limits.device_bytes + away)
+    return limits if host_given else replace(limits, host_bytes=limits.host_bytes + away)
 
 
 def _found(device: torch.device) -> int:

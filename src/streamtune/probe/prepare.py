@@ -24,7 +24,7 @@ from streamtune.run.plan import plan_model
 from streamtune.run.ranks import local_backend
 from streamtune.run.reference import streamed
 from streamtune.schedule import Schedule
-from streamtune.simulate.memory import held_bytes
+from streamtune.simulate.memory import device_held_bytes
 from streamtune.simulate.scored import PlainScores, use_checkpointing
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.preference import GivenReference
@@ -48,7 +48,7 @@ def prepare_step(recipe: Recipe, device_name: str, budget: Budget, shape: Shape)
     share = shape.mode == "stream" and task.can_share(model)
     handle: StreamHandle | None = None
     if shape.mode == "stream":
-        schedule = _planned(task, model, shape, budget, share, 0 if held is None else held_bytes(held))
+        schedule = _planned(task, model, shape, budget, share, 0 if held is None else device_held_bytes(held))
         handle = stream_model(recipe, model, schedule)
     elif shape.mode == "checkpoint":
         use_checkpointing(model)

@@ -27,7 +27,7 @@ from streamtune.engine.memory.host import Tally
 from streamtune.errors import OutOfMemoryError, StorageError
 from streamtune.model_device import model_device
 from streamtune.plan.budget import Budget
-from streamtune.simulate.memory import ACTIVATION, OPTIMIZER, LiveBytes, distinct_bytes, held_bytes
+from streamtune.simulate.memory import ACTIVATION, OPTIMIZER, LiveBytes, device_held_bytes, distinct_bytes, held_bytes
 from streamtune.simulate.simulate import TERMS
 from streamtune.simulate.workload import Mode
 from streamtune.sizes import show_size
@@ -63,8 +63,10 @@ class TrainingStep:
     @property
     def fixed_terms(self) -> dict[str, int]:
         """Bytes that are held before the step begins, by what they are."""
-        terms = {"weights": held_bytes(self.model)}
-        return terms if self.beside is None else {**terms, "reference": held_bytes(self.beside)}
+        # On a CPU weights that wait are in the memory that is measured.
+        held = held_bytes if model_device(self.model).type == "cpu" else device_held_bytes
+        terms = {"weights": held(self.model)}
+        return terms if self.beside is None else {**terms, "reference": held(self.beside)}
 
 
 PrepareStep = Callable[[Shape], TrainingStep]

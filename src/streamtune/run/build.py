@@ -14,7 +14,7 @@ from streamtune.run.model import make_model, make_trial_model
 from streamtune.run.reference import kept_logps, load_reference, make_reference
 from streamtune.run.start import Doing, start_run, tell_of_model
 from streamtune.run.train import Run
-from streamtune.simulate.memory import held_bytes
+from streamtune.simulate.memory import device_held_bytes
 from streamtune.tasks.preference import GivenReference, PreferenceBatches
 from streamtune.tasks.task import Notify
 from streamtune.templates import fix_date
@@ -77,7 +77,7 @@ def build_run(
             model,
             length=task.planned_length(longest),
             completions=task.own_completions(prepared, longest, share=share),
-            reference_bytes=0 if held is None else held_bytes(held),
+            reference_bytes=0 if held is None else device_held_bytes(held),
             dry_run=dry_run,
             notify=notify,
             doing=doing,

@@ -19,11 +19,12 @@ from streamtune import models
 from streamtune.adapters import base_of
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.host import usable_host_bytes
+from streamtune.engine.weights.waiting import waiting_parameters
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.plan.budget import Limits, device_name, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates, measure_disk
 from streamtune.plan.estimate import Simulate
-from streamtune.plan.planner import Plan, as_fixed, choose, evaluate_schedule
+from streamtune.plan.planner import Plan, as_fixed, choose, evaluate_schedule, with_waiting_weights
 from streamtune.plan.rates import Device, Rates, find_device, nearest_device, sheet_rates
 from streamtune.recipe.engine import EngineSpec
 from streamtune.recipe.loader import LoadedRecipe
@@ -35,7 +36,7 @@ from streamtune.run.mfu import peak_of
 from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint
 from streamtune.schedule import GIVEN, Schedule
 from streamtune.simulate.cluster import Cluster
-from streamtune.simulate.memory import held_bytes
+from streamtune.simulate.memory import device_held_bytes, distinct_bytes, held_bytes
 from streamtune.simulate.meta_operators import meta_copy
 from streamtune.simulate.scored import Completions, Scored
 from streamtune.simulate.simulate import Simulation, simulate
@@ -223,7 +224,9 @@ def plan_model(
     limits = _limits(recipe.engine, PlanOptions(), None, device, ranks)
     # The weights are part of what a step holds, and there already, unless they are still to come.
     if recipe.engine.device_memory == "auto" and models.deferred_of(model) is None:
-        limits = replace(limits, device_bytes=limits.device_bytes + held_bytes(model) + reference_bytes)
+        limits = replace(limits, device_bytes=limits.device_bytes + device_held_bytes(model) + reference_bytes)
+    given = {f"{name}_given": getattr(recipe.engine, f"{name}_memory") != "auto" for name in ("device", "host")}
+    limits = with_waiting_weights(limits, model, **given)
     rates = rates_here(recipe, model, device, notify)
     workload = make_workload(
         recipe, shape, length, device, cluster=ranks, completions=completions, reference_bytes=reference_bytes
@@ -349,10 +352,13 @@ def shares_prompts(task: Task[Any], model: nn.Module, device: torch.device) -> b
 
 
 def reference_bytes(task: Task[Any], device: torch.device) -> int:
-    """Return the bytes of the weights of a reference model, from its configuration; 0 if no second model is held."""
+    """Return the bytes of the weights of a reference model on the device, from its configuration; 0 if none is held."""
     if not task.holds_reference:
         return 0
-    return held_bytes(make_reference_blueprint(task.recipe, device, task.reference_name))
+    model = make_reference_blueprint(task.recipe, device, task.reference_name)
+    if task.recipe.engine.weights == "host":
+        return held_bytes(model) - distinct_bytes(waiting_parameters(model, decoder_layers(model)))
+    return held_bytes(model)
 
 
 def device_elsewhere(recipe: Recipe, name: str | None, device_bytes: int | None, here: torch.device) -> Device | None:

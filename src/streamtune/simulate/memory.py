@@ -27,9 +27,11 @@ __all__ = [
     "KEYS",
     "OPTIMIZER",
     "LiveBytes",
+    "device_held_bytes",
     "distinct_bytes",
     "held_bytes",
     "held_tensors",
+    "host_held_bytes",
     "scales_bytes",
 ]
 
@@ -216,6 +218,16 @@ def scales_bytes(model: nn.Module) -> int:
 def held_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's weights and buffers."""
     return distinct_bytes(held_tensors(model))
+
+
+def device_held_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's weights and buffers without those of weights that wait on the host."""
+    return held_bytes(model) - host_held_bytes(model)
+
+
+def host_held_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's weights that wait on the host (``engine.weights``)."""
+    return distinct_bytes(tensor for tensor in held_tensors(model) if is_host_storage(tensor.untyped_storage()))
 
 
 def distinct_bytes(tensors: Iterable[Tensor]) -> int:
