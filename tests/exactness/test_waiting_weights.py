@@ -99,6 +99,20 @@ def test_adapters_stay_on_the_device() -> None:
     assert sum("base_layer" in name for name in on_host) == 4 * 7
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_new_tokens_keep_their_table_on_the_device(tied: bool) -> None:
+    """peft puts modules around embedding and head, which read their weights."""
+    base = build("llama", tie_word_embeddings=tied)
+    model = add_lora(base, r=4, alpha=8, dropout=0.0, target="all-linear", seed=0, new_tokens=[3, 5])
+    inputs = batch("right")
+    want = reference(model, inputs)
+    assert_exact(copy.deepcopy(model), inputs, want, waiting("one level"))
+    with streamtune.stream(model, schedule=waiting("one level")):
+        names = {name for name, p in model.named_parameters() if is_host_storage(p.untyped_storage())}
+    assert not any("embed_tokens" in name or "lm_head" in name for name in names)
+    assert any("base_layer" in name for name in names)
+
+
 @pytest.mark.quick("llama")
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_next"])
 def test_packed_rows(family: str) -> None:

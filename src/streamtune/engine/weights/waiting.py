@@ -107,20 +107,25 @@ def _own(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     return [(module, key, p) for key, p in module._parameters.items() if p is not None and type(p) in KINDS]
 
 
-def _embeddings(model: Any) -> list[nn.Module]:
-    """Return the embedding, if it is a plain table and its weight is used by nothing that stays on the device."""
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(table, nn.Embedding) or any(True for _ in table.children()):
-        return []
-    if not isinstance(head, nn.Module) or _is_matrix(head):
-        return [table]
-    return [] if any(p is table.weight for p in head.parameters()) else [table]
-
-
 def _outside(model: Any) -> list[nn.Module]:
-    """Return embedding and head, those of them whose weights wait."""
-    head = model.get_output_embeddings()
-    return [*_embeddings(model), *([head] if isinstance(head, nn.Module) and _is_matrix(head) else [])]
+    """Return embedding and head, those of them whose weights wait: plain ones whose weights nothing else uses."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    found: list[nn.Module] = []
+    if isinstance(table, nn.Embedding) and not any(True for _ in table.children()):
+        found.append(table)
+    if type(head) is nn.Linear:
+        found.append(head)
+    users: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            users.setdefault(id(parameter), []).append(module)
+    alone = [m for m in found if all(any(u is f for f in found) for _, _, p in _own(m) for u in users[id(p)])]
+    return alone if len(alone) == len(found) or not _are_tied(found) else []
+
+
+def _are_tied(modules: Sequence[nn.Module]) -> bool:
+    owned = [id(p) for module in modules for _, _, p in _own(module)]
+    return len(set(owned)) < len(owned)
 
 
 def _owners_outside(model: Any, layers: Iterable[nn.Module]) -> list[nn.Module]:
@@ -134,10 +139,6 @@ def _kept_wide(model: Any) -> set[int]:
     names = [*(getattr(model, "_keep_in_fp32_modules", None) or ())]
     names += [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
     return {id(p) for name, p in model.named_parameters() if any(each in name for each in names)}
-
-
-def _is_matrix(head: nn.Module) -> bool:
-    return type(head) is nn.Linear and not any(True for _ in head.children())
 
 
 @dataclass
