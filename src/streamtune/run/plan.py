@@ -225,8 +225,10 @@ def plan_model(
     # The weights are part of what a step holds, and there already, unless they are still to come.
     if recipe.engine.device_memory == "auto" and models.deferred_of(model) is None:
         limits = replace(limits, device_bytes=limits.device_bytes + device_held_bytes(model) + reference_bytes)
-    given = {f"{name}_given": getattr(recipe.engine, f"{name}_memory") != "auto" for name in ("device", "host")}
-    limits = with_waiting_weights(limits, model, **given)
+    sizes = recipe.engine
+    limits = with_waiting_weights(
+        limits, model, device_given=sizes.device_memory != "auto", host_given=sizes.host_memory != "auto"
+    )
     rates = rates_here(recipe, model, device, notify)
     workload = make_workload(
         recipe, shape, length, device, cluster=ranks, completions=completions, reference_bytes=reference_bytes
