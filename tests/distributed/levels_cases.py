@@ -25,7 +25,7 @@ LAYERS, TOKENS = 7, 40
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """What three steps hold: bytes on the host with whole and with shared weights, layers gathered by pass.
+    """Measure what three steps hold: bytes on the host with whole and with shared weights, layers gathered by pass.
 
     ``again`` is the number of times a layer ran forward in a backward, in the last step; ``left`` that of layers that
     are gathered after it; ``difference`` that of its gradients to those of whole weights, relative by norm.

@@ -1,4 +1,4 @@
-"""Which rank makes the state that another goes on from, and where chunks end so that none is lost."""
+"""The ranks between which states go, and ends of chunks with which none is lost."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_every_batch_and_chunk_size(kind: str, family: str, chunk_size: int) -> 
 
 
 def _wrong(pairs: dict[str, Errors]) -> dict[str, str]:
-    """What is further off than the rule of :meth:`Reference.check` allows."""
+    """Gradients that are further off than the rule of :meth:`Reference.check` allows."""
     bounds = {key: ROUNDING / (1 + (key == "whole gradient")) for key in pairs}
     return {key: str(pair) for key, pair in pairs.items() if not pair.excess <= bounds[key]}
 

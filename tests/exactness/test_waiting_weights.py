@@ -71,6 +71,15 @@ def test_bits_are_those_of_weights_on_the_device(name: str) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
+def test_inputs_in_a_file(tied: bool, tmp_path: Any) -> None:
+    model, inputs = build("qwen3", num_hidden_layers=5, tie_word_embeddings=tied), batch("right")
+    want = reference(model, inputs)
+    for more in ({}, {"levels": 2, "stream_grads": True}):
+        disk = waiting("one level", offload="disk", offload_dir=str(tmp_path), **more)
+        assert_exact(copy.deepcopy(model), inputs, want, disk)
+
+
+@pytest.mark.parametrize("tied", [False, True])
 def test_weights_and_gradients_are_on_the_host(tied: bool) -> None:
     """Those of layers, embedding and head; the last norm stays on the device."""
     model = build("qwen3", tie_word_embeddings=tied)

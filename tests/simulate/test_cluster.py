@@ -244,7 +244,7 @@ def test_weights_that_wait_on_the_host_are_copied_again() -> None:
 
 @pytest.mark.full
 def test_two_levels_are_chosen_for_weights_in_parts() -> None:
-    """Where the device has no room for every layer input, and the host none at all."""
+    """The device has no room for every layer input, and the host none at all."""
     cluster = Cluster(4, engine="zero3", buckets=Buckets(reduce=1000))
     asked = workload(cluster, length=LONG)
     least = simulate(asked, replace(SEGMENTS, stream_grads=True)).peak_bytes

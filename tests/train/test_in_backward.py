@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -104,3 +105,21 @@ def test_nothing_is_stepped_while_the_norm_is_measured() -> None:
     assert backend.clip_gradients(1.0) > 0
     backend.drop_gradients()  # such as for on_nan: skip
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+def test_a_thread_and_the_backward_step_beside_each_other(max_norm: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with an accelerator: some weights are stepped by the thread, and others, between them, by the backward."""
+    want, weights = trained("after", max_norm, 1)
+    made_before = InBackwardBackend.__init__
+
+    def with_thread(self: InBackwardBackend, *args: Any) -> None:
+        made_before(self, *args)
+        self._thread = ThreadPoolExecutor(1)
+
+    monkeypatch.setattr(InBackwardBackend, "__init__", with_thread)
+    monkeypatch.setattr(InBackwardBackend, "_is_beside", lambda self, parameter: parameter.dim() > 1)
+    for _ in range(3):
+        got, own = trained("in", max_norm, 1)
+        assert got == want
+        assert all(torch.equal(weights[name], own[name]) for name in weights)

@@ -13,8 +13,8 @@ Shape suffixes: B batch, T tokens, N = B * T or those of them that are left, C h
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,44 +22,23 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from streamtune.engine.evaluated import EvaluatedLogits
 from streamtune.engine.fused import is_linear_original
-from streamtune.engine.lazy_logits import LazyLogits, Step
+from streamtune.engine.lazy_logits import LazyForward, LazyLogits, Step
 from streamtune.engine.observe import foreign_hooks, refuse_hooks, restore_forward
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.sharded import is_sharded
+from streamtune.engine.weights.waiting import WaitingWeights
 from streamtune.errors import UnsupportedModelError
 from streamtune.labels import IGNORE_INDEX
 from streamtune.ops import linear_cross_entropy, project_cross_entropy, project_scores, token_scores
 from streamtune.ops.exchange import summed
 from streamtune.schedule import Schedule
 
-__all__ = ["LazyForward", "StreamedHead", "has_head"]
+__all__ = ["StreamedHead", "has_head"]
 
 
 def has_head(model: Any) -> bool:
     """Return True for a causal language model: a classifier or a bare decoder is none."""
     return model.get_output_embeddings() is not None
-
-
-class HeldWeights(Protocol):
-    """Weights that wait on the host, as the head uses them (``weights.waiting``)."""
-
-    def with_graph(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Let a module hold copies on the device inside, through which autograd hands its gradient to the host."""
-
-
-class LazyForward:
-    """The ``forward`` of a head in a call with labels: it reads no weight.
-
-    Args:
-        head: Computes what is asked of the logits.
-    """
-
-    def __init__(self, head: StreamedHead) -> None:
-        self.head = head
-
-    def __call__(self, hidden: Tensor) -> LazyLogits:
-        """Return the logits of ``hidden``, which are not computed."""
-        return LazyLogits(self.head, hidden)
 
 
 class StreamedHead:
@@ -74,12 +53,7 @@ class StreamedHead:
         UnsupportedModelError: It has more than one head, or another loss than that of causal language models.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        schedule: Schedule,
-        waiting: HeldWeights | None = None,
-    ) -> None:
+    def __init__(self, model: Any, schedule: Schedule, waiting: WaitingWeights | None = None) -> None:
         self.model, self.schedule, self.waiting = model, schedule, waiting
         self.active = self.sharded = False
         self.shards: SequenceShards | None = None

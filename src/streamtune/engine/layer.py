@@ -199,9 +199,10 @@ class StreamedForward:
         The first call also runs in chunks, before that cache is written to, to find out if our attention is enough.
         """
         if self.own is None and not self.attention_known and call.mask is not None and call.mask.q_offset == 0:
-            with RandomState.now(call.hidden.device).replayed():
+            stream = LayerStream(call, self)
+            with RandomState.now(call.hidden.device).replayed(), stream.walk():
                 try:
-                    LayerStream(call, self).forward(call.tensors())
+                    stream.forward(call.tensors())
                 except ForeignAttentionError:
                     raise
                 except UnsupportedModelError:  # what cannot be streamed may still generate
@@ -356,7 +357,7 @@ class _StreamedLayer(torch.autograd.Function):
                 sums=sums,
             )
             for total in sums:
-                total.total = None  # else two layers' gradients are on the device while one goes to the host
+                total.total = None  # freed before the casts of the sums go to the host
             grad_parameters = owner.to_host(ctx.parameters, grad_parameters)
         if grad_target is not None:
             grad_inputs[0] = placeholder(inputs[0])

@@ -14,7 +14,7 @@ from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import UnsupportedModelError
 from streamtune.labels import IGNORE_INDEX
 
-__all__ = ["LazyLogits", "ScoreRequest"]
+__all__ = ["LazyForward", "LazyLogits", "ScoreRequest"]
 
 
 Step = Callable[[Tensor], Tensor]
@@ -211,6 +211,21 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, int | float) or (
         isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad
     )
+
+
+class LazyForward:
+    """The ``forward`` of a head in a call with labels: it reads no weight.
+
+    Args:
+        head: Computes what is asked of the logits.
+    """
+
+    def __init__(self, head: ScoringHead) -> None:
+        self.head = head
+
+    def __call__(self, hidden: Tensor) -> LazyLogits:
+        """Return the logits of ``hidden``, which are not computed."""
+        return LazyLogits(self.head, hidden)
 
 
 class _MissingAttributeError(UnsupportedModelError, AttributeError):

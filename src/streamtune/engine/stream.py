@@ -352,7 +352,10 @@ class StreamHandle:
         self._sharing = Sharing(self)
 
     def remove(self) -> None:
-        """Restore the model exactly as it was; harmless when called twice. A loss still to go backward is lost."""
+        """Restore the model exactly as it was; harmless when called twice. A loss still to go backward is lost.
+
+        Weights that wait on the host (``Schedule(weights="host")``) stay there.
+        """
         for hook in self._hooks:
             hook.remove()
         if self.head is not None:

@@ -130,7 +130,7 @@ class Estimator:
         model: Any = workload.make_model()
         embedding: Tensor = model.get_input_embeddings().weight
         self._gathered_again = Figures({f"{WORK}moved_bytes": float(moved_again(model, workload, 1))})
-        """What one extra forward copies from the host, where the weights wait there."""
+        """The copies from the host of one extra forward, where the weights wait there."""
         self.vocabulary = embedding.shape[0]
         element = 2 if plain.fetch_dtype == "bfloat16" else embedding.element_size()
         self.input_bytes = embedding.shape[1] * element * self.rows * self.length

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ class InBackwardBackend(LocalBackend):
         accelerated = any(p.device.type != "cpu" for p in module.parameters())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="optimizer") if accelerated else None
         self._waiting: list[Future[None]] = []
+        self._stepping_one = Lock()
+        """Held while the optimizer's groups have one weight: weights on the device are stepped beside the thread."""
 
     def begin_step(self, learning_rate: float, again: Callable[[], object]) -> None:
         """See :class:`Backend`."""
@@ -144,12 +147,16 @@ class InBackwardBackend(LocalBackend):
         if not self._stepping:
             return
         self._stepped = True
-        if self._thread is None or parameter.device.type != "cpu":
+        if self._thread is None or not self._is_beside(parameter):
             self._step(parameter, grad)
         else:
             self._waiting.append(self._thread.submit(self._step, parameter, grad))
             while len(self._waiting) > MOST_WAITING:
                 self._waiting.pop(0).result()
+
+    def _is_beside(self, parameter: Tensor) -> bool:
+        """Return True for a weight that the thread steps: the processor has time for it while the device computes."""
+        return parameter.device.type == "cpu"
 
     @torch.no_grad()
     def _step(self, parameter: Tensor, grad: Tensor) -> None:
@@ -157,16 +164,17 @@ class InBackwardBackend(LocalBackend):
         if self._scale is not None:
             grad.mul_(self._scale.to(grad.device))
         own = self._group_of[id(parameter)]
-        before = [(group, group["params"]) for group in self.optimizer.param_groups]
-        parameter.grad = grad
-        try:
-            for group, _ in before:
-                group["params"] = [parameter] if group is own else []
-            self.optimizer.step()
-        finally:
-            for group, parameters in before:
-                group["params"] = parameters
-            parameter.grad = None
+        with self._stepping_one:
+            before = [(group, group["params"]) for group in self.optimizer.param_groups]
+            parameter.grad = grad
+            try:
+                for group, _ in before:
+                    group["params"] = [parameter] if group is own else []
+                self.optimizer.step()
+            finally:
+                for group, parameters in before:
+                    group["params"] = parameters
+                parameter.grad = None
 
     def _join(self) -> None:
         """Wait until the thread has stepped what it was given."""

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.head import LazyForward
 from streamtune.engine.inspect_model import base_model, decoder_layers
+from streamtune.engine.lazy_logits import LazyForward
 from streamtune.engine.memory.host import is_host_storage, mark_host_storage
 from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.memory.rooms import HostRooms
@@ -119,13 +119,7 @@ def _outside(model: Any) -> list[nn.Module]:
     for module in model.modules():
         for parameter in module._parameters.values():
             users.setdefault(id(parameter), []).append(module)
-    alone = [m for m in found if all(any(u is f for f in found) for _, _, p in _own(m) for u in users[id(p)])]
-    return alone if len(alone) == len(found) or not _are_tied(found) else []
-
-
-def _are_tied(modules: Sequence[nn.Module]) -> bool:
-    owned = [id(p) for module in modules for _, _, p in _own(module)]
-    return len(set(owned)) < len(owned)
+    return [m for m in found if all(any(u is f for f in found) for _, _, p in _own(m) for u in users[id(p)])]
 
 
 def _owners_outside(model: Any, layers: Iterable[nn.Module]) -> list[nn.Module]:
