@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -115,11 +116,20 @@ def test_a_thread_and_the_backward_step_beside_each_other(max_norm: float, monke
 
     def with_thread(self: InBackwardBackend, *args: Any) -> None:
         made_before(self, *args)
-        self._thread = ThreadPoolExecutor(1)
+        self._thread, step = ThreadPoolExecutor(1), self.optimizer.step
+
+        def watched() -> None:
+            chosen = [list(group["params"]) for group in self.optimizer.param_groups]
+            time.sleep(1e-3)  # the other one has the time to change them
+            assert [list(map(id, group["params"])) for group in self.optimizer.param_groups] == [
+                list(map(id, each)) for each in chosen
+            ]
+            step()
+
+        self.optimizer.step = watched  # type: ignore[method-assign, assignment]
 
     monkeypatch.setattr(InBackwardBackend, "__init__", with_thread)
     monkeypatch.setattr(InBackwardBackend, "_is_beside", lambda self, parameter: parameter.dim() > 1)
-    for _ in range(3):
-        got, own = trained("in", max_norm, 1)
-        assert got == want
-        assert all(torch.equal(weights[name], own[name]) for name in weights)
+    got, own = trained("in", max_norm, 1)
+    assert got == want
+    assert all(torch.equal(weights[name], own[name]) for name in weights)
