@@ -243,7 +243,7 @@ def _told(
     work["touched_bytes"] += fixed.touched
     work["moved_bytes"] += fixed.host_moved
     host += traced
-    elsewhere = {"layer inputs": host, **fixed.host} if host or fixed.host else {}
+    elsewhere = {**({"layer inputs": host} if host else {}), **fixed.host}
     return Simulation(
         peak_bytes=total,
         host_bytes=host + sum(fixed.host.values()),
