@@ -134,6 +134,7 @@ def test_weights_in_float32_fetched_in_bfloat16_learn(folder: Path) -> None:
             "the host's memory is too small for the weights",
             "optim_in_backward: true",
         ),
+        ({"engine": {**FIXED, "host_memory": "100TiB"}}, "'host_memory: 100TiB' is more than the", "--host-memory"),
     ],
 )  # fmt: skip
 def test_what_it_excludes_is_refused_with_its_line(

@@ -8,7 +8,7 @@ from contextlib import ExitStack, nullcontext
 from streamtune import models, train
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import make_sources, make_tokenizer_together, prepare_together
-from streamtune.run.device import blame_recipe
+from streamtune.run.device import blame_recipe, check_host_memory
 from streamtune.run.engine import plan_and_stream
 from streamtune.run.model import make_model, make_trial_model
 from streamtune.run.reference import kept_logps, load_reference, make_reference
@@ -55,6 +55,7 @@ def build_run(
         task = start.task
         fix_date(start.identity["date"])
         task.check_ranks(start.device, start.world)
+        check_host_memory(recipe.engine)
         sources = make_sources(loaded)
         with doing("reading the tokenizer" if start.checkpoint else "making the tokenizer"):
             tokenizer = make_tokenizer_together(start.world, recipe, sources, start.checkpoint, notify)

@@ -18,12 +18,22 @@ import torch
 from streamtune import train
 from streamtune.adapters import base_of
 from streamtune.engine import RouterLoss, SequenceParallel, StreamHandle, balance_coefficient, balances_itself, stream
+from streamtune.engine.memory.host import total_host_bytes
 from streamtune.errors import ArgumentError, OutOfMemoryError, UnsupportedModelError, UserError
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import EngineSpec, Recipe
 from streamtune.schedule import Schedule
+from streamtune.sizes import parse_size, show_size
 
-__all__ = ["blame_recipe", "choose_device", "make_router_loss", "make_schedule", "prepare_libraries", "stream_model"]
+__all__ = [
+    "blame_recipe",
+    "check_host_memory",
+    "choose_device",
+    "make_router_loss",
+    "make_schedule",
+    "prepare_libraries",
+    "stream_model",
+]
 
 
 def choose_device(name: str) -> torch.device:
@@ -37,6 +47,23 @@ def choose_device(name: str) -> torch.device:
             "no CUDA device is here", where="device", mend="write device: cpu, or see `streamtune env` for what is"
         )
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def check_host_memory(spec: EngineSpec) -> None:
+    """Refuse to run with more of the machine's memory than there is, before anything is loaded.
+
+    Raises:
+        ArgumentError: ``engine.host_memory`` is larger than the machine's memory.
+    """
+    total = total_host_bytes()
+    if spec.host_memory == "auto" or parse_size(spec.host_memory, where="engine.host_memory") <= total:
+        return
+    raise ArgumentError(
+        f"'host_memory: {spec.host_memory}' is more than the {show_size(total)} of this machine",
+        where="engine.host_memory",
+        mend="delete the line, for what is free when the run starts; `streamtune plan --host-memory` plans for another "
+        "machine",
+    )
 
 
 @contextmanager

@@ -33,6 +33,7 @@ __all__ = [
     "pages",
     "register_pages",
     "reserved_host_bytes",
+    "total_host_bytes",
     "usable_host_bytes",
 ]
 
@@ -82,6 +83,16 @@ def free_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
         if limit is not None and used is not None:
             free = min(free, max(0, limit - used + _reclaimable((root / used_name).parent)))
     return free
+
+
+def total_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes of the machine's memory, or of a container's limit where that is smaller.
+
+    Args:
+        root: The directory at which the control group of this process is mounted.
+    """
+    limits = [limit for name, _ in LIMITS if (limit := _number(root / name)) is not None]
+    return min([int(psutil.virtual_memory().total), *limits])
 
 
 def reserved_host_bytes() -> int:
