@@ -95,18 +95,21 @@ def _model(case: dict[str, Any]) -> Any:
     return model
 
 
-def _backend(case: dict[str, Any], handle: Any) -> Any:
-    """The recipe's backend, with other values of ``zero_optimization`` where a case has them."""
-    recipe = Recipe(
+def recipe_for(engine: str, **more: Any) -> Recipe:
+    """A recipe that names an engine, and no model or data."""
+    return Recipe(
         model_name_or_path="none",
         datasets=[{"path": "none"}],
         max_length=64,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=1,
-        finetuning_type=case.get("finetuning", "full"),
-        deepspeed=None if case["engine"] == "fsdp" else case["engine"],
-        fsdp=case["engine"] == "fsdp",
+        deepspeed=None if engine == "fsdp" else engine,
+        fsdp=engine == "fsdp",
+        **more,
     )
+
+
+def _backend(case: dict[str, Any], handle: Any) -> Any:
+    """The recipe's backend, with other values of ``zero_optimization`` where a case has them."""
+    recipe = recipe_for(case["engine"], finetuning_type=case.get("finetuning", "full"))
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size())
     if case["engine"] == "fsdp":
         return make_backend(recipe, handle.model, handle.layers, world)

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 import streamtune
 from streamtune import models
 from streamtune.models.quantize import quantize
-from streamtune.recipe import Recipe
 from streamtune.run.ranks import make_backend
 from streamtune.train import World
+from tests.distributed.levels_cases import recipe_for
 from tests.exactness.families import VOCAB, build
 
 
@@ -30,17 +30,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     whole = {name: copy.deepcopy(module) for name, module in _packed(model)}
     size = sum(module.weight.nbytes for module in whole.values())
     handle = streamtune.stream(model, chunk_size=8)
-    recipe = Recipe(
-        model_name_or_path="none",
-        datasets=[{"path": "none"}],
-        max_length=64,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=1,
-        dtype=case["dtype"],
-        finetuning_type="qlora",
-        deepspeed=None if case["engine"] == "fsdp" else case["engine"],
-        fsdp=case["engine"] == "fsdp",
-    )
+    recipe = recipe_for(case["engine"], dtype=case["dtype"], finetuning_type="qlora")
     backend = make_backend(recipe, model, handle.layers, World(torch.distributed.get_rank(), 2))
     same, written = [], []
     for name, module in _packed(model):

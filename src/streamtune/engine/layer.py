@@ -199,10 +199,11 @@ class StreamedForward:
         The first call also runs in chunks, before that cache is written to, to find out if our attention is enough.
         """
         if self.own is None and not self.attention_known and call.mask is not None and call.mask.q_offset == 0:
-            stream = LayerStream(call, self)
-            with RandomState.now(call.hidden.device).replayed(), stream.walk():
+            with RandomState.now(call.hidden.device).replayed():
                 try:
-                    stream.forward(call.tensors())
+                    stream = LayerStream(call, self)
+                    with stream.walk():
+                        stream.forward(call.tensors())
                 except ForeignAttentionError:
                     raise
                 except UnsupportedModelError:  # what cannot be streamed may still generate
