@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -85,9 +86,9 @@ def write(objective: str, options: tuple[Option, ...]) -> None:
     Path("tiny.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
 
 
-def run(objective: str) -> int:
+def run(objective: str, *arguments: str) -> int:
     with pytest.raises(SystemExit) as left:
-        main([objective, "tiny.yaml"])
+        main([objective, "tiny.yaml", *arguments])
     torch.use_deterministic_algorithms(False)
     return int(left.value.code or 0)
 
@@ -106,22 +107,28 @@ def test_every_choice_is_asked_for() -> None:
 
 
 def refused(
-    objective: str, options: tuple[Option, ...], what: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    objective: str, options: tuple[Option, ...], what: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> list[str]:
-    """Return the faults of a refusal by the command."""
+    """Return the faults of a refusal by the command.
+
+    Where ranks share nothing, no key of the recipe tells that there are several: two are started.
+    """
     write(objective, options)
-    code, said = run(objective), " ".join(capsys.readouterr().err.split())
+    several = any(option.name.startswith("DDP") for option in options)
+    code = run(objective, *(("--nproc", "2") if several else ()))
+    said = " ".join(capfd.readouterr().err.split())
     wrong = [f"exit code {code}"] if code != 2 else []
     if what not in said or "tiny.yaml:" not in said:
         wrong.append(f"{what!r} is not said: {said}")
     if (folder / "run/metrics.jsonl").exists():
         wrong.append("it trained")
+        shutil.rmtree(folder / "run")
     return wrong
 
 
 @pytest.mark.parametrize("cells", [slice(0, 30, 12), pytest.param(slice(None), marks=pytest.mark.full)], ids=str)
 def test_no_is_what_the_command_says(
-    cells: slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cells: slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     examples = list(made()[0].examples.values())
@@ -129,7 +136,7 @@ def test_no_is_what_the_command_says(
     found = {
         refusal.what: wrong
         for objective, options, refusal in examples[cells]
-        if (wrong := refused(objective, options, refusal.what, tmp_path, capsys))
+        if (wrong := refused(objective, options, refusal.what, tmp_path, capfd))
     }
     assert found == {}
 

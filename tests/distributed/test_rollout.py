@@ -1,6 +1,13 @@
-"""A rollout on several ranks: every rank has all of it, in order, and what ends it on one ends it on all."""
+"""A rollout on several ranks: every rank has all of it, in order, and what ends it on one ends it on all.
+
+Ranks that divide the weights write what ranks write that have them whole.
+"""
 
 from __future__ import annotations
+
+import json
+
+import pytest
 
 from .rank_group import run_ranks
 
@@ -10,3 +17,15 @@ def test_ranks_share_a_rollout_and_how_it_ends() -> None:
     assert found[""] == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
     assert found["stop"] == ["WritingStopped: "] * 2
     assert found["judge"] == ["RunError: rank 1 failed: _BrokenError: no", "_BrokenError: no"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("finetuning", ["full", "lora", "qlora"])
+def test_ranks_that_divide_the_weights_write_the_same(finetuning: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    base = {"finetuning_type": finetuning, **({"quantization": "nf4"} if finetuning == "qlora" else {})}
+    cases = [base, {**base, "fsdp": True}, {**base, "deepspeed": "zero3"}]
+    found = run_ranks(2, "tests.distributed.writing_cases", cases)
+    whole, *divided = (found[json.dumps(case)] for case in cases)
+    assert [len(ids) for ids in whole] == [6, 6, 6]
+    assert divided == [whole, whole]
