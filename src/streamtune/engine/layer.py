@@ -19,6 +19,7 @@ from streamtune.engine.cache import STATE, ChunkCache
 from streamtune.engine.call import PAST, LayerCall
 from streamtune.engine.chain import chained_call
 from streamtune.engine.context import CallContext
+from streamtune.engine.embeddings import take
 from streamtune.engine.fused import FusedParts
 from streamtune.engine.kv import Past, refuse_past
 from streamtune.engine.last_call import LastLayerCall
@@ -89,6 +90,7 @@ class StreamedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, with its own signature and result."""
+        args, kwargs = tuple(map(take, args)), {key: take(value) for key, value in kwargs.items()}
         if self.own is not None or self.attention_known:
             return self._call(args, kwargs)
         hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.engine.embeddings import take
 from streamtune.engine.last_call import LastLayerCall
 from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.memory.tiers import StoredTensor
@@ -61,6 +62,7 @@ class StreamedNorm:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the norm, with its own signature and result."""
+        args = tuple(map(take, args))
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[1] <= self.schedule.chunk_size:
             return self.own(*args, **kwargs)

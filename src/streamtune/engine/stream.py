@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from streamtune.engine.attention import NAME
 from streamtune.engine.context import CallContext
+from streamtune.engine.embeddings import StreamedEmbedding, token_embedding
 from streamtune.engine.head import StreamedHead, has_head
 from streamtune.engine.inspect_model import (
     REFUSED_OUTPUTS,
@@ -182,6 +183,9 @@ class StreamHandle:
         self._norms = norms_outside(owners(self.model, self.layers)[-1], self.layers)
         for norm in self._norms:
             norm.forward = StreamedNorm(norm, schedule, self.tiers, self._last_call)
+        self._embedding = token_embedding(self.model)
+        if self._embedding is not None:
+            self._embedding.forward = StreamedEmbedding(self._embedding)  # type: ignore[method-assign]
         self._rotations = LengthRotary.install(self.model, partial(_lengths_of, self.context))
         self._hooks = [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -367,8 +371,9 @@ class StreamHandle:
             if isinstance(forward := layer.__dict__.get("forward"), StreamedForward):
                 forward.removed = True
                 del layer.forward
-        for norm in self._norms:
-            del norm.forward
+        for module in (*self._norms, self._embedding):
+            if module is not None:
+                del module.forward
         for rotation in self._rotations:
             rotation.remove()
         for config, implementation in self.attention:
@@ -377,7 +382,7 @@ class StreamHandle:
             module.gradient_checkpointing = True
         ungather_whole(self._gathered)
         self.tiers.close()
-        self._hooks, self.attention, self._norms, self._rotations = [], [], [], []
+        self._hooks, self.attention, self._norms, self._rotations, self._embedding = [], [], [], [], None
         self.layers, self._checkpointing = [], set()
 
     def __enter__(self) -> StreamHandle:

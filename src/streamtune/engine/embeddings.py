@@ -1,0 +1,194 @@
+"""The embeddings of a call, which the first layer takes away from the model.
+
+A decoder keeps its embeddings in a variable until it returns, though it reads them no more once the first layer has
+run: a whole hidden state ``[B, T, C]`` beside the input and the output of each layer. So a streamed model is given a
+tensor that stands for its embeddings. All functions of ``torch`` read through it. The first layer takes the embeddings
+out of it, and they are freed as soon as that layer has stored them. Whoever reads the tensor later has them
+computed again.
+
+Shape suffixes: B batch, T tokens, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils._pytree import tree_map
+
+from streamtune.engine.weights.waiting import WaitingWeights
+from streamtune.errors import UnsupportedModelError
+
+__all__ = ["StreamedEmbedding", "read", "take", "token_embedding"]
+
+KNOWN = ("torch.", "transformers.")
+"""Where classes of embeddings are defined that compute the same whenever they are called."""
+
+SCALED = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__)
+"""By which a model scales its embeddings; it may keep both under names that it reads no more."""
+
+
+def _is_scalar(by: Any) -> bool:
+    return isinstance(by, int | float) or (isinstance(by, Tensor) and by.dim() == 0 and not by.requires_grad)
+
+
+def token_embedding(model: Any) -> nn.Embedding | None:
+    """Return the embedding of a model's tokens if its output may be computed again, else None."""
+    try:
+        module = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    known = isinstance(module, nn.Embedding) and type(module).__module__.startswith(KNOWN)
+    plain = known and module.max_norm is None and not list(module.children()) and "forward" not in module.__dict__
+    return module if plain else None
+
+
+class StreamedEmbedding:
+    """Replaces the ``forward`` of the embedding of tokens on its instance; computes the same.
+
+    Args:
+        module: The embedding.
+    """
+
+    def __init__(self, module: nn.Embedding) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return embeddings ``[B, T, C]``, which :func:`take` may take; a plain tensor where somebody hooked in."""
+        value: Tensor = type(self.module).forward(self.module, *args, **kwargs)
+        if value.dim() != 3 or self._is_watched():
+            return value
+        return Embeddings.of(value, lambda: self.module(*args, **kwargs))
+
+    def _is_watched(self) -> bool:
+        """Return True if the module has hooks of others, such as of engines that share weights."""
+        module = self.module
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        others = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), WaitingWeights)]
+        everywhere = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+        backward = (module._backward_hooks, module._backward_pre_hooks, torch_module._global_backward_hooks)
+        return any((others, *everywhere, *backward))
+
+
+@dataclass
+class _Content:
+    """The embeddings behind a tensor that stands for them."""
+
+    value: Tensor | None
+    """``[B, T, C]``; None once they were taken."""
+    again: Callable[[], Tensor]
+    """Computes them again."""
+    version: int
+    """Of ``value`` when it was made."""
+    with_graph: bool
+    """True if they were computed with gradients on."""
+    node: Any = None
+    """The node of the tensor that stands for them; another one if it is what a custom autograd function returned."""
+
+
+class Embeddings(Tensor):
+    """Stands for embeddings ``[B, T, C]``: every function of torch is called with them in its place.
+
+    Attributes:
+        content: The embeddings.
+    """
+
+    content: _Content
+
+    @staticmethod
+    def of(value: Tensor, again: Callable[[], Tensor]) -> Any:
+        """Return a tensor that stands for ``value``.
+
+        Args:
+            value: ``[B, T, C]``.
+            again: Computes it again.
+        """
+        content = _Content(value, again, value._version, torch.is_grad_enabled())
+        made: Any = _StandIn.apply(value, content) if value.requires_grad else _stand_in(value)
+        made.content, content.node = content, _node(made)
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in SCALED and len(args) == 2 and not kwargs and isinstance(args[0], Embeddings) and _is_scalar(args[1]):
+            return args[0].scaled(func, args[1])
+        return func(*tree_map(read, args), **tree_map(read, kwargs or {}))
+
+    def scaled(self, func: Callable[[Tensor, Any], Tensor], by: Any) -> Any:
+        """Return ``func(self, by)``, which stands for the embeddings from now on; read again, these are computed."""
+        scaled = func(take(self), by)
+        return Embeddings.of(scaled, lambda: func(read(self), by))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*tree_map(_value, args), **tree_map(_value, kwargs or {}))
+
+
+class _StandIn(torch.autograd.Function):
+    """The tensor that stands for embeddings, for a custom autograd function: this is applied to the tensor itself."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, content: _Content) -> Tensor:
+        ctx.content = content
+        return _stand_in(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.content.value is not None and ctx.content.value._version != ctx.content.version:
+            raise UnsupportedModelError(
+                "the embeddings of the tokens were changed in place, and then given to a custom autograd function",
+                mend="change a copy of the embeddings",
+            )
+        return grad, None
+
+
+def _stand_in(value: Tensor) -> Tensor:
+    made: Tensor = Tensor._make_wrapper_subclass(
+        Embeddings, value.shape, value.stride(), dtype=value.dtype, layout=value.layout, device=value.device
+    )
+    return made
+
+
+def read(x: Any) -> Any:
+    """Return the embeddings for which ``x`` stands; any other object as it is."""
+    if not isinstance(x, Embeddings):
+        return x
+    if _node(x) is not x.content.node:
+        with torch._C.DisableTorchFunctionSubclass():
+            return x.clone()  # in the graph that the function gave it
+    return _value(x)
+
+
+def take(x: Any) -> Any:
+    """Return the embeddings for which ``x`` stands, and let it hold them no more; any other object as it is.
+
+    It still holds what was changed in place: that is not to be computed again.
+    """
+    found: Any = read(x)
+    if isinstance(x, Embeddings) and found is x.content.value and found._version == x.content.version:
+        x.content.value = None
+    return found
+
+
+def _value(x: Any) -> Any:
+    if not isinstance(x, Embeddings):
+        return x
+    content = x.content
+    if content.value is None:
+        with torch.set_grad_enabled(content.with_graph):
+            content.value = read(content.again())
+    return content.value
+
+
+def _node(x: Tensor) -> Any:
+    """Return the node that autograd itself has for ``x``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.grad_fn
