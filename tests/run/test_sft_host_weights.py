@@ -81,6 +81,15 @@ def test_a_run_goes_on_where_it_stopped_wherever_the_weights_were(folder: Path) 
 
 
 @pytest.mark.full
+def test_a_run_with_its_optimizer_in_the_backward_goes_on_with_it(folder: Path) -> None:
+    more: dict[str, Any] = {"optim_in_backward": True, "lr_scheduler_type": "constant"}
+    want, _ = trained(folder, "whole", **more)
+    trained(folder, "parts", **more, max_steps=4)
+    got, _ = trained(folder, "parts", "--allow-change", "max_steps", **more)
+    assert all(torch.equal(want[name], got[name]) for name in want)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["host", "host, in the backward"])
 def test_adapters_over_weights_on_the_host(folder: Path, kind: str) -> None:
     lora = {"finetuning_type": "lora", "lora_r": 4}

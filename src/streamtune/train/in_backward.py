@@ -42,7 +42,8 @@ class InBackwardBackend(LocalBackend):
         self.max_norm = max_norm
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._trained]
-        self._group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        # By index: an optimizer that loads a state puts new groups in the place of its own.
+        self._group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._last = self._stepping = self._stepped = False
         self._scale: Tensor | None = None
         self._norms: dict[int, Tensor] = {}
@@ -168,8 +169,8 @@ class InBackwardBackend(LocalBackend):
             before = [(group, group["params"]) for group in self.optimizer.param_groups]
             parameter.grad = grad
             try:
-                for group, _ in before:
-                    group["params"] = [parameter] if group is own else []
+                for index, (group, _) in enumerate(before):
+                    group["params"] = [parameter] if index == own else []
                 self.optimizer.step()
             finally:
                 for group, parameters in before:
