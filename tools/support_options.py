@@ -171,6 +171,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"bf16": True},
         {"deterministic": True},
         {"optim_in_backward": True},
+        {"clip_norm": "lagged", "optim_in_backward": True},
         {"on_nan": "skip"},
         {"on_oom": "replan"},
         {"dataloader_num_workers": 2},

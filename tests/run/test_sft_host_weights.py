@@ -89,6 +89,35 @@ def test_a_run_with_its_optimizer_in_the_backward_goes_on_with_it(folder: Path) 
     assert all(torch.equal(want[name], got[name]) for name in want)
 
 
+LAGGED = {"optim_in_backward": True, "clip_norm": "lagged", "max_grad_norm": 0.1, "lr_scheduler_type": "constant"}
+
+
+def test_a_run_that_clips_by_the_last_norm_says_so_and_goes_on_to_the_same_bits(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    want, shown = trained(folder, "whole", **HOST, **LAGGED)
+    assert "adamw, clipped by the norm of the step before" in " ".join(capsys.readouterr().out.split())
+    records = [json.loads(line) for line in (folder / "whole" / "metrics.jsonl").read_text().splitlines()]
+    steps = [each for each in records if "loss" in each]
+    assert steps[0]["clip_norm"] == steps[0]["grad_norm"]
+    assert [each["clip_norm"] for each in steps[1:]] == [each["grad_norm"] for each in steps[:-1]]
+    trained(folder, "parts", **HOST, **LAGGED, max_steps=4)
+    got, same = trained(folder, "parts", "--allow-change", "max_steps", **HOST, **LAGGED)
+    assert [each for each in same if each[1]] == [each for each in shown if each[1]]
+    assert all(torch.equal(want[name], got[name]) for name in want)
+
+
+@pytest.mark.full
+def test_a_plan_counts_one_backward_for_the_last_norm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    computed = []
+    for more in ({"max_grad_norm": 0.0}, {"max_grad_norm": 1.0}, {"max_grad_norm": 1.0, "clip_norm": "lagged"}):
+        write_recipe(folder, {**COMMON, **HOST, "optim_in_backward": True, **more})
+        capsys.readouterr()
+        assert run("--json", command="plan") == 0
+        computed.append(json.loads(capsys.readouterr().out)["flops"]["computed"])
+    assert computed[1] == 2 * computed[0] == 2 * computed[2]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["host", "host, in the backward"])
 def test_adapters_over_weights_on_the_host(folder: Path, kind: str) -> None:
@@ -136,6 +165,13 @@ def test_weights_in_float32_fetched_in_bfloat16_learn(folder: Path) -> None:
         (
             {"optim_in_backward": True, "on_nan": "skip", "max_grad_norm": 0.0},
             "'on_nan: skip' leaves out a step before its optimizer",
+            "max_grad_norm: 1.0",
+        ),
+        ({"optim_in_backward": True, "on_nan": "skip", "clip_norm": "lagged"}, "'on_nan: skip'", "clip_norm: exact"),
+        ({"clip_norm": "lagged"}, "spares 'optim_in_backward' a first backward", "optim_in_backward: true"),
+        (
+            {"optim_in_backward": True, "clip_norm": "lagged", "max_grad_norm": 0.0},
+            "'max_grad_norm: 0' does not clip",
             "max_grad_norm: 1.0",
         ),
         (

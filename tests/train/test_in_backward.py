@@ -20,7 +20,9 @@ from streamtune.train.loop import replayed
 def made(kind: str, max_norm: float, **config: Any) -> tuple[nn.Module, Backend]:
     model = build("qwen3", attention_dropout=0.3, **config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
-    return model, LocalBackend(model, optimizer) if kind == "after" else InBackwardBackend(model, optimizer, max_norm)
+    if kind == "after":
+        return model, LocalBackend(model, optimizer)
+    return model, InBackwardBackend(model, optimizer, max_norm, lagged=kind == "lagged")
 
 
 def take(model: nn.Module, backend: Backend, micro_batches: int, stop: Any = None) -> float:
@@ -108,14 +110,63 @@ def test_nothing_is_stepped_while_the_norm_is_measured() -> None:
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
 
 
+def plain_lagged(max_norm: float, micro_batches: int, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Train by torch alone: each gradient is clipped by the norm of the one before, the first by its own."""
+    model = build("qwen3", attention_dropout=0.3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    before, norms = None, []
+    torch.manual_seed(5)
+    for step in range(steps):
+        for index in range(micro_batches):
+            (model(**batch("masked" if index else "right")).loss / micro_batches).backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm if before is None else before)
+        optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = norm
+        norms.append(norm.item())
+    return norms, model.state_dict()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_clipped_by_the_norm_of_the_step_before(micro_batches: int) -> None:
+    norms, weights = plain_lagged(0.5, micro_batches, 4)
+    got, own = trained("lagged", 0.5, micro_batches)
+    assert got[1:-1:2] == norms
+    assert all(torch.equal(weights[name], own[name]) for name in weights)
+    assert got != trained("in", 0.5, micro_batches)[0]
+
+
+def test_the_norm_of_the_step_before_takes_one_backward_and_is_in_the_state() -> None:
+    model, backend = made("lagged", 0.5)
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    norms = []
+    for step in range(3):
+        backend.begin_step(1e-2, partial(take, model, backend, 1))
+        take(model, backend, 1)
+        norms.append(backend.clip_gradients(0.5))
+        backend.step(1e-2)
+        assert len(calls) == step + 2  # the first step has two
+        assert backend.clipped_by == norms[max(0, step - 1)]
+        assert backend.state() == {"norm_before": norms[-1]}
+    _, other = made("lagged", 0.5)
+    other.load_state(backend.state())
+    other.begin_step(1e-2, lambda: None)
+    assert other.clipped_by == norms[-1]
+    other.reset_optimizer()  # another loss comes
+    assert other.state() == {}
+
+
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 def test_a_thread_and_the_backward_step_beside_each_other(max_norm: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with an accelerator: some weights are stepped by the thread, and others, between them, by the backward."""
     want, weights = trained("after", max_norm, 1)
     made_before = InBackwardBackend.__init__
 
-    def with_thread(self: InBackwardBackend, *args: Any) -> None:
-        made_before(self, *args)
+    def with_thread(self: InBackwardBackend, *args: Any, **options: Any) -> None:
+        made_before(self, *args, **options)
         self._thread, step = ThreadPoolExecutor(1), self.optimizer.step
 
         def watched() -> None:

@@ -178,16 +178,17 @@ def _describe_model(planned: RecipePlan) -> str:
 def _describe_step(planned: RecipePlan) -> str:
     recipe = planned.loaded.recipe
     rows, micro = recipe.per_device_train_batch_size, planned.micro_batches * planned.cluster.data_size
+    optimizer = describe_optimizer(recipe)
     if planned.scored is not None:
         text = _describe_scored(planned.scored, recipe)
-        return f"{text}, {micro} times; {recipe.optim}" if micro > 1 else f"{text}; {recipe.optim}"
+        return f"{text}, {micro} times; {optimizer}" if micro > 1 else f"{text}; {optimizer}"
     text = f"{rows * micro} row{'s' if rows * micro > 1 else ''} of {planned.length:,} tokens"
     if recipe.tokens_per_batch is not None:
         text = f"{recipe.tokens_per_batch:,} tokens at most, planned as {text}"
     return (
-        f"{text}, {rows * planned.cluster.data_size} at a time; {recipe.optim}"
+        f"{text}, {rows * planned.cluster.data_size} at a time; {optimizer}"
         if planned.micro_batches > 1
-        else f"{text}; {recipe.optim}"
+        else f"{text}; {optimizer}"
     )
 
 
@@ -302,6 +303,11 @@ def describe_plan(chosen: Plan) -> str:
     if simulation.disk_bytes:
         text += f", {show_size(simulation.disk_bytes)} on disk"
     return f"{text}; about {show_seconds(chosen.step_seconds)} a step of the longest rows"
+
+
+def describe_optimizer(recipe: Recipe) -> str:
+    """Return the optimizer, and what it does in another way than usual."""
+    return recipe.optim + (", clipped by the norm of the step before" if recipe.clip_norm == "lagged" else "")
 
 
 def show_seconds(seconds: float) -> str:

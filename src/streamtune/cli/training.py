@@ -20,7 +20,7 @@ from streamtune.recipe import LoadedRecipe, code_of
 from streamtune.sizes import show_size
 
 from .console import err, loading_libraries, need_output, out, plain, print_rows
-from .plan import describe_plan
+from .plan import describe_optimizer, describe_plan
 from .ranks import enter_rank, launch_ranks, shown, watch
 from .report import write_report
 from .samples import print_samples
@@ -272,7 +272,7 @@ def _describe_steps(run: Run) -> str:
     warmup = f" after {plan.warmup_steps:,} of warm-up" if plan.warmup_steps else ""
     first = f"{supervised:,} supervised, then " if supervised else ""
     return (
-        f"{first}{steps:,}{epochs} of {size}; {recipe.optim}, "
+        f"{first}{steps:,}{epochs} of {size}; {describe_optimizer(recipe)}, "
         f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
     )
 

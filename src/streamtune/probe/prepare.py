@@ -138,6 +138,8 @@ def _step(recipe: Recipe, trial: TrialStep, optimizer: torch.optim.Optimizer, ra
         progress=lambda activity: None,
         stop=train.StopRequest(),
     )
+    if recipe.clip_norm == "lagged":
+        backend.load_state({"norm_before": recipe.max_grad_norm})  # as after a first step, which takes two backwards
     backend.begin_step(0.0, gradients)
     gradients()
     backend.clip_gradients(settings.max_grad_norm)

@@ -307,7 +307,12 @@ class Recipe(Spec):
     optim_in_backward: bool = False
     """Step each weight as soon as its gradient is there, and free the gradient: the same step, with the gradients of
     two layers instead of all. With `max_grad_norm` a first backward measures the norm, which doubles the time;
-    `max_grad_norm: 0` needs one. One device."""
+    `max_grad_norm: 0` and `clip_norm: lagged` need one. One device."""
+
+    clip_norm: Literal["exact", "lagged"] = "exact"
+    """Norm that `optim_in_backward` clips by: `exact` is the gradient's own, which takes a first backward; `lagged` is
+    that of the step before (of the first step its own), another trajectory for half of the time. `metrics.jsonl` then
+    has the norm that each step was clipped by, `clip_norm`, beside its own, `grad_norm`."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of the weights, the order of the rows and dropout."""
@@ -563,6 +568,25 @@ class Recipe(Spec):
         return self
 
     @model_validator(mode="after")
+    def _clips_by_a_norm_that_is_there(self) -> Recipe:
+        if self.clip_norm == "exact":
+            return self
+        if not self.optim_in_backward:
+            raise mistake(
+                "'clip_norm: lagged' spares 'optim_in_backward' a first backward, and without it the norm is known "
+                "before anything is stepped",
+                key="clip_norm",
+                mend="add optim_in_backward: true, or delete the line",
+            )
+        if self.max_grad_norm == 0:
+            raise mistake(
+                "'clip_norm: lagged' says how gradients are clipped, and 'max_grad_norm: 0' does not clip",
+                key="clip_norm",
+                mend="delete the line, or write max_grad_norm: 1.0",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _steps_in_backward(self) -> Recipe:
         if not self.optim_in_backward:
             return self
@@ -573,11 +597,12 @@ class Recipe(Spec):
                 key="optim_in_backward",
                 mend=f"delete the line, or '{key}'",
             )
-        if self.on_nan == "skip" and self.max_grad_norm == 0:
+        if self.on_nan == "skip" and (self.max_grad_norm == 0 or self.clip_norm == "lagged"):
+            first = "max_grad_norm: 1.0" if self.max_grad_norm == 0 else "clip_norm: exact"
             raise mistake(
                 "'on_nan: skip' leaves out a step before its optimizer, which has stepped in the backward by then",
                 key="on_nan",
-                mend="write max_grad_norm: 1.0, which measures the gradient first, or on_nan: stop",
+                mend=f"write {first}, which measures the gradient first, or on_nan: stop",
             )
         return self
 

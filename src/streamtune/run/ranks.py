@@ -171,7 +171,7 @@ def make_backend(
 def local_backend(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> train.Backend:
     """Return the backend of one device by itself."""
     if recipe.optim_in_backward:
-        return train.InBackwardBackend(model, optimizer, recipe.max_grad_norm)
+        return train.InBackwardBackend(model, optimizer, recipe.max_grad_norm, lagged=recipe.clip_norm == "lagged")
     return train.LocalBackend(model, optimizer)
 
 

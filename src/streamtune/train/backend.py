@@ -34,6 +34,9 @@ class Backend(ABC):
     whole = False
     """True if this rank alone holds all there is: its slices are whole tensors, and a checkpoint has them as such."""
 
+    clipped_by: float | None = None
+    """The norm that the gradient of this step is clipped by, where that may be another than its own."""
+
     def __init__(self, module: nn.Module, config: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.module, self.config = module, config
 
@@ -73,6 +76,13 @@ class Backend(ABC):
     @abstractmethod
     def reset_optimizer(self) -> None:
         """Reset the optimizer's state."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs besides tensors, as JSON has it: the same on every rank, mostly nothing."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (most have none)
+        """Put back what :meth:`state` returned; empty for a checkpoint that has none."""
 
     @abstractmethod
     def slices(self) -> Iterator[Slice]:

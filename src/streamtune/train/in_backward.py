@@ -5,6 +5,12 @@ the last one: with ``max_grad_norm`` a first backward measures the norm and keep
 same random numbers, steps with gradients that are scaled by it. Without, there is one backward. Both are the ordinary
 step to the same bits.
 
+With ``lagged`` gradients are scaled by the norm of the step before, and there is one backward as well:
+
+    g_t <- g_t * min(1, max_norm / (|g_(t-1)| + 1e-6))        |g_0| for the first step, by a first backward
+
+That is another step than the ordinary one: a gradient that is suddenly large is not bounded until the step after it.
+
 Over several micro-batches gradients add up as ever, and the backward of the last one steps.
 
 Weights on the host are stepped by a thread of its own, while the device computes the gradients of the layer before.
@@ -13,7 +19,7 @@ Weights on the host are stepped by a thread of its own, while the device compute
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
@@ -35,16 +41,23 @@ class InBackwardBackend(LocalBackend):
         module: The model.
         optimizer: Over its parameters; it treats each by itself, as AdamW does.
         max_norm: The norm that gradients are bounded to; 0 leaves them, and needs one backward a step.
+        lagged: Scale by the norm of the step before, which needs one backward too.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float, *, lagged: bool = False
+    ) -> None:
         super().__init__(module, optimizer)
-        self.max_norm = max_norm
+        self.max_norm, self.lagged = max_norm, lagged and max_norm > 0
+        self._norm_before: float | None = None
+        """The norm of the last step that was taken, where steps are scaled by it."""
+        self._norm_now = math.nan
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._trained]
         # By index: an optimizer that loads a state puts new groups in the place of its own.
         self._group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._last = self._stepping = self._stepped = False
+        self._measuring = True
         self._scale: Tensor | None = None
         self._norms: dict[int, Tensor] = {}
         self._again: Callable[[], object] = lambda: None
@@ -58,7 +71,10 @@ class InBackwardBackend(LocalBackend):
         """See :class:`Backend`."""
         self._set_rate(learning_rate)
         self._norms, self._again, self._scale = {}, again, None
-        self._stepping, self._stepped = self.max_norm == 0, False
+        self._measuring, self._stepping, self._stepped = True, self.max_norm == 0, False
+        self.clipped_by = self._norm_before
+        if self._norm_before is not None:
+            self._stepping, self._scale = True, self._scale_of(torch.tensor(self._norm_before))
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
@@ -91,17 +107,25 @@ class InBackwardBackend(LocalBackend):
                 "1.0 measures the norm before anything is stepped",
             )
         if not self._stepping:
-            self._scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            self._scale = self._scale_of(norm)
+            self.clipped_by = value if self.lagged else None
+        self._norm_now = value
         return value
+
+    def _scale_of(self, norm: Tensor) -> Tensor:
+        """Return the factor of a gradient of this norm, as torch clips."""
+        return torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
 
     def step(self, learning_rate: float) -> None:
         """Take the second backward, where the first has only measured; wait for the optimizer."""
         if not self._stepping:
             self._set_rate(learning_rate)
-            self._stepping = True
+            self._stepping, self._measuring = True, False
             self._again()
         self._join()
         self._stepping = self._stepped = False
+        if self.lagged:
+            self._norm_before = self._norm_now
 
     def drop_gradients(self) -> None:
         """See :class:`Backend`.
@@ -119,6 +143,20 @@ class InBackwardBackend(LocalBackend):
             )
         self.module.zero_grad(set_to_none=True)
         self._norms = {}
+
+    def reset_optimizer(self) -> None:
+        """See :class:`Backend`. What comes is clipped by norms of its own."""
+        super().reset_optimizer()
+        self._norm_before = None
+
+    def state(self) -> dict[str, Any]:
+        """See :class:`Backend`."""
+        return {} if self._norm_before is None else {"norm_before": self._norm_before}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See :class:`Backend`."""
+        if self.lagged:
+            self._norm_before = state.get("norm_before")
 
     def close(self) -> None:
         """See :class:`Backend`."""
@@ -143,7 +181,7 @@ class InBackwardBackend(LocalBackend):
             return
         grad, parameter.grad = parameter.grad, None
         assert grad is not None
-        if self._scale is None:
+        if self._measuring:
             self._norms[id(parameter)] = torch.linalg.vector_norm(grad)
         if not self._stepping:
             return

@@ -272,6 +272,7 @@ def train(
                 **({"skipped": True} if skip else measured),  # JSON has no NaN
                 "lr": learning_rate,
                 **({} if skip else {"grad_norm": grad_norm}),
+                **({} if skip or backend.clipped_by is None else {"clip_norm": backend.clipped_by}),
                 "tokens": tokens,
                 "supervised_tokens": world.count(sum(batch.num_targets for batch in mine)),
                 "tokens_per_s": round(tokens / seconds, 1),
@@ -352,6 +353,7 @@ def save(
         "progressed": asdict(state),
         "stream": position.stream,
         "identity": dict(identity),
+        **({"backend": own} if (own := backend.state()) else {}),
     }
     saver.save(backend, state=values, rng=position.rng, metric=metric)
 
@@ -363,6 +365,7 @@ def resume(checkpoint: Checkpoint, backend: Backend, steps: StepStream, seed: in
     each, and all are seeded anew, by the step and the rank.
     """
     world.together(lambda: backend.load_slices(SliceReader(checkpoint.path)))
+    backend.load_state(checkpoint.state.get("backend", {}))
     if checkpoint.state["stream"] is not None:  # None: the data may be another, and is begun anew
         steps.load_state_dict(checkpoint.state["stream"])
     if checkpoint.ranks == world.size:
