@@ -137,21 +137,22 @@ def test_positions_and_squares_of_a_layout(batch_size: int) -> None:
 @pytest.mark.parametrize("share", [True, False])
 def test_positions_and_squares_of_trees(share: bool) -> None:
     trees = [
-        Tree([1] * prompt, [[2] * size for size in sizes], origin="rows:1")
-        for prompt, sizes in ((5, (3, 4)), (1, (2,)), (9, (1, 6, 2)))
+        Tree([1] * prompt, [[2] * common + [3 + index] * size for index, size in enumerate(sizes)], origin="rows:1")
+        for prompt, common, sizes in ((5, 0, (3, 4)), (1, 0, (2,)), (9, 2, (1, 6, 2)), (4, 5, (2, 1)))
     ]
     with spill(Tree) as (writer, tables):
         for tree in trees:
             writer.append(tree)
             writer.flush()
-    order = [2, 0, 1, 2]
+    order = [2, 0, 1, 3, 2]
     tokens, squares = measure_trees(Stored(Tree, tables[0], np.array(order)), share=share)
     chosen = [trees[index] for index in order]
     assert tokens.tolist() == [tree.num_tokens if share else tree.num_tokens_separate for tree in chosen]
     for tree, found in zip(chosen, squares, strict=True):
         prompt = len(tree.prompt)
         rows = sum((prompt + len(completion)) ** 2 for completion in tree.completions)
-        assert found == rows - (len(tree.completions) - 1) * prompt**2 * share
+        assert tree.num_common == {9: 2, 4: 5}.get(prompt, 0)
+        assert found == rows - (len(tree.completions) - 1) * (prompt - 1 + tree.num_common) ** 2 * share
 
 
 def test_positions_and_squares_of_pieces_that_share_sequences() -> None:

@@ -113,7 +113,9 @@ def test_report(prepared: Prepared, write: Write) -> None:
     assert isinstance(report, CompletionReport)
     assert (report.rows, report.kept, report.train_examples, report.validation_examples) == (40, 40, 36, 4)
     assert (report.completions, report.dropped, report.truncated, report.split) == (80, 0, 0, 0)
-    assert report.tree_tokens == sum(len(t.prompt) - 1 + sum(len(c) + 1 for c in t.completions) for t in trees)
+    # Answers begin with the same token, so the last one of the prompt, which predicts it, is there once.
+    assert {t.num_common for t in trees} == {1}
+    assert report.tree_tokens == sum(len(t.prompt) + sum(len(c) for c in t.completions) for t in trees)
     assert report.tokens == sum(len(t.prompt) + len(c) for t in trees for c in t.completions)
     assert report.supervised_tokens == sum(len(c) for t in trees for c in t.completions)
     assert report.length_percentiles["max"] == max(len(t.prompt) + max(map(len, t.completions)) for t in trees)
@@ -123,7 +125,7 @@ def test_report(prepared: Prepared, write: Write) -> None:
     assert report.tree_lengths["max"] == max(t.num_tokens for t in trees)
     assert json.loads(json.dumps(report.to_json()))["tree_tokens"] == report.tree_tokens
     assert report.describe().startswith("40 rows; 36 to train on; 4 held out; prompts 1 to ")
-    assert f"{report.tokens:,} tokens, {report.tree_tokens:,} with shared prompts" in report.describe()
+    assert f"{report.tokens:,} tokens, {report.tree_tokens:,} with shared beginnings" in report.describe()
     assert [int(length) for length in data.train.lengths()] == [t.num_tokens for t in data.train]  # type: ignore[attr-defined]
 
 

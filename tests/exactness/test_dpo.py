@@ -239,7 +239,11 @@ def ours(
 
 def models(family: str = "qwen3", **settings: Any) -> tuple[nn.Module, nn.Module]:
     """A model and a reference that differs from it."""
-    model = build(family, **settings)
+    return with_reference(build(family, **settings))
+
+
+def with_reference(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The model and a reference that differs from it."""
     reference = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -257,9 +261,20 @@ def compare(
     **settings: Any,
 ) -> None:
     """Ours equals what was written by hand, in fp32; in fp64 what squares a difference of large sums."""
-    model, reference = models(family, **settings)
+    compare_models(*models(family, **settings), pairs(), recipe, layout, split, schedules)
+
+
+def compare_models(
+    model: nn.Module,
+    reference: nn.Module,
+    trees: Sequence[Tree],
+    recipe: DpoRecipe,
+    layout: Layout,
+    split: Sequence[int],
+    schedules: Sequence[Schedule],
+) -> None:
+    """As :func:`compare`, of a model, its reference and trees."""
     ill = recipe.loss_type in ILL_CONDITIONED
-    trees = pairs()
     with Float64():
         truth = plain(in_float64(model), in_float64(reference), trees, recipe)
     if ill:

@@ -65,28 +65,30 @@ def test_the_model_is_called_with_what_is_added(trainer: Trainer) -> None:
 
 
 def test_completions_are_read_in_their_order_whatever_the_layout() -> None:
-    """Three completions of 2, 1 and 3 targets: laid end to end out of order, and as padded rows."""
+    """Three completions of 2, 2 and 3 targets: laid end to end out of order with one in common, and as padded rows."""
     shared = TreeBatch(
         input_ids=torch.zeros(1, 9, dtype=torch.long),
         attention_mask=torch.ones(1, 9, dtype=torch.long),
         shift_labels=torch.zeros(1, 9, dtype=torch.long),
         origins=("rows.jsonl:1",),
-        rows=torch.tensor([[-1, 0, 0, 2, 2, -1, 2, -1, 1]]),
+        place_K=torch.tensor([1, 2, 1, 8, 3, 4, 6]),
+        row_K=torch.tensor([0, 0, 1, 1, 2, 2, 2]),
         num_rows=3,
     )
-    assert shared.row_K.tolist() == [0, 0, 1, 2, 2, 2]
+    assert shared.num_targets == 7
     values = torch.arange(9.0)[None].requires_grad_()
     picked = shared.ragged(values)
-    assert picked.tolist() == [1, 2, 8, 3, 4, 6]
-    picked.sum().backward()
+    assert picked.tolist() == [1, 2, 1, 8, 3, 4, 6]
+    (picked * torch.arange(1.0, 8.0)).sum().backward()
     assert values.grad is not None
-    assert values.grad.tolist() == [[0, 1, 1, 1, 1, 0, 1, 0, 1]]
+    assert values.grad.tolist() == [[0, 1 + 3, 2, 5, 6, 0, 7, 0, 4]]
     separate = TreeBatch(
         input_ids=torch.zeros(3, 4, dtype=torch.long),
         attention_mask=torch.ones(3, 4, dtype=torch.long),
         shift_labels=torch.zeros(3, 4, dtype=torch.long),
         origins=("rows.jsonl:1",),
-        rows=torch.tensor([[-1, 0, 0, -1], [1, -1, -1, -1], [2, 2, 2, -1]]),
+        place_K=torch.tensor([1, 2, 4, 8, 9, 10]),
+        row_K=torch.tensor([0, 0, 1, 2, 2, 2]),
         num_rows=3,
     )
     moved = separate.to(torch.device("cpu"))

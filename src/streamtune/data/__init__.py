@@ -12,14 +12,12 @@ Import order is that of the arrows, right to left; nothing here knows a model or
 from __future__ import annotations
 
 from streamtune.data.batches.collate import (
-    NO_ROW,
     Batch,
-    CollatedTrees,
     PackedBatch,
     collate,
     collate_packed,
-    collate_trees,
 )
+from streamtune.data.batches.completions import CollatedTrees, collate_trees
 from streamtune.data.batches.measure import BatchFacts, EpochLayout, concat_squares, lay_out
 from streamtune.data.batches.mixture import Mixture
 from streamtune.data.batches.pieces import Pieces, cut_rows
@@ -60,7 +58,6 @@ __all__ = [
     "ARITHMETIC_PATH",
     "COMPLETION_OVERLENGTH",
     "IDENTICAL_PAIRS",
-    "NO_ROW",
     "OVERLENGTH",
     "PREFERENCES_PATH",
     "PREFERENCE_TYPES",

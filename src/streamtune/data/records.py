@@ -14,6 +14,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Generic, Protocol, Self, TypeVar, overload
 
@@ -24,6 +25,7 @@ import pyarrow.compute  # type: ignore[import-untyped]
 
 from streamtune import interrupts
 from streamtune.errors import StorageError
+from streamtune.labels import IGNORE_INDEX
 from streamtune.sizes import show_size
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "Stored",
     "TableWriter",
     "Tree",
+    "common_beginning",
     "gather_columns",
     "measure_trees",
     "spill",
@@ -299,8 +302,8 @@ class Example:
 class Tree:
     """One prompt with G completions that each continue from it.
 
-    The prompt's last token predicts the first of every completion. So the part all share is ``prompt[:-1]``, the trunk;
-    a branch is ``[prompt[-1], *completion]``.
+    The prompt's last token predicts the first of every completion. So what all share is ``prompt[:-1]``, the trunk, and
+    what their branches ``[prompt[-1], *completion]`` begin with, where they begin alike.
     """
 
     schema: ClassVar[pa.Schema] = pa.schema(
@@ -338,8 +341,35 @@ class Tree:
 
     @property
     def num_tokens(self) -> int:
-        """Positions of the shared layout: the trunk once, then every branch."""
-        return len(self.prompt) - 1 + sum(len(completion) + 1 for completion in self.completions)
+        """Positions of the shared layout: the trunk and the common beginning of all completions once, then the rest.
+
+        Of more than two completions some may begin alike that others do not: then they are fewer.
+        """
+        branches = sum(len(completion) + 1 for completion in self.completions)
+        return len(self.prompt) - 1 + branches - (len(self.completions) - 1) * self.num_common
+
+    @cached_property
+    def num_common(self) -> int:
+        """Tokens behind the trunk that all completions share; 0 of a single completion.
+
+        The last token of the prompt is one of them where all completions begin with the same token.
+        """
+        if len(self.completions) == 1:
+            return 0
+        ids, targets = self.branch(0)
+        for index in range(1, len(self.completions)):
+            others, theirs = self.branch(index)
+            size = common_beginning(ids, targets, others, theirs, same_target=True)
+            ids, targets = ids[:size], np.maximum(targets[:size], theirs[:size])  # the one that counts, if one does
+        return len(ids)
+
+    def branch(self, index: int) -> tuple[IntArray, IntArray]:
+        """Return ``[prompt[-1], *completion]``, and what each token is to predict, -100 for none; both [C + 1]."""
+        ids = np.array([self.prompt[-1], *self.completions[index]], np.int32)
+        targets = np.append(ids[1:], np.int32(IGNORE_INDEX))
+        if self.masks is not None:
+            targets[:-1][~np.array(self.masks[index], np.bool_)] = IGNORE_INDEX
+        return ids, targets
 
     @property
     def num_tokens_separate(self) -> int:
@@ -434,20 +464,43 @@ def _as_json(content: Any) -> str | None:
         return None
 
 
+def common_beginning(
+    ids: IntArray, targets: IntArray, other_ids: IntArray, other_targets: IntArray, *, same_target: bool
+) -> int:
+    """Return the number of first tokens that two rows can have in common, where a token predicts one token at most.
+
+    Args:
+        ids: [T] the tokens of a row.
+        targets: [T] what each is to predict, -100 for none.
+        other_ids: [S] those of the other row.
+        other_targets: [S] what each of them is to predict.
+        same_target: A token may be common that predicts the same in both: whoever reads its score counts it twice.
+    """
+    size = min(len(ids), len(other_ids))
+    mine, others = targets[:size], other_targets[:size]
+    apart = (mine != IGNORE_INDEX) & (others != IGNORE_INDEX)
+    if same_target:
+        apart &= mine != others
+    apart |= ids[:size] != other_ids[:size]
+    return int(apart.argmax()) if apart.any() else size
+
+
 def measure_trees(trees: Stored[Tree], *, share: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the positions of each tree, and the sum of the squares of its rows' lengths, both [trees].
 
     Args:
         trees: They are not decoded.
-        share: A prompt is there once for its completions, and what it attends to is computed once.
+        share: What completions begin with is there once, and what it attends to is computed once.
     """
     completions, prompts = trees.cells("completions"), _list_lengths(trees.cells("prompt"))
     counts = _list_lengths(completions)
     rows = np.repeat(prompts, counts) + _list_lengths(pa.compute.list_flatten(completions))
     starts = np.cumsum(counts) - counts
     again = (counts - 1) * share
-    tokens = np.add.reduceat(rows, starts) - again * (prompts - 1)  # each has a copy of the last token of the prompt
-    squares = np.add.reduceat(rows**2, starts) - again * prompts**2
+    apart = np.add.reduceat(rows, starts)
+    tokens = np.asarray(trees.cells("tokens").to_numpy(), np.int64) if share else apart
+    common = (apart - tokens) // np.maximum(again, 1)  # the trunk, and what completions share behind it
+    squares = np.add.reduceat(rows**2, starts) - again * common**2
     return tokens[trees.numbers()], squares[trees.numbers()]
 
 

@@ -168,7 +168,8 @@ class CompletionReport:
     tokens: int
     """tokens of all trees, each completion with its own copy of the prompt; of prompts their tokens"""
     tree_tokens: int
-    """positions of all trees where a prompt is there once: what is computed and held with a shared prompt"""
+    """positions of all trees where what completions begin with is there once, the prompt and whatever they share behind
+    it: what is computed and held with ``share_prefix``"""
     supervised_tokens: int
     """tokens of completions that count"""
     length_percentiles: dict[str, int]
@@ -179,7 +180,7 @@ class CompletionReport:
     """tokens of the completions as rendered, by what they are: ``chosen`` and ``rejected``, or ``desirable`` and
     ``undesirable``"""
     tree_lengths: dict[str, int] = field(default_factory=dict)
-    """positions of a kept tree with a shared prompt; empty of prompts"""
+    """positions of a kept tree, counted as ``tree_tokens`` is; empty of prompts"""
     negative_margins: int = 0
     """pairs whose chosen answer has the lower score"""
     split: int = 0
@@ -205,9 +206,8 @@ class CompletionReport:
         parts.append(f"prompts {_range(self.prompt_lengths)}")
         parts += [f"{name} {_range(lengths)}" for name, lengths in self.completion_lengths.items()]
         if self.completions:
-            parts.append(
-                f"{self.tokens:,} tokens, {self.tree_tokens:,} with shared prompts, {self.supervised_tokens:,} trained"
-            )
+            together = f"{self.tree_tokens:,} with shared beginnings"
+            parts.append(f"{self.tokens:,} tokens, {together}, {self.supervised_tokens:,} trained")
         else:
             parts.append(f"{self.tokens:,} tokens")
         parts += _describe_lost(self)

@@ -76,12 +76,12 @@ def tree_batch(
     collated: dict[str, Any] = {
         **data.collate_trees(trees, pad_token_id=pad_token_id, share=share, padding_side=padding_side)
     }
-    lengths = collated.pop("tree_lengths")
+    nodes = collated.pop("nodes")
     collated["origins"] = tuple(tree.origin for tree in trees)
     if share or padding_side == "right":
         # They follow from branches, and rows padded on the right count from 0 by themselves.
         collated["position_ids"] = None
-    return {**collated, "branches": Branches.of(lengths) if lengths is not None else None}
+    return {**collated, "branches": None if nodes is None else Branches.of_nodes(nodes)}
 
 
 def mismatched(tree: data.Tree, others: Sequence[data.Tree], start: int, max_length: int) -> data.Tree:

@@ -94,30 +94,30 @@ class PrefixBatch(MicroBatch):
 class TreeBatch(MicroBatch):
     """Completions of prompts: N of them, with K targets together, in one of two layouts.
 
-    shared      one sequence ``[1, T]``: each prompt once, with its completions behind it (``branches``)
+    shared      one sequence ``[1, T]``: what rows begin with once, a prompt and perhaps more (``branches``)
     separate    a row for each completion ``[N, L]``, its prompt before it; padded on the right or on the left
 
-    An objective gets the same from both: 1-D over K, ordered by completion and then by position.
+    An objective gets the same from both: 1-D over K, ordered by completion and then by position. The target of a token
+    that several completions begin with is there once for each, and its gradient is the sum of theirs.
     """
 
-    rows: Tensor
-    """int64, of the shape of ``input_ids``: which completion the target at a position belongs to; -1 elsewhere"""
+    place_K: Tensor  # noqa: N815
+    """int64 ``[K]``: the place of each target in the positions ``[B, T]``, flattened"""
+    row_K: Tensor  # noqa: N815
+    """int64 ``[K]``, sorted: the completion of each target"""
     num_rows: int
     """N"""
     branches: Branches | None = None
-    """Tokens that each token sees, where prompts are shared"""
+    """Tokens that each token sees, where beginnings are shared"""
 
     @property
-    def row_K(self) -> Tensor:  # noqa: N802 (a shape suffix)
-        """``[K]`` int64, sorted: the completion of each target."""
-        return self.ragged(self.rows)
+    def num_targets(self) -> int:
+        """Targets of all completions, K."""
+        return len(self.row_K)
 
     def ragged(self, x_BT: Tensor) -> Tensor:
         """Return the values at targets, ``[K]``, completion by completion. Differentiable."""
-        flat = self.rows.flatten()
-        targets = flat.ge(0).nonzero()[:, 0]
-        order = targets[flat[targets].argsort(stable=True)]
-        return x_BT.flatten()[order]
+        return x_BT.flatten()[self.place_K]
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class TreeBatch(MicroBatch):
 
     def to(self, device: torch.device) -> TreeBatch:
         """Return the same batch on ``device``."""
-        names = ("input_ids", "attention_mask", "shift_labels", "rows", "position_ids")
+        names = ("input_ids", "attention_mask", "shift_labels", "place_K", "row_K", "position_ids")
         moved = {name: getattr(self, name).to(device) for name in names if getattr(self, name) is not None}
         return replace(self, **moved)
 

@@ -1,14 +1,19 @@
 """Rows that begin alike, laid in one sequence with their common beginnings once: a tree of any depth.
 
-The turns of a conversation whose template drops earlier reasoning are such rows. A token of the sequence predicts one
-token at most: rows go separate ways where two of them train what a common token predicts.
+The turns of a conversation whose template drops earlier reasoning are such rows, and the completions of a prompt. A
+token of the sequence predicts one token at most, so rows go separate ways behind it where they go on with others.
+
+    a loss on the sequence     rows also go separate ways where two of them train what a common token predicts: each
+                               token of the sequence counts once
+    scores of each row         (``scored``) a token that predicts the same in several rows is scored once for all of
+                               them; whoever sums the scores of a row reads that score for each
 
 Rows are streamed so by :class:`streamtune.engine.Branches`, to the same gradient as each row alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -18,7 +23,7 @@ import torch
 
 from streamtune.data.batches.collate import Batch
 from streamtune.data.batches.sampler import Packs
-from streamtune.data.records import Example
+from streamtune.data.records import Example, common_beginning
 from streamtune.labels import IGNORE_INDEX
 
 __all__ = ["CollatedPrefixes", "PrefixTree", "collate_prefixes", "pack_turns"]
@@ -34,25 +39,34 @@ class _Node:
     targets: Ids
     """[n] the token that each is to predict, -100 for none"""
     children: list[_Node] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    """the rows that go through it, in the order they were added; some may end in a node before it"""
 
     def split(self, length: int) -> None:
         """Keep the first tokens, and give the others to a child."""
-        rest = _Node(self.ids[length:], self.targets[length:], self.children)
+        rest = _Node(self.ids[length:], self.targets[length:], self.children, list(self.rows))
         self.ids, self.targets, self.children = self.ids[:length], self.targets[:length], [rest]
 
-    def shared_with(self, ids: Ids, targets: Ids) -> int:
-        """Return the number of tokens that a row's next ones may share."""
-        size = min(len(self.ids), len(ids))
-        apart = self.ids[:size] != ids[:size]
-        apart |= (self.targets[:size] != IGNORE_INDEX) & (targets[:size] != IGNORE_INDEX)
-        return int(apart.argmax()) if apart.any() else size
+    def taken_over(self) -> list[_Node]:
+        """Return the children, each with a copy of this node's tokens before its own."""
+        ended = [row for row in self.rows if not any(row in child.rows for child in self.children)]
+        for number, child in enumerate(self.children):
+            child.ids, child.targets = np.append(self.ids, child.ids), np.append(self.targets, child.targets)
+            child.rows += [] if number else ended
+        return self.children
 
 
 class PrefixTree:
-    """Rows, each token of a common beginning once."""
+    """Rows, each token of a common beginning once.
 
-    def __init__(self) -> None:
+    Args:
+        scored: A token that predicts the same in several rows may be common to them.
+    """
+
+    def __init__(self, *, scored: bool = False) -> None:
+        self.scored = scored
         self._root = _Node(np.empty(0, np.int32), np.empty(0, np.int32))
+        self._lengths: list[int] = []
         self.tokens = 0
         """Tokens of the sequence."""
 
@@ -62,34 +76,83 @@ class PrefixTree:
 
     def add(self, example: Example) -> None:
         """Add a row."""
-        ids, targets = _row(example)
+        self.add_row(*_row(example))
+
+    def add_row(self, ids: Ids, targets: Ids) -> None:
+        """Add a row of tokens [T], and what each is to predict [T], -100 for none."""
+        row = len(self._lengths)
+        self._lengths.append(len(ids))
         node, place = self._root, 0
-        for child, shared in list(self._path(ids, targets)):
+        for child, shared in self._path(ids, targets):
             if shared < len(child.ids):
                 child.split(shared)
             own = targets[place : place + shared]
             child.targets = np.where(own == IGNORE_INDEX, child.targets, own)
+            child.rows.append(row)
             node, place = child, place + shared
         if place < len(ids):
-            rest = _Node(ids[place:], targets[place:])
+            rest = _Node(ids[place:], targets[place:], rows=[row])
             if node is self._root or node.children:
                 node.children.append(rest)
             else:  # the row goes on where another ends
                 node.ids, node.targets = np.append(node.ids, rest.ids), np.append(node.targets, rest.targets)
             self.tokens += len(ids) - place
 
-    def _path(self, ids: Ids, targets: Ids) -> Iterator[tuple[_Node, int]]:
-        """Yield the nodes that a row goes through, each with the tokens that it shares."""
-        node, place = self._root, 0
-        while place < len(ids):
-            found = [(child.shared_with(ids[place:], targets[place:]), child) for child in node.children]
-            shared, child = max(found, key=lambda pair: pair[0], default=(0, node))
-            if not shared:
-                return
-            yield child, shared
-            if shared < len(child.ids):
-                return
-            node, place = child, place + shared
+    def drop_short(self, least: int, kept: Callable[[int, int, Sequence[int]], bool]) -> None:
+        """Compute beginnings that save less than ``least`` tokens once for each of the parts that continue them.
+
+        A part costs calls of its own in every layer, and a chunk's end in layers with a state.
+
+        Args:
+            least: Tokens that a common part saves at least.
+            kept: Given the first place of a part in its rows, the place behind its last and the numbers of its rows,
+                returns True if it is to stay common however little it saves.
+        """
+        waiting = [(0, self._root)]
+        while waiting:
+            start, node = waiting.pop()
+            stop, children = start + len(node.ids), node.children
+            node.children = []
+            while children:
+                child = children.pop(0)
+                others, end = len(child.children) - 1, stop + len(child.ids)
+                if others < 0:
+                    node.children.append(child)
+                elif not others or (others * len(child.ids) < least and not kept(stop, end, child.rows)):
+                    self.tokens += others * len(child.ids)
+                    children = child.taken_over() + children
+                else:
+                    node.children.append(child)
+                    waiting.append((stop, child))
+
+    def places(self) -> list[npt.NDArray[np.int64]]:
+        """Return the places of each row's tokens in the sequence, in the order in which rows were added."""
+        found: list[list[npt.NDArray[np.int64]]] = [[] for _ in self._lengths]
+        start = 0
+        for _, node in self.nodes():
+            stop = start + len(node.ids)
+            for row in node.rows:
+                found[row].append(np.arange(start, stop))
+            start = stop
+        return [np.concatenate(parts)[:length] for parts, length in zip(found, self._lengths, strict=True)]
+
+    def _path(self, ids: Ids, targets: Ids) -> list[tuple[_Node, int]]:
+        """Return the nodes that a row goes through, each with the tokens that it shares: the path that shares most."""
+        best: tuple[int, list[tuple[_Node, int]]] = (0, [])
+        waiting: list[tuple[int, list[tuple[_Node, int]], _Node]] = [(0, [], self._root)]
+        while waiting:
+            place, path, node = waiting.pop()
+            for child in node.children:
+                shared = common_beginning(
+                    child.ids, child.targets, ids[place:], targets[place:], same_target=self.scored
+                )
+                if not shared:
+                    continue
+                longer = (place + shared, [*path, (child, shared)])
+                best = max(best, longer, key=lambda found: found[0])
+                if shared == len(child.ids):
+                    waiting.append((*longer, child))
+        return best[1]
 
     def nodes(self) -> list[tuple[int, _Node]]:
         """Return the nodes with the index of the one that each continues, or -1; the longest child follows its parent.
