@@ -92,7 +92,7 @@ def test_the_trees_are_deep(least: int) -> None:
     for part in batch["branches"].table.parts:
         before = [depth for depth, other in depths if part.trunk and other.stop == part.trunk[-1][1]]
         depths.append((1 + max(before, default=0), part))
-    assert max(depth for depth, _ in depths) == (4 if least == 1 else 3)
+    assert max(depth for depth, _ in depths) == 4
     assert batch["place_K"].numel() == separate["place_K"].numel()
     assert batch["place_K"].numel() > batch["place_K"].unique().numel() == (batch["shift_labels"] != -100).sum()
     assert torch.equal(batch["row_K"], separate["row_K"])
