@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import streamtune
 from streamtune import Schedule
 from streamtune.engine.embeddings import Embeddings
-from streamtune.errors import UnsupportedModelError
+from streamtune.errors import ArgumentError, UnsupportedModelError
 from tests.exactness.families import build
 from tests.precision_kit import Float64
 
@@ -90,6 +91,54 @@ def test_reading_them_later_computes_them_again(frozen: bool) -> None:
         (loss + embedded[0].square().sum()).backward()
         ours, theirs = table.grad, plain.get_input_embeddings().weight.grad
         assert (ours - theirs).norm() < 1e-6 * theirs.norm()
+
+
+def test_reading_them_again_where_weights_wait_on_the_host() -> None:
+    model, ids = build("qwen3").train(), tokens()
+    seen: list[Any] = []
+    model.get_decoder().layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with streamtune.stream(model, schedule=replace(OFFLOADED, weights="host")):
+        gradients(model, ids)
+        assert isinstance(seen[0], Embeddings)
+        assert torch.equal(seen[0], model.get_input_embeddings().weight[ids])
+
+
+def test_weights_that_are_put_in_for_a_call() -> None:
+    model, ids = build("qwen3").train(), tokens()
+    name = "model.embed_tokens.weight"
+    other = torch.randn_like(model.get_input_embeddings().weight).requires_grad_()
+
+    def run() -> Tensor:
+        loss = torch.func.functional_call(model, {name: other}, (), {"input_ids": ids, "labels": ids}).loss
+        return torch.autograd.grad(loss, other)[0]
+
+    plain = run()
+    with streamtune.stream(model, schedule=OFFLOADED):
+        ours = run()
+    assert (ours - plain).norm() < 1e-5 * plain.norm()
+
+
+def test_reading_them_after_a_step_is_refused() -> None:
+    model, ids = build("qwen3").train(), tokens()
+    seen: list[Any] = []
+    model.get_decoder().layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with streamtune.stream(model, schedule=OFFLOADED):
+        gradients(model, ids)
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        with pytest.raises(ArgumentError, match="had changed"):
+            seen[0].sum()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_loss_is_the_same(mode: Callable[[], Any]) -> None:
+    model, ids = build("gemma2").eval(), tokens()
+    with mode():
+        plain = model(input_ids=ids, labels=ids).loss
+        with streamtune.stream(model, schedule=OFFLOADED):
+            ours = model(input_ids=ids, labels=ids).loss
+            written = model.generate(ids, max_new_tokens=3, do_sample=False)
+    assert ours.item() == pytest.approx(plain.item(), rel=1e-5)
+    assert written.tolist() == model.generate(ids, max_new_tokens=3, do_sample=False).tolist()
 
 
 class Doubled(torch.autograd.Function):

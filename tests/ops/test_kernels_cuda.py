@@ -66,33 +66,6 @@ def test_keys_and_values_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(x.stride(1) == 0 for x in seen)
 
 
-@pytest.mark.usefixtures("cuda_operators")
-@pytest.mark.parametrize("layout", ["heads first", "tokens first"])
-def test_flash_takes_few_heads_at_once_behind_a_long_prefix(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
-    """The gradients are the same, and what is written for each query head fits the bytes it may take."""
-    q, k, v, grad = (torch.randn(2, heads, length, 16) for heads, length in ((12, 5), (6, 33), (6, 33), (12, 5)))
-    if layout == "tokens first":
-        q, k, v, grad = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, grad))
-    seen: list[int] = []
-    inner: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
-
-    def spy(grad: Tensor, q: Tensor, k: Tensor, *rest: Any, **more: Any) -> Any:
-        seen.append(2 * k.numel() * k.element_size() * q.shape[1] // k.shape[1])
-        return inner(grad, q, k, *rest, **more)
-
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", spy)
-    scores = Scores(0.25)
-    done = FLASH.forward(q, k, v, scores)
-    whole = FLASH.backward(grad, q, k, v, *done, scores)
-    group = seen[0] // 6
-    for bytes_allowed, calls in ((4 * group, [4 * group, 2 * group]), (group - 1, 6 * [group]), (seen[0], seen[:1])):
-        seen.clear()
-        monkeypatch.setattr(kernels, "EXPANDED_BYTES", bytes_allowed)
-        parts = FLASH.backward(grad, q, k, v, *done, scores)
-        assert seen == calls
-        assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
-
-
 def named(name: str) -> Kernel:
     return replace(CPU, name=name)
 

@@ -21,7 +21,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_map
 
 from streamtune.engine.weights.waiting import WaitingWeights
-from streamtune.errors import UnsupportedModelError
+from streamtune.errors import ArgumentError, UnsupportedModelError
 
 __all__ = ["StreamedEmbedding", "read", "take", "token_embedding"]
 
@@ -55,23 +55,38 @@ class StreamedEmbedding:
     """
 
     def __init__(self, module: nn.Embedding) -> None:
-        self.module = module
+        self.module, self.table = module, module.weight
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return embeddings ``[B, T, C]``, which :func:`take` may take; a plain tensor where somebody hooked in."""
         value: Tensor = type(self.module).forward(self.module, *args, **kwargs)
-        if value.dim() != 3 or self._is_watched():
+        if value.dim() != 3 or value.is_inference() or torch.compiler.is_compiling() or self._is_watched():
             return value
-        return Embeddings.of(value, lambda: self.module(*args, **kwargs))
+        state = self._state()
+
+        def again() -> Tensor:
+            if self._state() != state:
+                raise ArgumentError(
+                    "the embeddings of a call were read after the weights they are made of had changed",
+                    mend="read or copy them before the optimizer's step",
+                )
+            found: Tensor = self.module(*args, **kwargs)
+            return found
+
+        return Embeddings.of(value, again)
+
+    def _state(self) -> tuple[int, int]:
+        return self.table._version, self.table.data_ptr()
 
     def _is_watched(self) -> bool:
-        """Return True if the module has hooks of others, such as of engines that share weights."""
+        """Return True if others have hooks on the module, such as engines that share weights, or put in a weight."""
         module = self.module
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        others = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), WaitingWeights)]
+        ours = [isinstance(getattr(hook, "__self__", None), WaitingWeights) for hook in hooks]
         everywhere = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
         backward = (module._backward_hooks, module._backward_pre_hooks, torch_module._global_backward_hooks)
-        return any((others, *everywhere, *backward))
+        put_in = module.weight is not self.table and not any(ours)
+        return put_in or not all(ours) or any((*everywhere, *backward))
 
 
 @dataclass
@@ -173,7 +188,7 @@ def take(x: Any) -> Any:
     It still holds what was changed in place: that is not to be computed again.
     """
     found: Any = read(x)
-    if isinstance(x, Embeddings) and found is x.content.value and found._version == x.content.version:
+    if isinstance(x, Embeddings) and found._version == x.content.version and found is x.content.value:
         x.content.value = None
     return found
 

@@ -26,9 +26,10 @@ from streamtune.engine.memory.disk import IN_FLIGHT
 from streamtune.engine.memory.placement import best_segment_size, place_layers
 from streamtune.ops.attention.attention import key_block
 from streamtune.schedule import Schedule
+from streamtune.simulate.costs import at_most_distinct
 from streamtune.simulate.facts import fact_of
 from streamtune.simulate.shard import SPANS, WINDOWS
-from streamtune.simulate.trace import WORK, Cell, CellPlace, Trace
+from streamtune.simulate.trace import COLUMNS, WORK, Cell, CellPlace, Trace
 
 __all__ = [
     "Axis",
@@ -52,6 +53,8 @@ LONGEST_PERIOD = 64
 
 COPIES = ("keep", "load", "refill", "load sums", "save sums")
 """Passes that copy piece by piece, in the order of chunks."""
+
+SCRATCH = COLUMNS.index("scratch")
 
 Coordinates = tuple[Hashable, ...]
 
@@ -183,12 +186,22 @@ def combined(parts: list[Part], layers: list[Zone], chunks: Axis, length: int) -
         moments = _aligned(alike, loops=place.layer is None or place.pass_name in COPIES)
         total = sum(share * each for share, each in zip(shares, moments, strict=True))
         assert isinstance(total, Tensor)
+        _bound_scratch(total, alike)
         cells.append((place, total))
         sums = work.setdefault((place.phase, place.layer is not None), [0.0] * len(WORK))
         for kind in range(len(WORK)):
             factors = squares if place.pass_name == "whole" and WORK[kind] == "attention_flops" else shares
             sums[kind] += weight * sum(share * cell.work[kind] for share, cell in zip(factors, alike, strict=True))
     return Combined(cells, work)
+
+
+def _bound_scratch(moments: Tensor, alike: list[Cell]) -> None:
+    """Bound the scratch of an embedding's gradient, which does not grow with the length beyond the vocabulary."""
+    operators, distinct = min((cell.operators for cell in alike), key=len), alike[0].distinct
+    if distinct:
+        column = moments[:, SCRATCH].tolist()
+        bounded = [at_most_distinct(*item, distinct) for item in zip(operators, column, strict=True)]
+        moments[:, SCRATCH] = torch.tensor(bounded)
 
 
 def _named(part: Part, layers: list[Zone], chunks: Axis) -> dict[Coordinates, tuple[CellPlace, Cell, float]]:

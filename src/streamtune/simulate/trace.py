@@ -21,6 +21,7 @@ from streamtune.simulate.costs import (
     attention_flops,
     copies_itself,
     cost_of,
+    distinct_bytes,
     has_scratch,
     product_flops,
     queries_and_keys,
@@ -101,11 +102,13 @@ class Cell:
         operators: The operator of each moment; None for the first, at which the cell begins.
         moments: A row of :data:`COLUMNS` each.
         work: A sum for each of :data:`WORK`.
+        distinct: The bytes that bound the scratch of an embedding's gradient (``costs.at_most_distinct``).
     """
 
     operators: list[Any] = field(default_factory=list)
     moments: list[tuple[int, ...]] = field(default_factory=list)
     work: list[float] = field(default_factory=lambda: [0.0] * len(WORK))
+    distinct: int = 0
 
 
 CHAIN_DONE = "finish"
@@ -220,6 +223,8 @@ class Trace(LiveBytes):
                 return out
         before, times = self.total, repetitions()
         scratch = scratch_bytes(func, args, self.device) if rule.scratch else 0
+        if scratch:
+            self._cell.distinct = max(self._cell.distinct, distinct_bytes(func, args))
         self._see(out)
         if cost == "product":
             flops = product_flops(func, args, given, out)

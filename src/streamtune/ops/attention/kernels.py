@@ -43,9 +43,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-EXPANDED_BYTES = 1 << 30
-"""Bytes that flash attention's backward may take for keys' gradients of each query head."""
-
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -167,32 +164,6 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Ten
 
 
 def _flash_backward(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores) -> Grads:
-    """Return the gradients of q, k and v.
-
-    Where query heads share keys, the kernel writes dK and dV for each query head before it sums them. That takes
-    ``2 B H S D`` elements, more than all else for a long prefix, so that heads then go one group after the other.
-    """
-    each = q.shape[1] // k.shape[1]
-    group_bytes = 0 if each == 1 else 2 * each * k[:, :1].numel() * k.element_size()
-    together = k.shape[1] if group_bytes * k.shape[1] <= EXPANDED_BYTES else max(1, EXPANDED_BYTES // group_bytes)
-    if together == k.shape[1]:
-        return _flash_backward_of(grad_o, q, k, v, o, lse, scores)
-    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    for first in range(0, k.shape[1], together):
-        keys = slice(first, first + together)
-        heads = slice(first * each, (first + together) * each)
-        done = _flash_backward_of(
-            grad_o[:, heads], q[:, heads], k[:, keys], v[:, keys], o[:, heads], lse[:, heads], scores
-        )
-        for whole, grad, where in zip(grads, done, (heads, keys, keys), strict=True):
-            whole[:, where] = grad
-        del done, grad
-    return grads
-
-
-def _flash_backward_of(
-    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores
-) -> Grads:
     grad_o, q, k, v, o = (_last_together(x) for x in (grad_o, q, k, v, o))
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
     grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
