@@ -332,6 +332,19 @@ def test_so_it_is_where_keys_come_in_blocks(chunks: int) -> None:
     assert simulate(long, BASE) == simulate(long, BASE, full=True)
 
 
+@pytest.mark.full
+def test_so_it_is_of_an_embedding_whose_tokens_repeat() -> None:
+    """On CUDA its gradient is summed for each distinct token: no more of them than the vocabulary has."""
+    vocabulary = 5000
+    wide = {"vocab_size": vocabulary, "hidden_size": 512, "num_hidden_layers": 2, "tie_word_embeddings": False}
+    long = Workload(partial(build, "qwen3", "meta", **wide), 64 * 100, device_type="cuda")
+    schedule = replace(BASE, chunk_size=64, offload="host", stream_grads=True)
+    found = simulate(long, schedule)
+    assert found == simulate(long, schedule, full=True)
+    sums = 4 * 512 * (long.tokens // 10 + vocabulary)
+    assert found.phases["backward"] - simulate(replace(long, device_type="cpu"), schedule).phases["backward"] == sums
+
+
 @pytest.mark.quick("host")
 @pytest.mark.parametrize(
     "settings",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,12 +14,12 @@ from torch.utils.flop_counter import flop_registry
 __all__ = [
     "ATTENTION_WORK",
     "Cost",
+    "EmbeddingSums",
     "Reach",
-    "at_most_distinct",
     "attention_flops",
     "copies_itself",
     "cost_of",
-    "distinct_bytes",
+    "embedding_sums",
     "has_scratch",
     "product_flops",
     "queries_and_keys",
@@ -160,26 +161,31 @@ def queries_and_keys(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     return q, k
 
 
-def distinct_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes of the sums of all distinct tokens, for the gradient of an embedding; 0 for other operators."""
-    return args[2] * _summed_row_bytes(args[0]) if func._schema.name == EMBEDDING_BACKWARD else 0
+@dataclass(frozen=True)
+class EmbeddingSums:
+    """The sums of an embedding's gradient.
 
-
-def at_most_distinct(func: Any, scratch: int, distinct: int) -> int:
-    """Return the scratch bytes of an operator, given those with as many distinct tokens as there are tokens.
-
-    Args:
-        func: The operator.
-        scratch: What :func:`scratch_bytes` returned for it.
-        distinct: What :func:`distinct_bytes` did.
+    Attributes:
+        rows: The vocabulary.
+        row_bytes: Bytes of the sum of one token.
     """
-    if func is None or func._schema.name != EMBEDDING_BACKWARD:
-        return scratch
-    return scratch // 11 + min(scratch - scratch // 11, distinct)
+
+    rows: int
+    row_bytes: int
+
+    def scratch_bytes(self, func: Any, scratch: int) -> int:
+        """Return the scratch bytes of an operator, given those that :func:`scratch_bytes` found."""
+        if func is None or func._schema.name != EMBEDDING_BACKWARD:
+            return scratch
+        tokens = scratch // self.row_bytes
+        return 0 if tokens <= UNSORTED else (tokens // 10 + min(tokens, self.rows)) * self.row_bytes
 
 
-def _summed_row_bytes(grad: Tensor) -> int:
-    return 4 * -(-grad.shape[-1] // 32) * 32
+def embedding_sums(func: Any, args: tuple[Any, ...]) -> EmbeddingSums | None:
+    """Return the sums of the gradient of an embedding; None for other operators."""
+    if func._schema.name != EMBEDDING_BACKWARD:
+        return None
+    return EmbeddingSums(args[2], 4 * -(-args[0].shape[-1] // 32) * 32)
 
 
 FLASH_BACKWARD = "aten::_scaled_dot_product_flash_attention_backward"
@@ -199,16 +205,16 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
     FlashAttention-2's backward sums dQ in fp32 over rows padded to 128 and heads padded to 32, keeps one more fp32
     number for each row, and where query heads share keys writes dK, dV for each query head before it sums them.
     The gradient of an embedding is summed in fp32 for each ten tokens and each distinct one, at most, in rows padded to
-    32 (``embedding_backward_cuda_kernel`` in torch's ``EmbeddingBackwardKernel.cu``). Here all tokens are distinct, so
-    that the bytes grow with the tokens; :func:`at_most_distinct` knows better.
+    32 (``embedding_backward_cuda_kernel`` in torch's ``EmbeddingBackwardKernel.cu``). Here it is a sum for each token,
+    which grows with the length; :class:`EmbeddingSums` makes of it what the kernel takes.
     bitsandbytes writes a 4-bit weight out and the scales of its blocks with it (but for few rows, where some devices
     have a kernel that does not).
     """
     if device != "cuda" or not has_scratch(func):
         return 0
     if func._schema.name == EMBEDDING_BACKWARD:
-        tokens = args[1].numel()
-        return 0 if tokens <= UNSORTED else (tokens // 10 + tokens) * _summed_row_bytes(args[0])
+        sums = embedding_sums(func, args)
+        return 0 if sums is None else args[1].numel() * sums.row_bytes
     if func._schema.name == PACKED_PRODUCT:
         x, blocks = args[0], -(-math.prod(args[2]) // args[4])
         return int(math.prod(args[2]) * x.element_size() + 4 * blocks)

@@ -26,7 +26,6 @@ from streamtune.engine.memory.disk import IN_FLIGHT
 from streamtune.engine.memory.placement import best_segment_size, place_layers
 from streamtune.ops.attention.attention import key_block
 from streamtune.schedule import Schedule
-from streamtune.simulate.costs import at_most_distinct
 from streamtune.simulate.facts import fact_of
 from streamtune.simulate.shard import SPANS, WINDOWS
 from streamtune.simulate.trace import COLUMNS, WORK, Cell, CellPlace, Trace
@@ -197,11 +196,10 @@ def combined(parts: list[Part], layers: list[Zone], chunks: Axis, length: int) -
 
 def _bound_scratch(moments: Tensor, alike: list[Cell]) -> None:
     """Bound the scratch of an embedding's gradient, which does not grow with the length beyond the vocabulary."""
-    operators, distinct = min((cell.operators for cell in alike), key=len), alike[0].distinct
-    if distinct:
-        column = moments[:, SCRATCH].tolist()
-        bounded = [at_most_distinct(*item, distinct) for item in zip(operators, column, strict=True)]
-        moments[:, SCRATCH] = torch.tensor(bounded)
+    if (sums := alike[0].embedding) is not None:
+        operators = min((cell.operators for cell in alike), key=len)
+        column = zip(operators, moments[:, SCRATCH].tolist(), strict=True)
+        moments[:, SCRATCH] = torch.tensor([sums.scratch_bytes(*moment) for moment in column])
 
 
 def _named(part: Part, layers: list[Zone], chunks: Axis) -> dict[Coordinates, tuple[CellPlace, Cell, float]]:

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from streamtune.ops.simulated import repetitions
 from streamtune.simulate.costs import (
     Cost,
+    EmbeddingSums,
     Reach,
     attention_flops,
     copies_itself,
     cost_of,
-    distinct_bytes,
+    embedding_sums,
     has_scratch,
     product_flops,
     queries_and_keys,
@@ -102,13 +103,13 @@ class Cell:
         operators: The operator of each moment; None for the first, at which the cell begins.
         moments: A row of :data:`COLUMNS` each.
         work: A sum for each of :data:`WORK`.
-        distinct: The bytes that bound the scratch of an embedding's gradient (``costs.at_most_distinct``).
+        embedding: The sums of an embedding's gradient; None where there is none.
     """
 
     operators: list[Any] = field(default_factory=list)
     moments: list[tuple[int, ...]] = field(default_factory=list)
     work: list[float] = field(default_factory=lambda: [0.0] * len(WORK))
-    distinct: int = 0
+    embedding: EmbeddingSums | None = None
 
 
 CHAIN_DONE = "finish"
@@ -224,7 +225,7 @@ class Trace(LiveBytes):
         before, times = self.total, repetitions()
         scratch = scratch_bytes(func, args, self.device) if rule.scratch else 0
         if scratch:
-            self._cell.distinct = max(self._cell.distinct, distinct_bytes(func, args))
+            self._cell.embedding = embedding_sums(func, args) or self._cell.embedding
         self._see(out)
         if cost == "product":
             flops = product_flops(func, args, given, out)
