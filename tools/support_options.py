@@ -172,6 +172,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"deterministic": True},
         {"optim_in_backward": True},
         {"clip_norm": "lagged", "optim_in_backward": True},
+        {"optim_states": "float32"},
+        {"optim_states": "bfloat16"},
         {"on_nan": "skip"},
         {"on_oom": "replan"},
         {"dataloader_num_workers": 2},

@@ -107,6 +107,26 @@ def test_a_run_that_clips_by_the_last_norm_says_so_and_goes_on_to_the_same_bits(
     assert all(torch.equal(want[name], got[name]) for name in want)
 
 
+NARROW_STATES = {"optim_states": "bfloat16", "lr_scheduler_type": "constant"}
+
+
+@pytest.mark.full
+def test_states_in_bfloat16_are_the_same_wherever_weights_are_and_after_a_resume(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide, _ = trained(folder, "wide", lr_scheduler_type="constant")
+    want, shown = trained(folder, "device", **NARROW_STATES)
+    assert "adamw, its states in bfloat16, rounded stochastically" in " ".join(capsys.readouterr().out.split())
+    trained(folder, "other", **HOST, **NARROW_STATES, optim_in_backward=True, max_steps=4)
+    (state,) = (folder / "other" / "checkpoints" / "step-000004").glob("optimizer-*.safetensors")
+    saved = load_file(state)
+    assert {x.dtype for name, x in saved.items() if "exp_avg" in name} == {torch.bfloat16}
+    got, same = trained(folder, "other", "--allow-change", "max_steps", **HOST, **NARROW_STATES)
+    assert [each for each in same if each[1]] == [each for each in shown if each[1]]
+    assert all(torch.equal(want[name], got[name]) for name in want)
+    assert not all(torch.equal(want[name], wide[name]) for name in want)
+
+
 @pytest.mark.full
 def test_a_plan_counts_one_backward_for_the_last_norm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     computed = []
@@ -161,6 +181,7 @@ def test_weights_in_float32_fetched_in_bfloat16_learn(folder: Path) -> None:
         ({**HOST, "deepspeed": "zero2"}, "'engine.weights: host' is for one device by itself", "zero3_offload"),
         ({**HOST, "finetuning_type": "qlora"}, "quantised ones stay on the device", "finetuning_type: lora"),
         (NARROW, "weights are bfloat16 already", "bf16: false"),
+        ({"optim_states": "bfloat16", "fsdp": True}, "'fsdp' divides them in a dtype of its own", "delete the line"),
         ({"optim_in_backward": True, "fsdp": True}, "'optim_in_backward' is for one device", "delete the line"),
         (
             {"optim_in_backward": True, "on_nan": "skip", "max_grad_norm": 0.0},

@@ -20,13 +20,14 @@ from streamtune.errors import ArgumentError
 from streamtune.models import add_lora
 from streamtune.models.quantize import PACKAGES, quantize
 from streamtune.ops.attention.attention import KEY_BLOCK
+from streamtune.optim import build_optimizer
 from streamtune.schedule import Schedule
 from streamtune.simulate import LiveBytes, Mode, Simulation, Workload, simulate
 from streamtune.simulate.memory import held_bytes, held_tensors
 from streamtune.simulate.meta_operators import RULES, MetaAutocast
 from streamtune.simulate.step import _Functions, trace_step
 from streamtune.simulate.trace import Trace
-from streamtune.train import InBackwardBackend
+from streamtune.train import InBackwardBackend, LocalBackend
 from tests.conformance.reducer import tiny_config
 
 LENGTH = 384
@@ -276,6 +277,32 @@ def test_so_it_is_with_an_optimizer_in_the_backward() -> None:
     backend.close()
 
 
+def narrow_states(model: Any) -> torch.optim.Optimizer:
+    return build_optimizer("adamw", model.named_parameters(), learning_rate=1e-3, states="bfloat16")
+
+
+@pytest.mark.full
+def test_bytes_of_states_in_bfloat16_are_those_measured() -> None:
+    make = partial(build, "qwen3", vocab_size=9973)
+    model: Any = make("cpu").train()
+    backend = LocalBackend(model, narrow_states(model))
+    ids = torch.randint(3, model.config.vocab_size, (1, LENGTH))
+
+    def step() -> None:
+        backend.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
+        backend.step(1e-3)
+
+    with stream(model, schedule=BASE), LiveBytes(model, decoder_layers(model)) as live:
+        step()
+        step()
+    found = simulate(workload(make, make_optimizer=narrow_states), BASE)
+    wide = simulate(workload(make, make_optimizer=adamw), BASE)
+    weights = sum(p.nbytes for p in model.parameters())
+    assert found.peak_bytes == pytest.approx(weights + live.peak, rel=0.01)
+    assert found.terms["optimizer"] == pytest.approx(weights, rel=1e-3)
+    assert wide.terms["optimizer"] == pytest.approx(2 * weights, rel=1e-3)
+
+
 def test_bytes_of_weights_gradients_and_optimizer_on_the_host() -> None:
     make = partial(build, "qwen3", tie_word_embeddings=False)
     model: Any = make("meta")
@@ -293,6 +320,11 @@ def test_bytes_of_weights_gradients_and_optimizer_on_the_host() -> None:
     ends = all_of_it - norm - inside
     assert found.work.moved_bytes == 3 * inside + 2 * ends
     assert found.work.host_touched_bytes > 0
+    narrow = simulate(workload(make, make_optimizer=narrow_states), schedule)
+    assert narrow.host_terms["optimizer"] == pytest.approx(all_of_it - norm, rel=1e-3)
+    assert found.work.host_touched_bytes - narrow.work.host_touched_bytes == pytest.approx(
+        2 * (all_of_it - norm), rel=1e-3
+    )
 
 
 @pytest.mark.quick("two levels on host")

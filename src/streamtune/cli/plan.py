@@ -307,7 +307,11 @@ def describe_plan(chosen: Plan) -> str:
 
 def describe_optimizer(recipe: Recipe) -> str:
     """Return the optimizer, and what it does in another way than usual."""
-    return recipe.optim + (", clipped by the norm of the step before" if recipe.clip_norm == "lagged" else "")
+    text: str = recipe.optim
+    if recipe.optim_states != "param":
+        rounded = ", rounded stochastically" if recipe.optim_states == "bfloat16" else ""
+        text += f", its states in {recipe.optim_states}{rounded}"
+    return text + (", clipped by the norm of the step before" if recipe.clip_norm == "lagged" else "")
 
 
 def show_seconds(seconds: float) -> str:

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 from torch import nn
 
 from streamtune.errors import ArgumentError
 from streamtune.names import look_up
+from streamtune.optim.narrow_states import NarrowStatesAdamW, StatesDtype
 
 __all__ = ["OPTIMIZERS", "SCHEDULES", "LearningRateSchedule", "build_optimizer", "build_schedule"]
 
@@ -29,15 +31,24 @@ ParamGroups = list[dict[str, object]]
 
 
 def _adamw(
-    groups: ParamGroups, *, learning_rate: float, betas: tuple[float, float], eps: float
+    groups: ParamGroups,
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    states: StatesDtype,
+    seed: int,
 ) -> torch.optim.Optimizer:
+    dtypes = {p.dtype for group in groups for p in cast("list[nn.Parameter]", group["params"])}
+    if states == "bfloat16" or (states == "float32" and dtypes != {torch.float32}):
+        return NarrowStatesAdamW(groups, lr=learning_rate, betas=betas, eps=eps, states=states, seed=seed)
     # The fused step updates in place, parameter by parameter. torch's default on an accelerator (foreach) holds
     # temporaries as large as all the parameters together, at the very moment when memory is fullest.
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": _adamw}
-"""Name -> function of parameter groups, learning rate, betas and eps."""
+"""Name -> function of parameter groups, learning rate, betas, eps, dtype of states and seed."""
 
 
 def build_optimizer(
@@ -48,6 +59,8 @@ def build_optimizer(
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
+    states: StatesDtype = "param",
+    seed: int = 0,
 ) -> torch.optim.Optimizer:
     """Build the optimizer over the parameters that require a gradient.
 
@@ -60,6 +73,8 @@ def build_optimizer(
         weight_decay: Decoupled decay of the matrices.
         betas: Decay rates of the first and second moment.
         eps: Added to the denominator.
+        states: The dtype of the optimizer's states.
+        seed: Of the random numbers that an optimizer takes.
 
     Raises:
         ArgumentError: No optimizer has this name, or no parameter requires a gradient.
@@ -72,7 +87,8 @@ def build_optimizer(
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return make([g for g in groups if g["params"]], learning_rate=learning_rate, betas=betas, eps=eps)
+    chosen = [group for group in groups if group["params"]]
+    return make(chosen, learning_rate=learning_rate, betas=betas, eps=eps, states=states, seed=seed)
 
 
 LearningRateSchedule = Callable[[int], float]

@@ -289,6 +289,11 @@ class Recipe(Spec):
     optim: Literal["adamw"] = "adamw"
     """Optimizer."""
 
+    optim_states: Literal["param", "float32", "bfloat16"] = "param"
+    """Dtype of the two moments that AdamW keeps of each weight: `param` is that of the weight. `bfloat16` takes half of
+    float32's bytes and is rounded stochastically, so that small changes add up; a step is computed in float32. Not with
+    DeepSpeed or FSDP2, which have states of their own."""
+
     weight_decay: Annotated[float, Field(ge=0), at_most(10**9)] = 0.0
     """Decoupled weight decay, on matrices only."""
 
@@ -564,6 +569,18 @@ class Recipe(Spec):
                 "'engine.weights: host' copies weights as they are, and quantised ones stay on the device",
                 key="engine.weights",
                 mend="write finetuning_type: lora, or delete the line",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _states_are_ours(self) -> Recipe:
+        if self.optim_states != "param" and (self.deepspeed is not None or self.fsdp):
+            key = "fsdp" if self.fsdp else "deepspeed"
+            raise mistake(
+                f"'optim_states' is of an optimizer whose states each rank has whole, and '{key}' divides them in a "
+                "dtype of its own",
+                key="optim_states",
+                mend=f"delete the line, or '{key}'",
             )
         return self
 

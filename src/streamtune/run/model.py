@@ -128,7 +128,9 @@ def _check_host_room(recipe: Recipe, device: torch.device) -> None:
     waiting = waiting_parameters(model, decoder_layers(model))
     weights = sum(p.nbytes for p in waiting)
     trained = sum(p.nbytes for p in waiting if p.requires_grad)
-    terms = {"weights": weights, "optimizer": 2 * trained, "gradients": 0 if recipe.optim_in_backward else trained}
+    size = {"param": None, "float32": 4, "bfloat16": 2}[recipe.optim_states]
+    states = sum(2 * p.numel() * (size or p.element_size()) for p in waiting if p.requires_grad)
+    terms = {"weights": weights, "optimizer": states, "gradients": 0 if recipe.optim_in_backward else trained}
     given = recipe.engine.host_memory
     room = usable_host_bytes() if given == "auto" else parse_size(given, where="engine.host_memory")
     if sum(terms.values()) <= room:
@@ -269,6 +271,8 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
         weight_decay=recipe.weight_decay,
         betas=(recipe.adam_beta1, recipe.adam_beta2),
         eps=recipe.adam_epsilon,
+        states=recipe.optim_states,
+        seed=recipe.seed,
     )
 
 

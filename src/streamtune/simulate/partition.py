@@ -45,6 +45,7 @@ from streamtune.adapters import base_of
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.placement import extra_forwards
 from streamtune.engine.weights.waiting import waiting_parameters
+from streamtune.ops.simulated import simulating
 from streamtune.schedule import Schedule, WeightTier
 from streamtune.simulate.cluster import Cluster
 from streamtune.simulate.memory import distinct_bytes, held_bytes, scales_bytes
@@ -172,9 +173,6 @@ def moved_again(model: nn.Module, workload: Workload, forwards: int) -> int:
     return workload.micro_batches * forwards * layer
 
 
-STEP_TOUCHED = 7
-"""Times the bytes of a weight that AdamW touches: reads gradient, weight and two moments, writes all but the first."""
-
 NORM_TOUCHED = 3
 """Times the bytes of a gradient that its norm reads, and the scaling of clipping reads and writes."""
 
@@ -190,15 +188,15 @@ def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
     host_touched = overlapped = 0
     if workload.make_optimizer is not None and away:
         with _frozen(here):
-            state, temporary, _ = _optimizer_step(model, workload)
+            state, temporary, _ = _optimizer_step(model, replace(workload, device_type="cpu"))
         host["optimizer"] = state
         if workload.optim_in_backward:
             alone = workload.micro_batches == 1  # else they add up until the last one
             host["gradients"] = 2 * _largest_gradients(model, away) if alone else trained
-            overlapped = (STEP_TOUCHED + 1) * trained  # and the norm
+            overlapped = _step_touched(trained, state) + trained  # and the norm
         else:
             host["gradients"] = trained + temporary
-            host_touched = (STEP_TOUCHED + NORM_TOUCHED) * trained
+            host_touched = _step_touched(trained, state) + NORM_TOUCHED * trained
     elif away:
         host["gradients"] = trained
     state = temporary = touched = 0
@@ -219,6 +217,11 @@ def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
         host_touched=host_touched,
         host_overlapped=overlapped,
     )
+
+
+def _step_touched(trained: int, state: int) -> int:
+    """Return the bytes that AdamW touches: it reads gradients, weights and state, and writes all but the first."""
+    return 3 * trained + 2 * state
 
 
 def _largest_gradients(model: Any, trained: Sequence[nn.Parameter]) -> int:
@@ -322,7 +325,7 @@ def _optimizer_step(model: nn.Module, workload: Workload) -> tuple[int, int, int
         return 0, 0, 0
     trace = Trace(model, decoder_layers(model), device=workload.device_type, tiers=lambda: (0, 0, 0, 0))
     optimizer: Any = workload.make_optimizer(model)
-    with trace:
+    with trace, simulating(workload.device_type):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)

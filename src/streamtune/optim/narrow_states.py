@@ -1,0 +1,204 @@
+"""AdamW that stores its two moments in a dtype of their own: bfloat16, rounded stochastically, or float32.
+
+With the moments m and v of a weight w, its gradient g, and step t, all in float32 but for what is stored:
+
+    m = b1 m' + (1 - b1) g;   v = b2 v' + (1 - b2) g^2
+    w <- (1 - lr wd) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+    m' = round(m);   v' = round(v)
+
+A step changes v by about a 1000th of it, and bfloat16 has 8 bits: the nearest number is mostly the one that was there,
+and v would never change. Rounding up as often as what is cut off is large has the right mean, ``E[round(x)] = x``. The
+weight is stepped by the moments before they are rounded.
+
+The random bits are those of the run's seed, the step and the weight. A resumed run has the same, in whatever order
+weights are stepped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from streamtune.ops.simulated import kernel_device, turns
+
+__all__ = ["NarrowStatesAdamW", "StatesDtype", "round_stochastically"]
+
+StatesDtype = Literal["param", "float32", "bfloat16"]
+"""The dtype of an optimizer's states; ``param`` is that of each weight."""
+
+PIECE = {"cpu": 1 << 17}
+"""Values that are stepped at a time: temporaries in float32 stay in a processor's cache."""
+
+LARGE_PIECE = 1 << 22
+"""The same elsewhere, where each piece costs the start of a few kernels."""
+
+KEYS = ("exp_avg", "exp_avg_sq")
+
+
+class NarrowStatesAdamW(torch.optim.Optimizer):
+    """AdamW whose moments have another dtype than the weights.
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: The learning rate.
+        betas: Decay rates of the first and second moment.
+        eps: Added to the denominator.
+        weight_decay: Decoupled decay.
+        states: The dtype of the moments: ``bfloat16`` is rounded stochastically.
+        seed: Of the random bits.
+        fused: Step by torch's fused kernel; its plain operators otherwise.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        states: Literal["float32", "bfloat16"] = "bfloat16",
+        seed: int = 0,
+        fused: bool = True,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": fused}
+        super().__init__(params, {**defaults, "states": states, "seed": seed})
+        # By what a weight is, and not where it stands now: who steps weights one by one changes the groups.
+        every = (parameter for group in self.param_groups for parameter in group["params"])
+        self._number = {id(parameter): number for number, parameter in enumerate(every)}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step the parameters that have a gradient.
+
+        Args:
+            closure: Computes the loss anew, with gradients.
+
+        Returns:
+            What ``closure`` returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_one(parameter, group)
+        return loss
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state; moments are cast to this optimizer's dtype, and not to that of the weights.
+
+        Args:
+            state_dict: As ``state_dict`` returns it, of this optimizer or of torch's AdamW.
+        """
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        own = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        self.state.clear()
+        for number, (parameter, group) in zip(saved, own, strict=True):
+            entry = state_dict["state"].get(number)
+            if not entry:
+                continue
+            dtype = getattr(torch, group["states"])
+            self.state[parameter] = {
+                "step": torch.as_tensor(entry["step"], dtype=torch.float32).detach().clone().cpu(),
+                **{key: entry[key].detach().to(parameter.device, dtype, copy=True) for key in KEYS},
+            }
+        for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in other.items() if key != "params"})
+
+    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for key in KEYS:
+                dtype = getattr(torch, group["states"])
+                state[key] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+        taken = int(state["step"].item())
+        bits = None
+        if group["states"] == "bfloat16":
+            bits = RandomBits(parameter.device, group["seed"], taken + 1, self._number[id(parameter)])
+        whole = parameter if parameter.is_contiguous() else parameter.contiguous()
+        grad = parameter.grad
+        assert grad is not None
+        tensors = (whole, grad.contiguous(), *(state[key] for key in KEYS))
+        for weight, slope, mean, square in turns(_pieces(tensors), parameter.device):
+            wide = weight if weight.dtype == torch.float32 else weight.float()
+            moments = [x if x.dtype == torch.float32 else x.float() for x in (mean, square)]
+            adamw(
+                [wide],
+                [slope.float()],
+                [moments[0]],
+                [moments[1]],
+                [],
+                [torch.full((), float(taken), device=parameter.device if group["fused"] else "cpu")],
+                fused=group["fused"],
+                foreach=False,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            if wide is not weight:
+                weight.copy_(wide)
+            if bits is not None:
+                drawn = bits.draw(weight.numel())
+                round_stochastically(moments[0], drawn, out=mean)
+                round_stochastically(moments[1], drawn >> 16, out=square)
+        if whole is not parameter:
+            parameter.copy_(whole)
+        state["step"] += 1
+
+
+def _pieces(tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    """Return views of contiguous tensors of one shape, flattened, in pieces."""
+    size = PIECE.get(kernel_device(tensors[0].device), LARGE_PIECE)
+    return list(zip(*(x.detach().view(-1).split(size) for x in tensors), strict=True))
+
+
+class RandomBits:
+    """Random bits for the moments of one weight in one step.
+
+    Args:
+        device: The device of the weight.
+        seed: That of the run.
+        step: The step, from 1.
+        number: The place of the weight among those of the optimizer.
+    """
+
+    def __init__(self, device: torch.device, seed: int, step: int, number: int) -> None:
+        self.device, self._generator = device, None
+        if device.type != "meta":  # which has no values
+            digest = hashlib.blake2b(f"{seed} {step} {number}".encode(), digest_size=8).digest()
+            self._generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
+
+    def draw(self, count: int) -> Tensor:
+        """Return [count] integers of 32 random bits, int32."""
+        pairs = torch.empty(-(-count // 2), dtype=torch.int64, device=self.device)
+        return pairs.random_(-(2**63), None, generator=self._generator).view(torch.int32)[:count]
+
+
+def round_stochastically(x: Tensor, bits: Tensor, *, out: Tensor) -> None:
+    """Round float32 to bfloat16, away from zero as often as the part that is cut off is large.
+
+    ``E[out] = x`` over the random bits. What bfloat16 holds stays as it is, and so do infinities.
+
+    Args:
+        x: [n] float32; its memory is used and overwritten.
+        bits: [n] int32, of which the lower 16 bits are random.
+        out: [n] bfloat16.
+    """
+    # bfloat16 is the upper half of float32. A random number below 2^16 carries into it with a probability of the lower
+    # half / 2^16; sign and magnitude are apart, so both signs round alike.
+    raw = x.view(torch.int32)
+    raw.add_(bits & 0xFFFF)
+    out.view(torch.int16).copy_(raw >> 16)

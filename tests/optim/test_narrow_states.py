@@ -1,0 +1,166 @@
+"""AdamW with moments in a dtype of their own: unbiased rounding, torch's steps, a resume to the same bits."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from streamtune.optim import NarrowStatesAdamW, build_optimizer
+from streamtune.optim.narrow_states import PIECE, RandomBits, round_stochastically
+
+
+def rounded(x: Tensor, bits: Tensor) -> Tensor:
+    out = torch.empty(x.shape, dtype=torch.bfloat16)
+    round_stochastically(x.clone(), bits, out=out)
+    return out.float()
+
+
+def test_the_mean_of_many_draws_is_the_value() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(64, generator=generator) * torch.logspace(-30, 30, 64)
+    draws = 20_000
+    found = torch.stack(
+        [
+            rounded(x, RandomBits(x.device, 7, step, 0).draw(64) >> shift)
+            for step in range(draws // 2)
+            for shift in (0, 16)
+        ]
+    ).double()
+    low = torch.tensor(x.view(torch.int32).numpy() & -0x10000).view(torch.float32).double()
+    step = (x.double() - low).abs().clamp_min(1e-300) / (((x.view(torch.int32) & 0xFFFF).double()) / 65536).clamp_min(
+        1e-9
+    )
+    assert ((found - x.double()).abs() <= step * (1 + 1e-9)).all()  # one of its two neighbours
+    error = (found.mean(0) - x.double()) / step
+    assert error.abs().max() < 5 * 0.5 / draws**0.5  # five deviations of a mean
+    nearest = (x.to(torch.bfloat16).double() - x.double()) / step
+    assert nearest.abs().max() > 10 * error.abs().max()
+
+
+def test_every_lower_half_carries_as_often_as_it_is_large() -> None:
+    """Exhaustive: of the 2^16 draws, as many round away from zero as the lower half says."""
+    draws = torch.arange(1 << 16, dtype=torch.int32)
+    for lower in (0, 1, 0x7FFF, 0x8000, 0xFFFF):
+        for sign in (1, -1):
+            x = torch.full((1 << 16,), (0x3F80 << 16) + lower, dtype=torch.int32).view(torch.float32) * sign
+            found = rounded(x, draws)
+            assert (found != sign).sum() == lower
+            assert torch.equal(found.double().mean(), x[0].double())
+
+
+def test_what_bfloat16_holds_and_what_is_not_finite_stays() -> None:
+    x = torch.tensor([0.0, -0.0, 1.5, -2.0, float("inf"), -float("inf"), float("nan")])
+    for step in range(20):
+        found = rounded(x, RandomBits(x.device, 0, step, 0).draw(len(x)))
+        assert torch.equal(found[:6], x[:6])
+        assert found[6].isnan()
+
+
+def problem(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
+    generator = torch.Generator().manual_seed(1)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 1)).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 6)
+    x = torch.randn(256, 40, generator=generator)
+    y = torch.sin(x[:, :1] * 2) + x[:, 1:2]
+
+    def loss() -> Tensor:
+        return (model(x.to(dtype)) - y.to(dtype)).square().float().mean()
+
+    return model, loss
+
+
+def train(optimizer: torch.optim.Optimizer, loss: Any, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        found.append(value.item())
+    return found
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_moments_in_float32_are_torchs_steps_to_the_same_bits(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PIECE, "cpu", 64)  # pieces of a weight
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "fused": fused}
+    model, loss = problem()
+    other, other_loss = problem()
+    want = train(torch.optim.AdamW(model.parameters(), foreach=False, **options), loss, 10)
+    got = train(NarrowStatesAdamW(other.parameters(), states="float32", **options), other_loss, 10)
+    assert got == want
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_bfloat16_moments_stay_near_those_of_float32_and_train_as_well() -> None:
+    model, loss = problem()
+    other, other_loss = problem()
+    torchs = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0, fused=True)
+    ours = NarrowStatesAdamW(other.parameters(), lr=3e-3)
+    want, got = train(torchs, loss, 300), train(ours, other_loss, 300)
+    assert got[0] == want[0]
+    assert got[1] == want[1]  # a step is of the moments before they are rounded
+    assert all(x[key].dtype == torch.bfloat16 for x in ours.state.values() for key in ("exp_avg", "exp_avg_sq"))
+    assert got[-1] == pytest.approx(want[-1], rel=0.05)
+    assert want[-1] < 0.2 * want[0]
+
+
+def test_a_square_that_changes_by_a_thousandth_moves_where_the_nearest_number_does_not() -> None:
+    parameter = nn.Parameter(torch.zeros(4096))
+    ours = NarrowStatesAdamW([parameter], lr=0.0, betas=(0.9, 0.999))
+    square, nearest = torch.zeros(()), torch.zeros((), dtype=torch.bfloat16)
+    for _ in range(2000):
+        parameter.grad = torch.ones(4096)
+        ours.step()
+        square = 0.999 * square + 0.001
+        nearest = (0.999 * nearest.float() + 0.001).to(torch.bfloat16)
+    found = ours.state[parameter]["exp_avg_sq"].float().mean()
+    assert found == pytest.approx(square.item(), rel=1e-3)
+    assert nearest.item() < 0.5 * square.item()  # stuck
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("states", ["bfloat16", "float32"])
+def test_a_state_that_is_loaded_goes_on_to_the_same_bits(
+    dtype: torch.dtype, states: Literal["bfloat16", "float32"]
+) -> None:
+    model, loss = problem(dtype)
+    optimizer = NarrowStatesAdamW(model.parameters(), lr=1e-2, states=states, seed=5)
+    train(optimizer, loss, 4)
+    other, other_loss = problem(dtype)
+    other.load_state_dict(model.state_dict())
+    loaded = NarrowStatesAdamW(other.parameters(), lr=1e-2, states=states, seed=5)
+    loaded.load_state_dict(optimizer.state_dict())
+    assert train(loaded, other_loss, 4) == train(optimizer, loss, 4)
+    assert all(
+        torch.equal(optimizer.state[a][key], loaded.state[b][key])
+        and loaded.state[b][key].dtype == getattr(torch, states)
+        for a, b in zip(model.parameters(), other.parameters(), strict=True)
+        for key in ("exp_avg", "exp_avg_sq")
+    )
+
+
+def test_bits_are_those_of_seed_step_and_weight() -> None:
+    def draw(*of: int) -> Tensor:
+        return RandomBits(torch.device("cpu"), *of).draw(1000)
+
+    assert torch.equal(draw(1, 2, 3), draw(1, 2, 3))
+    for other in ((0, 2, 3), (1, 3, 3), (1, 2, 2), (2, 1, 3)):
+        assert (draw(1, 2, 3) == draw(*other)).sum() < 3
+
+
+def test_the_name_of_a_dtype_chooses_the_optimizer() -> None:
+    model, _ = problem()
+    made = {
+        states: type(build_optimizer("adamw", model.named_parameters(), learning_rate=1.0, states=states))
+        for states in ("param", "float32", "bfloat16")
+    }
+    ours = NarrowStatesAdamW
+    assert made == {"param": torch.optim.AdamW, "float32": torch.optim.AdamW, "bfloat16": ours}
+    narrow, _ = problem(torch.bfloat16)
+    assert type(build_optimizer("adamw", narrow.named_parameters(), learning_rate=1.0, states="float32")) is ours
