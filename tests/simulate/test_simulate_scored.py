@@ -151,8 +151,13 @@ def test_a_shape_is_counted_right() -> None:
     for each in (batch, rows):
         assert (each["targets"] != -100).sum() == each["count"] == 8
     assert batch["input_ids"][0, 3:5].tolist() == rows["input_ids"][0, 3:5].tolist()
-    with pytest.raises(ArgumentError):
-        Scored(((3, (1,)),))
+    turns = Scored(((3, (2, 4)), (4, (5,))), common=(2, 0))
+    assert turns.targets()[0, :9].tolist() == [-100, 0, 0, 0, -100, 0, 0, 0, -100]
+    assert (turns.num_targets, turns.apart().num_targets) == (2 + 1 + 3 + 4, 2 * 2 + 1 + 3 + 4)
+    assert (turns.apart().targets() == 0).sum(1).tolist() == [3, 5, 4]
+    for wrong in ({"trees": ((3, (1,)),)}, {"trees": ((3, (2,)),), "common": (4,)}, {"common": (1, 1)}):
+        with pytest.raises(ArgumentError):
+            Scored(**{"trees": ((3, (2,)),), **wrong})
 
 
 def test_plain_log_probabilities_are_the_streamed_ones() -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from streamtune import data
+from streamtune.data.records import Stored, Tree, spill
 from streamtune.recipe import DpoRecipe, GrpoRecipe, Recipe
 from streamtune.simulate.scored import Scored
 from streamtune.tasks import task_of
 from streamtune.tasks.dpo import in_proportion
 from streamtune.tasks.grpo.groups import BatchLayout, Group, micro_batches
 from streamtune.tasks.grpo.task import Grpo
+from streamtune.tasks.preference import tree_batch
 from streamtune.tasks.steps import accumulation
 from streamtune.train import World
 
@@ -82,10 +88,36 @@ def test_a_recipe_that_shares_nothing() -> None:
 
 
 def test_a_run_whose_data_is_known() -> None:
-    like = in_proportion(lambda trees: Scored(trees, True), ((600, (300, 401)),), 1000)
+    like = in_proportion(lambda trees, common: Scored(trees, True, common=common), ((600, (300, 401)),), 1000)
     assert like(1000, 1).trees == ((600, (300, 401)),)
     assert like(500, 1).trees == ((300, (150, 200)),)
     assert like(4000, 1).trees == ((600, (300, 401)),)
+
+
+def test_first_turns_that_the_largest_pair_shares_are_planned_once() -> None:
+    turns = list(range(3, 40))
+    pairs = [Tree([1, 2], [[5] * 9, [6] * 9]), Tree([1, 2, 3], [[*turns, 5, 6, 7], [*turns, 8]])]
+    with spill(Tree) as (writer, tables):
+        for pair in pairs:
+            writer.append(pair)
+    prepared: Any = SimpleNamespace(train=Stored(Tree, tables[0], np.arange(2)))
+    for keys, count in (({}, 2), ({"loss_type": "kto"}, 2)):
+        task = task_of(dpo(per_device_train_batch_size=count, **keys))
+        completions = task.own_completions(prepared, pairs[1].longest_row, share=True)
+        assert completions is not None
+        planned = completions(pairs[1].longest_row, count)
+        batch = tree_batch([pairs[1], replace(pairs[1], prompt=[9, 8, 7])], pad_token_id=0, share=True)
+        assert planned.trees == ((2 + 37, (4, 2)),) * 2
+        assert planned.length == batch["input_ids"].shape[1]
+        assert torch.equal(planned.targets().sort()[0], batch["shift_labels"].clamp(max=0).sort()[0])
+        assert planned.num_targets == (batch["shift_labels"] != -100).sum()
+        apart = tree_batch([pairs[1]] * 2, pad_token_id=0, share=False)
+        assert planned.apart().num_targets == (apart["shift_labels"] != -100).sum()
+        half = completions(pairs[1].longest_row // 2, count)
+        assert half.common == (18, 18)
+        separate = task.own_completions(prepared, pairs[1].longest_row, share=False)
+        assert separate is not None
+        assert separate(pairs[1].longest_row, count).length == pairs[1].longest_row
 
 
 @pytest.mark.parametrize(

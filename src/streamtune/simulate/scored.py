@@ -43,18 +43,24 @@ class Scored:
         entropy: True if the entropies at the targets are computed as well.
         forwards: Number of further forwards of the same tokens without gradient, of a reference or of the model itself;
             a fraction where one serves several steps.
+        common: Of each tree the tokens at the end of its trunk that are scored, for all of its branches: completions
+            begin with them behind the prompt. Empty where they begin differently.
     """
 
     trees: Trees
     share: bool = True
     entropy: bool = False
     forwards: float = 0.0
+    common: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.trees or any(trunk < 0 or not branches or min(branches) < 2 for trunk, branches in self.trees):
             raise ArgumentError(
                 "a prompt has a trunk of 0 or more tokens and branches of 2 or more, of which the first is its last"
             )
+        within = zip(self.common, self.trees, strict=False)
+        if self.common and (len(self.common) != len(self.trees) or any(not 0 <= c <= t for c, (t, _) in within)):
+            raise ArgumentError(f"{self.common} is not a number of tokens of each of {len(self.trees)} trunks")
 
     @property
     def rows(self) -> int:
@@ -75,8 +81,14 @@ class Scored:
 
     @property
     def num_targets(self) -> int:
-        """Number of tokens that are scored."""
-        return sum(sum(branches) - len(branches) for _, branches in self.trees)
+        """Number of tokens of the sequences that are scored."""
+        copies = [1 if self.share else len(branches) for _, branches in self.trees]
+        common = sum(tokens * times for tokens, times in zip(self._common, copies, strict=True))
+        return common + sum(sum(branches) - len(branches) for _, branches in self.trees)
+
+    @property
+    def _common(self) -> tuple[int, ...]:
+        return self.common or (0,) * len(self.trees)
 
     @property
     def pairs(self) -> int:
@@ -128,15 +140,20 @@ class Scored:
 
     def targets(self) -> Tensor:
         """Return ``[B, T]`` int64: 0 where a token is scored, -100 elsewhere."""
-        parts = [(trunk, branch) for trunk, branches in self.trees for branch in branches]
         if not self.share:
+            parts = [
+                (trunk, branch, common)
+                for (trunk, branches), common in zip(self.trees, self._common, strict=True)
+                for branch in branches
+            ]
             targets = torch.full((self.rows, self.length), IGNORE_INDEX)
-            for row, (trunk, branch) in enumerate(parts):
-                targets[row, trunk : trunk + branch - 1] = 0
+            for row, (trunk, branch, common) in enumerate(parts):
+                targets[row, trunk - common : trunk + branch - 1] = 0
             return targets
         targets = torch.full((1, self.length), IGNORE_INDEX)
         place = 0
-        for trunk, branches in self.trees:
+        for (trunk, branches), common in zip(self.trees, self._common, strict=True):
+            targets[0, place + trunk - common : place + trunk] = 0
             place += trunk
             for branch in branches:
                 targets[0, place : place + branch - 1] = 0

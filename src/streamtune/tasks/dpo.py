@@ -123,17 +123,18 @@ class Dpo(ScoringTask[DpoRecipe]):
     def own_completions(self, prepared: PreparedRows, longest: int, *, share: bool) -> Completions:
         """See :meth:`Task.own_completions`: of the largest prompt, or of the longest row where prompts are apart."""
         tree = prepared.train[int(prepared.train.lengths().argmax())]  # type: ignore[attr-defined]
-        trunk = len(tree.prompt) - 1
-        branches = tuple(len(completion) + 1 if share else longest - trunk for completion in tree.completions)
-        largest = ((trunk, branches),) * self.recipe.per_device_train_batch_size
-        return in_proportion(partial(self._asked, share), largest, longest)
+        common = tree.num_common if share else 0
+        trunk = len(tree.prompt) - 1 + common
+        branches = tuple(len(ids) + 1 - common if share else longest - trunk for ids in tree.completions)
+        count = self.recipe.per_device_train_batch_size
+        return in_proportion(partial(self._asked, share), ((trunk, branches),) * count, longest, (common,) * count)
 
-    def _asked(self, share: bool, trees: Trees) -> Scored:
+    def _asked(self, share: bool, trees: Trees, common: tuple[int, ...] = ()) -> Scored:
         """Return the micro-batch with the forwards that the objective computes besides that of the gradient."""
         forwards = float(self.compares and not self.precomputes)
         if self.measures:
             forwards += 1 + forwards  # of the mismatched completions: the policy, and the reference
-        return Scored(trees, share, forwards=forwards)
+        return Scored(trees, share, forwards=forwards, common=common)
 
     # --- training ----------------------------------------------------------------------------------------------
 
@@ -199,19 +200,23 @@ class Dpo(ScoringTask[DpoRecipe]):
         )
 
 
-def in_proportion(scored: Callable[[Trees], Scored], trees: Trees, longest: int) -> Completions:
+def in_proportion(
+    scored: Callable[[Trees, tuple[int, ...]], Scored], trees: Trees, longest: int, common: tuple[int, ...] = ()
+) -> Completions:
     """Return the micro-batch of ``trees`` as a function of the length: with a smaller one every part is in proportion.
 
     Args:
-        scored: Makes a micro-batch of trunks and branches.
+        scored: Makes a micro-batch of trunks and branches, and of the tokens of each trunk that are scored.
         trees: At ``longest``.
         longest: Tokens of the longest completion with its prompt.
+        common: At ``longest``, see :class:`Scored`.
     """
 
     def at(length: int, batch_size: int) -> Scored:
         part = min(1.0, length / longest)
         return scored(
-            tuple((int(part * trunk), tuple(max(2, int(part * size)) for size in sizes)) for trunk, sizes in trees)
+            tuple((int(part * trunk), tuple(max(2, int(part * size)) for size in sizes)) for trunk, sizes in trees),
+            tuple(int(part * tokens) for tokens in common),
         )
 
     return at

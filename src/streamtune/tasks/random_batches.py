@@ -71,7 +71,7 @@ class RandomTokens:
 
     def _preferences(self, recipe: DpoRecipe, scored: Scored) -> PreferenceBatch:
         fields = self._trees(scored)
-        known = torch.zeros(scored.num_targets) if recipe.precompute_ref_log_probs else None
+        known = torch.zeros(len(fields["row_K"])) if recipe.precompute_ref_log_probs else None
         labels = torch.arange(scored.completions) % 2 == 0 if recipe.unpaired else None
         return PreferenceBatch(**fields, reference_K=known, desirable_N=labels)
 
