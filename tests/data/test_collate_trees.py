@@ -108,7 +108,7 @@ def seen(batch: CollatedTrees) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("least", [1, 3, 32])
+@pytest.mark.parametrize("least", [1, 3, completions.LEAST_SAVED])
 @pytest.mark.parametrize("letters", [2, 3, 100])
 def test_both_layouts_hold_the_same_predictions(letters: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completions, "LEAST_SAVED", least)
@@ -146,8 +146,9 @@ def test_first_turns_that_a_pair_shares_are_there_once() -> None:
     assert batch["place_K"].tolist() == [2, 3, 4, 7, 8, 2, 3, 4, 10]
 
 
-def test_short_beginnings_are_computed_for_each_of_their_parts() -> None:
+def test_short_beginnings_are_computed_for_each_of_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of its own costs more than it saves; one that grows long enough by it stays."""
+    monkeypatch.setattr(completions, "LEAST_SAVED", 32)
     beginnings = {7: [], 8: [5] * 8, 20: [5] * 8 + [6] * 12}
     for tokens, common in beginnings.items():
         trees = [Tree([100 * tokens + 1, *common, 7 + number, 9], [[8]]) for number in range(3)]

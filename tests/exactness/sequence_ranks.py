@@ -23,12 +23,15 @@ from torch import Tensor, nn
 
 import streamtune
 from streamtune import RouterLoss, Schedule, SequenceParallel, StreamHandle
+from streamtune.data.batches import completions
 from streamtune.engine import check_packing
 from streamtune.errors import StreamTuneError
 from streamtune.models import add_lora
+from streamtune.tasks.preference import PairObjective, PreferenceBatch, tree_batch
 from tests.conformance.reducer import build as build_any
 from tests.precision_kit import Errors, Float64, Reference, errors, in_float64, relative, total_error
 
+from . import test_dpo as dpo
 from .families import FAMILIES, batch, build, evaluation, gradients, reference
 from .sequence_cases import RECURRENT, WITHOUT_POSITIONS, Case, cases
 from .test_branches import Rows, objective
@@ -37,6 +40,7 @@ from .test_branches import rows as trees
 from .test_packing import apart, packed, targets
 from .test_packing import rows as packs
 from .test_routers import routed
+from .test_shared_turns import conversations
 
 
 def model_of(case: Case) -> Any:
@@ -184,6 +188,22 @@ def check_branches(case: Case) -> dict[str, float]:
             return objective(scores.logprobs[rows.targets != -100], rows.row_of_target)
 
         return off(together(model, {"rows": given}, loss), want)
+
+
+def check_pairs(case: Case) -> dict[str, float]:
+    """Pairs that share turns, in a tree of four levels, and a loss that reads common tokens of both by themselves."""
+    model, trees_of_pairs, recipe = model_of(case), conversations(), dpo.recipe_of(loss_type="orpo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(completions, "LEAST_SAVED", 1)
+        pairs = PreferenceBatch(**tree_batch(trees_of_pairs, pad_token_id=0, share=True))
+
+    def plain(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        return dpo.plain_pairs(model, model, trees_of_pairs, recipe)
+
+    want = reference(model, {}, plain) if dist.get_rank() == 0 else None
+    with shared(model, case) as handle:
+        scored = PairObjective(handle, recipe, None)
+        return off(together(model, {}, lambda model, _: scored.score(model, pairs, len(trees_of_pairs)).loss), want)
 
 
 def check_routers(case: Case) -> dict[str, float]:

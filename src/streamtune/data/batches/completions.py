@@ -42,7 +42,7 @@ class CollatedTrees(TypedDict):
     """N: the row of the data that a completion comes from"""
 
 
-LEAST_SAVED = 32
+LEAST_SAVED = 128
 """Tokens that a common beginning saves at least, where it makes a part of the sequence of its own: of completions of
 which others begin differently, or of the prompts of several trees."""
 
