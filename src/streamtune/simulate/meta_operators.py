@@ -2,8 +2,9 @@
 
 Tensors on ``meta`` have no values, but models and the engine need some of them: do positions restart, does a mask hide
 anything, which tokens have a target. All of that is computed from integers and booleans, which are small compared with
-activations. So each such tensor carries its value on the CPU, computed there by the same operator. The choices of a
-router are not known; it is taken to spread tokens evenly over experts.
+activations. So each such tensor carries its value on the CPU, computed there by the same operator; the values of large
+masks, which are seldom needed, only when they are asked for. The choices of a router are not known; it is taken to
+spread tokens evenly over experts.
 
 Shape functions of many operators are written in Python and take longer than their kernels; a step calls them with the
 same forms for every chunk and layer, so each is called once for each form of its arguments. (The same idea as torch's
@@ -18,9 +19,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -72,8 +74,51 @@ def with_value(value: Tensor) -> Tensor:
     return made
 
 
+EAGER = 1 << 14
+"""Elements of the largest value that is computed at once. Most masks are larger, and nothing asks for their values."""
+
+
+class LaterValue:
+    """The value of a large tensor that is computed if something asks for it.
+
+    Args:
+        func: An operator on each element, which writes to none of its arguments.
+        args, kwargs: Its arguments, each tensor among them with its value in its place.
+    """
+
+    __slots__ = ("__weakref__", "_call", "_found")
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = (func, args, kwargs)
+        self._found: Tensor | None = None
+
+    def value(self) -> Tensor | None:
+        """Return the value, computed now if it was not yet; None where the CPU does not compute it."""
+        if self._call is not None:
+            func, args, kwargs = self._call
+            self._call = None
+            args = tuple(item.value() if isinstance(item, LaterValue) else item for item in args)
+            with suppress(RuntimeError):
+                self._found = func(*args, **kwargs)
+        return self._found
+
+
+@lru_cache(maxsize=1024)
+def _can_wait(func: Any) -> bool:
+    """Return True for an operator whose value may be computed later: on each element, or a constant."""
+    if func._schema.is_mutable or len(func._schema.returns) != 1:
+        return False
+    return torch.Tag.pointwise in func.tags or func in (aten.ones.default, aten.zeros.default, aten.full.default)
+
+
 class IntegerValues:
-    """Computes the values of ``meta`` tensors; used inside of a dispatch mode, where modes are off."""
+    """Computes the values of ``meta`` tensors; used inside of a dispatch mode, where modes are off.
+
+    A large value is computed only if something asks for it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: WeakSet[LaterValue] = WeakSet()
 
     def asked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
         """Return True and the result if the operator can only be computed from values; else False and None.
@@ -113,17 +158,25 @@ class IntegerValues:
         if results[0].numel() > LARGEST:
             results[0]._beyond = results[0].numel()  # type: ignore[attr-defined]
             return
+        values: Any
         try:
-            values = self._evaluated(func, args, kwargs)
+            if results[0].numel() > EAGER and _can_wait(func):
+                values = self._later(func, args, kwargs)
+            else:
+                if _writes(func):  # to a value that those which wait may be made of
+                    for waiting in list(self._waiting):
+                        waiting.value()
+                    self._waiting.clear()
+                values = self._evaluated(func, args, kwargs)
         except (ArgumentError, UnsupportedModelError, RuntimeError):  # not known, or not computed by the CPU
-            if func is aten.index.Tensor and (value := getattr(args[0], "_value", None)) is not None:
+            if func is aten.index.Tensor and (value := _known(args[0])) is not None:
                 self._picked(results[0], value)
             elif _writes(func):
                 results[0]._value = None  # type: ignore[attr-defined]
             if beyond := max((getattr(item, "_beyond", 0) for item in args), default=0):
                 results[0]._beyond = beyond  # type: ignore[attr-defined]
             return
-        for item, value in zip(results, (values,) if isinstance(values, Tensor) else values, strict=True):
+        for item, value in zip(results, values if isinstance(values, (tuple, list)) else (values,), strict=True):
             if isinstance(item, Tensor):
                 item._value = value  # type: ignore[attr-defined]
 
@@ -133,12 +186,21 @@ class IntegerValues:
             given["device"] = torch.device("cpu")
         return func(*(self._value(item, func) for item in args), **given)
 
-    def _value(self, item: Any, func: Any) -> Any:
+    def _later(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LaterValue:
+        """Return the value of an operator's result, to be computed later; raise the same where it is not known."""
+        given = {key: self._value(item, func) for key, item in kwargs.items()}
+        if "device" in given and given["device"] is not None:
+            given["device"] = torch.device("cpu")
+        later = LaterValue(func, tuple(self._value(item, func, wait=True) for item in args), given)
+        self._waiting.add(later)
+        return later
+
+    def _value(self, item: Any, func: Any, *, wait: bool = False) -> Any:
         if isinstance(item, (tuple, list)):
             return type(item)(self._value(part, func) for part in item)
         if not isinstance(item, Tensor) or item.device.type == "cpu":
             return item
-        value = getattr(item, "_value", None)
+        value = getattr(item, "_value", None) if wait else _known(item)
         if value is None and (beyond := getattr(item, "_beyond", 0)):
             raise ArgumentError(
                 f"the micro-batch is more than a simulated step can hold: its positions or masks have {beyond:,} "
@@ -164,6 +226,12 @@ class IntegerValues:
     def _spread(self, indices: Tensor, among: int) -> None:
         if indices.numel() <= LARGEST:
             indices._value = torch.arange(indices.numel()).remainder(among).view(indices.shape)  # type: ignore[attr-defined]
+
+
+def _known(x: Tensor) -> Tensor | None:
+    """Return the value that a tensor carries, computed now if it was to be computed later; None if it has none."""
+    value: Tensor | LaterValue | None = getattr(x, "_value", None)
+    return value.value() if isinstance(value, LaterValue) else value
 
 
 @lru_cache(maxsize=1024)
