@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -77,11 +80,24 @@ def plan(
 def _plan(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any]:
     """Plan, and return the JSON document and the texts of the screen."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
-    with err.status("loading libraries") as status:
+    with err.status("loading libraries") as status, _uncollected():
         from streamtune.run.plan import plan_recipe
 
         planned = plan_recipe(loaded, options, notify=status.update if err.is_terminal else Paced())
     return {"document": _document(planned), "screen": _screen(planned)}
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Leave out the search for cycles of garbage inside: libraries and models are kept, and it looks at all of them."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Paced:
