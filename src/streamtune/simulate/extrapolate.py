@@ -14,7 +14,7 @@ Nothing is assumed about the moments: if two steps did not run the same operator
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from streamtune.ops.attention.attention import key_block
 from streamtune.schedule import Schedule
 from streamtune.simulate.facts import fact_of
 from streamtune.simulate.shard import SPANS, WINDOWS
-from streamtune.simulate.trace import COLUMNS, WORK, Cell, CellPlace, Trace
+from streamtune.simulate.trace import COLUMNS, EARLIER, WORK, Cell, CellPlace
 
 __all__ = [
     "Axis",
@@ -144,14 +144,14 @@ class Part:
     """A shorter step that was run, and its share in the whole one.
 
     Attributes:
-        trace: The record of it.
+        cells: The record of it.
         longer: The zone that has a period more than in the shortest step, by number; None if none has.
         chunks: Number of its chunks.
         length: Its tokens.
         share: The factor of its figures.
     """
 
-    trace: Trace
+    cells: Mapping[CellPlace, Cell]
     longer: int | None
     chunks: int
     length: int
@@ -187,7 +187,8 @@ def combined(parts: list[Part], layers: list[Zone], chunks: Axis, length: int) -
         assert isinstance(total, Tensor)
         _bound_scratch(total, alike)
         cells.append((place, total))
-        sums = work.setdefault((place.phase, place.layer is not None), [0.0] * len(WORK))
+        inside = place.layer is not None and place.pass_name != EARLIER
+        sums = work.setdefault((place.phase, inside), [0.0] * len(WORK))
         for kind in range(len(WORK)):
             factors = squares if place.pass_name == "whole" and WORK[kind] == "attention_flops" else shares
             sums[kind] += weight * sum(share * cell.work[kind] for share, cell in zip(factors, alike, strict=True))
@@ -210,7 +211,7 @@ def _named(part: Part, layers: list[Zone], chunks: Axis) -> dict[Coordinates, tu
         for number, zone in enumerate(layers)
         for index in range(len(zone.layers(number == part.longer)))
     ]
-    for place, cell in part.trace.cells.items():
+    for place, cell in part.cells.items():
         layer_names: list[tuple[Coordinates, float]] = [((), 1.0)]
         if place.layer is not None:
             number, zone, index = where[place.layer]
@@ -293,6 +294,13 @@ class StepLayout:
     chunks: Axis
     size: int
     length: int
+
+    def middle(self, number: int) -> range:
+        """Return the period of a zone that comes twice in the longer step, by its places in the shorter one."""
+        zone = self.layers[number]
+        before = sum(len(each.layers(longer=False)) for each in self.layers[:number])
+        first = before + zone.axis.alone * zone.period
+        return range(first, first + zone.period)
 
     def steps(self, schedule: Schedule, kinds: list[Hashable]) -> Iterator[Shorter]:
         """Yield the steps to run, the shortest first."""

@@ -15,6 +15,7 @@ tokens that there are.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -27,12 +28,13 @@ from streamtune.schedule import Schedule
 from streamtune.simulate.extrapolate import Combined, Part, UnlikeError, combined, kinds_of_layers, layout_of
 from streamtune.simulate.facts import fact_of
 from streamtune.simulate.kept import describe_step
+from streamtune.simulate.lengthen import with_a_period_more
 from streamtune.simulate.memory import ACTIVATION, ATTENTION, FETCHED, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
 from streamtune.simulate.partition import Holdings
 from streamtune.simulate.scored import Scored
 from streamtune.simulate.shard import RankShard, narrower, shard_of
 from streamtune.simulate.step import Step, fewer_layers, shortened, trace_step
-from streamtune.simulate.trace import COLUMNS, WORK
+from streamtune.simulate.trace import COLUMNS, WORK, Cell, CellPlace
 from streamtune.simulate.workload import Workload
 
 __all__ = ["Simulation", "Work", "simulate"]
@@ -179,14 +181,21 @@ def _traced(
         shard=shard,
         frees_gradients=workload.optim_in_backward and workload.micro_batches == 1,
     )
-    parts = []
+    parts: list[Part] = []
+    cells: Mapping[CellPlace, Cell] = {}
     for shorter in layout.steps(schedule, kinds):
-        step = whole
-        if shorter.length != tokens:
-            step = shortened(whole, shorter.length, shorter.schedule.head_chunk_size)
-        with fewer_layers(model, shorter.layers):
-            trace = trace_step(model, shorter.schedule, step)
-        parts.append(Part(trace, shorter.longer, shorter.chunks, shorter.length, shorter.share))
+        longer = None
+        if shorter.longer is not None and (not streamed or schedule.order == "layer"):
+            longer = with_a_period_more(cells, layout.middle(shorter.longer))
+        if longer is None:
+            step = whole
+            if shorter.length != tokens:
+                step = shortened(whole, shorter.length, shorter.schedule.head_chunk_size)
+            with fewer_layers(model, shorter.layers):
+                longer = trace_step(model, shorter.schedule, step).cells
+        if shorter.longer is None:
+            cells = longer
+        parts.append(Part(longer, shorter.longer, shorter.chunks, shorter.length, shorter.share))
     found = combined(parts, layout.layers, layout.chunks, tokens)
     return found if scored is None else replace(found, work=_work_of(scored, found, alike))
 

@@ -90,11 +90,13 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
             for parameter in model.parameters():
                 if not parameter.requires_grad:
                     continue
+                trace.enter_earlier(parameter)
                 if id(parameter) in known:
                     parameter.grad = HostRooms().take(parameter.shape, parameter.dtype, parameter.device)
                 else:
                     parameter.grad = torch.empty_like(parameter)
                     trace.file(GRADIENT, parameter.grad)
+            trace.enter("forward")
         if step.frees_gradients:
             for parameter in model.parameters():
                 if parameter.requires_grad:

@@ -35,7 +35,7 @@ from streamtune.simulate.memory import ACTIVATION, HEAD, KINDS, LiveBytes
 from streamtune.simulate.meta_operators import IntegerValues, ResultKind, Shapes, asks, result_kind_of
 from streamtune.simulate.shard import WHOLE, RankShard
 
-__all__ = ["COLUMNS", "WORK", "Cell", "CellPlace", "Trace"]
+__all__ = ["COLUMNS", "EARLIER", "WORK", "Cell", "CellPlace", "Trace"]
 
 COLUMNS = (*KINDS, "scratch", "host", "disk")
 """Of a moment: bytes on the device by kind, inside of the operator, on the host and on disk."""
@@ -112,6 +112,9 @@ class Cell:
     embedding: EmbeddingSums | None = None
 
 
+EARLIER = "earlier"
+"""The pass of gradients that are there before the step."""
+
 CHAIN_DONE = "finish"
 """The last pass of a backward in the order of chunks."""
 
@@ -164,6 +167,12 @@ class Trace(LiveBytes):
         self.cells[place] = self._cell
         self.new_kind = HEAD if phase == "head" else ACTIVATION
         self._write(None, 0)
+
+    def enter_earlier(self, parameter: Tensor) -> None:
+        """Begin the cell of gradients that an earlier micro-batch left for the layer of ``parameter``, or for none."""
+        owner = self._owners.get(id(parameter))
+        if (self._place.pass_name, self._place.layer) != (EARLIER, owner):
+            self.enter("forward", EARLIER, owner)
 
     def finish(self) -> None:
         """Finish the record: add the bytes moved since the last cell began."""
