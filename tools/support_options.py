@@ -157,6 +157,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"engine.order": "chunk"},
         {"engine.weights": "device"},
         {"engine.weights": "host"},
+        {"engine.optimizer": "device"},
+        {"engine.optimizer": "host"},
         {"engine.fetch_dtype": "param"},
         {"engine.fetch_dtype": "bfloat16", "engine.weights": "host"},
     ),

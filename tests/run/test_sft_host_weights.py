@@ -29,6 +29,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "host": HOST,
     "host, in the backward": {**HOST, "optim_in_backward": True},
     "device, in the backward": {"optim_in_backward": True},
+    "optimizer on host": {"engine": {**FIXED, "optimizer": "host"}},
+    "optimizer on host, in the backward": {"engine": {**FIXED, "optimizer": "host"}, "optim_in_backward": True},
+    "weights and optimizer on host": {"engine": {**HOST["engine"], "optimizer": "host"}},
     "host, two levels": {"engine": {**HOST["engine"], "levels": 2}},
 }
 
@@ -128,6 +131,18 @@ def test_states_in_bfloat16_are_the_same_wherever_weights_are_and_after_a_resume
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("states", ["param", "bfloat16"])
+def test_an_optimizer_on_the_host_goes_on_to_the_same_bits(folder: Path, states: str) -> None:
+    more: dict[str, Any] = {"lr_scheduler_type": "constant", "optim_states": states}
+    host: dict[str, Any] = {"engine": {**FIXED, "optimizer": "host"}, "optim_in_backward": True}
+    want, _ = trained(folder, "whole", **more)
+    trained(folder, "parts", **more, **host, max_steps=2)
+    trained(folder, "parts", "--allow-change", "max_steps", **more, max_steps=4)  # and by the ordinary one between
+    got, _ = trained(folder, "parts", "--allow-change", "max_steps", **more, **host)
+    assert all(torch.equal(want[name], got[name]) for name in want)
+
+
+@pytest.mark.full
 def test_a_plan_counts_one_backward_for_the_last_norm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     computed = []
     for more in ({"max_grad_norm": 0.0}, {"max_grad_norm": 1.0}, {"max_grad_norm": 1.0, "clip_norm": "lagged"}):
@@ -139,7 +154,9 @@ def test_a_plan_counts_one_backward_for_the_last_norm(folder: Path, capsys: pyte
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["host", "host, in the backward"])
+@pytest.mark.parametrize(
+    "kind", ["host", "host, in the backward", "optimizer on host", "weights and optimizer on host"]
+)
 def test_adapters_over_weights_on_the_host(folder: Path, kind: str) -> None:
     lora = {"finetuning_type": "lora", "lora_r": 4}
     want, shown = trained(folder, "device", **lora)
@@ -181,6 +198,13 @@ def test_weights_in_float32_fetched_in_bfloat16_learn(folder: Path) -> None:
         ({**HOST, "deepspeed": "zero2"}, "'engine.weights: host' is for one device by itself", "zero3_offload"),
         ({**HOST, "finetuning_type": "qlora"}, "quantised ones stay on the device", "finetuning_type: lora"),
         (NARROW, "weights are bfloat16 already", "bf16: false"),
+        ({"engine": {**FIXED, "optimizer": "host"}, "deepspeed": "zero2"}, "'engine.optimizer' is", "zero3_offload"),
+        ({"engine": {**HOST["engine"], "optimizer": "device"}}, "'engine.optimizer: device' steps", "optimizer: auto"),
+        (
+            {"engine": {**FIXED, "optimizer": "host", "host_memory": "1KiB"}},
+            "the host's memory is too small for the optimizer",
+            "more memory",
+        ),
         ({"optim_states": "bfloat16", "fsdp": True}, "'fsdp' divides them in a dtype of its own", "delete the line"),
         ({"optim_in_backward": True, "fsdp": True}, "'optim_in_backward' is for one device", "delete the line"),
         (

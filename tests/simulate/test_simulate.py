@@ -27,7 +27,7 @@ from streamtune.simulate.memory import held_bytes, held_tensors
 from streamtune.simulate.meta_operators import RULES, MetaAutocast
 from streamtune.simulate.step import _Functions, trace_step
 from streamtune.simulate.trace import Trace
-from streamtune.train import InBackwardBackend, LocalBackend
+from streamtune.train import HostOptimizer, InBackwardBackend, LocalBackend
 from tests.conformance.reducer import tiny_config
 
 LENGTH = 384
@@ -301,6 +301,45 @@ def test_bytes_of_states_in_bfloat16_are_those_measured() -> None:
     assert found.peak_bytes == pytest.approx(weights + live.peak, rel=0.01)
     assert found.terms["optimizer"] == pytest.approx(weights, rel=1e-3)
     assert wide.terms["optimizer"] == pytest.approx(2 * weights, rel=1e-3)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_bytes_of_an_optimizer_on_the_host_are_those_measured(in_backward: bool) -> None:
+    make = partial(build, "qwen3", vocab_size=9973)
+    model: Any = make("cpu").train()
+    optimizer = HostOptimizer(adamw(model))
+    backend = InBackwardBackend(model, optimizer, 0.0) if in_backward else LocalBackend(model, optimizer)
+    ids = torch.randint(3, model.config.vocab_size, (1, LENGTH))
+
+    def step() -> None:
+        backend.begin_step(1e-3, lambda: None)
+        with backend.micro_step(last=True):
+            backend.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
+        backend.clip_gradients(0.0)
+        backend.step(1e-3)
+
+    with stream(model, schedule=BASE), LiveBytes(model, decoder_layers(model)) as live:
+        step()
+        step()
+    backend.close()
+    options: dict[str, Any] = {"make_optimizer": adamw, "optim_in_backward": in_backward}
+    found = simulate(workload(make, optimizer_on_host=True, **options), BASE)
+    there = simulate(workload(make, **options), BASE)
+    states = sum(x.nbytes for state in optimizer.state.values() for x in state.values())
+    weights, largest = (f(p.nbytes for p in model.parameters()) for f in (sum, max))
+    # On a CPU the states are in the memory that is measured, and what is copied there is not.
+    assert found.peak_bytes + states == pytest.approx(weights + live.peak, rel=0.01)
+    assert "optimizer" not in found.terms
+    assert found.host_terms == {"optimizer": pytest.approx(states, rel=1e-3), "stepped weight": 2 * largest}
+    assert there.peak_bytes - found.peak_bytes == pytest.approx(states, rel=0.01)
+    assert found.work.moved_bytes - there.work.moved_bytes == 3 * weights
+    assert bool(found.work.host_overlapped_bytes) == in_backward != bool(found.work.host_touched_bytes)
+    here, away = (
+        simulate(replace(workload(make, optimizer_on_host=on_host, **options), device_type="cuda"), BASE).phases
+        for on_host in (False, True)
+    )
+    waits = 2 * largest if in_backward else 0  # gradients, for the thread
+    assert here["backward"] - away["backward"] == pytest.approx(states - waits, rel=0.01)
 
 
 def test_bytes_of_weights_gradients_and_optimizer_on_the_host() -> None:

@@ -13,7 +13,7 @@ from tests.exactness.families import batch, build
 from torch import Tensor, nn
 
 from streamtune.errors import NonFiniteError, OutOfMemoryError
-from streamtune.train import Backend, InBackwardBackend, LocalBackend
+from streamtune.train import Backend, HostOptimizer, InBackwardBackend, LocalBackend
 from streamtune.train.loop import replayed
 
 
@@ -22,6 +22,10 @@ def made(kind: str, max_norm: float, **config: Any) -> tuple[nn.Module, Backend]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
     if kind == "after":
         return model, LocalBackend(model, optimizer)
+    if kind == "after, on host":
+        return model, LocalBackend(model, HostOptimizer(optimizer))
+    if kind == "in, on host":
+        return model, InBackwardBackend(model, HostOptimizer(optimizer), max_norm)
     return model, InBackwardBackend(model, optimizer, max_norm, lagged=kind == "lagged")
 
 
@@ -60,6 +64,31 @@ def test_weights_are_those_of_the_ordinary_steps(max_norm: float, micro_batches:
     )
     assert got == want
     assert all(torch.equal(weights[name], own[name]) for name in weights)
+
+
+@pytest.mark.parametrize("kind", ["after, on host", "in, on host"])
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+def test_an_optimizer_on_the_host_takes_the_ordinary_steps(kind: str, max_norm: float) -> None:
+    want, weights = trained("after", max_norm, 2)
+    got, own = trained(kind, max_norm, 2)
+    assert got == want
+    assert all(torch.equal(weights[name], own[name]) for name in weights)
+
+
+def test_an_optimizer_on_the_host_has_states_there_and_nothing_else() -> None:
+    model, backend = made("after, on host", 0.5)
+    take(model, backend, 1)
+    backend.step(1e-2)
+    assert isinstance(backend, LocalBackend)
+    optimizer = backend.optimizer
+    assert isinstance(optimizer, HostOptimizer)
+    stand_ins = [p for group in optimizer.inner.param_groups for p in group["params"]]
+    assert len(stand_ins) == len(list(model.parameters()))
+    assert all(p.numel() == 0 and p.grad is None and p.device.type == "cpu" for p in stand_ins)
+    assert set(optimizer.state) == set(model.parameters())
+    assert {x.device.type for state in optimizer.state.values() for x in state.values()} == {"cpu"}
+    backend.reset_optimizer()
+    assert len(optimizer.state) == 0
 
 
 def test_two_gradients_of_a_layer_at_most_are_there() -> None:
@@ -159,8 +188,11 @@ def test_the_norm_of_the_step_before_takes_one_backward_and_is_in_the_state() ->
     assert other.state() == {}
 
 
+@pytest.mark.parametrize("kind", ["in", "in, on host"])
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
-def test_a_thread_and_the_backward_step_beside_each_other(max_norm: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_and_the_backward_step_beside_each_other(
+    max_norm: float, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As with an accelerator: some weights are stepped by the thread, and others, between them, by the backward."""
     want, weights = trained("after", max_norm, 1)
     made_before = InBackwardBackend.__init__
@@ -181,6 +213,6 @@ def test_a_thread_and_the_backward_step_beside_each_other(max_norm: float, monke
 
     monkeypatch.setattr(InBackwardBackend, "__init__", with_thread)
     monkeypatch.setattr(InBackwardBackend, "_is_beside", lambda self, parameter: parameter.dim() > 1)
-    got, own = trained("in", max_norm, 1)
+    got, own = trained(kind, max_norm, 1)
     assert got == want
     assert all(torch.equal(weights[name], own[name]) for name in weights)

@@ -327,6 +327,8 @@ def describe_optimizer(recipe: Recipe) -> str:
     if recipe.optim_states != "param":
         rounded = ", rounded stochastically" if recipe.optim_states == "bfloat16" else ""
         text += f", its states in {recipe.optim_states}{rounded}"
+    if recipe.engine.optimizer == "host":
+        text += ", on the host"
     return text + (", clipped by the norm of the step before" if recipe.clip_norm == "lagged" else "")
 
 

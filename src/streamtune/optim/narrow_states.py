@@ -58,7 +58,7 @@ class NarrowStatesAdamW(torch.optim.Optimizer):
         self,
         params: Iterable[Any],
         *,
-        lr: float,
+        lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -128,7 +128,9 @@ class NarrowStatesAdamW(torch.optim.Optimizer):
         grad = parameter.grad
         assert grad is not None
         tensors = (whole, grad.contiguous(), *(state[key] for key in KEYS))
-        for weight, slope, mean, square in turns(_pieces(tensors), parameter.device):
+        flat = [x.detach().view(-1) for x in tensors]
+        for piece in turns(_pieces(flat[0]), parameter.device):
+            weight, slope, mean, square = (x[piece] for x in flat)
             wide = weight if weight.dtype == torch.float32 else weight.float()
             moments = [x if x.dtype == torch.float32 else x.float() for x in (mean, square)]
             adamw(
@@ -159,10 +161,10 @@ class NarrowStatesAdamW(torch.optim.Optimizer):
         state["step"] += 1
 
 
-def _pieces(tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-    """Return views of contiguous tensors of one shape, flattened, in pieces."""
-    size = PIECE.get(kernel_device(tensors[0].device), LARGE_PIECE)
-    return list(zip(*(x.detach().view(-1).split(size) for x in tensors), strict=True))
+def _pieces(x: Tensor) -> list[slice]:
+    """Return the slices of a flat tensor that are stepped at a time."""
+    size = PIECE.get(kernel_device(x.device), LARGE_PIECE)
+    return [slice(start, min(start + size, len(x))) for start in range(0, len(x), size)]
 
 
 class RandomBits:

@@ -88,13 +88,14 @@ def _host_too_small(workload: Workload, simulation: Simulation, limits: Limits) 
         return None
     largest = ", ".join(f"{name} {show_size(size)}" for name, size in sorted(fixed.items(), key=lambda item: -item[1]))
     ours = workload.cluster.engine == "none"
+    place = "engine.weights" if "weights" in fixed else "engine.optimizer"
     freed = (
         "" if not ours or workload.optim_in_backward else "write optim_in_backward: true, which holds few gradients; "
     )
     return ArgumentError(
         f"no row fits, however short: the host holds {show_size(sum(fixed.values()))} of the step ({largest}), and "
         f"{show_size(limits.host)} are usable ({show_size(limits.host_bytes)} less {limits.margin:.0%})",
-        where="engine.weights" if ours else "deepspeed",
+        where=place if ours else "deepspeed",
         mend=f"{freed}train adapters (finetuning_type: lora or qlora), share the state between more ranks, or take a "
         "machine with more memory",
     )

@@ -19,9 +19,9 @@ from streamtune.plan.budget import Budget
 from streamtune.probe.steps import BudgetExceededError, Shape, TrainingStep
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import prepare_libraries, stream_model
-from streamtune.run.model import make_model_alone, make_optimizer, make_reference_alone
+from streamtune.run.model import make_model_alone, make_reference_alone
 from streamtune.run.plan import plan_model
-from streamtune.run.ranks import local_backend
+from streamtune.run.ranks import local_backend, local_optimizer
 from streamtune.run.reference import streamed
 from streamtune.schedule import Schedule
 from streamtune.simulate.memory import device_held_bytes
@@ -52,7 +52,7 @@ def prepare_step(recipe: Recipe, device_name: str, budget: Budget, shape: Shape)
         handle = stream_model(recipe, model, schedule)
     elif shape.mode == "checkpoint":
         use_checkpointing(model)
-    optimizer = make_optimizer(recipe, model)
+    optimizer = local_optimizer(recipe, model)
     trial = TrialStep(
         model=model,
         handle=handle,

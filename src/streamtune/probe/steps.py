@@ -108,7 +108,7 @@ class _Budgeted(LiveBytes):
     def terms(self) -> dict[str, int]:
         """Return device bytes at the peak by what they are; the optimizer's state is moved out of the activations."""
         held = {**self.fixed, **self.at_peak}
-        state = min(_optimizer_bytes(self._step.optimizer) - held[OPTIMIZER], held[ACTIVATION])
+        state = min(_optimizer_bytes(self._step.optimizer, torch.device("cpu")) - held[OPTIMIZER], held[ACTIVATION])
         held[OPTIMIZER], held[ACTIVATION] = held[OPTIMIZER] + state, held[ACTIVATION] - state
         return {TERMS[name]: size for name in TERMS if (size := held.get(name, 0))}
 
@@ -162,7 +162,7 @@ def _step_on_accelerator(
     try:
         result["step_seconds"] = _run(step, tell, lambda: torch.cuda.synchronize(device))
     finally:
-        state = _optimizer_bytes(step.optimizer)
+        state = _optimizer_bytes(step.optimizer, device)
         peak = torch.cuda.max_memory_allocated(device)
         result["peak_bytes"] = peak
         result["terms"] = {**fixed, "optimizer": state, "gradients and activations": peak - weights - state}
@@ -244,6 +244,7 @@ def _env(device: str, device_bytes: int | None) -> dict[str, Any]:
     }
 
 
-def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+def _optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """Return the bytes of the states that are on a device: they may be on the host."""
     values = (value for state in optimizer.state.values() for value in state.values())
-    return distinct_bytes(value for value in values if isinstance(value, Tensor))
+    return distinct_bytes(value for value in values if isinstance(value, Tensor) and value.device.type == device.type)

@@ -95,6 +95,11 @@ class EngineSpec(Spec):
     weights, sums of gradients and optimizer stay in float32; in place of `bf16`, with half of the layer inputs. The
     planner never changes it. Without planner: param."""
 
+    optimizer: Literal[Auto, "device", "host"] = "auto"
+    """Memory of the optimizer's states, and where it steps. `host` with weights on the device: each gradient goes to
+    the machine's memory, and the stepped weight comes back; with `optim_in_backward` beside the computation. `auto` is
+    where the weights are; adapters beside weights on the host are on the device. One device."""
+
     device_memory: Size | Auto = "auto"
     """Memory of the device to plan with, such as `80GiB`; `auto` is what is free when the run starts."""
 
@@ -117,6 +122,12 @@ class EngineSpec(Spec):
         for field, what, (other, value) in contradictions(choices, _in_a_recipe):
             mend = f"add {other}: {value}" if field == "offload" else f"write {other}: {value}, or delete the line"
             raise mistake(what, key=f"engine.{field}", mend=mend)
+        if self.optimizer == "device" and self.weights == "host":
+            raise mistake(
+                "'engine.optimizer: device' steps on the device, and weights that wait on the host are stepped there",
+                key="engine.optimizer",
+                mend="write optimizer: auto, or delete the line",
+            )
         offload = choices["offload"]
         if self.offload_dir is not None and offload in ("device", "host"):
             raise mistake(

@@ -548,6 +548,17 @@ class Recipe(Spec):
         return self
 
     @model_validator(mode="after")
+    def _optimizer_may_be_elsewhere(self) -> Recipe:
+        if self.engine.optimizer != "auto" and (self.deepspeed is not None or self.fsdp):
+            key = "fsdp" if self.fsdp else "deepspeed"
+            raise mistake(
+                f"'engine.optimizer' is the memory of an optimizer of this program's, and '{key}' has one of its own",
+                key="engine.optimizer",
+                mend=f"delete '{key}', or this line; deepspeed: zero3_offload steps on the host",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _weights_may_wait(self) -> Recipe:
         if self.engine.weights != "host":
             return self

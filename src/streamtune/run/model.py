@@ -66,7 +66,7 @@ def make_model(
     Raises:
         ArgumentError: The model cannot be made, or the tokenizer is not its own.
     """
-    if recipe.engine.weights == "host":
+    if "host" in (recipe.engine.weights, recipe.engine.optimizer):
         _check_host_room(recipe, device)
     return _placed(recipe, _make_model(recipe, tokenizer, checkpoint, _loaded_on(recipe, device), sharing), device)
 
@@ -119,27 +119,33 @@ def make_reference_model(
 
 
 def _check_host_room(recipe: Recipe, device: torch.device) -> None:
-    """Refuse weights that do not fit the host with their optimizer and gradients, before they are loaded.
+    """Refuse weights that do not fit the host with their optimizer and gradients, or an optimizer that does not, before
+    anything is loaded.
 
     Raises:
         ArgumentError: They do not.
     """
     model = base_of(make_blueprint(recipe, device))
-    waiting = waiting_parameters(model, decoder_layers(model))
+    waits = recipe.engine.weights == "host"
+    waiting = waiting_parameters(model, decoder_layers(model)) if waits else []
     weights = sum(p.nbytes for p in waiting)
     trained = sum(p.nbytes for p in waiting if p.requires_grad)
+    stepped = waiting if recipe.engine.optimizer != "host" else model.parameters()
     size = {"param": None, "float32": 4, "bfloat16": 2}[recipe.optim_states]
-    states = sum(2 * p.numel() * (size or p.element_size()) for p in waiting if p.requires_grad)
+    states = sum(2 * p.numel() * (size or p.element_size()) for p in stepped if p.requires_grad)
     terms = {"weights": weights, "optimizer": states, "gradients": 0 if recipe.optim_in_backward else trained}
     given = recipe.engine.host_memory
     room = usable_host_bytes() if given == "auto" else parse_size(given, where="engine.host_memory")
     if sum(terms.values()) <= room:
         return
     shown = ", ".join(f"{name} {show_size(size)}" for name, size in terms.items() if size)
-    freed = "" if recipe.optim_in_backward else "write optim_in_backward: true, which holds few gradients; "
+    what, key = ("weights", "engine.weights") if waits else ("optimizer", "engine.optimizer")
+    freed = (
+        "" if recipe.optim_in_backward or not waits else "write optim_in_backward: true, which holds few gradients; "
+    )
     raise ArgumentError(
-        f"the host's memory is too small for the weights: {shown}, and {show_size(room)} are usable",
-        where="engine.weights",
+        f"the host's memory is too small for the {what}: {shown}, and {show_size(room)} are usable",
+        where=key,
         mend=f"{freed}train adapters (finetuning_type: lora), or take a machine with more memory",
     )
 

@@ -308,6 +308,7 @@ def make_workload(
         completions=completions,
         reference_bytes=reference_bytes,
         optim_in_backward=recipe.optim_in_backward,
+        optimizer_on_host=recipe.engine.optimizer == "host",
         passes=2 if recipe.optim_in_backward and recipe.max_grad_norm > 0 and recipe.clip_norm == "exact" else 1,
         keep=recipe.cache,
     )

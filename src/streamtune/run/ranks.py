@@ -38,6 +38,7 @@ __all__ = [
     "fill_model",
     "leave_ranks",
     "local_backend",
+    "local_optimizer",
     "make_backend",
     "make_world",
     "resolve",
@@ -106,8 +107,13 @@ def check_layout(recipe: Recipe, size: int, *, shares_weights: bool) -> train.Wo
             where="sequence_parallel_size",
             mend="start a multiple of that many, with --nproc, or share each sequence between fewer",
         )
-    if size > 1 and (recipe.engine.weights == "host" or recipe.optim_in_backward):
-        key = "engine.weights" if recipe.engine.weights == "host" else "optim_in_backward"
+    alone = {
+        "engine.weights": recipe.engine.weights == "host",
+        "engine.optimizer": recipe.engine.optimizer == "host",
+        "optim_in_backward": recipe.optim_in_backward,
+    }
+    if size > 1 and any(alone.values()):
+        key = next(name for name, chosen in alone.items() if chosen)
         raise ArgumentError(
             f"'{key}' is for one device by itself, and there are {size} ranks",
             where=key,
@@ -162,10 +168,16 @@ def make_backend(
         fill_model(model, layers, world, device, lambda module: share_layer(module, layers))
         return FsdpBackend(model, lambda sharded: make_optimizer(recipe, sharded), layers)
     if world.size == 1:
-        return local_backend(recipe, model, make_optimizer(recipe, model))
+        return local_backend(recipe, model, local_optimizer(recipe, model))
     from streamtune.distributed.backends.pytorch import DdpBackend
 
     return DdpBackend(model, make_optimizer(recipe, model))
+
+
+def local_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of one device by itself, whose states are on the host if the recipe says so."""
+    optimizer = make_optimizer(recipe, model)
+    return train.HostOptimizer(optimizer) if recipe.engine.optimizer == "host" else optimizer
 
 
 def local_backend(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> train.Backend:

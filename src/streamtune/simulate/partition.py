@@ -140,7 +140,7 @@ class Holdings:
                 host_moved += own
             kept |= {"master": 0, "state": 0, "touched": 0, "gradients": 0}
             temporary = 0
-        return cls(
+        holdings = cls(
             **kept,
             gathered=_gathered(model, cluster, 0),
             divided=cluster.zero_stage >= 2,
@@ -149,6 +149,33 @@ class Holdings:
             host=host,
             host_touched=host_touched,
             host_moved=host_moved,
+        )
+        if not workload.optimizer_on_host or workload.make_optimizer is None:
+            return holdings
+        return holdings.with_optimizer_on_host(model, workload, [p for p in model.parameters() if p.requires_grad])
+
+    def with_optimizer_on_host(self, model: Any, workload: Workload, trained: Sequence[nn.Parameter]) -> Holdings:
+        """Return the holdings with the optimizer of ``trained`` weights, which are on the device, on the host.
+
+        Of each weight, the gradient and the weight go there and the weight comes back: one after another, and with an
+        optimizer in the backward beside the computation, where the gradients of two layers may wait for it.
+        """
+        size = sum(p.nbytes for p in trained)
+        copies = 3 * size
+        in_backward = workload.optim_in_backward
+        waits = in_backward and workload.micro_batches == 1 and workload.device_type == "cuda"
+        touched = _step_touched(size, self.state) + copies
+        host = {**self.host, "optimizer": self.host.get("optimizer", 0) + self.state}
+        return replace(
+            self,
+            state=0,
+            touched=0,
+            temporary=0,
+            buckets=self.buckets + (2 * _largest_gradients(model, trained) if waits else 0),
+            host={**host, "stepped weight": 2 * max((p.nbytes for p in trained), default=0)},
+            host_touched=self.host_touched + (0 if in_backward else touched),
+            host_overlapped=self.host_overlapped + (touched if in_backward else 0),
+            host_moved=self.host_moved + copies,
         )
 
     def scheduled(self, model: nn.Module, workload: Workload, schedule: Schedule) -> Holdings:
@@ -203,7 +230,7 @@ def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
     if here and workload.make_optimizer is not None:
         with _frozen(away):
             state, temporary, touched = _optimizer_step(model, workload)
-    return Holdings(
+    holdings = Holdings(
         weights=held_bytes(model) - host["weights"],
         gathered=dict.fromkeys(PHASES, 0),
         master=0,
@@ -217,6 +244,9 @@ def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
         host_touched=host_touched,
         host_overlapped=overlapped,
     )
+    if not here or not workload.optimizer_on_host or workload.make_optimizer is None:
+        return holdings
+    return holdings.with_optimizer_on_host(model, workload, here)
 
 
 def _step_touched(trained: int, state: int) -> int:

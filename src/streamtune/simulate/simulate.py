@@ -137,7 +137,7 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
     forwards = None if workload.scored is None else workload.scored.forwards
     held = (
         "holdings", workload.cluster, workload.make_optimizer, workload.device_type, workload.micro_batches, forwards,
-        schedule.weights, workload.passes, workload.optim_in_backward,
+        schedule.weights, workload.passes, workload.optim_in_backward, workload.optimizer_on_host,
     )  # fmt: skip
     held_always = fact_of(model, held, lambda: Holdings.of(model, workload, schedule.weights))
     fixed = held_always.scheduled(model, workload, schedule)

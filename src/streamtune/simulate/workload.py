@@ -76,6 +76,7 @@ class Workload:
         reference_bytes: Bytes of weights that are held in addition to the model's and not trained.
         optim_in_backward: The optimizer steps each weight as soon as its gradient is there, which is then
             freed.
+        optimizer_on_host: The optimizer's states are on the host, and it steps there, wherever weights are.
         passes: Forwards and backwards of each micro-batch: 2 where a first one measures the norm.
         keep: Keep simulations on disk, and use those that are there.
 
@@ -95,6 +96,7 @@ class Workload:
     completions: Completions | None = None
     reference_bytes: int = 0
     optim_in_backward: bool = False
+    optimizer_on_host: bool = False
     passes: int = 1
     keep: bool = False
 

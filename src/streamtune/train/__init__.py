@@ -7,6 +7,7 @@ from streamtune.train.batch import MicroBatch, PrefixBatch, StepStream, TreeBatc
 from streamtune.train.checkpoint import Checkpoint, checkpoint_path, supersede
 from streamtune.train.guard import skipped_most
 from streamtune.train.hold import DirectoryHold
+from streamtune.train.host_optimizer import HostOptimizer
 from streamtune.train.in_backward import InBackwardBackend
 from streamtune.train.listeners import Listener, Listeners, RunFacts
 from streamtune.train.loop import Progressed, train
@@ -52,6 +53,7 @@ __all__ = [
     "Checkpoint",
     "DirectoryHold",
     "HeldOut",
+    "HostOptimizer",
     "InBackwardBackend",
     "Listener",
     "Listeners",

@@ -13,7 +13,8 @@ That is another step than the ordinary one: a gradient that is suddenly large is
 
 Over several micro-batches gradients add up as ever, and the backward of the last one steps.
 
-Weights on the host are stepped by a thread of its own, while the device computes the gradients of the layer before.
+What is stepped on the host is stepped by a thread of its own, while the device computes the gradients of the layer
+before: weights that wait there, and those whose optimizer is there (:class:`HostOptimizer`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 
 from streamtune.errors import NonFiniteError, OutOfMemoryError
 from streamtune.train.backend import LocalBackend
+from streamtune.train.host_optimizer import HostOptimizer
 
 __all__ = ["InBackwardBackend"]
 
@@ -189,13 +191,25 @@ class InBackwardBackend(LocalBackend):
         if self._thread is None or not self._is_beside(parameter):
             self._step(parameter, grad)
         else:
-            self._waiting.append(self._thread.submit(self._step, parameter, grad))
+            event = torch.cuda.current_stream(grad.device).record_event() if grad.device.type == "cuda" else None
+            self._waiting.append(self._thread.submit(self._step_beside, parameter, grad, event))
             while len(self._waiting) > MOST_WAITING:
                 self._waiting.pop(0).result()
 
     def _is_beside(self, parameter: Tensor) -> bool:
         """Return True for a weight that the thread steps: the processor has time for it while the device computes."""
-        return parameter.device.type == "cpu"
+        return parameter.device.type == "cpu" or isinstance(self.optimizer, HostOptimizer)
+
+    def _step_beside(self, parameter: Tensor, grad: Tensor, event: torch.cuda.Event | None) -> None:
+        """Step one weight in the thread; a gradient on the device is there once ``event`` is."""
+        stream = self.optimizer.stream if isinstance(self.optimizer, HostOptimizer) else None
+        if stream is None or event is None:
+            self._step(parameter, grad)
+            return
+        with torch.cuda.stream(stream):
+            stream.wait_event(event)
+            self._step(parameter, grad)
+            stream.synchronize()
 
     @torch.no_grad()
     def _step(self, parameter: Tensor, grad: Tensor) -> None:
