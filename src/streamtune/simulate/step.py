@@ -71,6 +71,9 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
         if gc.isenabled():  # looking for cycles takes a tenth of the time, and tensors are in none
             gc.disable()
             stack.callback(gc.enable)
+        # Values of integers are small: more threads take longer to start than they save.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         autocast = MetaAutocast(step.device)
         scorer, tiers = _prepared(stack, model, schedule, step.mode, autocast)
         ids = with_value(torch.zeros(step.batch_size, step.length, dtype=torch.long))
