@@ -240,6 +240,15 @@ def test_a_hook_on_the_embedding_is_given_the_plain_tensor() -> None:
     assert seen == [Tensor, Embeddings]
 
 
+def test_hidden_states_that_are_returned_are_plain_tensors() -> None:
+    model, ids = build("qwen3").train(), tokens()
+    plain = model(input_ids=ids, output_hidden_states=True).hidden_states
+    with streamtune.stream(model, schedule=OFFLOADED):
+        ours = model(input_ids=ids, output_hidden_states=True).hidden_states
+    assert [type(x) for x in ours] == [Tensor] * len(plain)
+    assert torch.equal(ours[0], plain[0])
+
+
 def test_a_removed_stream_leaves_the_embedding_as_it_was() -> None:
     model, ids = build("qwen3").train(), tokens()
     before = gradients(model, ids)

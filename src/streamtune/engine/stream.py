@@ -1,7 +1,8 @@
 """``stream(model)``: put the engine into a model in place, and remove it again completely.
 
-Four extension points of ``transformers`` are used, and no modeling file is patched: each decoder layer's ``forward``
-(on the instance), the cache that a layer updates, and the attention and the mask function that its config names.
+Extension points of ``transformers`` are used, and no modeling file is patched: the ``forward`` of decoder layers and of
+the embedding (on the instance), the cache that a layer updates, and the attention and the mask function that its config
+names.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from streamtune.engine.attention import NAME
 from streamtune.engine.context import CallContext
-from streamtune.engine.embeddings import StreamedEmbedding, token_embedding
+from streamtune.engine.embeddings import StreamedEmbedding, read, token_embedding
 from streamtune.engine.head import StreamedHead, has_head
 from streamtune.engine.inspect_model import (
     REFUSED_OUTPUTS,
@@ -494,12 +495,14 @@ class StreamHandle:
             self.context.whole, self.context.schedule = False, None
 
     def _check_hidden_states(self, output: Any) -> None:
-        """Refuse hidden states that were recorded inside of a layer, which are those of one chunk.
+        """Refuse hidden states recorded inside of a layer, which are those of one chunk; return plain tensors.
 
         Raises:
             UnsupportedModelError: The model records them of layers within its layers (zamba, zamba2).
         """
         states = getattr(output, "hidden_states", None)
+        if isinstance(states, tuple):
+            output.hidden_states = states = tuple(map(read, states))
         pieces = [x for x in states or () if isinstance(x, Tensor) and x.dim() > 2 and x.shape[-2] < self._length]
         if pieces:
             raise UnsupportedModelError(
