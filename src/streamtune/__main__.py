@@ -20,8 +20,10 @@ def main() -> None:
     interrupts.install(for_good=True)
     gc.disable()  # imports make no garbage
     from streamtune.cli import main as run
+    from streamtune.quiet import own_process
 
     gc.enable()
+    own_process()
     run()
 
 

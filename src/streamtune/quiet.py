@@ -1,18 +1,29 @@
-"""Silence what quantisers log while they are imported (kernels for other machines that they did not find).
+"""Silence what quantisers log on import (kernels for other machines, not found); leave them out if none is needed.
 
-This module imports none of these libraries: :func:`quiet_imports` is to be called before the first of them is imported.
+This module imports none of these libraries. :func:`quiet_imports` and :func:`leave_out_quantisers` are to be called
+before the first of them is imported.
 """
 
 from __future__ import annotations
 
 import logging
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["imports_are_quiet", "packed_call", "quiet_imports", "run_packed"]
+__all__ = [
+    "imports_are_quiet",
+    "leave_out_quantisers",
+    "own_process",
+    "packed_call",
+    "process_is_own",
+    "quiet_imports",
+    "run_packed",
+]
 
-LOGGERS = ("torchao", "bitsandbytes", "torch.utils._pytree")
+QUANTISERS = ("torchao", "bitsandbytes")
+LOGGERS = (*QUANTISERS, "torch.utils._pytree")
 
 
 def quiet_imports() -> None:
@@ -24,6 +35,30 @@ def quiet_imports() -> None:
 def imports_are_quiet() -> bool:
     """Return True if :func:`quiet_imports` was called."""
     return logging.getLogger(LOGGERS[0]).level == logging.ERROR  # torch sets those of its own loggers anew
+
+
+_own = False
+
+
+def own_process() -> None:
+    """Note that this process runs one command and then ends."""
+    global _own
+    _own = True
+
+
+def process_is_own() -> bool:
+    """Return True if :func:`own_process` was called."""
+    return _own
+
+
+def leave_out_quantisers() -> None:
+    """Let imports from now on find no quantiser, as if none were installed.
+
+    peft and transformers import each one that they find, which takes a fourth of the time that all imports take. They
+    remember what they found, so this is for a process of its own in which nothing is quantised.
+    """
+    for name in QUANTISERS:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as documented, of a module that is not there
 
 
 def packed_call(function: Callable[..., None], *args: Any) -> tuple[bytes, bool]:

@@ -15,6 +15,8 @@ from rich.text import Text
 
 from streamtune.cli.options import read_recipe
 from streamtune.cli.screens import NodesOption, RanksOption, cluster_document, cluster_rows, traffic_table
+from streamtune.kept import read_kept, versions, write_kept
+from streamtune.quiet import leave_out_quantisers, process_is_own
 from streamtune.sizes import show_size
 
 from .console import err, out, print_json, print_note, print_rows
@@ -59,7 +61,6 @@ def plan(
         streamtune plan my.yaml --set hidden_size=5120 --set num_hidden_layers=40 --set num_attention_heads=40
     """
     loaded = read_recipe(recipe, set_ or [])
-    from streamtune.kept import read_kept, write_kept
     from streamtune.run.kept_plan import PLANS, PlanOptions, plan_key
 
     options = PlanOptions(device, device_memory, host_memory, disk_memory, length, ranks, nodes)
@@ -80,6 +81,10 @@ def plan(
 def _plan(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any]:
     """Plan, and return the JSON document and the texts of the screen."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    recipe = loaded.recipe
+    if process_is_own() and recipe.finetuning_type != "qlora" and not recipe.trust_remote_code:
+        versions()  # they name the packages that are there, and are remembered
+        leave_out_quantisers()
     with err.status("loading libraries") as status, _uncollected():
         from streamtune.run.plan import plan_recipe
 
