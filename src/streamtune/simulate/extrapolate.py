@@ -26,7 +26,7 @@ from streamtune.engine.memory.disk import IN_FLIGHT
 from streamtune.engine.memory.placement import best_segment_size, place_layers
 from streamtune.ops.attention.attention import key_block
 from streamtune.schedule import Schedule
-from streamtune.simulate.facts import fact_of
+from streamtune.simulate.facts import all_modules, configs_of, fact_of
 from streamtune.simulate.shard import SPANS, WINDOWS
 from streamtune.simulate.trace import COLUMNS, EARLIER, WORK, Cell, CellPlace
 
@@ -357,7 +357,7 @@ def kinds_of_layers(model: nn.Module, schedule: Schedule | None) -> list[Hashabl
 def _looks_of(model: nn.Module) -> list[int]:
     """Return a number for each layer, the same for layers that are alike but for their place in the schedule."""
     layers = decoder_layers(model)
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    configs = configs_of(all_modules(model))
     lists = [v for config in configs for v in vars(config).values() if isinstance(v, list) and len(v) == len(layers)]
     numbers: dict[Hashable, int] = {}
     return [
@@ -385,7 +385,7 @@ def _looks(layer: nn.Module) -> Hashable:
 
 def _alone(model: nn.Module, size: int, length: int) -> int | None:
     """Return the number of chunks at the start that see fewer keys than later ones; None if chunks are not alike."""
-    settings = [vars(m.config) for m in model.modules() if hasattr(m, "config")]
+    settings = [vars(config) for config in configs_of(all_modules(model))]
 
     def found(names: tuple[str, ...]) -> list[int]:
         return [v for s in settings for name in names if isinstance(v := s.get(name), int) and 0 < v < length]

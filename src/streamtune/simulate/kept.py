@@ -15,6 +15,7 @@ from torch import nn
 
 from streamtune.kept import hash_of, versions
 from streamtune.schedule import Schedule
+from streamtune.simulate.facts import all_modules, fact_of
 from streamtune.simulate.workload import Workload
 
 __all__ = ["describe_step"]
@@ -43,10 +44,19 @@ def describe_step(workload: Workload, schedule: Schedule) -> str | None:
 
 
 def _describe_model(model: nn.Module) -> Any:
-    for module in model.modules():
+    modules = all_modules(model)
+    for module in modules:
         ours = type(module).__module__.partition(".")[0] in _KNOWN_CODE
-        if not ours or "forward" in vars(module) or any(getattr(module, name, None) for name in _HOOKS):
+        own = vars(module)
+        if not ours or "forward" in own or any(own.get(name) for name in _HOOKS):
             return None
+    structure = fact_of(model, "structure", lambda: _describe_structure(model))
+    if structure is None:
+        return None
+    return [*structure, [place for place, module in enumerate(modules) if _is_checkpointed(module)]]
+
+
+def _describe_structure(model: nn.Module) -> Any:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if any(type(tensor) not in (nn.Parameter, torch.Tensor) for _, tensor in tensors):
         return None
@@ -57,8 +67,11 @@ def _describe_model(model: nn.Module) -> Any:
         None if config is None else config.to_json_string(use_diff=False),
         str(getattr(config, "_attn_implementation", None)),
         [[name, list(each.shape), str(each.dtype), each.requires_grad] for name, each in tensors],
-        [name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False)],
     ]
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    return bool(vars(module).get("gradient_checkpointing", getattr(type(module), "gradient_checkpointing", False)))
 
 
 def _describe_optimizer(workload: Workload, model: nn.Module) -> str | None:

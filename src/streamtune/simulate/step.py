@@ -21,6 +21,7 @@ from streamtune.engine.weights.waiting import waiting_parameters
 from streamtune.labels import IGNORE_INDEX
 from streamtune.ops.simulated import DeviceFunctions, simulating
 from streamtune.schedule import Schedule
+from streamtune.simulate.facts import all_modules, configs_of
 from streamtune.simulate.memory import GRADIENT
 from streamtune.simulate.meta_operators import MetaAutocast, with_value
 from streamtune.simulate.scored import PlainScores, Scored, checkpointing
@@ -191,9 +192,10 @@ def fewer_layers(model: nn.Module, kept: list[int]) -> Iterator[None]:
     layers = decoder_layers(model)
     count, chosen = len(layers), {id(layers[index]) for index in kept}
     every = {id(layer) for layer in layers}
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    modules = all_modules(model)
+    lists = [module for module in modules if isinstance(module, nn.ModuleList)]
     held = [module for module in lists if any(id(child) in every for child in module)]
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+    configs = configs_of(modules)
     before: list[tuple[dict[str, Any], str, Any]] = []
     for module in held:
         before.append((module.__dict__, "_modules", module._modules))
