@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.optim import NarrowStatesAdamW, build_optimizer
-from streamtune.optim.narrow_states import PIECE, RandomBits, round_stochastically
+from streamtune.optim.narrow_states import PIECE, random_bits, round_stochastically
 
 
 def rounded(x: Tensor, bits: Tensor) -> Tensor:
@@ -23,11 +23,7 @@ def test_the_mean_of_many_draws_is_the_value() -> None:
     x = torch.randn(64, generator=generator) * torch.logspace(-30, 30, 64)
     draws = 20_000
     found = torch.stack(
-        [
-            rounded(x, RandomBits(x.device, 7, step, 0).draw(64) >> shift)
-            for step in range(draws // 2)
-            for shift in (0, 16)
-        ]
+        [rounded(x, random_bits(64, x.device, 7, step) >> shift) for step in range(draws // 2) for shift in (0, 16)]
     ).double()
     low = torch.tensor(x.view(torch.int32).numpy() & -0x10000).view(torch.float32).double()
     step = (x.double() - low).abs().clamp_min(1e-300) / (((x.view(torch.int32) & 0xFFFF).double()) / 65536).clamp_min(
@@ -54,7 +50,7 @@ def test_every_lower_half_carries_as_often_as_it_is_large() -> None:
 def test_what_bfloat16_holds_and_what_is_not_finite_stays() -> None:
     x = torch.tensor([0.0, -0.0, 1.5, -2.0, float("inf"), -float("inf"), float("nan")])
     for step in range(20):
-        found = rounded(x, RandomBits(x.device, 0, step, 0).draw(len(x)))
+        found = rounded(x, random_bits(len(x), x.device, step))
         assert torch.equal(found[:6], x[:6])
         assert found[6].isnan()
 
@@ -145,9 +141,27 @@ def test_a_state_that_is_loaded_goes_on_to_the_same_bits(
     )
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_threads_step_pieces_to_the_same_bits(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PIECE, "cpu", 64)
+    parameters = [nn.Parameter(torch.zeros(1000)) for _ in range(2)]
+    before = torch.get_num_threads()
+    try:
+        for threads, parameter in zip((1, 3), parameters, strict=True):
+            torch.set_num_threads(threads)
+            optimizer = NarrowStatesAdamW([parameter], lr=1e-2, fused=fused)
+            for step in range(5):
+                parameter.grad = torch.linspace(-1, 1 + step, 1000)
+                optimizer.step()
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*parameters)
+
+
 def test_bits_are_those_of_seed_step_and_weight() -> None:
     def draw(*of: int) -> Tensor:
-        return RandomBits(torch.device("cpu"), *of).draw(1000)
+        return random_bits(1000, torch.device("cpu"), *of)
 
     assert torch.equal(draw(1, 2, 3), draw(1, 2, 3))
     for other in ((0, 2, 3), (1, 3, 3), (1, 2, 2), (2, 1, 3)):

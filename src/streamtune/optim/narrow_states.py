@@ -10,14 +10,16 @@ A step changes v by about a 1000th of it, and bfloat16 has 8 bits: the nearest n
 and v would never change. Rounding up as often as what is cut off is large has the right mean, ``E[round(x)] = x``. The
 weight is stepped by the moments before they are rounded.
 
-The random bits are those of the run's seed, the step and the weight. A resumed run has the same, in whatever order
-weights are stepped.
+The random bits are those of the run's seed, the step, the weight and the place in it. A resumed run has the same, in
+whatever order weights are stepped.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any, Literal
 
 import torch
@@ -71,6 +73,7 @@ class NarrowStatesAdamW(torch.optim.Optimizer):
         # By what a weight is, and not where it stands now: who steps weights one by one changes the groups.
         every = (parameter for group in self.param_groups for parameter in group["params"])
         self._number = {id(parameter): number for number, parameter in enumerate(every)}
+        self._workers: _PieceWorkers | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -120,45 +123,90 @@ class NarrowStatesAdamW(torch.optim.Optimizer):
             for key in KEYS:
                 dtype = getattr(torch, group["states"])
                 state[key] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-        taken = int(state["step"].item())
-        bits = None
-        if group["states"] == "bfloat16":
-            bits = RandomBits(parameter.device, group["seed"], taken + 1, self._number[id(parameter)])
-        whole = parameter if parameter.is_contiguous() else parameter.contiguous()
         grad = parameter.grad
         assert grad is not None
-        tensors = (whole, grad.contiguous(), *(state[key] for key in KEYS))
-        flat = [x.detach().view(-1) for x in tensors]
-        for piece in turns(_pieces(flat[0]), parameter.device):
-            weight, slope, mean, square = (x[piece] for x in flat)
-            wide = weight if weight.dtype == torch.float32 else weight.float()
-            moments = [x if x.dtype == torch.float32 else x.float() for x in (mean, square)]
-            adamw(
-                [wide],
-                [slope.float()],
-                [moments[0]],
-                [moments[1]],
-                [],
-                [torch.full((), float(taken), device=parameter.device if group["fused"] else "cpu")],
-                fused=group["fused"],
-                foreach=False,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-            if wide is not weight:
-                weight.copy_(wide)
-            if bits is not None:
-                drawn = bits.draw(weight.numel())
-                round_stochastically(moments[0], drawn, out=mean)
-                round_stochastically(moments[1], drawn >> 16, out=square)
+        whole = parameter if parameter.is_contiguous() else parameter.contiguous()
+        flat = [x.detach().view(-1) for x in (whole, grad.contiguous(), *(state[key] for key in KEYS))]
+        of = _StepOfWeight(group, int(state["step"].item()), self._number[id(parameter)])
+        pieces = _pieces(flat[0])
+        if self._workers is None and len(pieces) > 1 and parameter.device.type == "cpu":
+            self._workers = _PieceWorkers()
+        if self._workers is not None and len(pieces) > 1 and parameter.device.type == "cpu":
+            self._workers.map(lambda piece: of.step(piece, *(x[piece] for x in flat)), pieces)
+        else:
+            for piece in turns(pieces, parameter.device):
+                of.step(piece, *(x[piece] for x in flat))
         if whole is not parameter:
             parameter.copy_(whole)
         state["step"] += 1
+
+
+class _StepOfWeight:
+    """A step of one weight, by pieces.
+
+    Args:
+        group: The options of the weight.
+        taken: Steps that were taken.
+        number: The place of the weight among those of the optimizer.
+    """
+
+    def __init__(self, group: dict[str, Any], taken: int, number: int) -> None:
+        self.group, self.taken, self.number = group, taken, number
+
+    def step(self, piece: slice, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor) -> None:
+        """Step values ``piece`` of the flat weight, all [n]; ``mean`` and ``square`` are the moments."""
+        group, device = self.group, weight.device
+        wide = weight if weight.dtype == torch.float32 else weight.float()
+        moments = [x if x.dtype == torch.float32 else x.float() for x in (mean, square)]
+        adamw(
+            [wide],
+            [grad.float()],
+            [moments[0]],
+            [moments[1]],
+            [],
+            [torch.full((), float(self.taken), device=device if group["fused"] else "cpu")],
+            fused=group["fused"],
+            foreach=False,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        if wide is not weight:
+            weight.copy_(wide)
+        if group["states"] == "bfloat16":
+            bits = random_bits(len(weight), device, group["seed"], self.taken + 1, self.number, piece.start)
+            round_stochastically(moments[0], bits, out=mean)
+            round_stochastically(moments[1], bits.bitwise_right_shift_(16), out=square)
+
+
+class _PieceWorkers:
+    """Threads that step pieces on the CPU, each with the kernels of one thread.
+
+    A piece takes some twenty short kernels. Threads that share each of them would wait for one another as often, and
+    random numbers are drawn by one thread in any case.
+    """
+
+    def __init__(self) -> None:
+        count = torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="adamw") if count > 1 else None
+        if self._pool is None:
+            return
+        # A thread takes the number of the moment when it first asks, and keeps it: all of them ask here.
+        met = Barrier(count)
+        torch.set_num_threads(1)
+        try:
+            list(self._pool.map(lambda _: (torch.get_num_threads(), met.wait()), range(count)))
+        finally:
+            torch.set_num_threads(count)
+
+    def map(self, call: Callable[[slice], None], pieces: list[slice]) -> None:
+        """Call a function of each piece."""
+        for _ in map(call, pieces) if self._pool is None else self._pool.map(call, pieces):
+            pass
 
 
 def _pieces(x: Tensor) -> list[slice]:
@@ -167,26 +215,20 @@ def _pieces(x: Tensor) -> list[slice]:
     return [slice(start, min(start + size, len(x))) for start in range(0, len(x), size)]
 
 
-class RandomBits:
-    """Random bits for the moments of one weight in one step.
+def random_bits(count: int, device: torch.device, *of: int) -> Tensor:
+    """Return [count] integers of 32 random bits, int32.
 
     Args:
-        device: The device of the weight.
-        seed: That of the run.
-        step: The step, from 1.
-        number: The place of the weight among those of the optimizer.
+        count: Their number.
+        device: Their device.
+        of: What they are drawn for: the run's seed, the step, the weight, the place in it.
     """
-
-    def __init__(self, device: torch.device, seed: int, step: int, number: int) -> None:
-        self.device, self._generator = device, None
-        if device.type != "meta":  # which has no values
-            digest = hashlib.blake2b(f"{seed} {step} {number}".encode(), digest_size=8).digest()
-            self._generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
-
-    def draw(self, count: int) -> Tensor:
-        """Return [count] integers of 32 random bits, int32."""
-        pairs = torch.empty(-(-count // 2), dtype=torch.int64, device=self.device)
-        return pairs.random_(-(2**63), None, generator=self._generator).view(torch.int32)[:count]
+    pairs = torch.empty(-(-count // 2), dtype=torch.int64, device=device)
+    generator = None
+    if device.type != "meta":  # which has no values
+        digest = hashlib.blake2b(" ".join(map(str, of)).encode(), digest_size=8).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
+    return pairs.random_(-(2**63), None, generator=generator).view(torch.int32)[:count]
 
 
 def round_stochastically(x: Tensor, bits: Tensor, *, out: Tensor) -> None:
@@ -202,5 +244,5 @@ def round_stochastically(x: Tensor, bits: Tensor, *, out: Tensor) -> None:
     # bfloat16 is the upper half of float32. A random number below 2^16 carries into it with a probability of the lower
     # half / 2^16; sign and magnitude are apart, so both signs round alike.
     raw = x.view(torch.int32)
-    raw.add_(bits & 0xFFFF)
-    out.view(torch.int16).copy_(raw >> 16)
+    raw.add_(bits & 0xFFFF).bitwise_right_shift_(16)
+    out.view(torch.int16).copy_(raw)
