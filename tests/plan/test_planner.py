@@ -272,6 +272,13 @@ def test_weights_that_do_not_fit_are_named(workload: Workload, known: Any):
         choose(workload, Limits(MIB // 2, 1 << 30), RATES, simulate=known)
     assert "weights, gradients and optimizer state alone are" in caught.value.mend
     assert "finetuning_type: lora" in caught.value.mend
+    assert "weights: host" in caught.value.mend
+    assert "optimizer: host" not in caught.value.mend  # what is left does not fit either
+    fixed = known(workload, smallest_schedule(Limits(MIB, 1 << 30), {})).terms
+    enough = int((fixed["weights"] + fixed["gradients"] + fixed["optimizer"] // 2) / 0.95)
+    with pytest.raises(ArgumentError) as caught:
+        choose(workload, Limits(enough, 1 << 30), RATES, simulate=known)
+    assert "engine: {optimizer: host} keeps" in caught.value.mend
 
 
 @pytest.mark.full

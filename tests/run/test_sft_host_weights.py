@@ -110,6 +110,22 @@ def test_a_run_that_clips_by_the_last_norm_says_so_and_goes_on_to_the_same_bits(
     assert all(torch.equal(want[name], got[name]) for name in want)
 
 
+@pytest.mark.full
+def test_tiers_go_together(folder: Path) -> None:
+    """Clipped by the last norm, moments in bfloat16: wherever weights, inputs of layers and the optimizer are."""
+    common: dict[str, Any] = {**LAGGED, "optim_states": "bfloat16"}
+    disk = {**FIXED, "levels": 2, "offload": "disk", "offload_dir": str(folder)}
+    want, shown = trained(folder, "device", **common)
+    for name, engine in (
+        ("optimizer", {**disk, "optimizer": "host"}),
+        ("weights", {**disk, "weights": "host"}),
+        ("both", {**disk, "weights": "host", "optimizer": "host"}),
+    ):
+        got, same = trained(folder, name, **common, engine=engine)
+        assert same == shown
+        assert all(torch.equal(want[key], got[key]) for key in want)
+
+
 NARROW_STATES = {"optim_states": "bfloat16", "lr_scheduler_type": "constant"}
 
 

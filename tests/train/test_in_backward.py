@@ -121,6 +121,20 @@ def test_a_loss_that_is_not_finite_steps_nothing_and_a_gradient_that_is_not_ends
         backend.clip_gradients(0.0)
 
 
+@pytest.mark.parametrize("kind", ["in", "lagged"])
+def test_one_loss_of_several_that_is_not_finite_steps_nothing(kind: str) -> None:
+    model, backend = made(kind, 0.5 if kind == "lagged" else 0.0)
+    backend.load_state({"norm_before": 1.0})
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    backend.begin_step(1e-2, lambda: None)
+    for index, factor in enumerate((float("nan"), 1.0)):
+        with backend.micro_step(last=index == 1):
+            backend.backward(model(**batch("right")).loss * factor)
+    backend.drop_gradients()
+    assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+    backend.close()
+
+
 def test_a_step_is_not_repeated_once_some_weights_were_stepped() -> None:
     model, backend = made("in", 0.0)
     backend.begin_step(1e-2, lambda: None)

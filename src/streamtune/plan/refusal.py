@@ -55,10 +55,9 @@ def nothing_fits(
     helps: list[str] = []
     beside = "weights, the reference's" if workload.reference_bytes else "weights"
     if base > limits.device:
-        waits = "engine: {weights: host} keeps them in the host's memory; or "
         helps.append(
             f"{beside}, gradients and optimizer state alone are {show_size(base)}: "
-            f"{waits if _may_wait(workload, space, limits, base) else ''}train adapters (finetuning_type: lora or "
+            f"{_host_tiers(workload, space, limits, simulation, base)}train adapters (finetuning_type: lora or "
             "qlora), keep the weights in bfloat16, or take a larger device"
         )
     elif longest := longest_below(workload, limits, space.fixed, simulate):
@@ -73,6 +72,17 @@ def nothing_fits(
         helps.append(f"sequence_parallel_size: {ranks} shares each row between all {ranks} ranks")
     helps.append("longer chunks never help: they only make the working set larger")
     return ArgumentError(what, where="max_length", mend="; ".join(helps))
+
+
+def _host_tiers(workload: Workload, space: Space, limits: Limits, simulation: Simulation, base: int) -> str:
+    """Return the tiers of the host that would take what the device cannot hold, that which moves less first."""
+    tiers = []
+    state = simulation.terms.get("optimizer", 0)
+    if 0 < state <= limits.host and base - state <= limits.device and _may_wait(workload, space, limits, state):
+        tiers.append(f"engine: {{optimizer: host}} keeps the {show_size(state)} of state in the host's memory; or ")
+    if _may_wait(workload, space, limits, base):
+        tiers.append("engine: {weights: host} keeps them in the host's memory; or ")
+    return "".join(tiers)
 
 
 def _may_wait(workload: Workload, space: Space, limits: Limits, size: int) -> bool:

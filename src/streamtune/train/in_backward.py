@@ -59,7 +59,7 @@ class InBackwardBackend(LocalBackend):
         # By index: an optimizer that loads a state puts new groups in the place of its own.
         self._group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._last = self._stepping = self._stepped = False
-        self._measuring = True
+        self._measuring, self._wrong = True, False
         self._scale: Tensor | None = None
         self._norms: dict[int, Tensor] = {}
         self._again: Callable[[], object] = lambda: None
@@ -74,6 +74,7 @@ class InBackwardBackend(LocalBackend):
         self._set_rate(learning_rate)
         self._norms, self._again, self._scale = {}, again, None
         self._measuring, self._stepping, self._stepped = True, self.max_norm == 0, False
+        self._wrong = False
         self.clipped_by = self._norm_before
         if self._norm_before is not None:
             self._stepping, self._scale = True, self._scale_of(torch.tensor(self._norm_before))
@@ -89,7 +90,9 @@ class InBackwardBackend(LocalBackend):
 
     def backward(self, loss: Tensor) -> None:
         """See :class:`Backend`. A loss that is not finite steps nothing: the loop sees it, and ends the run."""
-        if not (self._stepping and not math.isfinite(loss.item())):
+        if self._stepping and not math.isfinite(loss.item()):
+            self._wrong = True
+        else:
             loss.backward()
 
     def clip_gradients(self, max_norm: float) -> float:
@@ -185,7 +188,7 @@ class InBackwardBackend(LocalBackend):
         assert grad is not None
         if self._measuring:
             self._norms[id(parameter)] = torch.linalg.vector_norm(grad)
-        if not self._stepping:
+        if not self._stepping or self._wrong:  # a loss of this step was not finite
             return
         self._stepped = True
         if self._thread is None or not self._is_beside(parameter):
