@@ -95,8 +95,8 @@ class DpoRecipe(Recipe):
     """A pair whose chosen and rejected completion are equal: refuse it, or leave it out and count it."""
 
     share_prefix: Literal["auto", "always", "never"] = "auto"
-    """Stream a prompt once for all its completions: the same gradient in less time and memory. `auto` does where the
-    model can, `never` gives each completion its own copy of the prompt."""
+    """Stream a prompt, and what completions behind it begin with, once for all of them: the same gradient in less time
+    and memory. `auto` does where the model can, `never` gives each completion its own copy."""
 
     @property
     def unpaired(self) -> bool:

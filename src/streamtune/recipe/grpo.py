@@ -138,8 +138,8 @@ class GrpoRecipe(Recipe):
     """Do not train on completions that were cut off."""
 
     share_prefix: Literal["auto", "always", "never"] = "auto"
-    """Stream a prompt once for all its completions in a micro-batch: the same gradient in less time and memory. `auto`
-    does where the model can, `never` gives each completion its own copy of the prompt."""
+    """Stream a prompt, and what completions behind it begin with, once for all of them in a micro-batch: the same
+    gradient in less time and memory. `auto` does where the model can, `never` gives each completion its own copy."""
 
     # --- what is shown -----------------------------------------------------------------------------------------
 
