@@ -14,8 +14,10 @@ Nothing is assumed about the moments: if two steps did not run the same operator
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -249,7 +251,8 @@ def _aligned(cells: list[Cell], loops: bool) -> list[Tensor]:
     split = (first + last) // 2
     out = []
     for cell in cells:
-        moments = torch.tensor(cell.moments, dtype=torch.int64)
+        numbers = array("q", chain.from_iterable(cell.moments))  # which torch reads in a tenth of the time of a list's
+        moments = torch.frombuffer(numbers, dtype=torch.int64).view(len(cell.moments), -1)
         out.append(torch.cat([moments[:split], moments[len(moments) - (count - split) :]]))
     return out
 
