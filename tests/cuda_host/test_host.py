@@ -159,6 +159,15 @@ def test_no_memory_is_used_by_two_streams_at_once(runtime: dict[str, str]) -> No
     assert set(races.values()) == {None}, races
 
 
+@pytest.mark.full
+def test_an_optimizer_on_the_host_waits_for_gradients(runtime: dict[str, str]) -> None:
+    races = json.loads(run("-m", "tests.cuda_host.optimizer_races", environment=runtime))
+    assert set(races.values()) == {None}, races
+    without = json.loads(run("-m", "tests.cuda_host.optimizer_races", "beside", environment=runtime))
+    beside = {kind for kind, race in without.items() if race is not None}
+    assert beside == {kind for kind in races if not kind.startswith("after")}
+
+
 ON_DEVICE = ("plain chunks", "host", "attention on the host", "two levels", "gradients in place", "disk")
 """Schedules whose weights are on the device."""
 UNTOUCHED = {
