@@ -120,6 +120,18 @@ def test_a_square_that_changes_by_a_thousandth_moves_where_the_nearest_number_do
     assert nearest.item() < 0.5 * square.item()  # stuck
 
 
+def test_a_state_of_another_dtype_is_cast_to_this_optimizers() -> None:
+    model, loss = problem()
+    optimizer = NarrowStatesAdamW(model.parameters(), lr=1e-2, states="float32", seed=5)
+    train(optimizer, loss, 2)
+    other, other_loss = problem()
+    loaded = NarrowStatesAdamW(other.parameters(), lr=1e-2, states="bfloat16", seed=6)
+    loaded.load_state_dict(optimizer.state_dict())
+    train(loaded, other_loss, 1)
+    assert all(group["states"] == "bfloat16" and group["seed"] == 6 for group in loaded.param_groups)
+    assert all(x[key].dtype == torch.bfloat16 for x in loaded.state.values() for key in ("exp_avg", "exp_avg_sq"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("states", ["bfloat16", "float32"])
 def test_a_state_that_is_loaded_goes_on_to_the_same_bits(

@@ -70,33 +70,21 @@ class NarrowStatesAdamW(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": fused}
         super().__init__(params, {**defaults, "states": states, "seed": seed})
-        # By what a weight is, and not where it stands now: who steps weights one by one changes the groups.
+        # Counted once: an optimizer in the backward empties the groups but for the weight that it steps.
         every = (parameter for group in self.param_groups for parameter in group["params"])
         self._number = {id(parameter): number for number, parameter in enumerate(every)}
         self._workers: _PieceWorkers | None = None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step the parameters that have a gradient.
-
-        Args:
-            closure: Computes the loss anew, with gradients.
-
-        Returns:
-            What ``closure`` returned.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:  # type: ignore[override]
+        """Step the parameters that have a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step_one(parameter, group)
-        return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state; moments are cast to this optimizer's dtype, and not to that of the weights.
+        """Load a state; moments are cast to this optimizer's dtype, and not to that of the weights. Its seed stays.
 
         Args:
             state_dict: As ``state_dict`` returns it, of this optimizer or of torch's AdamW.
@@ -114,7 +102,7 @@ class NarrowStatesAdamW(torch.optim.Optimizer):
                 **{key: entry[key].detach().to(parameter.device, dtype, copy=True) for key in KEYS},
             }
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in other.items() if key != "params"})
+            group.update({key: value for key, value in other.items() if key not in ("params", "states", "seed")})
 
     def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

@@ -45,22 +45,12 @@ class HostOptimizer(torch.optim.Optimizer):
         """The stream of copies for a caller that steps beside the computation."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Step the weights that have a gradient, and free it.
-
-        Args:
-            closure: Computes the loss anew, with gradients.
-
-        Returns:
-            What ``closure`` returned.
 
         Raises:
             OutOfMemoryError: The host does not have the memory.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         whole = [group["params"] for group in self.inner.param_groups]
         try:
             for index, group in enumerate(self.param_groups):
@@ -75,7 +65,6 @@ class HostOptimizer(torch.optim.Optimizer):
         finally:
             for inner, parameters in zip(self.inner.param_groups, whole, strict=True):
                 inner["params"] = parameters
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free the gradients, or set them to zero."""
