@@ -83,7 +83,7 @@ def random_tree(draw: random.Random, letters: int) -> Tree:
 
 
 def expected_of(trees: list[Tree]) -> tuple[list[tuple[int, int, int, int]], list[list[int]]]:
-    """What :func:`predictions` returns, and the rows."""
+    """The result of :func:`predictions`, and the rows."""
     expected, rows = [], []
     branches = [(tree, index) for tree in trees for index in range(len(tree.completions))]
     for row, (tree, index) in enumerate(branches):

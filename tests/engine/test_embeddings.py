@@ -125,20 +125,33 @@ def test_reading_them_after_a_step_is_refused() -> None:
     with streamtune.stream(model, schedule=OFFLOADED):
         gradients(model, ids)
         torch.optim.SGD(model.parameters(), 0.1).step()
-        with pytest.raises(ArgumentError, match="had changed"):
+        with pytest.raises(ArgumentError, match="changed in place"):
             seen[0].sum()
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_the_loss_is_the_same(mode: Callable[[], Any]) -> None:
-    model, ids = build("gemma2").eval(), tokens()
-    with mode():
+def test_reading_them_after_tokens_were_overwritten_is_refused() -> None:
+    """A caller may use one buffer for the tokens of all steps."""
+    model, ids = build("qwen3").train(), tokens()
+    seen: list[Any] = []
+    model.get_decoder().layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with streamtune.stream(model, schedule=OFFLOADED):
+        gradients(model, ids)
+        ids.fill_(7)
+        gradients(model, ids)
+        assert torch.equal(seen[1], model.get_input_embeddings().weight[ids])
+        with pytest.raises(ArgumentError, match="changed in place"):
+            seen[0].sum()
+
+
+def test_tokens_made_in_inference_mode() -> None:
+    """Such tensors count no versions, so whether they were changed is not known: the embeddings are plain."""
+    model = build("qwen3").eval()
+    with torch.inference_mode():
+        ids = tokens()
+    with torch.no_grad():
         plain = model(input_ids=ids, labels=ids).loss
         with streamtune.stream(model, schedule=OFFLOADED):
-            ours = model(input_ids=ids, labels=ids).loss
-            written = model.generate(ids, max_new_tokens=3, do_sample=False)
-    assert ours.item() == pytest.approx(plain.item(), rel=1e-5)
-    assert written.tolist() == model.generate(ids, max_new_tokens=3, do_sample=False).tolist()
+            assert model(input_ids=ids, labels=ids).loss.item() == pytest.approx(plain.item(), rel=1e-5)
 
 
 class Doubled(torch.autograd.Function):
@@ -176,7 +189,7 @@ def scattered(x: Tensor) -> Tensor:
 
 
 def asked_for_gradient(x: Tensor) -> Tensor:
-    """What adapters do where the embeddings are frozen and layers are checkpointed."""
+    """Adapters do this where the embeddings are frozen and layers are checkpointed."""
     return x.requires_grad_(True)
 
 

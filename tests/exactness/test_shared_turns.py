@@ -84,7 +84,7 @@ def schedules(*sizes: int) -> list[Schedule]:
 
 
 def test_the_trees_are_deep(least: int) -> None:
-    """What is tested below is computed once, and targets that are common belong to each of their completions."""
+    """The trees of these tests have common tokens, and a common target counts for each of its completions."""
     trees = conversations()
     batch = tree_batch(trees, pad_token_id=0, share=True)
     separate = tree_batch(trees, pad_token_id=0, share=False)
@@ -203,7 +203,7 @@ def test_completions_that_were_resampled_in_families(family: str, least: int) ->
 
 
 def test_log_probs_of_the_policy_that_wrote_are_those_of_rows_apart(least: int) -> None:
-    """What is remembered of common tokens is remembered for each completion."""
+    """Log-probs of common tokens are stored for each completion."""
     model = build("qwen3")
     found = []
     for share in (True, False):

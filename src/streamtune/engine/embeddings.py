@@ -26,10 +26,10 @@ from streamtune.errors import ArgumentError, UnsupportedModelError
 __all__ = ["StreamedEmbedding", "read", "take", "token_embedding"]
 
 KNOWN = ("torch.", "transformers.")
-"""Where classes of embeddings are defined that compute the same whenever they are called."""
+"""Packages whose embeddings are a lookup: called again they return the same."""
 
 SCALED = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__)
-"""By which a model scales its embeddings; it may keep both under names that it reads no more."""
+"""Functions by which models scale their embeddings, keeping what was scaled in a variable as well."""
 
 
 def _is_scalar(by: Any) -> bool:
@@ -60,23 +60,23 @@ class StreamedEmbedding:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return embeddings ``[B, T, C]``, which :func:`take` may take; a plain tensor where somebody hooked in."""
         value: Tensor = type(self.module).forward(self.module, *args, **kwargs)
-        if value.dim() != 3 or value.is_inference() or torch.compiler.is_compiling() or self._is_watched():
+        if value.dim() != 3 or torch.compiler.is_compiling() or self._is_watched():
             return value
-        state = self._state()
+        read_from = [self.table, *(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))]
+        if any(x.is_inference() for x in (value, *read_from)):  # such tensors count no versions
+            return value
+        state = _state_of(read_from)
 
         def again() -> Tensor:
-            if self._state() != state:
+            if _state_of(read_from) != state:
                 raise ArgumentError(
-                    "the embeddings of a call were read after the weights they are made of had changed",
-                    mend="read or copy them before the optimizer's step",
+                    "the embeddings of a call were read after its weights or tokens had been changed in place",
+                    mend="read or copy them before the optimizer's step, and before tokens are overwritten",
                 )
             found: Tensor = self.module(*args, **kwargs)
             return found
 
         return Embeddings.of(value, again)
-
-    def _state(self) -> tuple[int, int]:
-        return self.table._version, self.table.data_ptr()
 
     def _is_watched(self) -> bool:
         """Return True if others have hooks on the module, such as engines that share weights, or put in a weight."""
@@ -87,6 +87,11 @@ class StreamedEmbedding:
         backward = (module._backward_hooks, module._backward_pre_hooks, torch_module._global_backward_hooks)
         put_in = module.weight is not self.table and not any(ours)
         return put_in or not all(ours) or any((*everywhere, *backward))
+
+
+def _state_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return what tells whether values of tensors were changed."""
+    return [(x._version, x.data_ptr()) for x in tensors]
 
 
 @dataclass

@@ -85,6 +85,7 @@ def _shared(trees: Sequence[Tree], origins: list[str]) -> CollatedTrees:
             targets = np.concatenate([np.full_like(prompt, IGNORE_INDEX), targets])
             tree.add_row(np.concatenate([prompt, ids]), targets)
             rows.append(targets)
+            # From the prompt's last token, which predicts for all of them, to the last one that all completions have.
             several = len(each.completions) > 1
             common.append(range(max(0, len(prompt) - 1), len(prompt) + each.num_common) if several else range(0))
 
