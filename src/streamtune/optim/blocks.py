@@ -1,0 +1,275 @@
+"""AdamW on one block of the weights at a time: block coordinate descent, BAdam (arXiv 2404.02827, algorithm 1).
+
+A block, such as a layer, is trained for ``switch_block_every`` steps by AdamW whose moments begin at zero, while all
+other weights are frozen. Then another block is. So gradients and moments are there for one block only:
+
+    for each block b of a pass:  m = v = 0
+        for k = 1 ... K:  g = dL/dw_b;  AdamW steps w_b by g, with m, v and the bias correction of step k
+
+Weights of 16 bits are stepped in float32: the block has a copy of them for as long as it is trained, as in the paper.
+
+What is frozen below the lowest trained weight needs no gradient, so the backward ends there: layers below it run once,
+and none of their inputs is stored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from streamtune.errors import ArgumentError
+from streamtune.optim.load import load_states
+
+__all__ = ["Block", "BlockAdamW", "SwitchMode", "freeze_but_largest_block", "split_blocks"]
+
+SwitchMode = Literal["random", "ascending", "descending", "fixed"]
+"""The order of blocks: another random one in each pass, from the embedding on, from the last layer on, always one."""
+
+NUMBERED = re.compile(r"^(.*?\.)?(\d+)\.")
+"""The part of a parameter's name up to the first number: that of its layer."""
+
+EMBEDDING = re.compile(r"embed|wte|word_embeddings")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Weights that are trained together.
+
+    Attributes:
+        name: Name of the module that they belong to, or of the first and last of several.
+        parameters: Names of the parameters.
+    """
+
+    name: str
+    parameters: frozenset[str]
+
+
+def split_blocks(
+    names: Sequence[str],
+    *,
+    layers_per_block: int = 1,
+    include_embedding: bool = False,
+    include_lm_head: bool = False,
+    patterns: Sequence[str] = (),
+) -> list[Block]:
+    """Split parameters into blocks, in the order in which a forward uses them.
+
+    Args:
+        names: Of the parameters, in the order of the model.
+        layers_per_block: Layers that are trained together.
+        include_embedding: The embeddings are a block too, the first one.
+        include_lm_head: All that belongs to neither a layer nor the embeddings is a block too, the last one.
+        patterns: Regular expressions: each makes a block of the parameters in whose names it is found, in place of
+            layers. What none of them finds is not trained.
+
+    Raises:
+        ArgumentError: A pattern finds nothing, or there are no layers.
+    """
+    if patterns:
+        blocks = [Block(pattern, frozenset(n for n in names if re.search(pattern, n))) for pattern in patterns]
+        if missing := next((block.name for block in blocks if not block.parameters), None):
+            shown = ", ".join(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))
+            raise ArgumentError(
+                f"no parameter that is trained has a name with '{missing}' in it",
+                where="optim_args.blocks",
+                mend=f"parameters are {shown}",
+            )
+        return blocks
+    layers: dict[str, list[str]] = {}
+    embedding: list[str] = []
+    others: list[str] = []
+    for name in names:
+        if match := NUMBERED.match(name):
+            layers.setdefault(match.group().rstrip("."), []).append(name)
+        else:
+            (embedding if EMBEDDING.search(name) else others).append(name)
+    if not layers:
+        raise ArgumentError("the model has no numbered layers to take one after another", where="optim")
+    each, found = list(layers), list[Block]()
+    if include_embedding and embedding:
+        found.append(Block("embedding", frozenset(embedding)))
+    for start in range(0, len(each), layers_per_block):
+        together = each[start : start + layers_per_block]
+        name = together[0] if len(together) == 1 else f"{together[0]} to {together[-1]}"
+        found.append(Block(name, frozenset(parameter for layer in together for parameter in layers[layer])))
+    if include_lm_head and others:
+        found.append(Block("head", frozenset(others)))
+    return found
+
+
+class BlockAdamW(torch.optim.Optimizer):
+    """AdamW on one block at a time; it sets ``requires_grad`` of all its parameters, for the block and for the others.
+
+    Its groups have the parameters of the block alone.
+
+    Args:
+        params: Groups of ``(name, parameter)``.
+        lr: The learning rate.
+        betas: Decay rates of the first and second moment.
+        eps: Added to the denominator.
+        weight_decay: Decoupled decay.
+        switch_block_every: Steps until another block is trained.
+        switch_mode: The order of the blocks.
+        start_block: Number of the first block; that of ``fixed``.
+        layers_per_block, include_embedding, include_lm_head, blocks: See :func:`split_blocks`.
+        seed: Of the random order.
+
+    Raises:
+        ArgumentError: There are no such blocks.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        switch_block_every: int = 50,
+        switch_mode: SwitchMode = "random",
+        start_block: int | None = None,
+        layers_per_block: int = 1,
+        include_embedding: bool = False,
+        include_lm_head: bool = False,
+        blocks: Sequence[str] = (),
+        seed: int = 0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._everything = [
+            list(zip(group["param_names"], group["params"], strict=True)) for group in self.param_groups
+        ]
+        self.blocks = split_blocks(
+            [name for group in self._everything for name, _ in group],
+            layers_per_block=layers_per_block,
+            include_embedding=include_embedding,
+            include_lm_head=include_lm_head,
+            patterns=blocks,
+        )
+        self.switch_block_every, self.switch_mode, self.seed = switch_block_every, switch_mode, seed
+        if start_block is not None and not 0 <= start_block < len(self.blocks):
+            raise ArgumentError(
+                f"there are {len(self.blocks)} blocks, 0 to {len(self.blocks) - 1}, and no block {start_block}",
+                where="optim_args.start_block",
+            )
+        self._start = start_block
+        self.steps_taken = 0
+        self._train_block()
+
+    @property
+    def block(self) -> int:
+        """Number of the block that the next step trains; a function of the steps taken and of the seed."""
+        count, turn = len(self.blocks), self.steps_taken // self.switch_block_every
+        if self.switch_mode == "random":
+            if turn == 0 and self._start is not None:
+                return self._start
+            generator = torch.Generator().manual_seed((self.seed << 24) + turn // count)
+            return int(torch.randperm(count, generator=generator)[turn % count])
+        first = self._start if self._start is not None else count - 1 if self.switch_mode == "descending" else 0
+        step = {"ascending": 1, "descending": -1, "fixed": 0}[self.switch_mode]
+        return (first + step * turn) % count
+
+    def go_to(self, steps_taken: int) -> None:
+        """Train the block that comes after so many steps, with moments of zero."""
+        self.steps_taken = steps_taken
+        self._train_block()
+
+    @property
+    def is_fresh(self) -> bool:
+        """True if the block has not been stepped yet: it has no moments."""
+        return not self.state
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Step the block, and take the next one if it is its turn."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_one(parameter, group)
+        self.steps_taken += 1
+        if self.steps_taken % self.switch_block_every == 0:
+            self._train_block()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the state of the block that is trained; moments stay in float32.
+
+        Args:
+            state_dict: As ``state_dict`` returns it after as many steps.
+        """
+        load_states(self, state_dict)
+
+    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, grad = self.state[parameter], parameter.grad
+        assert grad is not None
+        if not state:
+            state |= _fresh_state(parameter)
+        weight = state.get("float32", parameter)
+        adamw(
+            [weight],
+            [grad.to(weight.dtype)],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [state["step"]],
+            foreach=False,
+            fused=weight.device.type != "meta",
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        if weight is not parameter:
+            parameter.copy_(weight)
+
+    @torch.no_grad()
+    def _train_block(self) -> None:
+        """Freeze all weights but those of the block, and begin its moments at zero."""
+        names = self.blocks[self.block].parameters
+        self.state.clear()
+        for group, everything in zip(self.param_groups, self._everything, strict=True):
+            for name, parameter in everything:
+                parameter.requires_grad_(name in names)
+                if name not in names:
+                    parameter.grad = None
+            chosen = [(name, parameter) for name, parameter in everything if name in names]
+            group["params"] = [parameter for _, parameter in chosen]
+            group["param_names"] = [name for name, _ in chosen]
+
+
+def _fresh_state(parameter: Tensor) -> dict[str, Tensor]:
+    # Moments are float32, or wider if the weight is.
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+    state |= {key: torch.zeros_like(parameter, dtype=wide) for key in ("exp_avg", "exp_avg_sq")}
+    if parameter.dtype != wide:
+        state["float32"] = parameter.detach().to(wide)
+    return state
+
+
+def freeze_but_largest_block(model: nn.Module, **options: Any) -> None:
+    """Freeze all weights of a model but those of the block whose step takes the most memory and time.
+
+    The lowest block has the longest backward, and the largest the most gradients and moments. Where these are two,
+    both are left, which takes a little more than either.
+
+    Args:
+        model: The model.
+        options: See :func:`split_blocks`.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    blocks = split_blocks(list(trained), **options)
+    sizes = [sum(trained[name].numel() for name in block.parameters) for block in blocks]
+    lowest, largest = blocks[0], blocks[max(range(len(blocks)), key=sizes.__getitem__)]
+    if sizes[0] == max(sizes):
+        largest = lowest
+    for name, parameter in trained.items():
+        parameter.requires_grad_(name in lowest.parameters | largest.parameters)
