@@ -1,0 +1,187 @@
+"""AdamW whose moments are of gradients projected to a low rank: GaLore (arXiv 2403.03507, algorithm 2).
+
+Of a matrix with gradient G [m, n], m >= n, and a projection P [n, r] with orthonormal columns:
+
+    R = G P                                               [m, r]
+    M = b1 M + (1 - b1) R;  V = b2 V + (1 - b2) R^2       the moments, [m, r] in place of [m, n]
+    W <- W - lr * scale * sqrt(1 - b2^t) / (1 - b1^t) * (M / (sqrt(V) + eps)) P^T
+    W <- (1 - lr wd) W
+
+and with m < n the same of the transposed matrices. P is made anew every ``update_proj_gap`` steps from the gradient of
+that step; the moments stay as they are. It is one of three:
+
+    svd         the first r right singular vectors of G
+    randomized  those of a random sketch of G, which takes an r-th of n of the time (arXiv 0909.4061, algorithm 4.4)
+    dct         the r columns D_i of the orthonormal cosine transform for which |G D_i| is largest: no decomposition,
+                and only their numbers are stored (arXiv 2505.17967)
+
+A projection is of the whole gradient: chunks of a sequence are added up before. Vectors, and matrices that the rank
+makes no smaller, are stepped by AdamW as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from streamtune.optim.load import load_states
+
+__all__ = ["GaLoreAdamW", "Projection", "cosine_columns", "randomized_columns"]
+
+Projection = Literal["svd", "randomized", "dct"]
+"""The way in which a projection is made."""
+
+OVERSAMPLED = 8
+"""Columns of a random sketch beyond the rank."""
+POWERS = 2
+"""Times that a sketch is multiplied with the gradient and its transpose, which makes small singular values smaller."""
+
+
+class GaLoreAdamW(torch.optim.Optimizer):
+    """AdamW in a low-rank space of each matrix. Groups with ``rank: None`` are stepped by AdamW.
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: The learning rate.
+        betas: Decay rates of the first and second moment.
+        eps: Added to the denominator.
+        weight_decay: Decoupled decay, after the step.
+        rank: r.
+        update_proj_gap: Steps between two projections.
+        scale: Multiplies the projected step.
+        projection: The way in which P is made.
+        seed: Of random sketches.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        rank: int | None = 128,
+        update_proj_gap: int = 200,
+        scale: float = 0.25,
+        projection: Projection = "svd",
+        seed: int = 0,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rank": rank, "scale": scale}
+        super().__init__(params, {**defaults, "update_proj_gap": update_proj_gap, "projection": projection})
+        self.seed = seed
+        # Counted once: an optimizer in the backward empties the groups but for the weight that it steps.
+        every = (parameter for group in self.param_groups for parameter in group["params"])
+        self._number = {id(parameter): number for number, parameter in enumerate(every)}
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Step the parameters that have a gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_one(parameter, group)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state; projections and moments keep their dtypes.
+
+        Args:
+            state_dict: As ``state_dict`` returns it.
+        """
+        load_states(self, state_dict)
+
+    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, grad, rank = self.state[parameter], parameter.grad, group["rank"]
+        assert grad is not None
+        low_rank = rank is not None and parameter.dim() == 2 and rank < min(parameter.shape)
+        wide = parameter.dim() == 2 and parameter.shape[0] < parameter.shape[1]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        if low_rank:
+            grad = grad.T if wide else grad
+            # On meta a step is simulated: the one that takes the most memory.
+            if parameter.is_meta or int(state["step"]) % group["update_proj_gap"] == 0:
+                number = self._number[id(parameter)]
+                state["projection"] = self._projection(grad, group, number, state["step"], wide=wide)
+            columns = _columns_of(state["projection"], grad)
+            grad = grad @ columns
+        if "exp_avg" not in state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
+        state["step"] += 1
+        count, (beta1, beta2) = 1 if parameter.is_meta else int(state["step"]), group["betas"]
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        first.mul_(beta1).add_(grad, alpha=1 - beta1)
+        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        corrected = math.sqrt(1 - beta2**count)
+        update = first / second.sqrt().add_(group["eps"])
+        rate = group["lr"] * corrected / (1 - beta1**count)
+        if low_rank:
+            update = update @ columns.T
+            update, rate = update.T if wide else update, rate * group["scale"]
+        parameter.add_(update, alpha=-rate)
+        if group["weight_decay"]:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+
+    def _projection(self, grad: Tensor, group: dict[str, Any], number: int, step: Tensor, *, wide: bool) -> Tensor:
+        """Return P ``[n, r]`` of a gradient ``[m, n]``, or the numbers of the transform's columns, int64 ``[r]``.
+
+        Args:
+            grad: The gradient, transposed if the matrix is ``wide``.
+            group: The options.
+            number: Of the weight.
+            step: Steps taken.
+            wide: The matrix has more columns than rows.
+        """
+        rank, kind = group["rank"], group["projection"]
+        if kind == "dct":
+            return cosine_columns(grad, rank)
+        if kind == "randomized":
+            seed = 0 if grad.is_meta else ((self.seed << 16) + number << 24) + int(step)
+            return randomized_columns(grad, rank, seed)
+        # Signs of singular vectors are arbitrary, and moments are kept: those of the matrix as it is, not transposed.
+        if wide:
+            left, _, _ = torch.linalg.svd(grad.T.float(), full_matrices=False)
+            return left[:, :rank].to(grad.dtype).contiguous()
+        _, _, vectors = torch.linalg.svd(grad.float(), full_matrices=False)
+        return vectors[:rank].T.to(grad.dtype).contiguous()
+
+
+def randomized_columns(grad: Tensor, rank: int, seed: int) -> Tensor:
+    """Return ``[n, rank]``: right singular vectors of ``grad`` ``[m, n]``, from a sketch drawn from ``seed``."""
+    matrix = grad.float()
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    size = min(rank + OVERSAMPLED, min(matrix.shape))
+    drawn = torch.randn(matrix.shape[0], size, generator=generator).to(matrix.device)
+    basis, _ = torch.linalg.qr(matrix.T @ drawn)
+    for _ in range(POWERS):
+        left, _ = torch.linalg.qr(matrix @ basis)
+        basis, _ = torch.linalg.qr(matrix.T @ left)
+    _, _, vectors = torch.linalg.svd(matrix @ basis, full_matrices=False)
+    return (basis @ vectors[:rank].T).to(grad.dtype).contiguous()
+
+
+def cosine_columns(grad: Tensor, rank: int) -> Tensor:
+    """Return int64 ``[rank]``: the columns of the cosine transform that hold the most of ``grad`` ``[m, n]``."""
+    transform = _cosines(grad.shape[1], grad.dtype, grad.device)
+    return torch.linalg.vector_norm(grad @ transform, dim=0, dtype=torch.float32).topk(rank).indices.sort().values
+
+
+@lru_cache(maxsize=8)
+def _cosines(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the orthonormal DCT-II, ``[size, size]``: one matrix for all weights of that size."""
+    place = torch.arange(size, dtype=torch.float64, device=device)
+    found = torch.cos(math.pi / size * (place[:, None] + 0.5) * place) * math.sqrt(2 / size)
+    found[:, 0] /= math.sqrt(2)
+    return found.to(dtype)
+
+
+def _columns_of(projection: Tensor, grad: Tensor) -> Tensor:
+    """Return P ``[n, r]``."""
+    if projection.dim() == 2:
+        return projection
+    return _cosines(grad.shape[1], grad.dtype, grad.device)[:, projection]
