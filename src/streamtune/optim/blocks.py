@@ -26,7 +26,7 @@ from torch.optim.adamw import adamw
 from streamtune.errors import ArgumentError
 from streamtune.optim.load import load_states
 
-__all__ = ["Block", "BlockAdamW", "SwitchMode", "freeze_but_largest_block", "split_blocks"]
+__all__ = ["WeightBlock", "BlockAdamW", "SwitchMode", "freeze_but_largest_block", "split_blocks"]
 
 SwitchMode = Literal["random", "ascending", "descending", "fixed"]
 """The order of blocks: another random one in each pass, from the embedding on, from the last layer on, always one."""
@@ -38,7 +38,7 @@ EMBEDDING = re.compile(r"embed|wte|word_embeddings")
 
 
 @dataclass(frozen=True)
-class Block:
+class WeightBlock:
     """Weights that are trained together.
 
     Attributes:
@@ -57,7 +57,7 @@ def split_blocks(
     include_embedding: bool = False,
     include_lm_head: bool = False,
     patterns: Sequence[str] = (),
-) -> list[Block]:
+) -> list[WeightBlock]:
     """Split parameters into blocks, in the order in which a forward uses them.
 
     Args:
@@ -72,7 +72,7 @@ def split_blocks(
         ArgumentError: A pattern finds nothing, or there are no layers.
     """
     if patterns:
-        blocks = [Block(pattern, frozenset(n for n in names if re.search(pattern, n))) for pattern in patterns]
+        blocks = [WeightBlock(pattern, frozenset(n for n in names if re.search(pattern, n))) for pattern in patterns]
         if missing := next((block.name for block in blocks if not block.parameters), None):
             shown = ", ".join(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))
             raise ArgumentError(
@@ -91,15 +91,15 @@ def split_blocks(
             (embedding if EMBEDDING.search(name) else others).append(name)
     if not layers:
         raise ArgumentError("the model has no numbered layers to take one after another", where="optim")
-    each, found = list(layers), list[Block]()
+    each, found = list(layers), list[WeightBlock]()
     if include_embedding and embedding:
-        found.append(Block("embedding", frozenset(embedding)))
+        found.append(WeightBlock("embedding", frozenset(embedding)))
     for start in range(0, len(each), layers_per_block):
         together = each[start : start + layers_per_block]
         name = together[0] if len(together) == 1 else f"{together[0]} to {together[-1]}"
-        found.append(Block(name, frozenset(parameter for layer in together for parameter in layers[layer])))
+        found.append(WeightBlock(name, frozenset(parameter for layer in together for parameter in layers[layer])))
     if include_lm_head and others:
-        found.append(Block("head", frozenset(others)))
+        found.append(WeightBlock("head", frozenset(others)))
     return found
 
 
