@@ -26,7 +26,7 @@ from torch.optim.adamw import adamw
 from streamtune.errors import ArgumentError
 from streamtune.optim.load import load_states
 
-__all__ = ["WeightBlock", "BlockAdamW", "SwitchMode", "freeze_but_largest_block", "split_blocks"]
+__all__ = ["BlockAdamW", "SwitchMode", "WeightBlock", "freeze_but_largest_block", "split_blocks"]
 
 SwitchMode = Literal["random", "ascending", "descending", "fixed"]
 """The order of blocks: another random one in each pass, from the embedding on, from the last layer on, always one."""
