@@ -41,6 +41,17 @@ def test_pass_rate_prefers_what_is_solved_now_and_then_and_leaves_nothing_out() 
     assert min(counts.values()) > 200
 
 
+def test_middle_prefers_all_of_medium_difficulty_alike_and_leaves_nothing_out() -> None:
+    middle = picker("middle", num_prompts=4)
+    for _ in range(5):
+        for prompt, passed in enumerate((8, 3, 5, 0)):
+            middle.observe(prompt, passed=passed, tried=8)
+    counts = Counter(middle.next(1)[0] for _ in range(3000))
+    assert counts[1] == pytest.approx(counts[2], rel=0.15)
+    assert min(counts[1], counts[2]) > 5 * max(counts[0], counts[3])
+    assert min(counts.values()) > 50
+
+
 def test_rates_follow_what_the_policy_can_do_now() -> None:
     rates = PassRates()
     assert rates.rate(0) == 0.5
@@ -53,7 +64,7 @@ def test_rates_follow_what_the_policy_can_do_now() -> None:
     assert rates.rate(0) > 0.8
 
 
-@pytest.mark.parametrize("choice", ["uniform", "pass_rate"])
+@pytest.mark.parametrize("choice", ["uniform", "pass_rate", "middle"])
 def test_it_goes_on_where_another_one_stood(choice: str) -> None:
     first = picker(choice)
     first.next(7)

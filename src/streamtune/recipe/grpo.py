@@ -84,11 +84,12 @@ class GrpoRecipe(Recipe):
 
     # --- prompts -----------------------------------------------------------------------------------------------
 
-    prompts: Literal["uniform", "pass_rate"] = "uniform"
-    """Choice of the next prompts: each once an epoch, or more often those the model solves now and then."""
+    prompts: Literal["uniform", "pass_rate", "middle"] = "uniform"
+    """Choice of the next prompts: each once an epoch; `pass_rate` those more often that the model solves now and then;
+    `middle` mostly those that a quarter to three quarters of the completions solve (arXiv 2504.03380)."""
 
     pass_reward: float = 1.0
-    """A completion passes where its reward is at least this; read with `prompts: pass_rate`."""
+    """A completion passes where its reward is at least this; read with `prompts: pass_rate` and `middle`."""
 
     skip_limit: Count = 20
     """Batches in a row in which all rewards of every group are equal, so that there is nothing to learn: each is

@@ -5,8 +5,10 @@
                 none does, a group's advantages are zero and nothing is learnt from it; the weight is the variance of a
                 pass, which is what a group's gradient grows with. A floor lets every prompt be drawn, as one
                 that was too hard may no longer be.
+``middle``      drawn evenly from those with a pass rate of 1/4 to 3/4, and with a small weight from the others: the
+                variance of a pass is at least three quarters of the largest there (arXiv 2504.03380)
 
-Both depend on nothing but the seed, the number of prompts drawn so far and, for the second, the rates.
+All depend on nothing but the seed, the number of prompts drawn so far and, but for the first, the rates.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from streamtune.errors import CheckpointError
 
 __all__ = ["PROMPT_CHOICES", "PassRates", "PromptPicker"]
 
-PromptChoice = Literal["uniform", "pass_rate"]
+PromptChoice = Literal["uniform", "pass_rate", "middle"]
 PROMPT_CHOICES: tuple[str, ...] = get_args(PromptChoice)
 FLOOR = 0.02
 """Of a weight, beside p (1 - p) of at most 1/4."""
+MIDDLE = (0.25, 0.75)
+"""Pass rates of prompts that are neither too easy nor too hard."""
 MEMORY = 0.5
 """Factor of earlier counts at each visit: the policy changes, so its earlier results count less."""
 
@@ -37,9 +41,11 @@ class PassRates:
         passed, tried = self._counts.get(prompt, (0.0, 0.0))
         return (passed + 1.0) / (tried + 2.0)
 
-    def weight(self, prompt: int) -> float:
-        """Return the weight with which a prompt is drawn."""
+    def weight(self, prompt: int, *, middle: bool = False) -> float:
+        """Return the weight with which a prompt is drawn; with ``middle`` one for all rates in the middle."""
         rate = self.rate(prompt)
+        if middle:
+            return 0.25 if MIDDLE[0] <= rate <= MIDDLE[1] else FLOOR
         return rate * (1.0 - rate) + FLOOR
 
     def observe(self, prompt: int, *, passed: int, tried: int) -> None:
@@ -61,7 +67,7 @@ class PromptPicker:
 
     Args:
         num_prompts: Number of prompts.
-        choice: ``uniform`` or ``pass_rate``.
+        choice: ``uniform``, ``pass_rate`` or ``middle``.
         seed: Seed of the draws.
     """
 
@@ -79,8 +85,8 @@ class PromptPicker:
         return picked
 
     def observe(self, prompt: int, *, passed: int, tried: int) -> None:
-        """Add the results of a prompt's completions; only ``pass_rate`` keeps them."""
-        if self.choice == "pass_rate":
+        """Add the results of a prompt's completions; ``uniform`` keeps none."""
+        if self.choice != "uniform":
             self.rates.observe(prompt, passed=passed, tried=tried)
 
     def _in_turn(self, count: int) -> list[int]:
@@ -100,8 +106,9 @@ class PromptPicker:
 
     def _by_rate(self, count: int) -> list[int]:
         """Draw without replacement by the largest ``u ** (1 / weight)`` (Efraimidis and Spirakis, 2006)."""
-        draw = random.Random(f"{self.seed} draw {self.drawn}")
-        keys = [(draw.random() ** (1.0 / self.rates.weight(prompt)), prompt) for prompt in range(self.num_prompts)]
+        draw, middle = random.Random(f"{self.seed} draw {self.drawn}"), self.choice == "middle"
+        weights = [self.rates.weight(prompt, middle=middle) for prompt in range(self.num_prompts)]
+        keys = [(draw.random() ** (1.0 / weight), prompt) for prompt, weight in enumerate(weights)]
         order = [prompt for _, prompt in sorted(keys, reverse=True)]
         return [order[index % self.num_prompts] for index in range(count)]
 
