@@ -48,7 +48,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "lfm2": {},
     "gemma2": {"sliding_window": 100, "query_pre_attn_scalar": 16},
-}
+    "qwen3_next": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
+}  # fmt: skip
 WIDE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
 BASE = Schedule(chunk_size=64, head_chunk_size=32)
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -174,10 +178,10 @@ def test_so_it_is_under_autocast(family: str, mode: Mode) -> None:
 
 
 def build_adapted(
-    device: str, *, kind: str | None = None, dtype: torch.dtype = torch.bfloat16, **changes: Any
+    device: str, *, family: str = "qwen3", kind: str | None = None, dtype: torch.dtype = torch.bfloat16, **changes: Any
 ) -> nn.Module:
     """With adapters in fp32 on a base that may be quantised."""
-    model: Any = build("qwen3", device, dtype, **changes)
+    model: Any = build(family, device, dtype, **changes)
     if kind is not None:
         pytest.importorskip(PACKAGES[kind])
         quantize(model, kind, torch.device(device))
@@ -192,6 +196,20 @@ def build_adapted(
 )
 def test_so_it_is_with_adapters_on_any_base(mode: Mode, kind: str | None, dtype: torch.dtype, autocast: bool) -> None:
     make = partial(build_adapted, kind=kind, dtype=dtype, num_hidden_layers=2)
+    found = simulate(workload(make, mode, autocast=autocast), BASE).peak_bytes
+    assert found == pytest.approx(measured(make, mode, BASE, autocast=autocast), rel=0.01)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["checkpoint", "stream"])
+@pytest.mark.parametrize(
+    ("family", "dtype", "autocast"),
+    [("qwen3_moe", torch.bfloat16, False), ("qwen3_moe", torch.float32, True), ("qwen3_next", torch.bfloat16, False)],
+)
+def test_so_it_is_with_adapters_on_experts_of_one_tensor(
+    family: str, dtype: torch.dtype, autocast: bool, mode: Mode
+) -> None:
+    make = partial(build_adapted, family=family, dtype=dtype, num_hidden_layers=4 if family == "qwen3_next" else 2)
     found = simulate(workload(make, mode, autocast=autocast), BASE).peak_bytes
     assert found == pytest.approx(measured(make, mode, BASE, autocast=autocast), rel=0.01)
 

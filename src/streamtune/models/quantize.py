@@ -32,6 +32,7 @@ from streamtune.errors import ArgumentError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -264,7 +265,9 @@ def add_lora(
         task_type="CAUSAL_LM",
         trainable_token_indices={name: list(new_tokens) for name in _ends(model)} if new_tokens else None,
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        # Peft gives stacked experts a rank by a pattern of its own, follows it, and then says it did not.
+        warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys", category=RuntimeWarning)
         torch.manual_seed(seed)
         return get_peft_model(model, config)
 

@@ -39,6 +39,7 @@ __all__ = [
     "Rule",
     "Shapes",
     "asks",
+    "autocast_on_meta",
     "meta_copy",
     "result_kind_of",
     "rule_of",
@@ -464,6 +465,24 @@ def rule_of(func: Any, device: str) -> Rule | None:
     name = getattr(func, "__name__", "")
     name = SPELLINGS.get(name, name)
     return next((rule for rule, names in RULES[device].items() if name in names), None)
+
+
+@contextmanager
+def autocast_on_meta() -> Iterator[None]:
+    """Let ``torch.autocast("meta")``, which torch refuses, stand for the kind of device that is switched for ``meta``.
+
+    A model asks for it with the device of its tensors: adapters on fused experts add to weights with autocast off.
+    """
+    plain, switch = torch.autocast.__init__, autocast_kind(torch.device("meta"))
+
+    def made(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+        plain(self, switch if device_type == "meta" else device_type, *args, **kwargs)
+
+    torch.autocast.__init__ = made  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = plain  # type: ignore[method-assign]
 
 
 class MetaAutocast:

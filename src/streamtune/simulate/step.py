@@ -23,7 +23,7 @@ from streamtune.ops.simulated import DeviceFunctions, simulating
 from streamtune.schedule import Schedule
 from streamtune.simulate.facts import all_modules, configs_of
 from streamtune.simulate.memory import GRADIENT
-from streamtune.simulate.meta_operators import MetaAutocast, with_value
+from streamtune.simulate.meta_operators import MetaAutocast, autocast_on_meta, with_value
 from streamtune.simulate.scored import PlainScores, Scored, checkpointing
 from streamtune.simulate.shard import WHOLE, RankShard
 from streamtune.simulate.trace import Trace
@@ -80,6 +80,7 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
         ids = with_value(torch.zeros(step.batch_size, step.length, dtype=torch.long))
         labels = with_value(_targets(step))
         stack.enter_context(simulating(step.device))
+        stack.enter_context(autocast_on_meta())
         if schedule.stream_grads:  # made once for all steps: not in this one
             for dtype in {torch.bfloat16, *(p.dtype for p in model.parameters() if p.is_floating_point())}:
                 placeholder(torch.empty((), dtype=dtype, device="meta"))
