@@ -22,9 +22,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 ORDER = (
     "__version__ adapters errors interrupts labels model_device names paths kept quiet child secrets streams "
-    "palette sizes network schedule | templates ops | recipe | engine | objectives rewards rollout | data models | "
-    "optim train | simulate | plan | distributed | tasks | run | probe | verify | bench | export | generate | "
-    "evaluate | trackers | report | integrations | cli | __init__ __main__"
+    "palette sizes network optimizer_table schedule | templates ops | recipe | engine | objectives rewards rollout | "
+    "data models | optim train | simulate | plan | distributed | tasks | run | probe | verify | bench | export | "
+    "generate | evaluate | trackers | report | integrations | cli | __init__ __main__"
 )
 """The rooms from left to right; no two are equal. ``__init__`` may import any room, and no room imports it."""
 PLACE = {room: place for place, room in enumerate(ORDER.replace("|", "").split())}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from streamtune.cli import main
+from streamtune.optimizer_table import OPTIMIZERS
 from streamtune.recipe import Recipe, load_recipe, read_shipped, shipped_names
 
 
@@ -169,3 +170,20 @@ def test_schema_prints_one_document(capsys):
     assert call("schema") == 0
     document = json.loads(capsys.readouterr().out)
     assert set(document["$defs"]["Recipe"]["properties"]) == set(Recipe.model_fields)
+
+
+# --- optim ---------------------------------------------------------------------------------------------------------
+
+
+def test_optim_ls_lists_every_optimizer(capsys):
+    assert call("optim", "ls") == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.partition("\n\n")[0].splitlines())) <= 80
+    assert call("optim", "ls", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in found] == list(OPTIMIZERS)
+    assert all(each["name"] in printed for each in found)
+    muon = next(each for each in found if each["name"] == "muon")
+    assert muon["state_bytes_per_parameter"] == {"float32": 4, "bfloat16": 2}
+    assert muon["not_divided"] == "it needs whole matrices, and a rank has a part of each"
+    assert muon["options"]["momentum"] == 0.95

@@ -17,6 +17,7 @@ from .env import env
 from .evaluate import evaluate
 from .export import export
 from .generate import generate
+from .optimizers import optimizers
 from .options import HelpCommand, HelpGroup
 from .plan import plan
 from .probe_max_len import probe_max_len
@@ -77,6 +78,7 @@ app.command("export", cls=HelpCommand, rich_help_panel="Afterwards")(export)
 app.command("report", cls=HelpCommand, rich_help_panel="Afterwards")(report)
 app.command("validate", cls=HelpCommand, rich_help_panel="Recipes")(validate)
 app.add_typer(recipes, name="recipes", rich_help_panel="Recipes")
+app.add_typer(optimizers, name="optim", rich_help_panel="Recipes")
 app.command("schema", cls=HelpCommand, rich_help_panel="Recipes")(schema)
 app.command("doctor", cls=HelpCommand, rich_help_panel="This machine")(doctor)
 app.command("env", cls=HelpCommand, rich_help_panel="This machine")(env)

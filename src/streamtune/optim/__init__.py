@@ -1,16 +1,29 @@
-"""Optimizers and learning-rate schedules, each a small table of plain functions."""
+"""Optimizers and learning-rate schedules, by name."""
 
 from __future__ import annotations
 
+from streamtune.optim.name_groups import LayerPlaces, NameGroups
 from streamtune.optim.narrow_states import NarrowStatesAdamW, StatesDtype
-from streamtune.optim.optimizers import OPTIMIZERS, SCHEDULES, LearningRateSchedule, build_optimizer, build_schedule
+from streamtune.optim.optimizers import (
+    SCHEDULES,
+    LearningRateSchedule,
+    build_optimizer,
+    build_schedule,
+    set_learning_rate,
+)
+from streamtune.optim.weightwise import WeightwiseOptimizer, pack_state, state_tensors
 
 __all__ = [
-    "OPTIMIZERS",
     "SCHEDULES",
+    "LayerPlaces",
     "LearningRateSchedule",
+    "NameGroups",
     "NarrowStatesAdamW",
     "StatesDtype",
+    "WeightwiseOptimizer",
     "build_optimizer",
     "build_schedule",
+    "pack_state",
+    "set_learning_rate",
+    "state_tensors",
 ]

@@ -1,4 +1,7 @@
-"""Optimizers and learning-rate schedules by name: dict literals; to add one, write a function and a line.
+"""Optimizers and learning-rate schedules by name.
+
+To add an optimizer, write an entry in ``streamtune.optimizer_table`` and a rule in ``streamtune.optim.rules``; to add a
+schedule, a function and a line here.
 
 Schedules are pure functions of the step, so there is no state to save or to restore. Each is a factor in [0, 1] times
 the peak learning rate: a linear warm-up, then a decay.
@@ -15,8 +18,9 @@ exactly 0 would compute a gradient and throw it away.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import cast
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,31 +28,15 @@ from torch import nn
 from streamtune.errors import ArgumentError
 from streamtune.names import look_up
 from streamtune.optim.narrow_states import NarrowStatesAdamW, StatesDtype
+from streamtune.optim.weightwise import WeightwiseOptimizer
+from streamtune.optimizer_table import OPTIMIZERS, check_installed
 
-__all__ = ["OPTIMIZERS", "SCHEDULES", "LearningRateSchedule", "build_optimizer", "build_schedule"]
+__all__ = ["SCHEDULES", "LearningRateSchedule", "build_optimizer", "build_schedule", "set_learning_rate"]
 
-ParamGroups = list[dict[str, object]]
-
-
-def _adamw(
-    groups: ParamGroups,
-    *,
-    learning_rate: float,
-    betas: tuple[float, float],
-    eps: float,
-    states: StatesDtype,
-    seed: int,
-) -> torch.optim.Optimizer:
-    dtypes = {p.dtype for group in groups for p in cast("list[nn.Parameter]", group["params"])}
-    if states == "bfloat16" or (states == "float32" and dtypes != {torch.float32}):
-        return NarrowStatesAdamW(groups, lr=learning_rate, betas=betas, eps=eps, states=states, seed=seed)
-    # The fused step updates in place, parameter by parameter. torch's default on an accelerator (foreach) holds
-    # temporaries as large as all the parameters together, at the very moment when memory is fullest.
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
-
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": _adamw}
-"""Name -> function of parameter groups, learning rate, betas, eps, dtype of states and seed."""
+ParamGroup = dict[str, Any]
+ParamGroups = list[ParamGroup]
+ScaleOf = Callable[[str], float]
+"""Maps the name of a parameter to the factor of its learning rate."""
 
 
 def build_optimizer(
@@ -61,34 +49,107 @@ def build_optimizer(
     eps: float = 1e-8,
     states: StatesDtype = "param",
     seed: int = 0,
+    args: Mapping[str, Any] = MappingProxyType({}),
+    scale_of: ScaleOf = lambda name: 1.0,
+    decay_of: Callable[[str], float | None] = lambda name: None,
+    is_in_layer: Callable[[str], bool] = lambda name: True,
 ) -> torch.optim.Optimizer:
     """Build the optimizer over the parameters that require a gradient.
 
     Weight decay goes to matrices only (``ndim >= 2``): pulling norm gains and biases to zero serves nothing.
 
     Args:
-        name: A key of :data:`OPTIMIZERS`.
+        name: A key of ``streamtune.optimizer_table.OPTIMIZERS``.
         named_parameters: As ``model.named_parameters()`` gives them; frozen ones are left out.
-        learning_rate: The first learning rate; the loop sets it anew at each step.
+        learning_rate: The first learning rate; the loop sets it anew at each step, by :func:`set_learning_rate`.
         weight_decay: Decoupled decay of the matrices.
-        betas: Decay rates of the first and second moment.
-        eps: Added to the denominator.
-        states: The dtype of the optimizer's states.
+        betas: Decay rates of AdamW's first and second moment.
+        eps: Added to AdamW's denominator.
+        states: The dtype of the states of ``adamw``.
         seed: Of the random numbers that an optimizer takes.
+        args: Options of the optimizer; the table has the others.
+        scale_of: Gives the factor of the learning rate of each parameter.
+        decay_of: Gives the weight decay of a parameter, in place of ``weight_decay`` for matrices; or None.
+        is_in_layer: Returns True for a parameter of a decoder layer: some optimizers step only the matrices there.
 
     Raises:
-        ArgumentError: No optimizer has this name, or no parameter requires a gradient.
+        ArgumentError: No optimizer has this name, its library is not installed, or no parameter requires a gradient.
     """
-    make = look_up(name, OPTIMIZERS, "optimizer", where="optim")
-    trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+    entry = look_up(name, OPTIMIZERS, "optimizer", where="optim")
+    check_installed(name)
+    trainable = [(own, parameter) for own, parameter in named_parameters if parameter.requires_grad]
     if not trainable:
         raise ArgumentError("no parameter of the model requires a gradient: there is nothing to train")
-    groups: ParamGroups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    chosen = [group for group in groups if group["params"]]
-    return make(chosen, learning_rate=learning_rate, betas=betas, eps=eps, states=states, seed=seed)
+    _check_device(name, [parameter for _, parameter in trainable])
+    given = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in {**entry.options, **args}.items()
+    }
+    adam = {"betas": betas, "eps": eps}
+    found: dict[Any, ParamGroup] = {}
+    for matrices in (True, False):
+        for own, parameter in trainable:
+            if (parameter.ndim >= 2) != matrices:
+                continue
+            by_adamw = entry.adamw_for_rest and not (parameter.ndim == 2 and is_in_layer(own))
+            decay = decay_of(own)
+            decay = (weight_decay if matrices else 0.0) if decay is None else decay
+            scale = scale_of(own)
+            group: ParamGroup = {"params": [], "weight_decay": decay, "lr": learning_rate * scale}
+            if scale != 1.0:
+                group["lr_scale"] = scale
+            if by_adamw:
+                group |= {"rule": "adamw", **adam, "fused": True}
+            elif name != "adamw":
+                group |= {"rule": name, **given, **(adam if entry.is_adam else {})}
+            found.setdefault((matrices, by_adamw, scale, decay), group)["params"].append(parameter)
+    groups = list(found.values())
+    if name != "adamw":
+        return WeightwiseOptimizer(groups)
+    return _adamw(groups, learning_rate=learning_rate, betas=betas, eps=eps, states=states, seed=seed)
+
+
+def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
+    """Set the rate of each group to ``learning_rate`` times the group's own factor.
+
+    Args:
+        optimizer: Anything with ``param_groups``.
+        learning_rate: That of the step.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group.get("lr_scale", 1.0)
+
+
+def _adamw(
+    groups: ParamGroups,
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    states: StatesDtype,
+    seed: int,
+) -> torch.optim.Optimizer:
+    dtypes = {p.dtype for group in groups for p in group["params"]}
+    if states == "bfloat16" or (states == "float32" and dtypes != {torch.float32}):
+        return NarrowStatesAdamW(groups, lr=learning_rate, betas=betas, eps=eps, states=states, seed=seed)
+    # The fused step updates in place, parameter by parameter. torch's default on an accelerator (foreach) holds
+    # temporaries as large as all the parameters together, at the very moment when memory is fullest.
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
+
+
+def _check_device(name: str, parameters: list[nn.Parameter]) -> None:
+    """Refuse an optimizer that does not run on the device of the weights; ``meta`` is a plan for any device.
+
+    Raises:
+        ArgumentError: It does not.
+    """
+    only = OPTIMIZERS[name].only_on
+    other = next((p.device.type for p in parameters if p.device.type not in (only, "meta")), None)
+    if only and other is not None:
+        raise ArgumentError(
+            f"'optim: {name}' runs on {only}, and the weights are on {other}",
+            where="optim",
+            mend=f"write optim: {name.removeprefix('paged_')}, or take another device",
+        )
 
 
 LearningRateSchedule = Callable[[int], float]

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from streamtune.engine import StreamHandle, decoder_layers
 from streamtune.engine.memory.host import Tally
 from streamtune.errors import OutOfMemoryError, StorageError
 from streamtune.model_device import model_device
+from streamtune.optim import state_tensors
 from streamtune.plan.budget import Budget
 from streamtune.simulate.memory import ACTIVATION, OPTIMIZER, LiveBytes, device_held_bytes, distinct_bytes, held_bytes
 from streamtune.simulate.simulate import TERMS
@@ -246,5 +247,5 @@ def _env(device: str, device_bytes: int | None) -> dict[str, Any]:
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     """Return the bytes of the states that are on a device: they may be on the host."""
-    values = (value for state in optimizer.state.values() for value in state.values())
-    return distinct_bytes(value for value in values if isinstance(value, Tensor) and value.device.type == device.type)
+    values = (value for state in optimizer.state.values() for _, value in state_tensors(state))
+    return distinct_bytes(value for value in values if value.device.type == device.type)

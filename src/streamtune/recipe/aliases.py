@@ -116,7 +116,12 @@ VALUES: dict[str, dict[str, Any]] = {
     "lora_target": {"all": "all-linear"},
     "loss_type": {"kto_pair": "kto"},
     "lr_scheduler_type": {"constant_with_warmup": "constant"},
-    "optim": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw"},
+    "optim": {
+        "adamw_torch": "adamw",
+        "adamw_torch_fused": "adamw",
+        "adamw_hf": "adamw",
+        "adamw_bnb_8bit": "adamw_8bit",
+    },
     "quantization": {"4": "nf4", "8": "int8"},
     "report_to": {"none": []},
     "dtype": {"bf16": "bfloat16", "fp32": "float32"},

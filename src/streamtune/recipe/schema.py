@@ -14,7 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from streamtune.optimizer_table import OptimizerName
 from streamtune.recipe.batching import BucketSpec, batching_mistakes, turn_mistakes
+from streamtune.recipe.optimizing import LearningRateGroup, optimizer_mistakes
 from streamtune.recipe.sharing import CHUNK_ORDER, QUANTISED, SHARING_PRESETS, WholeWeights
 from streamtune.recipe.spec import Count, Fraction, Rows, Spec, Steps, Text, at_most, mistake
 from streamtune.recipe.streaming import SHUFFLE_BUFFER, streaming_mistakes
@@ -27,6 +29,7 @@ __all__ = [
     "BucketSpec",
     "DatasetSpec",
     "EngineSpec",
+    "LearningRateGroup",
     "ModelInit",
     "Recipe",
     "RopeScaling",
@@ -286,8 +289,21 @@ class Recipe(Spec):
     warmup_steps: Steps = 0
     """Steps in which the learning rate rises; or give `warmup_ratio`."""
 
-    optim: Literal["adamw"] = "adamw"
-    """Optimizer."""
+    optim: OptimizerName = "adamw"
+    """Optimizer; `streamtune optim ls` lists them, with bytes of state, library and what they do not combine with."""
+
+    optim_args: Annotated[dict[str, Any], Field(default_factory=dict)]
+    """Options of the optimizer, which `streamtune optim ls` lists: `{momentum: 0.9}`. Those of AdamW are keys of their
+    own."""
+
+    lr_groups: Annotated[tuple[LearningRateGroup, ...], Field(strict=False)] = ()
+    """Parameters with a learning rate or weight decay of their own, by name:
+    `[{match: embed_tokens, learning_rate: 1.0e-6}]`. LoRA+ is `[{match: lora_B, learning_rate: ...}]`, with 16 times
+    `learning_rate`."""
+
+    lr_layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Factor of the learning rate from each layer to the one below: the head has `learning_rate`, the last layer this
+    times that, the embeddings, below the first layer, the least. A rate of `lr_groups` is taken as it is."""
 
     optim_states: Literal["param", "float32", "bfloat16"] = "param"
     """Dtype of the two moments that AdamW keeps of each weight: `param` is that of the weight. `bfloat16` takes half of
@@ -298,7 +314,7 @@ class Recipe(Spec):
     """Decoupled weight decay, on matrices only."""
 
     adam_beta1: Fraction = 0.9
-    """AdamW's decay of the mean of the gradient."""
+    """AdamW's decay of the mean of the gradient, in all of its forms."""
 
     adam_beta2: Fraction = 0.999
     """AdamW's decay of the mean of its square."""
@@ -492,7 +508,12 @@ class Recipe(Spec):
         self._check_long_rows()
         check_weights(self.datasets, self.mix_by)
         check_eval_sets(self.eval_datasets)
-        for found in (*batching_mistakes(self), *turn_mistakes(self), *streaming_mistakes(self)):
+        for found in (
+            *batching_mistakes(self),
+            *turn_mistakes(self),
+            *streaming_mistakes(self),
+            *optimizer_mistakes(self),
+        ):
             raise found
         if self.deepspeed is not None and self.fsdp:
             raise mistake("'deepspeed' and 'fsdp' exclude each other", key="fsdp", mend="keep one of them")

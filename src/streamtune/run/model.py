@@ -21,6 +21,7 @@ from streamtune.engine import decoder_layers, keep_on_host
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.engine.weights.waiting import waiting_parameters
 from streamtune.errors import ArgumentError
+from streamtune.optimizer_table import state_bytes
 from streamtune.recipe.schema import Recipe
 from streamtune.run.data import new_token_ids
 from streamtune.sizes import parse_size, show_size
@@ -130,9 +131,14 @@ def _check_host_room(recipe: Recipe, device: torch.device) -> None:
     waiting = waiting_parameters(model, decoder_layers(model)) if waits else []
     weights = sum(p.nbytes for p in waiting)
     trained = sum(p.nbytes for p in waiting if p.requires_grad)
-    stepped = waiting if recipe.engine.optimizer != "host" else model.parameters()
+    stepped = waiting if recipe.engine.optimizer != "host" else list(model.parameters())
+    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
     size = {"param": None, "float32": 4, "bfloat16": 2}[recipe.optim_states]
-    states = sum(2 * p.numel() * (size or p.element_size()) for p in stepped if p.requires_grad)
+    states = sum(
+        state_bytes(recipe.optim, tuple(p.shape), size or p.element_size(), recipe.optim_args, in_layer=id(p) in inside)
+        for p in stepped
+        if p.requires_grad
+    )
     terms = {"weights": weights, "optimizer": states, "gradients": 0 if recipe.optim_in_backward else trained}
     given = recipe.engine.host_memory
     room = usable_host_bytes() if given == "auto" else parse_size(given, where="engine.host_memory")
@@ -262,14 +268,35 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     """Make the optimizer of the trainable weights of a model.
 
     Raises:
-        ArgumentError: The learning rate would overflow the weights at once.
+        ArgumentError: The learning rate would overflow the weights at once, a library is not installed, or a pattern of
+            ``lr_groups`` matches nothing.
     """
-    if recipe.learning_rate > LARGEST_RATE:
-        raise ArgumentError(
-            f"a learning rate of {recipe.learning_rate:g} overflows the weights",
-            where="learning_rate",
-            mend="use one such as 1e-5 (full), 1e-4 (lora)",
-        )
+    rates = {"learning_rate": recipe.learning_rate}
+    rates |= {f"lr_groups.{number}": group.learning_rate or 0.0 for number, group in enumerate(recipe.lr_groups)}
+    for key, rate in rates.items():
+        if rate > LARGEST_RATE:
+            raise ArgumentError(
+                f"a learning rate of {rate:g} overflows the weights",
+                where=key,
+                mend="use one such as 1e-5 (full), 1e-4 (lora)",
+            )
+    places = optim.LayerPlaces(model, decoder_layers(base_of(model)))
+    groups = optim.NameGroups(
+        [group.match for group in recipe.lr_groups],
+        [name for name, parameter in model.named_parameters() if parameter.requires_grad],
+    )
+
+    def scale_of(name: str) -> float:
+        group = groups.of(name)
+        own = None if group is None else recipe.lr_groups[group].learning_rate
+        if own is not None:
+            return own / recipe.learning_rate
+        return recipe.lr_layer_decay ** places.layers_above(name)
+
+    def decay_of(name: str) -> float | None:
+        group = groups.of(name)
+        return None if group is None else recipe.lr_groups[group].weight_decay
+
     return optim.build_optimizer(
         recipe.optim,
         model.named_parameters(),
@@ -279,6 +306,10 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
         eps=recipe.adam_epsilon,
         states=recipe.optim_states,
         seed=recipe.seed,
+        args=recipe.optim_args,
+        scale_of=scale_of,
+        decay_of=decay_of,
+        is_in_layer=places.is_in_layer,
     )
 
 

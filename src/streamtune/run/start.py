@@ -63,7 +63,7 @@ SHAPE_KEYS = frozenset({"model", "finetuning_type", "lora_r", "lora_alpha", "lor
 LATER_KEYS = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "default_system", "chat_template_kwargs",
               "rope_scaling", "rope_theta", "truncate_side", "split_at", "split_overlap", "mix_by", "special_tokens",
               "added_tokens", "batching", "tokens_per_batch", "buckets", "streaming", "shuffle_buffer",
-              "clip_norm", "optim_states")  # fmt: skip
+              "clip_norm", "optim_states", "optim_args", "lr_groups", "lr_layer_decay")  # fmt: skip
 """Keys that are compared once they are given: runs were started before there were such keys."""
 
 

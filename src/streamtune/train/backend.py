@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.errors import CheckpointError
+from streamtune.optim import pack_state, set_learning_rate
 from streamtune.train.slices import MASTER, Slice, SliceReader, share_out_whole
 
 __all__ = ["Backend", "LocalBackend", "TorchBackend", "load_optimizer_tensors", "optimizer_tensors"]
@@ -141,8 +142,7 @@ class TorchBackend(Backend):
 
     def step(self, learning_rate: float) -> None:
         """See :class:`Backend`."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self.optimizer, learning_rate)
         self.optimizer.step()
         self.drop_gradients()
 
@@ -186,8 +186,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
     return {
         f"{name}/{key}": value
         for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
+        for key, value in pack_state(optimizer.state.get(parameter, {})).items()
     }
 
 

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.errors import NonFiniteError, OutOfMemoryError
+from streamtune.optim import set_learning_rate
 from streamtune.train.backend import LocalBackend
 from streamtune.train.host_optimizer import HostOptimizer
 
@@ -71,7 +72,7 @@ class InBackwardBackend(LocalBackend):
 
     def begin_step(self, learning_rate: float, again: Callable[[], object]) -> None:
         """See :class:`Backend`."""
-        self._set_rate(learning_rate)
+        set_learning_rate(self.optimizer, learning_rate)
         self._norms, self._again, self._scale = {}, again, None
         self._measuring, self._stepping, self._stepped = True, self.max_norm == 0, False
         self._wrong = False
@@ -124,7 +125,7 @@ class InBackwardBackend(LocalBackend):
     def step(self, learning_rate: float) -> None:
         """Take the second backward, where the first has only measured; wait for the optimizer."""
         if not self._stepping:
-            self._set_rate(learning_rate)
+            set_learning_rate(self.optimizer, learning_rate)
             self._stepping, self._measuring = True, False
             self._again()
         self._join()
@@ -175,10 +176,6 @@ class InBackwardBackend(LocalBackend):
         """See :class:`Backend`."""
         self._join()
         return super().called_directly()
-
-    def _set_rate(self, learning_rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """Measure or use the gradient of a weight, which is whole now, and free it."""

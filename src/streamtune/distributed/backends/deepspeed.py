@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from streamtune.errors import ArgumentError
+from streamtune.optim import set_learning_rate
 from streamtune.train.backend import Backend
 from streamtune.train.slices import MASTER, Slice, SliceReader
 
@@ -142,8 +143,7 @@ class DeepSpeedBackend(Backend):
 
     def step(self, learning_rate: float) -> None:
         """See :class:`streamtune.train.Backend`."""
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self.engine.optimizer, learning_rate)
         self.engine.step()
 
     def drop_gradients(self) -> None:

@@ -1,0 +1,136 @@
+"""Rules: how the library behind a name makes the optimizer of one weight, and what of its state is no tensor.
+
+A rule's ``make`` imports its library when it is called. The options are those of the group: ``optim_args``, or the
+defaults of ``streamtune.optimizer_table``, with ``betas`` and ``eps`` of the recipe where the optimizer is AdamW's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamtune.optim.sinkgd import SinkGD
+
+__all__ = ["RULES", "Rule"]
+
+Options = Mapping[str, Any]
+Maker = Callable[[list[nn.Parameter], Options], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The optimizer of one weight at a time."""
+
+    make: Maker
+    counts: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers that the library keeps in a group of weights, with what they begin at: here each weight has its own."""
+    shared: tuple[str, ...] = ()
+    """Tensors of the state that all weights share in the library: here each weight has a copy, which can be saved."""
+    runs_on_meta: bool = True
+    """False for a library that needs values: a plan takes the bytes of the table."""
+    eager: bool = False
+    """True for a library that compiles its step: it does so on an accelerator only."""
+    rebuild: Callable[[str, Mapping[str, Tensor], torch.dtype], Tensor] | None = None
+    """Makes a quantised tensor of the state from the tensors it consists of: name, parts, dtype of the weight."""
+
+
+def _adamw(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, **options)
+
+
+def _of_bitsandbytes(name: str) -> Maker:
+    def make(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+        import bitsandbytes
+
+        made: torch.optim.Optimizer = getattr(bitsandbytes.optim, name)(params, **options)
+        return made
+
+    return make
+
+
+def _of_torchao(name: str) -> Maker:
+    def make(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+        import torchao.optim
+
+        made: torch.optim.Optimizer = getattr(torchao.optim, name)(params, **options)
+        return made
+
+    return make
+
+
+def _state_of_torchao(kind: str) -> Callable[[str, Mapping[str, Tensor], torch.dtype], Tensor]:
+    def rebuild(name: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        from torchao.optim.subclass_4bit import OptimState4bit
+        from torchao.optim.subclass_8bit import OptimState8bit
+        from torchao.optim.subclass_fp8 import OptimStateFp8
+
+        if kind == "fp8":
+            state: Tensor = OptimStateFp8(parts["codes"], parts["scale"], dtype)
+            return state
+        signed = name == "exp_avg"
+        found = (parts["codes"], parts["scale"], parts["qmap"], signed)
+        if kind == "4bit":
+            state = OptimState4bit(*found, torch.Size(parts["shape"].tolist()), dtype)
+        else:
+            state = OptimState8bit(*found, dtype)
+        return state
+
+    return rebuild
+
+
+def _of_pytorch_optimizer(name: str, *, foreach: bool | None = False, **fixed: Any) -> Maker:
+    def make(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+        import pytorch_optimizer
+
+        made: torch.optim.Optimizer = getattr(pytorch_optimizer, name)(params, foreach=foreach, **fixed, **options)
+        return made
+
+    return make
+
+
+def _adafactor(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+    given = dict(options)
+    eps, threshold = (None, given.pop("eps2")), given.pop("clip_threshold")
+    return torch.optim.Adafactor(params, eps=eps, d=threshold, foreach=False, **given)
+
+
+def _muon(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+    return torch.optim.Muon(params, **options)
+
+
+def _sgd(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, foreach=False, **options)
+
+
+def _sinkgd(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+    return SinkGD(params, **options)
+
+
+_TABLES = ("qmap1", "qmap2")
+_STEP = {"step": 0}
+
+RULES: dict[str, Rule] = {
+    "adamw": Rule(_adamw),
+    "adamw_8bit": Rule(_of_bitsandbytes("AdamW8bit"), shared=_TABLES),
+    "paged_adamw_8bit": Rule(_of_bitsandbytes("PagedAdamW8bit"), shared=_TABLES, runs_on_meta=False),
+    "adamw_torch_8bit": Rule(_of_torchao("AdamW8bit"), eager=True, rebuild=_state_of_torchao("8bit")),
+    "adamw_torch_4bit": Rule(_of_torchao("AdamW4bit"), eager=True, rebuild=_state_of_torchao("4bit")),
+    "adamw_torch_fp8": Rule(_of_torchao("AdamWFp8"), eager=True, rebuild=_state_of_torchao("fp8")),
+    "adafactor": Rule(_adafactor, runs_on_meta=False),
+    "adan": Rule(_of_pytorch_optimizer("Adan", weight_decouple=True), _STEP),
+    "adopt": Rule(_of_pytorch_optimizer("ADOPT", weight_decouple=True), _STEP),
+    "came": Rule(_of_pytorch_optimizer("CAME"), _STEP),
+    # Gradients are clipped by the norm of all of them before, which a weight by itself does not have. Its plain form
+    # reads values on the host; `foreach` of one weight holds the same.
+    "lamb": Rule(_of_pytorch_optimizer("Lamb", foreach=None, max_grad_norm=0.0), _STEP),
+    "lion": Rule(_of_pytorch_optimizer("Lion"), _STEP),
+    "lion_8bit": Rule(_of_bitsandbytes("Lion8bit"), shared=_TABLES),
+    "muon": Rule(_muon),
+    "sgd": Rule(_sgd),
+    "sinkgd": Rule(_sinkgd),
+}
+"""Name -> rule, under the names of ``streamtune.optimizer_table.OPTIMIZERS``."""

@@ -1,0 +1,159 @@
+"""An optimizer that lets a library step one weight at a time.
+
+    for each weight with a gradient:   library's optimizer.param_groups = [{"params": [weight], ...}];   .step()
+
+A step needs temporaries for one weight instead of all. And a library that counts its steps by group counts them by
+weight: stepped in the backward, or on the host, each weight has its own count, which is saved with its state. What a
+library computes from all of its weights at once, such as a norm of all gradients, is the training loop's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamtune.optim.rules import RULES, Rule
+from streamtune.optimizer_table import OPTIMIZERS, state_bytes
+
+__all__ = ["WeightwiseOptimizer", "pack_state", "state_tensors"]
+
+OWN_KEYS = ("params", "rule", "lr_scale")
+"""Keys of a group that are not the library's options."""
+COUNT = "group."
+"""Prefix of numbers that a library keeps in a group, in the state of a weight."""
+TAKEN = "taken"
+"""Count of steps of a weight of which nothing else is kept: a checkpoint has something of each."""
+
+
+class WeightwiseOptimizer(torch.optim.Optimizer):
+    """A library's optimizer, a weight at a time; another one for each group.
+
+    Args:
+        groups: Each with ``params``, ``rule`` (a key of ``RULES``), ``lr``, ``weight_decay`` and the rule's options.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+        self._inner: dict[int, torch.optim.Optimizer] = {}
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Step the parameters that have a gradient."""
+        for index, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_one(index, group, parameter)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state whose tensors are those of :func:`pack_state`; dtypes stay as they were saved.
+
+        Args:
+            state_dict: ``state`` by the number of a weight, and ``param_groups``.
+        """
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        own = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        self.state.clear()
+        for number, (parameter, group) in zip(saved, own, strict=True):
+            if entry := state_dict["state"].get(number):
+                self.state[parameter] = _unpacked(entry, parameter, group)
+        for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in other.items() if key != "params"})
+
+    def _step_one(self, index: int, group: dict[str, Any], parameter: nn.Parameter) -> None:
+        rule = RULES[group["rule"]]
+        if parameter.is_meta and not rule.runs_on_meta:
+            self._allocate(group, parameter)
+            return
+        state = self.state[parameter]
+        inner = self._inner.get(index)
+        if inner is None:
+            inner = rule.make([parameter], {key: group[key] for key in group if key not in OWN_KEYS})
+            inner.state = self.state
+            self._inner[index] = inner
+        own = inner.param_groups[0]
+        own["params"] = [parameter]
+        for key in group.keys() & own.keys() - set(OWN_KEYS):
+            if isinstance(own[key], Tensor):
+                own[key].fill_(group[key])
+            else:
+                own[key] = group[key]
+        own.update({name: state.pop(COUNT + name, first) for name, first in rule.counts.items()})
+        new = not state
+        with _eager(rule, parameter):
+            inner.step()
+        state = self.state[parameter]
+        if new:
+            state.update({name: state[name].clone() for name in rule.shared if name in state})
+        state.update({COUNT + name: own[name] for name in rule.counts})
+        if not any(isinstance(value, Tensor) for value in state.values()):
+            state[TAKEN] = state.get(TAKEN, 0) + 1
+
+    def _allocate(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
+        """Allocate, on ``meta``, what the library keeps of a weight and what its step holds for a moment."""
+        entry, shape, width = OPTIMIZERS[group["rule"]], tuple(parameter.shape), parameter.element_size()
+        if not self.state[parameter]:
+            size = state_bytes(group["rule"], shape, width, {key: group[key] for key in entry.options})
+            self.state[parameter] = {"state": torch.empty(size, dtype=torch.uint8, device=parameter.device)}
+        if entry.scratch is not None:
+            torch.empty(entry.scratch(shape, width), dtype=torch.uint8, device=parameter.device).zero_()
+        self.state[parameter]["state"].add_(0)  # read and written
+        parameter.add_(parameter.grad)  # type: ignore[arg-type]  # a weight that is stepped has one
+
+
+def _eager(rule: Rule, parameter: Tensor) -> AbstractContextManager[Any]:
+    if not rule.eager or parameter.device.type == "cuda":
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+def state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the state of a weight; of a quantised tensor ``x``, those it consists of: ``x.codes`` ..."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
+            names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+            for name in names:
+                yield f"{key}.{name}", getattr(value, name)
+        elif isinstance(value, Tensor):
+            yield key, value
+
+
+def pack_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the state of a weight as plain tensors, which a checkpoint can have. Nothing is copied but numbers.
+
+    A whole number becomes int64, another one float64, both without dimensions. Of a quantised tensor ``x`` there are
+    those of :func:`state_tensors`, and ``x.shape``.
+    """
+    packed = dict(state_tensors(state))
+    for key, value in state.items():
+        if isinstance(value, Tensor) and key not in packed:
+            packed[f"{key}.shape"] = torch.tensor(value.shape)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            packed[key] = torch.tensor(value, dtype=torch.int64)
+        elif isinstance(value, float):
+            packed[key] = torch.tensor(value, dtype=torch.float64)
+    return packed
+
+
+def _unpacked(entry: Mapping[str, Tensor], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what :func:`pack_state` was given, on the device of the weight."""
+    rule, state = RULES[group["rule"]], dict[str, Any]()
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, value in entry.items():
+        if not isinstance(value, Tensor):  # of `state_dict`, not of a checkpoint
+            state[key] = value
+        elif value.ndim == 0 and value.dtype in (torch.int64, torch.float64):
+            state[key] = value.item()
+        elif "." in key:
+            prefix, _, name = key.rpartition(".")
+            parts.setdefault(prefix, {})[name] = value.to(parameter.device, copy=True)
+        else:
+            stays = key == "step" and not group.get("fused")  # a count that the host reads
+            state[key] = value.to("cpu" if stays else parameter.device, copy=True)
+    for prefix, found in parts.items():
+        assert rule.rebuild is not None, "only libraries that quantise have such states"
+        state[prefix] = rule.rebuild(prefix, found, parameter.dtype)
+    return state

@@ -1,0 +1,282 @@
+"""The optimizers that a recipe can name: library, options, bytes of state, and what each does not combine with.
+
+This module is a leaf that needs no torch: the recipe is checked against it, and ``streamtune optim ls`` prints it.
+``streamtune.optim`` has what builds them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from streamtune.errors import ArgumentError, did_you_mean
+
+__all__ = [
+    "ADAM_KEYS",
+    "OPTIMIZERS",
+    "OptimizerEntry",
+    "OptimizerName",
+    "argument_mistakes",
+    "check_installed",
+    "state_bytes",
+]
+
+OptimizerName = Literal[
+    "adamw", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_torch_fp8",
+    "adafactor", "adan", "adopt", "came", "lamb", "lion", "lion_8bit", "muon", "sgd", "sinkgd",
+]  # fmt: skip
+
+ADAM_KEYS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+"""Keys of a recipe that are AdamW's, with their defaults: of optimizers that are AdamW, or use it for some weights."""
+
+Shape = tuple[int, ...]
+STEP = 4
+"""Bytes of a count of steps that a library keeps as a tensor in float32."""
+
+
+@dataclass(frozen=True)
+class OptimizerEntry:
+    """An optimizer that a recipe can name."""
+
+    text: str
+    """One line on what it does."""
+    library: str
+    """The package that steps."""
+    size: Callable[[Shape, int, Mapping[str, Any]], int]
+    """Bytes of state of a weight, by its shape, the bytes of a value, and the options."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of ``optim_args`` with their defaults."""
+    extra: str = ""
+    """The extra of this package that installs the library; empty for one that is always there."""
+    is_adam: bool = False
+    """True if its moments are those of AdamW: ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon`` are its own."""
+    adamw_for_rest: bool = False
+    """True if it steps the matrices of decoder layers, and AdamW all other weights."""
+    scratch: Callable[[Shape, int], int] | None = None
+    """Bytes of the temporaries of a step of a weight, where the library cannot be run without values (a plan)."""
+    only_on: str = ""
+    """The only type of device that it runs on, or empty."""
+    not_divided: str = ""
+    """Why it is refused where ranks divide the optimizer's states (DeepSpeed, FSDP2); empty where it is not."""
+
+    @property
+    def install(self) -> str:
+        """The line that installs the library; empty for one that is always there."""
+        return f"pip install 'streamtune[{self.extra}]'" if self.extra else ""
+
+    @property
+    def installed(self) -> bool:
+        """True if the library is installed."""
+        return importlib.util.find_spec(self.library) is not None
+
+
+def _count(shape: Shape) -> int:
+    return math.prod(shape)
+
+
+def _moments(number: int, *, scalars: int = 0) -> Callable[[Shape, int, Mapping[str, Any]], int]:
+    """Return the size of so many tensors of the weight's shape and dtype, and of so many numbers in it."""
+    return lambda shape, width, _: (number * _count(shape) + scalars) * width
+
+
+def _adamw(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
+    return 2 * _count(shape) * width + STEP
+
+
+def _sgd(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+    return _count(shape) * width if args["momentum"] else 0
+
+
+def _edges(shape: Shape) -> int:
+    """Return the number of values of the row and the column means of the last two dimensions."""
+    return _count(shape[:-1]) + _count((*shape[:-2], shape[-1]))
+
+
+def _adafactor(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
+    return STEP + (_edges(shape) if len(shape) > 1 else _count(shape)) * width
+
+
+def _came(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
+    means = 2 * _edges(shape) if len(shape) > 1 else _count(shape)
+    return (_count(shape) + means + 1) * width
+
+
+SMALLEST_QUANTISED = 4096
+"""Values of the smallest weight whose states are quantised, in bitsandbytes and in torchao."""
+
+
+def _in_8_bits(number: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
+    """Return the size of ``number`` states of bitsandbytes: blocks of 256 with a scale, and a table of 256 values."""
+
+    def size(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
+        count = _count(shape)
+        if count < SMALLEST_QUANTISED:
+            return number * 4 * count
+        return number * (count + 4 * -(-count // 256) + 4 * 256)
+
+    return size
+
+
+def _of_torchao(bits: int, table: int) -> Callable[[Shape, int, Mapping[str, Any]], int]:
+    """Return the size of the two moments of torchao: blocks with a scale, and a table of ``table`` values."""
+
+    def size(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+        count, block = _count(shape), args["block_size"]
+        if count < SMALLEST_QUANTISED or count % block:
+            return STEP + 2 * count * width
+        return STEP + 2 * (count * bits // 8 + 4 * (count // block) + 4 * table)
+
+    return size
+
+
+_WHOLE_MATRICES = "it needs whole matrices, and a rank has a part of each"
+_BLOCKS = "its states are quantised in blocks of whole weights, and a rank has a part of each"
+_NOT_BUILT = "it is not built over divided weights; adamw is"
+
+OPTIMIZERS: dict[str, OptimizerEntry] = {
+    "adamw": OptimizerEntry(
+        "AdamW; with optim_states its moments in bfloat16 or float32",
+        "torch", _adamw, is_adam=True,
+    ),
+    "adamw_8bit": OptimizerEntry(
+        "AdamW, its moments in 8 bits, in blocks of 256",
+        "bitsandbytes", _in_8_bits(2), extra="quant", is_adam=True, not_divided=_BLOCKS,
+    ),
+    "paged_adamw_8bit": OptimizerEntry(
+        "the same in CUDA's unified memory, which moves to the host when the device is full",
+        "bitsandbytes", _in_8_bits(2), extra="quant", is_adam=True, only_on="cuda", not_divided=_BLOCKS,
+        scratch=lambda shape, width: 0,
+    ),
+    "adamw_torch_8bit": OptimizerEntry(
+        "AdamW, its moments in 8 bits; rounds bfloat16 weights stochastically if asked to",
+        "torchao", _of_torchao(8, 256), {"block_size": 256, "bf16_stochastic_round": False},
+        extra="quant", is_adam=True, not_divided=_BLOCKS,
+    ),
+    "adamw_torch_4bit": OptimizerEntry(
+        "AdamW, its moments in 4 bits",
+        "torchao", _of_torchao(4, 16), {"block_size": 128, "bf16_stochastic_round": False},
+        extra="quant", is_adam=True, not_divided=_BLOCKS,
+    ),
+    "adamw_torch_fp8": OptimizerEntry(
+        "AdamW, its moments in float8",
+        "torchao", _of_torchao(8, 0), {"block_size": 256, "bf16_stochastic_round": False},
+        extra="quant", is_adam=True, not_divided=_BLOCKS,
+    ),
+    "adafactor": OptimizerEntry(
+        "second moment by rows and columns, steps relative to the weight (1804.04235)",
+        "torch", _adafactor, {"beta2_decay": -0.8, "eps2": 1e-3, "clip_threshold": 1.0},
+        scratch=lambda shape, width: _count(shape) * width, not_divided=_WHOLE_MATRICES,
+    ),
+    "adan": OptimizerEntry(
+        "Nesterov momentum from differences of gradients (2208.06677)",
+        "pytorch_optimizer", _moments(4), {"betas": [0.98, 0.92, 0.99], "eps": 1e-8},
+        extra="optim", not_divided=_NOT_BUILT,
+    ),
+    "adopt": OptimizerEntry(
+        "Adam that converges with any beta2 (2411.02853)",
+        "pytorch_optimizer", _moments(2), {"betas": [0.9, 0.9999], "eps": 1e-6},
+        extra="optim", not_divided=_NOT_BUILT,
+    ),
+    "came": OptimizerEntry(
+        "Adafactor with momentum, guided by its confidence (2307.02047)",
+        "pytorch_optimizer", _came,
+        {"betas": [0.9, 0.999, 0.9999], "eps1": 1e-30, "eps2": 1e-16, "clip_threshold": 1.0},
+        extra="optim", not_divided=_WHOLE_MATRICES,
+    ),
+    "lamb": OptimizerEntry(
+        "AdamW with a trust ratio for each weight, for large batches (1904.00962)",
+        "pytorch_optimizer", _moments(2, scalars=3), {"betas": [0.9, 0.999], "eps": 1e-6},
+        extra="optim", not_divided="its trust ratio is a norm of a whole weight, and a rank has a part of each",
+    ),
+    "lion": OptimizerEntry(
+        "sign of the momentum; takes a third to a tenth of AdamW's rate (2302.06675)",
+        "pytorch_optimizer", _moments(1), {"betas": [0.9, 0.99]},
+        extra="optim", not_divided=_NOT_BUILT,
+    ),
+    "lion_8bit": OptimizerEntry(
+        "Lion, its momentum in 8 bits, in blocks of 256",
+        "bitsandbytes", _in_8_bits(1), {"betas": [0.9, 0.99]}, extra="quant", not_divided=_BLOCKS,
+    ),
+    "muon": OptimizerEntry(
+        "orthogonalised momentum for the matrices of layers, AdamW for the rest",
+        "torch", _moments(1),
+        {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw"},
+        adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
+    ),
+    "sgd": OptimizerEntry(
+        "gradient descent with momentum; its weight decay is added to the gradient",
+        "torch", _sgd, {"momentum": 0.9, "dampening": 0.0, "nesterov": False}, not_divided=_NOT_BUILT,
+    ),
+    "sinkgd": OptimizerEntry(
+        "gradients normalised by rows and columns, no state, for the matrices of layers; AdamW for the rest",
+        "torch", _moments(0), {"iterations": 5, "scale": 1.0}, adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
+    ),
+}  # fmt: skip
+"""Name -> entry. ``optim.rules`` has how each is built, under the same name."""
+assert set(get_args(OptimizerName)) == set(OPTIMIZERS)
+
+
+def state_bytes(name: str, shape: Shape, width: int, args: Mapping[str, Any], *, in_layer: bool = True) -> int:
+    """Return the bytes of state that an optimizer keeps of a weight.
+
+    Args:
+        name: A key of :data:`OPTIMIZERS`.
+        shape: Of the weight.
+        width: Bytes of one of its values.
+        args: ``optim_args``; defaults where it has none.
+        in_layer: True for a weight of a decoder layer.
+    """
+    entry = OPTIMIZERS[name]
+    if entry.adamw_for_rest and not (in_layer and len(shape) == 2):
+        return _adamw(shape, width, {})
+    return entry.size(shape, width, {**entry.options, **args})
+
+
+def argument_mistakes(name: str, args: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Return the first mistake in ``optim_args``: the option, what is wrong, how to mend it; None if there is none."""
+    options = OPTIMIZERS[name].options
+    for key, value in args.items():
+        if key not in options:
+            listed = f"it has {', '.join(options)}" if options else "delete it: it has none"
+            if OPTIMIZERS[name].is_adam and key in ("betas", "eps"):
+                listed = "write adam_beta1, adam_beta2 and adam_epsilon at the top level"
+            return key, f"'{name}' has no option '{key}'", did_you_mean(key, options) or listed
+        if not _is_like(value, options[key]):
+            return key, f"'{key}' of '{name}' takes {_kind(options[key])}; found {value!r}", f"such as {options[key]}"
+    if args.get("adjust_lr_fn", "original") not in ("original", "match_rms_adamw"):
+        return "adjust_lr_fn", "'adjust_lr_fn' is 'original' or 'match_rms_adamw'", "write one of the two"
+    return None
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, list):
+        return isinstance(value, list) and len(value) == len(default) and all(0 <= beta < 1 for beta in value)
+    if isinstance(default, int):
+        return isinstance(value, int) and value > 0
+    if isinstance(default, float):
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, str)
+
+
+def _kind(default: Any) -> str:
+    if isinstance(default, list):
+        return f"a list of {len(default)} numbers from 0 to below 1"
+    return {bool: "true or false", int: "a whole number of at least 1", float: "a number"}.get(type(default), "text")
+
+
+def check_installed(name: str) -> None:
+    """Refuse an optimizer whose library is not installed.
+
+    Raises:
+        ArgumentError: It is not; the error has the line that installs it.
+    """
+    entry = OPTIMIZERS[name]
+    if not entry.installed:
+        raise ArgumentError(
+            f"'optim: {name}' needs {entry.library}, which is not installed", where="optim", mend=entry.install
+        )

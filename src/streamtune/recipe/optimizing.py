@@ -1,0 +1,79 @@
+"""The rules about optimizers: their options, groups of learning rates, and what each does not combine with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from streamtune.optimizer_table import ADAM_KEYS, OPTIMIZERS, argument_mistakes
+from streamtune.recipe.spec import Spec, Text, at_most, mistake
+
+__all__ = ["LearningRateGroup", "optimizer_mistakes"]
+
+
+class LearningRateGroup(Spec):
+    """A learning rate or weight decay of the parameters that a pattern matches."""
+
+    match: Text
+    """Parameters by whole parts of their names: `embed_tokens`, `layers.0`, `lora_B`, `layers.*.mlp`; `*` is any text,
+    `?` a character. Of several patterns that match, the first counts."""
+
+    learning_rate: Annotated[float, Field(ge=0)] | None = None
+    """Peak learning rate of these parameters; the schedule is that of all."""
+
+    weight_decay: Annotated[float, Field(ge=0), at_most(10**9)] | None = None
+    """Weight decay of these parameters, vectors too."""
+
+    @model_validator(mode="after")
+    def _sets_something(self) -> LearningRateGroup:
+        if self.learning_rate is None and self.weight_decay is None:
+            raise mistake(
+                f"the group of '{self.match}' sets nothing",
+                key="lr_groups",
+                mend="add learning_rate: ... or weight_decay: ...",
+            )
+        return self
+
+
+def optimizer_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
+    """Yield the mistakes in the keys of the optimizer, and in what it is combined with."""
+    name, entry = recipe.optim, OPTIMIZERS[recipe.optim]
+    if found := argument_mistakes(name, recipe.optim_args):
+        option, what, mend = found
+        yield mistake(what, key=f"optim_args.{option}", mend=mend)
+    if not (entry.is_adam or entry.adamw_for_rest):
+        for key, default in ADAM_KEYS.items():
+            if getattr(recipe, key) != default:
+                mend = f"write optim_args; it has {', '.join(entry.options)}"
+                yield mistake(f"'{key}' is AdamW's, and 'optim' is {name}", key=key, mend=mend)
+    if recipe.optim_states != "param" and name != "adamw":
+        yield mistake(
+            f"'optim_states' is of AdamW's two moments, and 'optim' is {name}",
+            key="optim_states",
+            mend="delete the line, or write optim: adamw",
+        )
+    shares = "fsdp" if recipe.fsdp else "deepspeed" if recipe.deepspeed is not None else None
+    if shares and entry.not_divided:
+        yield mistake(
+            f"'optim: {name}' does not combine with '{shares}', which divides the optimizer between ranks: "
+            f"{entry.not_divided}",
+            key="optim",
+            mend=f"write optim: adamw, or delete '{shares}'",
+        )
+    on_host = next((key for key in ("weights", "optimizer") if getattr(recipe.engine, key) == "host"), None)
+    if entry.only_on and on_host:
+        yield mistake(
+            f"'optim: {name}' runs on {entry.only_on}, and 'engine.{on_host}: host' steps on the host",
+            key="optim",
+            mend=f"write optim: {name.removeprefix('paged_')}, or delete 'engine.{on_host}'",
+        )
+    grouped = any(group.learning_rate is not None for group in recipe.lr_groups)
+    if grouped and recipe.learning_rate == 0:
+        yield mistake(
+            "'lr_groups' follow the schedule of 'learning_rate', which is 0",
+            key="lr_groups",
+            mend="write a learning_rate above 0; lr_groups: [{match: '*', learning_rate: 0.0}] stops the others",
+        )

@@ -1,0 +1,281 @@
+"""Every optimizer of the table: the library's own trajectory, its bytes, a state that is saved and put back."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from streamtune.errors import ArgumentError
+from streamtune.ops.simulated import simulating
+from streamtune.optim import build_optimizer, set_learning_rate, state_tensors
+from streamtune.optim.rules import RULES
+from streamtune.optim.sinkgd import normalize_rows_and_columns
+from streamtune.optimizer_table import OPTIMIZERS, argument_mistakes, check_installed, state_bytes
+from streamtune.simulate.memory import distinct_bytes
+from streamtune.train import HostOptimizer, InBackwardBackend, LocalBackend
+from streamtune.train.slices import SliceReader, write_slices
+
+ON_CPU = [
+    pytest.param(name, marks=[] if entry.installed else pytest.mark.skip(f"{entry.library} is not installed"))
+    for name, entry in OPTIMIZERS.items()
+    if entry.only_on in ("", "cpu")
+]
+RATE, DECAY, STEPS = 3e-3, 0.1, 50
+QUICK = ("muon", "adafactor")
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+class Net(nn.Module):
+    """Matrices in a layer, an embedding, a vector, and a weight of three dimensions."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter((torch.randn(*shape, generator=generator) / 8).to(dtype))
+
+        self.embed, self.norm, self.experts = weight(80, 64), weight(64), weight(3, 16, 32)
+        self.layer = nn.ParameterDict({"up": weight(128, 64), "down": weight(64, 128), "small": weight(4, 8)})
+
+    def loss(self, step: int) -> Tensor:
+        """Return a loss that is another one at each step, and depends on all weights."""
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).to(self.embed.dtype)
+        y = x * self.norm + torch.tanh(x @ self.layer["up"].T) @ self.layer["down"].T
+        wrong = torch.nn.functional.cross_entropy((y @ self.embed.T).float(), torch.arange(32) % 80)
+        return wrong + self.experts.float().square().mean() + (self.layer["small"].float() - 1).square().mean()
+
+
+def is_in_layer(name: str) -> bool:
+    return name.startswith("layer.")
+
+
+def ours(model: Net, name: str, **more: Any) -> torch.optim.Optimizer:
+    return build_optimizer(
+        name, model.named_parameters(), learning_rate=RATE, weight_decay=DECAY, is_in_layer=is_in_layer, **more
+    )
+
+
+def theirs(model: Net, name: str) -> list[torch.optim.Optimizer]:
+    """The library's optimizer over all weights at once, as its own documentation makes it."""
+    import bitsandbytes
+    import torchao.optim
+
+    if OPTIMIZERS[name].library == "pytorch_optimizer":
+        import pytorch_optimizer
+
+    in_layer = {id(p) for key, p in model.named_parameters() if is_in_layer(key) and p.ndim == 2}
+    parts = [[p for p in model.parameters() if (id(p) in in_layer) == inside] for inside in (True, False)]
+
+    def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+        decays = [(DECAY, [p for p in parameters if p.ndim >= 2]), (0.0, [p for p in parameters if p.ndim < 2])]
+        return [{"params": chosen, "weight_decay": decay} for decay, chosen in decays if chosen]
+
+    every = groups(list(model.parameters()))
+    adamw = torch.optim.AdamW
+    libraries: dict[str, Callable[[], list[torch.optim.Optimizer]]] = {
+        "adamw": lambda: [adamw(every, lr=RATE, fused=True)],
+        "adamw_8bit": lambda: [bitsandbytes.optim.AdamW8bit(every, lr=RATE)],
+        "adamw_torch_8bit": lambda: [torchao.optim.AdamW8bit(every, lr=RATE)],
+        "adamw_torch_4bit": lambda: [torchao.optim.AdamW4bit(every, lr=RATE)],
+        "adamw_torch_fp8": lambda: [torchao.optim.AdamWFp8(every, lr=RATE)],
+        "adafactor": lambda: [torch.optim.Adafactor(every, lr=RATE)],
+        "adan": lambda: [pytorch_optimizer.Adan(every, lr=RATE, weight_decouple=True)],
+        "adopt": lambda: [pytorch_optimizer.ADOPT(every, lr=RATE, weight_decouple=True)],
+        "came": lambda: [pytorch_optimizer.CAME(every, lr=RATE)],
+        "lamb": lambda: [pytorch_optimizer.Lamb(every, lr=RATE, max_grad_norm=0.0)],
+        "lion": lambda: [pytorch_optimizer.Lion(every, lr=RATE)],
+        "lion_8bit": lambda: [bitsandbytes.optim.Lion8bit(every, lr=RATE)],
+        "muon": lambda: [
+            torch.optim.Muon(parts[0], lr=RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"),
+            adamw(groups(parts[1]), lr=RATE),
+        ],
+        "sgd": lambda: [torch.optim.SGD(every, lr=RATE, momentum=0.9)],
+        "sinkgd": lambda: [Sinkhorn(parts[0]), adamw(groups(parts[1]), lr=RATE)],
+    }
+    return libraries[name]()
+
+
+class Sinkhorn(torch.optim.Optimizer):
+    """The formula of the paper, in float64; no library has it."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": RATE})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            x, (m, n) = p.grad.double(), p.shape
+            for _ in range(5):
+                x = n**0.5 * x / x.norm(dim=1, keepdim=True)
+                x = m**0.5 * x / x.norm(dim=0, keepdim=True)
+            p.copy_((1 - self.param_groups[0]["lr"] * DECAY) * p.double() - self.param_groups[0]["lr"] * x)
+
+
+def rate_at(step: int) -> float:
+    return RATE / (1 + step / 10)
+
+
+def set_theirs(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+@pytest.mark.quick(*QUICK)
+@pytest.mark.parametrize("name", ON_CPU)
+def test_the_trajectory_is_that_of_the_library(name: str) -> None:
+    """On the same gradients: those of the library's own weights, at each of 50 steps with a changing rate."""
+    reference, model = Net(), Net()
+    libraries, optimizer = theirs(reference, name), ours(model, name)
+    for step in range(STEPS):
+        reference.loss(step).backward()
+        for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+            mine.grad, other.grad = other.grad.clone(), other.grad.clone()
+        set_learning_rate(optimizer, rate_at(step))
+        optimizer.step()
+        for library in libraries:
+            set_theirs(library, rate_at(step))
+            with torch.compiler.set_stance("force_eager"):
+                library.step()
+            library.zero_grad()
+    start = Net()
+    for (key, got), want, before in zip(
+        model.named_parameters(), reference.parameters(), start.parameters(), strict=True
+    ):
+        assert (got - want).norm() <= 1e-6 * want.norm(), key
+        assert (want - before).norm() > 5e-4 * before.norm(), "it was trained"
+
+
+@pytest.mark.quick(*QUICK)
+@pytest.mark.parametrize("name", ON_CPU)
+def test_bytes_of_state_are_those_of_the_table_and_of_the_plan(name: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = Net(dtype)
+        optimizer = ours(model, name)
+        for step in range(2):
+            model.loss(step).backward()
+            optimizer.step()
+        planned = copy.deepcopy(Net(dtype)).to("meta")
+        simulated = ours(planned, name)
+        with simulating("cpu"):
+            for parameter in planned.parameters():
+                parameter.grad = torch.empty_like(parameter)
+            for group in simulated.param_groups:
+                group.update({key: False for key in ("foreach", "fused") if key in group})
+            simulated.step()
+        for (key, parameter), other in zip(model.named_parameters(), planned.parameters(), strict=True):
+            want = state_bytes(name, tuple(parameter.shape), dtype.itemsize, {}, in_layer=is_in_layer(key))
+            got, meta = (
+                distinct_bytes(x for _, x in state_tensors(each.state.get(p, {})))
+                for each, p in ((optimizer, parameter), (simulated, other))
+            )
+            assert got == want, key
+            assert meta in (want, want - 4), "a count may be on the host"
+
+
+def run_steps(model: Net, backend: Any, steps: range) -> None:
+    for step in steps:
+        backend.begin_step(rate_at(step), lambda: None)
+        with backend.micro_step(last=True):
+            backend.backward(model.loss(step))
+        backend.clip_gradients(0.0)
+        backend.step(rate_at(step))
+    backend.close()
+
+
+def backend_of(model: Net, name: str, kind: str, **more: Any) -> LocalBackend:
+    optimizer = ours(model, name, **more)
+    if "host" in kind:
+        optimizer = HostOptimizer(optimizer)
+    return InBackwardBackend(model, optimizer, 0.0) if "backward" in kind else LocalBackend(model, optimizer)
+
+
+@pytest.mark.quick(*QUICK)
+@pytest.mark.parametrize("name", ON_CPU)
+def test_steps_in_the_backward_on_the_host_and_after_a_resume_are_the_same(name: str, tmp_path: Path) -> None:
+    want = Net()
+    run_steps(want, backend_of(want, name, "after"), range(6))
+    for kind in ("backward", "host", "host, backward"):
+        model = Net()
+        run_steps(model, backend_of(model, name, kind), range(6))
+        assert all(map(torch.equal, model.parameters(), want.parameters())), kind
+    for number, (before, after) in enumerate((("after", "after"), ("host, backward", "after"), ("after", "host"))):
+        model, folder = Net(), tmp_path / str(number)
+        folder.mkdir()
+        backend = backend_of(model, name, before)
+        run_steps(model, backend, range(3))
+        write_slices(folder, backend.slices(), 0, whole=True)
+        resumed = Net()
+        resumed.load_state_dict(model.state_dict())
+        again = backend_of(resumed, name, after)
+        again.load_slices(SliceReader(folder))
+        run_steps(resumed, again, range(3, 6))
+        assert all(map(torch.equal, resumed.parameters(), want.parameters())), (before, after)
+
+
+def test_every_entry_has_a_rule_and_says_what_is_wrong_with_options() -> None:
+    assert RULES.keys() == OPTIMIZERS.keys()
+    assert argument_mistakes("sgd", {"momentum": 0.5, "nesterov": True}) is None
+    assert argument_mistakes("sgd", {"momentun": 0.5}) == (
+        "momentun", "'sgd' has no option 'momentun'", "did you mean 'momentum'?",
+    )  # fmt: skip
+    key, what, mend = argument_mistakes("adan", {"betas": [0.9, 0.99]}) or ("", "", "")
+    assert (key, what) == (
+        "betas", "'betas' of 'adan' takes a list of 3 numbers from 0 to below 1; found [0.9, 0.99]",
+    )  # fmt: skip
+    assert mend == "such as [0.98, 0.92, 0.99]"
+    for args in ({"nesterov": 1}, {"momentum": True}, {"momentum": "0.9"}, {"momentum": float("nan")}):
+        assert argument_mistakes("sgd", args) is not None
+    assert argument_mistakes("muon", {"adjust_lr_fn": "none"}) is not None
+    assert "adam_beta1" in (argument_mistakes("adamw", {"betas": [0.9, 0.95]}) or ("", "", ""))[2]
+
+
+def test_a_library_that_is_not_installed_is_named_with_the_line_that_installs_it(monkeypatch: Any) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ArgumentError, match="'optim: adan' needs pytorch_optimizer") as caught:
+        check_installed("adan")
+    assert caught.value.mend == "pip install 'streamtune[optim]'"
+
+
+def test_what_runs_on_an_accelerator_only_is_refused_elsewhere() -> None:
+    with pytest.raises(ArgumentError, match="runs on cuda, and the weights are on cpu") as caught:
+        ours(Net(), "paged_adamw_8bit")
+    assert "adamw_8bit" in caught.value.mend
+    ours(Net().to("meta"), "paged_adamw_8bit")  # a plan
+
+
+def test_rows_and_columns_are_normalised_and_zeros_stay() -> None:
+    gradient = torch.randn(24, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = normalize_rows_and_columns(gradient, 50)
+    assert torch.allclose(found.norm(dim=0), torch.tensor(24.0, dtype=torch.float64).sqrt().expand(40))
+    assert torch.allclose(found.norm(dim=1), torch.tensor(40.0, dtype=torch.float64).sqrt().expand(24))
+    gradient[3] = 0
+    assert normalize_rows_and_columns(gradient, 5).isfinite().all()
+
+
+def test_no_warning_of_a_library_is_an_error_here() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ours(Net(), "sgd").param_groups
+
+
+def test_the_page_has_every_optimizer_with_its_bytes() -> None:
+    page = (Path(__file__).parents[2] / "docs/guide/optimizers.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:5] for line in page.splitlines() if line.startswith("| `")]
+    found = {name.strip(" `"): (fp32.strip(), bf16.strip(), library.strip()) for name, fp32, bf16, library in rows}
+    size = 4096
+    assert found == {
+        name: (*(f"{state_bytes(name, (size, size), width, {}) / size**2:.3g}" for width in (4, 2)), entry.library)
+        for name, entry in OPTIMIZERS.items()
+    }

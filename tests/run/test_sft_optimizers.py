@@ -1,0 +1,167 @@
+"""``optim``, ``optim_args``, ``lr_groups`` and ``lr_layer_decay``, from a recipe to a trained model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from streamtune.errors import ArgumentError, RecipeError
+from streamtune.optimizer_table import OPTIMIZERS
+from streamtune.recipe import load_recipe
+from streamtune.run.model import make_blueprint, make_optimizer
+from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
+
+COMMON: dict[str, Any] = {
+    **RECIPE,
+    "max_length": 160,
+    "val_size": 5,
+    "engine": FIXED,
+    "max_steps": 6,
+    "save_steps": 2,
+    "learning_rate": 1e-3,
+    "weight_decay": 0.1,
+}
+SEVERAL = [
+    pytest.param(
+        name,
+        marks=[] if OPTIMIZERS[name].installed else pytest.mark.skip(f"{OPTIMIZERS[name].library} is not installed"),
+    )
+    for name in ("adamw_8bit", "adamw_torch_4bit", "adafactor", "came", "muon", "sinkgd")
+]
+"""An optimizer of each library and each kind of state; ``tests/optim`` has all of them without a run."""
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path, 40)
+    return tmp_path
+
+
+def weights_of(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    (file,) = (folder / name / "final").glob("*model.safetensors")
+    return load_file(file)
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return [each["loss"] for each in records if "loss" in each]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_run_learns_and_goes_on_where_it_stopped(folder: Path, name: str) -> None:
+    common = {**COMMON, "optim": name, "lr_scheduler_type": "constant"}
+    write_recipe(folder, {**common, "output_dir": "whole"})
+    assert run() == 0
+    want = losses(folder, "whole")
+    assert want[-1] < want[0]
+    write_recipe(folder, {**common, "output_dir": "parts", "max_steps": 2})
+    assert run() == 0
+    host = {"weights": "host", "optimizer": "host"} if name in ("muon", "adamw_8bit") else {}
+    write_recipe(folder, {**common, "output_dir": "parts", "optim_in_backward": True, "engine": {**FIXED, **host}})
+    assert run("--allow-change", "max_steps") == 0
+    assert losses(folder, "parts") == want
+    whole, parts = weights_of(folder, "whole"), weights_of(folder, "parts")
+    assert all(torch.equal(whole[key], parts[key]) for key in whole)
+
+
+def made(folder: Path, **keys: Any) -> Any:
+    path = write_recipe(folder, {**RECIPE, **keys})
+    return load_recipe(path).recipe
+
+
+def groups_of(recipe: Any) -> tuple[dict[str, tuple[float, float]], Any]:
+    """Rate and decay of each parameter by name."""
+    model = make_blueprint(recipe, torch.device("cpu"))
+    optimizer = make_optimizer(recipe, model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {
+        names[id(p)]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]
+    }, optimizer
+
+
+def test_learning_rates_by_name_and_by_layer(folder: Path) -> None:
+    recipe = made(
+        folder,
+        learning_rate=1e-3,
+        weight_decay=0.1,
+        lr_layer_decay=0.5,
+        lr_groups=[
+            {"match": "embed_tokens", "learning_rate": 1e-5},
+            {"match": "layers.0.mlp.up*", "learning_rate": 2e-3, "weight_decay": 0.0},
+            {"match": "norm", "weight_decay": 0.2},
+        ],
+    )
+    found, _ = groups_of(recipe)
+    last = max(int(name.split(".")[2]) for name in found if ".layers." in name)
+    assert found["model.embed_tokens.weight"] == (1e-5, 0.1)
+    assert found["model.layers.0.mlp.up_proj.weight"] == (2e-3, 0.0)
+    assert found["model.layers.0.mlp.down_proj.weight"] == (1e-3 * 0.5 ** (last + 1), 0.1)
+    assert found[f"model.layers.{last}.mlp.down_proj.weight"] == (5e-4, 0.1)
+    assert found["model.norm.weight"] == (1e-3, 0.2)
+    assert found[f"model.layers.{last}.input_layernorm.weight"] == (5e-4, 0.0)  # whole parts of a name match
+
+
+def test_a_schedule_keeps_the_ratio_of_each_group(folder: Path) -> None:
+    from streamtune.optim import set_learning_rate
+
+    recipe = made(folder, learning_rate=1e-3, lr_groups=[{"match": "embed_tokens", "learning_rate": 4e-3}])
+    _, optimizer = groups_of(recipe)
+    set_learning_rate(optimizer, 5e-4)
+    assert sorted({group["lr"] for group in optimizer.param_groups}) == [5e-4, 2e-3]
+
+
+@pytest.mark.full
+def test_a_group_at_rate_zero_is_not_trained_in_the_backward_either(folder: Path) -> None:
+    groups = [{"match": "embed_tokens", "learning_rate": 0.0, "weight_decay": 0.0}]
+    kinds = {"after": {}, "in": {"optim_in_backward": True}}
+    for name, more in kinds.items():
+        write_recipe(folder, {**COMMON, **more, "output_dir": name, "lr_groups": groups, "optim": "muon"})
+        assert run() == 0
+    after, inside = (weights_of(folder, name) for name in kinds)
+    assert all(torch.equal(after[key], inside[key]) for key in after)
+    write_recipe(folder, {**COMMON, "output_dir": "start", "max_steps": 1, "learning_rate": 0.0})
+    assert run() == 0
+    start = weights_of(folder, "start")
+    same = [key for key in after if torch.equal(after[key], start[key])]
+    assert [key for key in same if "embed_tokens" in key]
+    assert len(same) < 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "what", "mend"),
+    [
+        ({"optim": "adamx"}, "'optim' takes", "did you mean 'adamw'?"),
+        ({"optim": "sgd", "optim_args": {"momentun": 0.9}}, "has no option 'momentun'", "did you mean 'momentum'?"),
+        ({"optim": "lion", "adam_beta2": 0.95}, "'adam_beta2' is AdamW's", "optim_args"),
+        ({"optim": "muon", "optim_states": "bfloat16"}, "of AdamW's two moments", "delete the line"),
+        ({"optim": "lamb", "deepspeed": "zero2"}, "trust ratio is a norm of a whole weight", "delete 'deepspeed'"),
+        ({"optim": "muon", "fsdp": True}, "needs whole matrices", "delete 'fsdp'"),
+        ({"optim": "paged_adamw_8bit", "engine": {"optimizer": "host"}}, "steps on the host", "adamw_8bit"),
+        ({"lr_groups": [{"match": "norm"}]}, "sets nothing", "add learning_rate"),
+        ({"learning_rate": 0.0, "lr_groups": [{"match": "norm", "learning_rate": 1.0}]}, "which is 0", "above 0"),
+        ({"lr_layer_decay": 1.5}, "'lr_layer_decay' takes a number", ""),
+    ],
+)
+def test_what_is_refused(folder: Path, keys: dict[str, Any], what: str, mend: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        made(folder, **keys)
+    assert what in caught.value.what
+    assert mend in caught.value.mend
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_what_there_is(folder: Path) -> None:
+    recipe = made(folder, lr_groups=[{"match": "embed_token", "learning_rate": 1e-5}])
+    with pytest.raises(ArgumentError, match="'embed_token' matches no trained parameter") as caught:
+        groups_of(recipe)
+    assert caught.value.where == "lr_groups.0.match"
+    assert "embed_tokens" in caught.value.mend
+    assert "layers.*.mlp" in caught.value.what
