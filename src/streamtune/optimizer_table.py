@@ -26,7 +26,7 @@ __all__ = [
 
 OptimizerName = Literal[
     "adamw", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_torch_fp8",
-    "adafactor", "adan", "adopt", "came", "lamb", "lion", "lion_8bit", "muon", "sgd", "sinkgd",
+    "adafactor", "adan", "adopt", "badam", "came", "galore", "lamb", "lion", "lion_8bit", "muon", "sgd", "sinkgd",
 ]  # fmt: skip
 
 ADAM_KEYS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
@@ -59,6 +59,8 @@ class OptimizerEntry:
     """Bytes of the temporaries of a step of a weight, where the library cannot be run without values (a plan)."""
     only_on: str = ""
     """The only type of device that it runs on, or empty."""
+    one_block: bool = False
+    """True if it trains one block of the weights at a time, and all others are frozen meanwhile."""
     not_divided: str = ""
     """Why it is refused where ranks divide the optimizer's states (DeepSpeed, FSDP2); empty where it is not."""
 
@@ -132,6 +134,19 @@ def _of_torchao(bits: int, table: int) -> Callable[[Shape, int, Mapping[str, Any
     return size
 
 
+def _badam(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
+    """Return the size of a weight of the block: two moments and, of a narrower weight, a copy in float32."""
+    return STEP + 4 * _count(shape) * (2 + (width < 4))
+
+
+def _galore(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+    rank = args["rank"]
+    if len(shape) != 2 or rank >= min(shape):
+        return _adamw(shape, width, args)
+    stored = 8 * rank if args["projection"] == "dct" else rank * min(shape) * width
+    return STEP + 2 * rank * max(shape) * width + stored
+
+
 _WHOLE_MATRICES = "it needs whole matrices, and a rank has a part of each"
 _BLOCKS = "its states are quantised in blocks of whole weights, and a rank has a part of each"
 _NOT_BUILT = "it is not built over divided weights; adamw is"
@@ -180,11 +195,24 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         "pytorch_optimizer", _moments(2), {"betas": [0.9, 0.9999], "eps": 1e-6},
         extra="optim", not_divided=_NOT_BUILT,
     ),
+    "badam": OptimizerEntry(
+        "AdamW on a block of the weights at a time; others are frozen, and the backward ends there (2404.02827)",
+        "streamtune", _badam,
+        {"switch_block_every": 50, "switch_mode": "random", "layers_per_block": 1, "include_embedding": False,
+         "include_lm_head": False, "blocks": []},
+        is_adam=True, one_block=True, not_divided="the weights that are trained change, and ranks divide them once",
+    ),
     "came": OptimizerEntry(
         "Adafactor with momentum, guided by its confidence (2307.02047)",
         "pytorch_optimizer", _came,
         {"betas": [0.9, 0.999, 0.9999], "eps1": 1e-30, "eps2": 1e-16, "clip_threshold": 1.0},
         extra="optim", not_divided=_WHOLE_MATRICES,
+    ),
+    "galore": OptimizerEntry(
+        "moments of the gradients of layers' matrices, projected to a low rank; AdamW for the rest (2403.03507)",
+        "streamtune", _galore,
+        {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection": "svd"},
+        is_adam=True, adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
     ),
     "lamb": OptimizerEntry(
         "AdamW with a trust ratio for each weight, for large batches (1904.00962)",
@@ -246,14 +274,27 @@ def argument_mistakes(name: str, args: Mapping[str, Any]) -> tuple[str, str, str
             return key, f"'{name}' has no option '{key}'", did_you_mean(key, options) or listed
         if not _is_like(value, options[key]):
             return key, f"'{key}' of '{name}' takes {_kind(options[key])}; found {value!r}", f"such as {options[key]}"
-    if args.get("adjust_lr_fn", "original") not in ("original", "match_rms_adamw"):
-        return "adjust_lr_fn", "'adjust_lr_fn' is 'original' or 'match_rms_adamw'", "write one of the two"
+        known = CHOICES.get(key, ())
+        if known and value not in known:
+            *others, last = (f"'{choice}'" for choice in known)
+            shown = f"{', '.join(others)} or {last}"
+            return key, f"'{key}' is {shown}; found {value!r}", did_you_mean(str(value), known) or "write one of them"
     return None
+
+
+CHOICES = {
+    "adjust_lr_fn": ("original", "match_rms_adamw"),
+    "projection": ("svd", "randomized", "dct"),
+    "switch_mode": ("random", "ascending", "descending"),
+}
+"""Options that are one of a few words."""
 
 
 def _is_like(value: Any, default: Any) -> bool:
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(default, bool) and isinstance(value, bool)
+    if default == []:
+        return isinstance(value, list) and all(isinstance(each, str) and each for each in value)
     if isinstance(default, list):
         return isinstance(value, list) and len(value) == len(default) and all(0 <= beta < 1 for beta in value)
     if isinstance(default, int):
@@ -264,6 +305,8 @@ def _is_like(value: Any, default: Any) -> bool:
 
 
 def _kind(default: Any) -> str:
+    if default == []:
+        return "a list of texts"
     if isinstance(default, list):
         return f"a list of {len(default)} numbers from 0 to below 1"
     return {bool: "true or false", int: "a whole number of at least 1", float: "a number"}.get(type(default), "text")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import streamtune
 from streamtune import Schedule
 from streamtune.errors import ArgumentError
-from streamtune.optim.blocks import BlockAdamW, SwitchMode, freeze_but_largest_block, split_blocks
+from streamtune.optim.blocks import BlockAdamW, SwitchMode, split_blocks, train_largest_block
 from tests.exactness.families import build
 from tests.precision_kit import Float64
 
@@ -139,8 +139,8 @@ def trained(model: nn.Module) -> set[Tensor]:
 
 def test_the_largest_step_is_that_of_the_lowest_block_unless_another_is_larger() -> None:
     model = build("qwen3")
-    freeze_but_largest_block(model)
+    train_largest_block(model)
     assert trained(model) == set(model.model.layers[0].parameters())
     model = build("qwen3", vocab_size=512, tie_word_embeddings=False)
-    freeze_but_largest_block(model, include_lm_head=True)
+    train_largest_block(model, include_lm_head=True)
     assert trained(model) == {*model.model.layers[0].parameters(), *model.model.norm.parameters(), model.lm_head.weight}

@@ -31,7 +31,7 @@ SEVERAL = [
         name,
         marks=[] if OPTIMIZERS[name].installed else pytest.mark.skip(f"{OPTIMIZERS[name].library} is not installed"),
     )
-    for name in ("adamw_8bit", "adamw_torch_4bit", "adafactor", "came", "muon", "sinkgd")
+    for name in ("adamw_8bit", "adamw_torch_4bit", "adafactor", "came", "galore", "muon", "sinkgd")
 ]
 """An optimizer of each library and each kind of state; ``tests/optim`` has all of them without a run."""
 
@@ -59,6 +59,8 @@ def losses(folder: Path, name: str) -> list[float]:
 @pytest.mark.parametrize("name", SEVERAL)
 def test_a_run_learns_and_goes_on_where_it_stopped(folder: Path, name: str) -> None:
     common = {**COMMON, "optim": name, "lr_scheduler_type": "constant"}
+    if name == "galore":
+        common["optim_args"] = {"rank": 4, "update_proj_gap": 3}
     write_recipe(folder, {**common, "output_dir": "whole"})
     assert run() == 0
     want = losses(folder, "whole")
@@ -71,6 +73,36 @@ def test_a_run_learns_and_goes_on_where_it_stopped(folder: Path, name: str) -> N
     assert losses(folder, "parts") == want
     whole, parts = weights_of(folder, "whole"), weights_of(folder, "parts")
     assert all(torch.equal(whole[key], parts[key]) for key in whole)
+
+
+def test_blocks_are_trained_in_turn_and_go_on_where_they_stopped(folder: Path) -> None:
+    """Stopped within a block and where one ends."""
+    common = {**COMMON, "optim": "badam", "optim_args": {"switch_block_every": 2, "include_embedding": True}}
+    common |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+    write_recipe(folder, {**common, "output_dir": "whole"})
+    assert run() == 0
+    for steps in (3, 4, 6):
+        write_recipe(folder, {**common, "output_dir": "parts", "max_steps": steps})
+        assert run("--allow-change", "max_steps") == 0
+    assert losses(folder, "parts") == losses(folder, "whole")
+    whole, parts = weights_of(folder, "whole"), weights_of(folder, "parts")
+    assert all(torch.equal(whole[key], parts[key]) for key in whole)
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"optim_in_backward": True}, "has those of one block"),
+        ({"engine": {"weights": "host"}}, "to the host once"),
+        ({"deepspeed": "zero2"}, "ranks divide them once"),
+        ({"sequence_parallel_size": 2}, "one device by itself"),
+        ({"optim_args": {"blocks": ["mlp"], "layers_per_block": 2}}, "what is trained together"),
+        ({"optim_args": {"switch_mode": "ascendin"}}, "'random', 'ascending' or 'descending'"),
+    ],
+)
+def test_what_blocks_do_not_combine_with(folder: Path, keys: dict[str, Any], what: str) -> None:
+    with pytest.raises(RecipeError, match=what):
+        made(folder, optim="badam", **keys)
 
 
 def made(folder: Path, **keys: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from streamtune.optim.blocks import BlockAdamW, train_largest_block
 from streamtune.optim.name_groups import LayerPlaces, NameGroups
 from streamtune.optim.narrow_states import NarrowStatesAdamW, StatesDtype
 from streamtune.optim.optimizers import (
@@ -15,6 +16,7 @@ from streamtune.optim.weightwise import WeightwiseOptimizer, pack_state, state_t
 
 __all__ = [
     "SCHEDULES",
+    "BlockAdamW",
     "LayerPlaces",
     "LearningRateSchedule",
     "NameGroups",
@@ -26,4 +28,5 @@ __all__ = [
     "pack_state",
     "set_learning_rate",
     "state_tensors",
+    "train_largest_block",
 ]

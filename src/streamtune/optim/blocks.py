@@ -26,7 +26,7 @@ from torch.optim.adamw import adamw
 from streamtune.errors import ArgumentError
 from streamtune.optim.load import load_states
 
-__all__ = ["BlockAdamW", "SwitchMode", "WeightBlock", "freeze_but_largest_block", "split_blocks"]
+__all__ = ["BlockAdamW", "SwitchMode", "WeightBlock", "split_blocks", "train_largest_block"]
 
 SwitchMode = Literal["random", "ascending", "descending", "fixed"]
 """The order of blocks: another random one in each pass, from the embedding on, from the last layer on, always one."""
@@ -255,7 +255,15 @@ def _fresh_state(parameter: Tensor) -> dict[str, Tensor]:
     return state
 
 
-def freeze_but_largest_block(model: nn.Module, **options: Any) -> None:
+def train_largest_block(
+    model: nn.Module,
+    *,
+    layers_per_block: int = 1,
+    include_embedding: bool = False,
+    include_lm_head: bool = False,
+    blocks: Sequence[str] = (),
+    **_: Any,
+) -> None:
     """Freeze all weights of a model but those of the block whose step takes the most memory and time.
 
     The lowest block has the longest backward, and the largest the most gradients and moments. Where these are two,
@@ -263,13 +271,17 @@ def freeze_but_largest_block(model: nn.Module, **options: Any) -> None:
 
     Args:
         model: The model.
-        options: See :func:`split_blocks`.
+        layers_per_block, include_embedding, include_lm_head, blocks: See :func:`split_blocks`; others do not matter.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    blocks = split_blocks(list(trained), **options)
-    sizes = [sum(trained[name].numel() for name in block.parameters) for block in blocks]
-    lowest, largest = blocks[0], blocks[max(range(len(blocks)), key=sizes.__getitem__)]
-    if sizes[0] == max(sizes):
-        largest = lowest
+    found = split_blocks(
+        list(trained),
+        layers_per_block=layers_per_block,
+        include_embedding=include_embedding,
+        include_lm_head=include_lm_head,
+        patterns=blocks,
+    )
+    sizes = [sum(trained[name].numel() for name in block.parameters) for block in found]
+    lowest, largest = found[0], found[max(range(len(found)), key=sizes.__getitem__)]
     for name, parameter in trained.items():
         parameter.requires_grad_(name in lowest.parameters | largest.parameters)

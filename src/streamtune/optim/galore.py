@@ -106,7 +106,7 @@ class GaLoreAdamW(torch.optim.Optimizer):
             grad = grad.T if wide else grad
             # On meta a step is simulated: the one that takes the most memory.
             if parameter.is_meta or int(state["step"]) % group["update_proj_gap"] == 0:
-                number = self._number[id(parameter)]
+                number = self._number.get(id(parameter), 0)  # others may hand in one weight after another
                 state["projection"] = self._projection(grad, group, number, state["step"], wide=wide)
             columns = _columns_of(state["projection"], grad)
             grad = grad @ columns

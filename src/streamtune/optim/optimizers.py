@@ -27,6 +27,7 @@ from torch import nn
 
 from streamtune.errors import ArgumentError
 from streamtune.names import look_up
+from streamtune.optim.blocks import BlockAdamW
 from streamtune.optim.narrow_states import NarrowStatesAdamW, StatesDtype
 from streamtune.optim.weightwise import WeightwiseOptimizer
 from streamtune.optimizer_table import OPTIMIZERS, check_installed
@@ -81,10 +82,13 @@ def build_optimizer(
     if not trainable:
         raise ArgumentError("no parameter of the model requires a gradient: there is nothing to train")
     _check_device(name, [parameter for _, parameter in trainable])
-    given = {
+    given: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in {**entry.options, **args}.items()
     }
     adam = {"betas": betas, "eps": eps}
+    if name == "galore":
+        _check_rank(given["rank"], [p for own, p in trainable if p.ndim == 2 and is_in_layer(own)])
+    names = {id(parameter): own for own, parameter in trainable}
     found: dict[Any, ParamGroup] = {}
     for matrices in (True, False):
         for own, parameter in trainable:
@@ -99,10 +103,13 @@ def build_optimizer(
                 group["lr_scale"] = scale
             if by_adamw:
                 group |= {"rule": "adamw", **adam, "fused": True}
-            elif name != "adamw":
+            elif name not in ("adamw", "badam"):
                 group |= {"rule": name, **given, **(adam if entry.is_adam else {})}
             found.setdefault((matrices, by_adamw, scale, decay), group)["params"].append(parameter)
     groups = list(found.values())
+    if entry.one_block:
+        named = [{**group, "params": [(names[id(p)], p) for p in group["params"]]} for group in groups]
+        return BlockAdamW(named, lr=learning_rate, betas=betas, eps=eps, seed=seed, **given)
     if name != "adamw":
         return WeightwiseOptimizer(groups)
     return _adamw(groups, learning_rate=learning_rate, betas=betas, eps=eps, states=states, seed=seed)
@@ -134,6 +141,22 @@ def _adamw(
     # The fused step updates in place, parameter by parameter. torch's default on an accelerator (foreach) holds
     # temporaries as large as all the parameters together, at the very moment when memory is fullest.
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
+
+
+def _check_rank(rank: int, matrices: list[nn.Parameter]) -> None:
+    """Refuse a rank that makes no gradient smaller.
+
+    Raises:
+        ArgumentError: It is at least as large as the smaller side of every matrix.
+    """
+    sides = [min(parameter.shape) for parameter in matrices]
+    if not sides or rank >= max(sides):
+        what = f"the largest has {max(sides)} rows or columns" if sides else "there are none"
+        raise ArgumentError(
+            f"a rank of {rank} makes the gradient of no matrix in the layers smaller: {what}",
+            where="optim_args.rank",
+            mend="write a lower rank, such as a quarter of that" if sides else "write optim: adamw",
+        )
 
 
 def _check_device(name: str, parameters: list[nn.Parameter]) -> None:

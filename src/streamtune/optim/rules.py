@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.optim.galore import GaLoreAdamW
 from streamtune.optim.sinkgd import SinkGD
 
 __all__ = ["RULES", "Rule"]
@@ -110,6 +111,10 @@ def _sinkgd(params: list[nn.Parameter], options: Options) -> torch.optim.Optimiz
     return SinkGD(params, **options)
 
 
+def _galore(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+    return GaLoreAdamW(params, **options)
+
+
 _TABLES = ("qmap1", "qmap2")
 _STEP = {"step": 0}
 
@@ -124,6 +129,7 @@ RULES: dict[str, Rule] = {
     "adan": Rule(_of_pytorch_optimizer("Adan", weight_decouple=True), _STEP),
     "adopt": Rule(_of_pytorch_optimizer("ADOPT", weight_decouple=True), _STEP),
     "came": Rule(_of_pytorch_optimizer("CAME"), _STEP),
+    "galore": Rule(_galore),
     # Gradients are clipped by the norm of all of them before, which a weight by itself does not have. Its plain form
     # reads values on the host; `foreach` of one weight holds the same.
     "lamb": Rule(_of_pytorch_optimizer("Lamb", foreach=None, max_grad_norm=0.0), _STEP),

@@ -19,7 +19,7 @@ from streamtune.plan.budget import Budget
 from streamtune.probe.steps import BudgetExceededError, Shape, TrainingStep
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import prepare_libraries, stream_model
-from streamtune.run.model import make_model_alone, make_reference_alone
+from streamtune.run.model import make_model_alone, make_reference_alone, train_largest
 from streamtune.run.plan import plan_model
 from streamtune.run.ranks import local_backend, local_optimizer
 from streamtune.run.reference import streamed
@@ -52,6 +52,7 @@ def prepare_step(recipe: Recipe, device_name: str, budget: Budget, shape: Shape)
         handle = stream_model(recipe, model, schedule)
     elif shape.mode == "checkpoint":
         use_checkpointing(model)
+    train_largest(recipe, model)
     optimizer = local_optimizer(recipe, model)
     trial = TrialStep(
         model=model,

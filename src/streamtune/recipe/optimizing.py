@@ -70,10 +70,45 @@ def optimizer_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
             key="optim",
             mend=f"write optim: {name.removeprefix('paged_')}, or delete 'engine.{on_host}'",
         )
+    if entry.one_block:
+        yield from _block_mistakes(recipe, on_host)
     grouped = any(group.learning_rate is not None for group in recipe.lr_groups)
     if grouped and recipe.learning_rate == 0:
         yield mistake(
             "'lr_groups' follow the schedule of 'learning_rate', which is 0",
             key="lr_groups",
             mend="write a learning_rate above 0; lr_groups: [{match: '*', learning_rate: 0.0}] stops the others",
+        )
+
+
+def _block_mistakes(recipe: Any, on_host: str | None) -> Iterator[PydanticCustomError]:
+    """Yield the mistakes of a recipe that trains one block of the weights at a time."""
+    name = recipe.optim
+    if on_host:
+        yield mistake(
+            f"'optim: {name}' freezes weights and trains others as it goes, and 'engine.{on_host}: host' takes those "
+            "that are trained to the host once",
+            key="optim",
+            mend=f"delete 'engine.{on_host}': moments are there for one block alone",
+        )
+    if recipe.optim_in_backward:
+        yield mistake(
+            f"'optim_in_backward' frees gradients of all weights, and 'optim: {name}' has those of one block",
+            key="optim_in_backward",
+            mend="delete the line",
+        )
+    if recipe.sequence_parallel_size > 1:
+        yield mistake(
+            f"'optim: {name}' is for one device by itself, and 'sequence_parallel_size' is for several",
+            key="optim",
+            mend="write optim: adamw, or sequence_parallel_size: 1",
+        )
+    if recipe.optim_args.get("blocks") and any(
+        recipe.optim_args.get(key) for key in ("include_embedding", "include_lm_head", "layers_per_block")
+    ):
+        yield mistake(
+            "'blocks' says what is trained together, and so do 'layers_per_block', 'include_embedding' and "
+            "'include_lm_head'",
+            key="optim_args.blocks",
+            mend="delete it, or the others",
         )

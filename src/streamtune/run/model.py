@@ -43,6 +43,7 @@ __all__ = [
     "make_reference_model",
     "make_trial_model",
     "shares_weights",
+    "train_largest",
 ]
 
 
@@ -311,6 +312,18 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
         decay_of=decay_of,
         is_in_layer=places.is_in_layer,
     )
+
+
+def train_largest(recipe: Recipe, model: nn.Module) -> None:
+    """Freeze all weights but the block whose step takes the most, where an optimizer trains one block at a time.
+
+    Raises:
+        ArgumentError: There are no such blocks.
+    """
+    if recipe.optim == "badam":
+        if recipe.finetuning_type == "full":
+            model.requires_grad_(True)  # of a run that goes on, one block is trained
+        optim.train_largest_block(model, **recipe.optim_args)
 
 
 def choose_quantization(recipe: Recipe, device: torch.device) -> str | None:

@@ -33,7 +33,7 @@ from streamtune.run.cluster import RanksAsked, Wider, accumulation_of, cluster_o
 from streamtune.run.device import blame_recipe, choose_device, make_schedule, prepare_libraries
 from streamtune.run.kept_plan import PlanOptions
 from streamtune.run.mfu import peak_of
-from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint
+from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint, train_largest
 from streamtune.schedule import GIVEN, Schedule
 from streamtune.simulate.cluster import Cluster
 from streamtune.simulate.memory import device_held_bytes, distinct_bytes, held_bytes
@@ -296,6 +296,7 @@ def make_workload(
         completions: The completions of a micro-batch, where the objective scores completions.
         reference_bytes: Of a second model that is held and not trained.
     """
+    train_largest(recipe, model)
     return Workload(
         make_model=lambda: model,
         length=length,

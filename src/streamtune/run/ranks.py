@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune import models, train
+from streamtune import models, optim, train
 from streamtune.distributed import agree
 from streamtune.engine import SequenceParallel
 from streamtune.errors import ArgumentError
@@ -169,6 +169,12 @@ def make_backend(
         return FsdpBackend(model, lambda sharded: make_optimizer(recipe, sharded), layers)
     if world.size == 1:
         return local_backend(recipe, model, local_optimizer(recipe, model))
+    if recipe.optim == "badam":
+        raise ArgumentError(
+            f"'optim: badam' is for one device by itself, and the run has {world.size} ranks",
+            where="optim",
+            mend="start one process, or write optim: adamw",
+        )
     from streamtune.distributed.backends.pytorch import DdpBackend
 
     return DdpBackend(model, make_optimizer(recipe, model))
@@ -182,6 +188,8 @@ def local_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
 
 def local_backend(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> train.Backend:
     """Return the backend of one device by itself."""
+    if isinstance(optimizer, optim.BlockAdamW):
+        return train.BlockBackend(model, optimizer)
     if recipe.optim_in_backward:
         return train.InBackwardBackend(model, optimizer, recipe.max_grad_norm, lagged=recipe.clip_norm == "lagged")
     return train.LocalBackend(model, optimizer)

@@ -237,7 +237,8 @@ def _train(
             {name: partial(_shared_out, make, world) for name, make in training.held_out.items()},
             settings=replace(
                 train_settings(recipe, plan, run.handle.schedule),
-                step_flops=StepFlops(run.model),
+                # Of one block at a time, the backward is another one in each block.
+                step_flops=None if recipe.optim == "badam" else StepFlops(run.model),
                 peak_flops=peak_of(recipe, run.device),
             ),
             run=directory,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from streamtune.train.backend import Backend, LocalBackend
 from streamtune.train.batch import MicroBatch, PrefixBatch, StepStream, TreeBatch, counted
+from streamtune.train.blocks import BlockBackend
 from streamtune.train.checkpoint import Checkpoint, checkpoint_path, supersede
 from streamtune.train.guard import skipped_most
 from streamtune.train.hold import DirectoryHold
@@ -50,6 +51,7 @@ __all__ = [
     "FILES",
     "GIB",
     "Backend",
+    "BlockBackend",
     "Checkpoint",
     "DirectoryHold",
     "HeldOut",

@@ -364,8 +364,8 @@ def resume(checkpoint: Checkpoint, backend: Backend, steps: StepStream, seed: in
     Every rank goes on with its own random state. Where another number of ranks wrote the checkpoint there is none for
     each, and all are seeded anew, by the step and the rank.
     """
+    backend.load_state(checkpoint.state.get("backend", {}))  # which weights have a state may depend on it
     world.together(lambda: backend.load_slices(SliceReader(checkpoint.path)))
-    backend.load_state(checkpoint.state.get("backend", {}))
     if checkpoint.state["stream"] is not None:  # None: the data may be another, and is begun anew
         steps.load_state_dict(checkpoint.state["stream"])
     if checkpoint.ranks == world.size:
