@@ -248,7 +248,7 @@ class BlockAdamW(torch.optim.Optimizer):
 def _fresh_state(parameter: Tensor) -> dict[str, Tensor]:
     # Moments are float32, or wider if the weight is.
     wide = torch.promote_types(parameter.dtype, torch.float32)
-    state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+    state = {"step": torch.zeros((), dtype=torch.float32, device="cpu" if parameter.is_meta else parameter.device)}
     state |= {key: torch.zeros_like(parameter, dtype=wide) for key in ("exp_avg", "exp_avg_sq")}
     if parameter.dtype != wide:
         state["float32"] = parameter.detach().to(wide)
