@@ -26,7 +26,8 @@ __all__ = [
 
 OptimizerName = Literal[
     "adamw", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_torch_fp8",
-    "adafactor", "adan", "adopt", "badam", "came", "galore", "lamb", "lion", "lion_8bit", "muon", "sgd", "sinkgd",
+    "adafactor", "adan", "adopt", "apollo", "badam", "came", "galore", "lamb", "lion", "lion_8bit", "muon",
+    "schedule_free", "sgd", "sinkgd",
 ]  # fmt: skip
 
 ADAM_KEYS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
@@ -55,6 +56,8 @@ class OptimizerEntry:
     """True if its moments are those of AdamW: ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon`` are its own."""
     adamw_for_rest: bool = False
     """True if it steps the matrices of decoder layers, and AdamW all other weights."""
+    averages: bool = False
+    """True if what is saved and evaluated is an average of the weights that are trained."""
     scratch: Callable[[Shape, int], int] | None = None
     """Bytes of the temporaries of a step of a weight, where the library cannot be run without values (a plan)."""
     only_on: str = ""
@@ -104,6 +107,12 @@ def _adafactor(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
 def _came(shape: Shape, width: int, _: Mapping[str, Any]) -> int:
     means = 2 * _edges(shape) if len(shape) > 1 else _count(shape)
     return (_count(shape) + means + 1) * width
+
+
+def _apollo(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+    """Return the size of two moments of the projected gradient, of the projection, and of a norm."""
+    long, short = max(shape), min(shape)
+    return (args["rank"] * (2 * long + short) + 1) * width
 
 
 SMALLEST_QUANTISED = 4096
@@ -195,6 +204,13 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         "pytorch_optimizer", _moments(2), {"betas": [0.9, 0.9999], "eps": 1e-6},
         extra="optim", not_divided=_NOT_BUILT,
     ),
+    "apollo": OptimizerEntry(
+        "AdamW's scale of each row or column, from a random projection of the gradient, for the matrices of layers; "
+        "AdamW for the rest",
+        "apollo_torch", _apollo, {"rank": 256, "scale": 1.0, "scale_type": "channel", "update_proj_gap": 200},
+        extra="optim", is_adam=True, adamw_for_rest=True,
+        scratch=lambda shape, width: 2 * _count(shape) * width, not_divided=_WHOLE_MATRICES,
+    ),
     "badam": OptimizerEntry(
         "AdamW on a block of the weights at a time; others are frozen, and the backward ends there (2404.02827)",
         "streamtune", _badam,
@@ -233,6 +249,11 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         "torch", _moments(1),
         {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw"},
         adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
+    ),
+    "schedule_free": OptimizerEntry(
+        "AdamW with an average of the weights, which is evaluated and saved, in place of a decaying rate (2405.15682)",
+        "schedulefree", _moments(2), {"r": 0.0, "weight_lr_power": 2.0}, extra="optim", is_adam=True, averages=True,
+        not_divided=_NOT_BUILT,
     ),
     "sgd": OptimizerEntry(
         "gradient descent with momentum; its weight decay is added to the gradient",
@@ -285,6 +306,7 @@ def argument_mistakes(name: str, args: Mapping[str, Any]) -> tuple[str, str, str
 CHOICES = {
     "adjust_lr_fn": ("original", "match_rms_adamw"),
     "projection": ("svd", "randomized", "dct"),
+    "scale_type": ("channel", "tensor"),
     "switch_mode": ("random", "ascending", "descending"),
 }
 """Options that are one of a few words."""

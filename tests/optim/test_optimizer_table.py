@@ -27,8 +27,6 @@ ON_CPU = [
     for name, entry in OPTIMIZERS.items()
     if entry.only_on in ("", "cpu") and not entry.one_block  # test_blocks.py has these
 ]
-ARGS: dict[str, dict[str, Any]] = {"galore": {"rank": 3, "update_proj_gap": 7, "scale": 0.5}}
-"""Options of optimizers whose defaults are for larger matrices."""
 RATE, DECAY, STEPS = 3e-3, 0.1, 50
 QUICK = ("muon", "adafactor")
 
@@ -56,18 +54,25 @@ class Net(nn.Module):
         return wrong + self.experts.float().square().mean() + (self.layer["small"].float() - 1).square().mean()
 
 
+ARGS: dict[str, dict[str, Any]] = {
+    "apollo": {"rank": 8, "update_proj_gap": 20},
+    "galore": {"rank": 3, "update_proj_gap": 7, "scale": 0.5},
+}
+"""Options of the tests: a projection that is changed within their steps."""
+
+
 def is_in_layer(name: str) -> bool:
     return name.startswith("layer.")
 
 
 def ours(model: Net, name: str, **more: Any) -> torch.optim.Optimizer:
+    more.setdefault("args", ARGS.get(name, {}))
     return build_optimizer(
         name,
         model.named_parameters(),
         learning_rate=RATE,
         weight_decay=DECAY,
         is_in_layer=is_in_layer,
-        args=ARGS.get(name, {}),
         **more,
     )
 
@@ -79,6 +84,8 @@ def theirs(model: Net, name: str) -> list[torch.optim.Optimizer]:
 
     if OPTIMIZERS[name].library == "pytorch_optimizer":
         import pytorch_optimizer
+    if name == "apollo":
+        from apollo_torch import APOLLOAdamW
 
     in_layer = {id(p) for key, p in model.named_parameters() if is_in_layer(key) and p.ndim == 2}
     parts = [[p for p in model.parameters() if (id(p) in in_layer) == inside] for inside in (True, False)]
@@ -105,6 +112,25 @@ def theirs(model: Net, name: str) -> list[torch.optim.Optimizer]:
         "adafactor": lambda: [torch.optim.Adafactor(every, lr=RATE)],
         "adan": lambda: [pytorch_optimizer.Adan(every, lr=RATE, weight_decouple=True)],
         "adopt": lambda: [pytorch_optimizer.ADOPT(every, lr=RATE, weight_decouple=True)],
+        "apollo": lambda: [
+            APOLLOAdamW(
+                [
+                    {
+                        "params": parts[0],
+                        "rank": 8,
+                        "proj": "random",
+                        "update_proj_gap": 20,
+                        "scale": 1.0,
+                        "proj_type": "std",
+                        "scale_type": "channel",
+                    }
+                ],
+                lr=RATE,
+                eps=1e-8,
+                weight_decay=DECAY,
+            ),
+            adamw(groups(parts[1]), lr=RATE),
+        ],
         "came": lambda: [pytorch_optimizer.CAME(every, lr=RATE)],
         "galore": galore,
         "lamb": lambda: [pytorch_optimizer.Lamb(every, lr=RATE, max_grad_norm=0.0)],
@@ -114,10 +140,19 @@ def theirs(model: Net, name: str) -> list[torch.optim.Optimizer]:
             torch.optim.Muon(parts[0], lr=RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"),
             adamw(groups(parts[1]), lr=RATE),
         ],
+        "schedule_free": lambda: [schedule_free(every)],
         "sgd": lambda: [torch.optim.SGD(every, lr=RATE, momentum=0.9)],
         "sinkgd": lambda: [Sinkhorn(parts[0]), adamw(groups(parts[1]), lr=RATE)],
     }
     return libraries[name]()
+
+
+def schedule_free(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    from schedulefree import AdamWScheduleFree
+
+    made: Any = AdamWScheduleFree(groups, lr=RATE)
+    made.train()
+    return made
 
 
 class Sinkhorn(torch.optim.Optimizer):
@@ -290,7 +325,7 @@ def test_no_warning_of_a_library_is_an_error_here() -> None:
 
 def test_the_page_has_every_optimizer_with_its_bytes() -> None:
     page = (Path(__file__).parents[2] / "docs/guide/optimizers.md").read_text(encoding="utf-8")
-    rows = [line.split("|")[1:5] for line in page.splitlines() if line.startswith("| `")][1:]
+    rows = [line.split("|")[1:5] for line in page.splitlines() if line.startswith("| `") and line.count("|") > 5][1:]
     found = {name.strip(" `"): (fp32.strip(), bf16.strip(), library.strip()) for name, fp32, bf16, library in rows}
     size = 4096
     assert found == {

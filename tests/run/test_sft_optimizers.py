@@ -31,7 +31,7 @@ SEVERAL = [
         name,
         marks=[] if OPTIMIZERS[name].installed else pytest.mark.skip(f"{OPTIMIZERS[name].library} is not installed"),
     )
-    for name in ("adamw_8bit", "adamw_torch_4bit", "adafactor", "came", "galore", "muon", "sinkgd")
+    for name in ("adamw_8bit", "adamw_torch_4bit", "adafactor", "apollo", "galore", "muon", "schedule_free", "sinkgd")
 ]
 """An optimizer of each library and each kind of state; ``tests/optim`` has all of them without a run."""
 
@@ -103,6 +103,26 @@ def test_blocks_are_trained_in_turn_and_go_on_where_they_stopped(folder: Path) -
 def test_what_blocks_do_not_combine_with(folder: Path, keys: dict[str, Any], what: str) -> None:
     with pytest.raises(RecipeError, match=what):
         made(folder, optim="badam", **keys)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not OPTIMIZERS["schedule_free"].installed, reason="schedulefree is not installed")
+def test_the_average_is_saved_and_evaluated_and_training_goes_on_without_it(folder: Path) -> None:
+    common = {**COMMON, "optim": "schedule_free", "lr_scheduler_type": "constant", "max_steps": 3, "save_steps": 0}
+    sample = {"sample": {"prompt": "Add 3.", "max_new_tokens": 2}, "sample_steps": 1}
+    for name, more in (("often", {"eval_steps": 1, "save_steps": 1, **sample}), ("once", {})):
+        write_recipe(folder, {**common, **more, "output_dir": name})
+        assert run() == 0
+    assert losses(folder, "often") == losses(folder, "once")
+    checkpoint = folder / "once" / "checkpoints" / "step-000003"
+    state = load_file(checkpoint / "optimizer-00001.safetensors")
+    final = weights_of(folder, "once")
+    (saved,) = (checkpoint / "model").glob("*model.safetensors")
+    for key, average in final.items():
+        trained, z = (state[f"{key}/{name}"] for name in ("trained", "z"))
+        assert torch.equal(average, trained.lerp(z, 1 - 1 / 0.9))
+        assert not torch.equal(average, trained)
+    assert all(torch.equal(final[key], x) for key, x in load_file(saved).items())
 
 
 def made(folder: Path, **keys: Any) -> Any:
@@ -178,6 +198,7 @@ def test_a_group_at_rate_zero_is_not_trained_in_the_backward_either(folder: Path
         ({"optim": "lamb", "deepspeed": "zero2"}, "trust ratio is a norm of a whole weight", "delete 'deepspeed'"),
         ({"optim": "muon", "fsdp": True}, "needs whole matrices", "delete 'fsdp'"),
         ({"optim": "paged_adamw_8bit", "engine": {"optimizer": "host"}}, "steps on the host", "adamw_8bit"),
+        ({"optim": "schedule_free"}, "'lr_scheduler_type' is cosine", "lr_scheduler_type: constant"),
         ({"lr_groups": [{"match": "norm"}]}, "sets nothing", "add learning_rate"),
         ({"learning_rate": 0.0, "lr_groups": [{"match": "norm", "learning_rate": 1.0}]}, "which is 0", "above 0"),
         ({"lr_layer_decay": 1.5}, "'lr_layer_decay' takes a number", ""),

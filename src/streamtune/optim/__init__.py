@@ -12,7 +12,7 @@ from streamtune.optim.optimizers import (
     build_schedule,
     set_learning_rate,
 )
-from streamtune.optim.weightwise import WeightwiseOptimizer, pack_state, state_tensors
+from streamtune.optim.weightwise import WeightwiseOptimizer, averaged_weights, is_averaged, pack_state, state_tensors
 
 __all__ = [
     "SCHEDULES",
@@ -23,8 +23,10 @@ __all__ = [
     "NarrowStatesAdamW",
     "StatesDtype",
     "WeightwiseOptimizer",
+    "averaged_weights",
     "build_optimizer",
     "build_schedule",
+    "is_averaged",
     "pack_state",
     "set_learning_rate",
     "state_tensors",

@@ -104,7 +104,7 @@ def build_optimizer(
             if by_adamw:
                 group |= {"rule": "adamw", **adam, "fused": True}
             elif name not in ("adamw", "badam"):
-                group |= {"rule": name, **given, **(adam if entry.is_adam else {})}
+                group |= {"rule": name, **given, **(adam if entry.is_adam else {}), "seed": seed}
             found.setdefault((matrices, by_adamw, scale, decay), group)["params"].append(parameter)
     groups = list(found.values())
     if entry.one_block:

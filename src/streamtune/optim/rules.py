@@ -35,6 +35,14 @@ class Rule:
     """False for a library that needs values: a plan takes the bytes of the table."""
     eager: bool = False
     """True for a library that compiles its step: it does so on an accelerator only."""
+    begin: Callable[[int], dict[str, Any]] = lambda number: {}
+    """Makes what the state of a weight begins with, by the weight's number from 1 on."""
+    draws: str = ""
+    """The option with which a step draws random numbers: here they are those of the seed, the step and the weight."""
+    objects: Mapping[str, Callable[[Mapping[str, Any], Options], Any]] = field(default_factory=dict)
+    """Makes an object of the state from the tensors and whole numbers that it has, and the options."""
+    average: Callable[[Tensor, Mapping[str, Any], Options], Tensor] | None = None
+    """Computes the weight that is evaluated and saved from the one that is trained, its state and the options."""
     rebuild: Callable[[str, Mapping[str, Tensor], torch.dtype], Tensor] | None = None
     """Makes a quantised tensor of the state from the tensors it consists of: name, parts, dtype of the weight."""
 
@@ -99,8 +107,40 @@ def _adafactor(params: list[nn.Parameter], options: Options) -> torch.optim.Opti
     return torch.optim.Adafactor(params, eps=eps, d=threshold, foreach=False, **given)
 
 
+def _apollo(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+    from apollo_torch import APOLLOAdamW
+
+    given = dict(options)
+    own = {key: given.pop(key) for key in ("rank", "scale", "scale_type", "update_proj_gap")}
+    made: torch.optim.Optimizer = APOLLOAdamW(
+        [{"params": params, "proj": "random", "proj_type": "std", **own}], **given
+    )
+    return made
+
+
+def _projector(found: Mapping[str, Any], options: Options) -> Any:
+    from apollo_torch.random_projector import GradientProjector
+
+    made = GradientProjector(options["rank"], update_proj_gap=options["update_proj_gap"], scale=options["scale"])
+    made.seed, made.ortho_matrix = found["seed"], found["ortho_matrix"]
+    return made
+
+
 def _muon(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
     return torch.optim.Muon(params, **options)
+
+
+def _schedule_free(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+    from schedulefree import AdamWScheduleFree
+
+    made: Any = AdamWScheduleFree(params, foreach=False, **options)
+    made.train()
+    return made
+
+
+def _average(weight: Tensor, state: Mapping[str, Any], options: Options) -> Tensor:
+    """Return x, where the weight is y = (1 - beta1) z + beta1 x."""
+    return weight.lerp(state["z"].to(weight.device), 1 - 1 / options["betas"][0]) if "z" in state else weight.clone()
 
 
 def _sgd(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
@@ -117,17 +157,21 @@ def _galore(params: list[nn.Parameter], options: Options) -> torch.optim.Optimiz
 
 _TABLES = ("qmap1", "qmap2")
 _STEP = {"step": 0}
+_ROUNDS = "bf16_stochastic_round"
 
 RULES: dict[str, Rule] = {
     "adamw": Rule(_adamw),
     "adamw_8bit": Rule(_of_bitsandbytes("AdamW8bit"), shared=_TABLES),
     "paged_adamw_8bit": Rule(_of_bitsandbytes("PagedAdamW8bit"), shared=_TABLES, runs_on_meta=False),
-    "adamw_torch_8bit": Rule(_of_torchao("AdamW8bit"), eager=True, rebuild=_state_of_torchao("8bit")),
-    "adamw_torch_4bit": Rule(_of_torchao("AdamW4bit"), eager=True, rebuild=_state_of_torchao("4bit")),
-    "adamw_torch_fp8": Rule(_of_torchao("AdamWFp8"), eager=True, rebuild=_state_of_torchao("fp8")),
+    "adamw_torch_8bit": Rule(_of_torchao("AdamW8bit"), eager=True, draws=_ROUNDS, rebuild=_state_of_torchao("8bit")),
+    "adamw_torch_4bit": Rule(_of_torchao("AdamW4bit"), eager=True, draws=_ROUNDS, rebuild=_state_of_torchao("4bit")),
+    "adamw_torch_fp8": Rule(_of_torchao("AdamWFp8"), eager=True, draws=_ROUNDS, rebuild=_state_of_torchao("fp8")),
     "adafactor": Rule(_adafactor, runs_on_meta=False),
     "adan": Rule(_of_pytorch_optimizer("Adan", weight_decouple=True), _STEP),
     "adopt": Rule(_of_pytorch_optimizer("ADOPT", weight_decouple=True), _STEP),
+    "apollo": Rule(
+        _apollo, runs_on_meta=False, begin=lambda number: {"seed": number}, objects={"projector": _projector}
+    ),
     "came": Rule(_of_pytorch_optimizer("CAME"), _STEP),
     "galore": Rule(_galore),
     # Gradients are clipped by the norm of all of them before, which a weight by itself does not have. Its plain form
@@ -136,6 +180,7 @@ RULES: dict[str, Rule] = {
     "lion": Rule(_of_pytorch_optimizer("Lion"), _STEP),
     "lion_8bit": Rule(_of_bitsandbytes("Lion8bit"), shared=_TABLES),
     "muon": Rule(_muon),
+    "schedule_free": Rule(_schedule_free, {"k": 0, "weight_sum": 0.0, "lr_max": -1.0}, average=_average),
     "sgd": Rule(_sgd),
     "sinkgd": Rule(_sinkgd),
 }

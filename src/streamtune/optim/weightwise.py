@@ -9,8 +9,10 @@ library computes from all of its weights at once, such as a norm of all gradient
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,9 +21,9 @@ from torch import Tensor, nn
 from streamtune.optim.rules import RULES, Rule
 from streamtune.optimizer_table import OPTIMIZERS, state_bytes
 
-__all__ = ["WeightwiseOptimizer", "pack_state", "state_tensors"]
+__all__ = ["WeightwiseOptimizer", "averaged_weights", "is_averaged", "pack_state", "state_tensors"]
 
-OWN_KEYS = ("params", "rule", "lr_scale")
+OWN_KEYS = ("params", "rule", "lr_scale", "seed")
 """Keys of a group that are not the library's options."""
 COUNT = "group."
 """Prefix of numbers that a library keeps in a group, in the state of a weight."""
@@ -39,6 +41,13 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {})
         self._inner: dict[int, torch.optim.Optimizer] = {}
+        # Counted once: an optimizer in the backward empties the groups but for the weight that it steps.
+        self._number: dict[int, int] = {}
+        counts = Counter[str]()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                counts[group["rule"]] += 1
+                self._number[id(parameter)] = counts[group["rule"]]
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -83,7 +92,9 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
                 own[key] = group[key]
         own.update({name: state.pop(COUNT + name, first) for name, first in rule.counts.items()})
         new = not state
-        with _eager(rule, parameter):
+        if new:
+            state.update(rule.begin(self._number[id(parameter)]))
+        with _eager(rule, parameter), self._draws(rule, group, parameter, state):
             inner.step()
         state = self.state[parameter]
         if new:
@@ -91,6 +102,19 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
         state.update({COUNT + name: own[name] for name in rule.counts})
         if not any(isinstance(value, Tensor) for value in state.values()):
             state[TAKEN] = state.get(TAKEN, 0) + 1
+
+    @contextmanager
+    def _draws(self, rule: Rule, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Iterator[None]:
+        """Give a step that draws random numbers its own, and leave those of the run as they were."""
+        if not (rule.draws and group[rule.draws]) or parameter.is_meta:
+            yield
+            return
+        taken = int(state.get("step", 0))
+        of = f"{group.get('seed', 0)} {taken} {self._number[id(parameter)]}"
+        digest = hashlib.blake2b(of.encode(), digest_size=8).digest()
+        with torch.random.fork_rng([parameter.device] if parameter.device.type == "cuda" else []):
+            torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+            yield
 
     def _allocate(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
         """Allocate, on ``meta``, what the library keeps of a weight and what its step holds for a moment."""
@@ -110,6 +134,25 @@ def _eager(rule: Rule, parameter: Tensor) -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
+def is_averaged(group: Mapping[str, Any]) -> bool:
+    """Return True if the weights of a group are evaluated and saved as an average."""
+    rule = RULES.get(group.get("rule", ""))
+    return rule is not None and rule.average is not None
+
+
+def averaged_weights(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield the weights of which another one is evaluated and saved, with that one.
+
+    Args:
+        optimizer: Anything with ``param_groups`` and ``state``.
+    """
+    for group in optimizer.param_groups:
+        rule = RULES.get(group.get("rule", ""))
+        if rule is not None and rule.average is not None:
+            for parameter in group["params"]:
+                yield parameter, rule.average(parameter.detach(), optimizer.state.get(parameter, {}), group)
+
+
 def state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the state of a weight; of a quantised tensor ``x``, those it consists of: ``x.codes`` ..."""
     for key, value in state.items():
@@ -119,13 +162,15 @@ def state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
                 yield f"{key}.{name}", getattr(value, name)
         elif isinstance(value, Tensor):
             yield key, value
+        elif hasattr(value, "__dict__"):
+            yield from ((f"{key}.{name}", x) for name, x in vars(value).items() if isinstance(x, Tensor))
 
 
 def pack_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the state of a weight as plain tensors, which a checkpoint can have. Nothing is copied but numbers.
 
     A whole number becomes int64, another one float64, both without dimensions. Of a quantised tensor ``x`` there are
-    those of :func:`state_tensors`, and ``x.shape``.
+    those of :func:`state_tensors`, and ``x.shape``; of another object, its tensors and its whole numbers.
     """
     packed = dict(state_tensors(state))
     for key, value in state.items():
@@ -135,25 +180,37 @@ def pack_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
             packed[key] = torch.tensor(value, dtype=torch.int64)
         elif isinstance(value, float):
             packed[key] = torch.tensor(value, dtype=torch.float64)
+        elif not isinstance(value, Tensor) and hasattr(value, "__dict__"):
+            numbers = {name: x for name, x in vars(value).items() if type(x) is int}
+            packed |= {f"{key}.{name}": torch.tensor(x, dtype=torch.int64) for name, x in numbers.items()}
     return packed
+
+
+def _copied(x: Tensor, parameter: Tensor) -> Tensor:
+    return x.to(parameter.device, copy=True)
 
 
 def _unpacked(entry: Mapping[str, Tensor], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return what :func:`pack_state` was given, on the device of the weight."""
     rule, state = RULES[group["rule"]], dict[str, Any]()
-    parts: dict[str, dict[str, Tensor]] = {}
+    parts: dict[str, dict[str, Any]] = {}
     for key, value in entry.items():
+        prefix, _, name = key.rpartition(".")
         if not isinstance(value, Tensor):  # of `state_dict`, not of a checkpoint
             state[key] = value
+        elif prefix in rule.objects:
+            parts.setdefault(prefix, {})[name] = value.item() if value.ndim == 0 else _copied(value, parameter)
         elif value.ndim == 0 and value.dtype in (torch.int64, torch.float64):
             state[key] = value.item()
-        elif "." in key:
-            prefix, _, name = key.rpartition(".")
-            parts.setdefault(prefix, {})[name] = value.to(parameter.device, copy=True)
+        elif prefix:
+            parts.setdefault(prefix, {})[name] = _copied(value, parameter)
         else:
             stays = key == "step" and not group.get("fused")  # a count that the host reads
             state[key] = value.to("cpu" if stays else parameter.device, copy=True)
     for prefix, found in parts.items():
+        if prefix in rule.objects:
+            state[prefix] = rule.objects[prefix](found, group)
+            continue
         assert rule.rebuild is not None, "only libraries that quantise have such states"
         state[prefix] = rule.rebuild(prefix, found, parameter.dtype)
     return state

@@ -72,6 +72,20 @@ def optimizer_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
         )
     if entry.one_block:
         yield from _block_mistakes(recipe, on_host)
+    if entry.averages and recipe.lr_scheduler_type != "constant":
+        yield mistake(
+            f"'optim: {name}' averages weights in place of a rate that decays, and 'lr_scheduler_type' is "
+            f"{recipe.lr_scheduler_type}",
+            key="lr_scheduler_type" if "lr_scheduler_type" in recipe.model_fields_set else "optim",
+            mend="write lr_scheduler_type: constant; warmup_steps stay",
+        )
+    if entry.averages and recipe.objective == "grpo":
+        yield mistake(
+            f"'optim: {name}' trains other weights than it evaluates, and grpo writes its completions with those that "
+            "it trains",
+            key="optim",
+            mend="write optim: adamw",
+        )
     grouped = any(group.learning_rate is not None for group in recipe.lr_groups)
     if grouped and recipe.learning_rate == 0:
         yield mistake(

@@ -321,11 +321,12 @@ def _tell(watchdog: Watchdog) -> Callable[[int, str], None]:
 def _finish(run: Run, writer: train.ModelWriter, listeners: train.Listeners) -> list[dict[str, Any]]:
     """Write ``final/`` and return the model's completions of the sample prompts, if there are any."""
     world, backend, step = run.world, run.backend, run.plan.total_steps
-    train.write_final(run.directory.final, writer, world)
+    with backend.averaged():
+        train.write_final(run.directory.final, writer, world)
     if run.recipe.sample is None:
         return []
     run.handle.remove()
-    with backend.called_directly() if run.shares_weights else nullcontext():
+    with backend.averaged(), backend.called_directly() if run.shares_weights else nullcontext():
         samples = write_samples(run, run.recipe, step)
     assert samples is not None, "nothing stops it here"
     if world.is_main:

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -18,10 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.errors import CheckpointError
-from streamtune.optim import pack_state, set_learning_rate
+from streamtune.optim import averaged_weights, is_averaged, pack_state, set_learning_rate
 from streamtune.train.slices import MASTER, Slice, SliceReader, share_out_whole
 
 __all__ = ["Backend", "LocalBackend", "TorchBackend", "load_optimizer_tensors", "optimizer_tensors"]
+
+
+TRAINED = "trained"
+"""The key of the weights that are trained, in the state of an optimizer whose average is saved as the model."""
 
 
 class Backend(ABC):
@@ -108,6 +112,13 @@ class Backend(ABC):
         """Return a context to call parts of the model (to write text), by all ranks in step; without gradients."""
         return nullcontext()
 
+    def averaged(self) -> AbstractContextManager[Any]:
+        """Return a context in which the model has the weights that are evaluated and saved.
+
+        They are others than those that are trained where the optimizer averages; those are back afterwards, to the bit.
+        """
+        return nullcontext()
+
     def close(self) -> None:  # noqa: B027 (most have nothing to free)
         """Free threads and buffers; nothing is called after it."""
 
@@ -123,6 +134,8 @@ class TorchBackend(Backend):
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(module)
         self.optimizer = optimizer
+        self._trained_weights: dict[nn.Parameter, Tensor] = {}
+        """Copies of the weights that are trained, while the model has their averages."""
 
     def backward(self, loss: Tensor) -> None:
         """See :class:`Backend`."""
@@ -155,8 +168,36 @@ class TorchBackend(Backend):
         self.optimizer.state.clear()  # it puts another dictionary there when it loads: looked up now
 
     def optimizer_tensors(self) -> Mapping[str, Tensor]:
-        """Return the optimizer's state by ``PARAMETER/KEY``; nothing is copied."""
-        return optimizer_tensors(self.optimizer, self.module)
+        """Return the optimizer's state by ``PARAMETER/KEY``; nothing is copied.
+
+        Of an optimizer that averages, the weights that are trained are a part of it: the model is saved as averaged.
+        """
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        trained = {
+            f"{names[id(p)]}/{TRAINED}": self._trained_weights.get(p, p.detach())
+            for group in self.optimizer.param_groups
+            if is_averaged(group)
+            for p in group["params"]
+        }
+        return {**optimizer_tensors(self.optimizer, self.module), **trained}
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """See :class:`Backend`. Copies of the trained weights are in the host's memory for as long."""
+        if self._trained_weights or not any(map(is_averaged, self.optimizer.param_groups)):
+            yield
+            return
+        with torch.no_grad():
+            for parameter, average in averaged_weights(self.optimizer):
+                self._trained_weights[parameter] = parameter.detach().to("cpu", copy=True)
+                parameter.copy_(average)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, trained in self._trained_weights.items():
+                    parameter.copy_(trained)
+            self._trained_weights = {}
 
     def slices(self) -> Iterator[Slice]:
         """See :class:`Backend`."""
@@ -166,7 +207,11 @@ class TorchBackend(Backend):
         """See :class:`Backend`."""
         trained = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         saved.check_parameters(trained)
-        keys = {name: [key for key in saved.keys(name) if key != MASTER] for name in trained}
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                if TRAINED in saved.keys(name):
+                    parameter.copy_(saved.whole(name, TRAINED))
+        keys = {name: [key for key in saved.keys(name) if key not in (MASTER, TRAINED)] for name in trained}
         found = {f"{name}/{key}": saved.whole(name, key) for name in trained for key in keys[name]}
         load_optimizer_tensors(self.optimizer, self.module, found)
 

@@ -153,16 +153,17 @@ def train(
             # 1. At a boundary between steps: evaluate and save where it is time to, leave where the run is over.
             if state.eval_due and held_out:
                 progress.activity("evaluating")
-                found = evaluate(
-                    model,
-                    objective,
-                    held_out,
-                    settings=settings,
-                    step=state.step,
-                    stop=stop,
-                    handle=handle,
-                    world=world,
-                )
+                with backend.averaged():
+                    found = evaluate(
+                        model,
+                        objective,
+                        held_out,
+                        settings=settings,
+                        step=state.step,
+                        stop=stop,
+                        handle=handle,
+                        world=world,
+                    )
                 if found is not None:
                     state = replace(state, eval_loss=found.get("eval_loss"), eval_due=False)
                     latest |= found
@@ -174,7 +175,8 @@ def train(
                         plot.draw()
             if state.sample_due and sample is not None:
                 progress.activity("sampling")
-                samples = sample(state.step, stop)
+                with backend.averaged():
+                    samples = sample(state.step, stop)
                 if samples is not None:
                     state = replace(state, sample_due=False)
                     if world.is_main:
@@ -194,7 +196,8 @@ def train(
             ):
                 progress.activity("saving")
                 metric = latest.get(settings.metric_for_best_model or "")
-                save(saver, backend, state, position, identity, metric)
+                with backend.averaged():
+                    save(saver, backend, state, position, identity, metric)
                 saved = state.step, state.eval_due, state.sample_due
             committed = saver.wait() if over else saver.finished()
             if world.is_main:
