@@ -158,7 +158,7 @@ def _galore(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
 
 _WHOLE_MATRICES = "it needs whole matrices, and a rank has a part of each"
 _BLOCKS = "its states are quantised in blocks of whole weights, and a rank has a part of each"
-_NOT_BUILT = "it is not built over divided weights; adamw is"
+_AVERAGE = "its average is of whole weights, and a rank has a part of each"
 
 OPTIMIZERS: dict[str, OptimizerEntry] = {
     "adamw": OptimizerEntry(
@@ -197,12 +197,12 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "adan": OptimizerEntry(
         "Nesterov momentum from differences of gradients (2208.06677)",
         "pytorch_optimizer", _moments(4), {"betas": [0.98, 0.92, 0.99], "eps": 1e-8},
-        extra="optim", not_divided=_NOT_BUILT,
+        extra="optim",
     ),
     "adopt": OptimizerEntry(
         "Adam that converges with any beta2 (2411.02853)",
         "pytorch_optimizer", _moments(2), {"betas": [0.9, 0.9999], "eps": 1e-6},
-        extra="optim", not_divided=_NOT_BUILT,
+        extra="optim",
     ),
     "apollo": OptimizerEntry(
         "AdamW's scale of each row or column, from a random projection of the gradient, for the matrices of layers; "
@@ -238,7 +238,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "lion": OptimizerEntry(
         "sign of the momentum; takes a third to a tenth of AdamW's rate (2302.06675)",
         "pytorch_optimizer", _moments(1), {"betas": [0.9, 0.99]},
-        extra="optim", not_divided=_NOT_BUILT,
+        extra="optim",
     ),
     "lion_8bit": OptimizerEntry(
         "Lion, its momentum in 8 bits, in blocks of 256",
@@ -253,11 +253,11 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "schedule_free": OptimizerEntry(
         "AdamW with an average of the weights, which is evaluated and saved, in place of a decaying rate (2405.15682)",
         "schedulefree", _moments(2), {"r": 0.0, "weight_lr_power": 2.0}, extra="optim", is_adam=True, averages=True,
-        not_divided=_NOT_BUILT,
+        not_divided=_AVERAGE,
     ),
     "sgd": OptimizerEntry(
         "gradient descent with momentum; its weight decay is added to the gradient",
-        "torch", _sgd, {"momentum": 0.9, "dampening": 0.0, "nesterov": False}, not_divided=_NOT_BUILT,
+        "torch", _sgd, {"momentum": 0.9, "dampening": 0.0, "nesterov": False},
     ),
     "sinkgd": OptimizerEntry(
         "gradients normalised by rows and columns, no state, for the matrices of layers; AdamW for the rest",

@@ -38,7 +38,7 @@ from streamtune.run.ranks import fill_model, make_backend
 from streamtune.run.train import Run, train_run
 from streamtune.train.rng import capture_rng
 from streamtune.train.saver import CheckpointSaver, Keep
-from streamtune.train.slices import Slice, SliceReader
+from streamtune.train.slices import MASTER, Slice, SliceReader
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def _is_as_saved(built: Run) -> bool:
     every = built.start.world.collect((same, keys))
     together = set().union(*(found for _, found in every))
     trained = {name for name, parameter in built.model.named_parameters() if parameter.requires_grad}
-    return all(found for found, _ in every) and {name for name, key in together if key == "exp_avg"} == trained
+    return all(found for found, _ in every) and {name for name, key in together if key != MASTER} == trained
 
 
 def _digest(values: Tensor) -> str:

@@ -33,6 +33,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "waiting": {"save_async": False},
     "dropout": {"model.init.attention_dropout": 0.2},
 }
+OPTIMIZERS: dict[str, list[str]] = {
+    "muon": ["ddp"],
+    "adafactor": ["ddp"],
+    "adamw_8bit": ["ddp"],
+    "adamw_torch_4bit": ["ddp"],
+    "lion": ["zero2", "fsdp"],
+    "adopt": ["zero1", "fsdp"],
+    "adan": ["zero3", "fsdp"],
+    "sgd": ["zero3", "fsdp"],
+}
+"""Optimizers with layouts that they are divided by, where they are."""
+FEW = {"adamw_torch_4bit": ["ddp"], "adopt": ["zero3", "fsdp"], "rates": ["zero3", "fsdp"]}
+SETTINGS |= {name: {"optim": name, "learning_rate": 1e-3} for name in OPTIMIZERS}
+SETTINGS["rates"] = {
+    "learning_rate": 1e-3,
+    "lr_layer_decay": 0.5,
+    "lr_groups": [{"match": "embed_tokens", "learning_rate": 1e-4}, {"match": "mlp", "weight_decay": 0.3}],
+}
 DPO = {"objective": "dpo", "recipe": "dpo.yaml"}
 
 
@@ -132,6 +150,26 @@ def test_what_two_ranks_save_any_layout_goes_on_with(tmp_path: Path) -> None:
     assert "is not the same directory on all nodes" in found["apart"]["said"]
     assert "rank 1" in found["apart"]["said"]
     assert found["apart"]["left"] == []
+
+
+@pytest.mark.parametrize(
+    "optimizers", [pytest.param(FEW, marks=pytest.mark.full), pytest.param(OPTIMIZERS, marks=pytest.mark.slow)]
+)
+def test_ranks_go_on_with_the_state_of_every_kind_of_optimizer(
+    tmp_path: Path, optimizers: dict[str, list[str]]
+) -> None:
+    """The same steps as on one device; a state that another layout goes on with, bit for bit."""
+    prepare(tmp_path)
+    cases: Cases = []
+    for name, layouts in optimizers.items():
+        cases += [begin(tmp_path, layout, name) for layout in ("one", *layouts)]
+        cases += [go_on(tmp_path, layout, layout, name) for layout in layouts]
+        cases += [go_on(tmp_path, "one", layouts[0], name), go_on(tmp_path, layouts[-1], "one", name)]
+    found = by_output(run_ranks(2, "tests.distributed.state_cases", cases, 600))
+    check(found, found)
+    for name, layouts in optimizers.items():
+        for layout in layouts:
+            assert found[f"{name}-{layout}"]["losses"] == pytest.approx(found[f"{name}-one"]["losses"], rel=1e-5)
 
 
 def _check_memory(folder: Path, found: list[dict[str, Any]]) -> None:

@@ -12,7 +12,15 @@ from streamtune.optim.optimizers import (
     build_schedule,
     set_learning_rate,
 )
-from streamtune.optim.weightwise import WeightwiseOptimizer, averaged_weights, is_averaged, pack_state, state_tensors
+from streamtune.optim.weightwise import (
+    WeightwiseOptimizer,
+    averaged_weights,
+    is_averaged,
+    pack_number,
+    pack_state,
+    state_tensors,
+    unpack_number,
+)
 
 __all__ = [
     "SCHEDULES",
@@ -27,8 +35,10 @@ __all__ = [
     "build_optimizer",
     "build_schedule",
     "is_averaged",
+    "pack_number",
     "pack_state",
     "set_learning_rate",
     "state_tensors",
     "train_largest_block",
+    "unpack_number",
 ]

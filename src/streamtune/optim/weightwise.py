@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from streamtune.optim.rules import RULES, Rule
 from streamtune.optimizer_table import OPTIMIZERS, state_bytes
 
-__all__ = ["WeightwiseOptimizer", "averaged_weights", "is_averaged", "pack_state", "state_tensors"]
+__all__ = [
+    "WeightwiseOptimizer",
+    "averaged_weights",
+    "is_averaged",
+    "pack_number",
+    "pack_state",
+    "state_tensors",
+    "unpack_number",
+]
 
 OWN_KEYS = ("params", "rule", "lr_scale", "seed")
 """Keys of a group that are not the library's options."""
@@ -93,7 +101,7 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
         own.update({name: state.pop(COUNT + name, first) for name, first in rule.counts.items()})
         new = not state
         if new:
-            state.update(rule.begin(self._number[id(parameter)]))
+            state.update(rule.begin(self._number.get(id(parameter), 0)))
         with _eager(rule, parameter), self._draws(rule, group, parameter, state):
             inner.step()
         state = self.state[parameter]
@@ -110,7 +118,7 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
             yield
             return
         taken = int(state.get("step", 0))
-        of = f"{group.get('seed', 0)} {taken} {self._number[id(parameter)]}"
+        of = f"{group.get('seed', 0)} {taken} {self._number.get(id(parameter), 0)}"
         digest = hashlib.blake2b(of.encode(), digest_size=8).digest()
         with torch.random.fork_rng([parameter.device] if parameter.device.type == "cuda" else []):
             torch.manual_seed(int.from_bytes(digest, "big") >> 1)
@@ -176,14 +184,22 @@ def pack_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
     for key, value in state.items():
         if isinstance(value, Tensor) and key not in packed:
             packed[f"{key}.shape"] = torch.tensor(value.shape)
-        elif isinstance(value, int) and not isinstance(value, bool):
-            packed[key] = torch.tensor(value, dtype=torch.int64)
-        elif isinstance(value, float):
-            packed[key] = torch.tensor(value, dtype=torch.float64)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            packed[key] = pack_number(value)
         elif not isinstance(value, Tensor) and hasattr(value, "__dict__"):
             numbers = {name: x for name, x in vars(value).items() if type(x) is int}
-            packed |= {f"{key}.{name}": torch.tensor(x, dtype=torch.int64) for name, x in numbers.items()}
+            packed |= {f"{key}.{name}": pack_number(x) for name, x in numbers.items()}
     return packed
+
+
+def pack_number(value: float) -> Tensor:
+    """Return a number as a tensor without dimensions: int64 of a whole one, float64 of another."""
+    return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+
+
+def unpack_number(x: Tensor) -> Any:
+    """Return the number that :func:`pack_number` was given; a count of a library's own, which is float32, as it is."""
+    return x.item() if x.dtype in (torch.int64, torch.float64) else x
 
 
 def _copied(x: Tensor, parameter: Tensor) -> Tensor:
@@ -201,7 +217,7 @@ def _unpacked(entry: Mapping[str, Tensor], parameter: Tensor, group: Mapping[str
         elif prefix in rule.objects:
             parts.setdefault(prefix, {})[name] = value.item() if value.ndim == 0 else _copied(value, parameter)
         elif value.ndim == 0 and value.dtype in (torch.int64, torch.float64):
-            state[key] = value.item()
+            state[key] = unpack_number(value)
         elif prefix:
             parts.setdefault(prefix, {})[name] = _copied(value, parameter)
         else:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from streamtune.errors import ArgumentError
-from streamtune.optim import set_learning_rate
+from streamtune.optim import WeightwiseOptimizer, pack_number, set_learning_rate
 from streamtune.train.backend import Backend
 from streamtune.train.slices import MASTER, Slice, SliceReader
 
@@ -163,6 +163,7 @@ class DeepSpeedBackend(Backend):
             for value in state.values():
                 if isinstance(value, Tensor):
                     value.zero_()
+            state.update({key: 0 for key, value in state.items() if isinstance(value, int)})
 
     def slices(self) -> Iterator[Slice]:
         """See :class:`streamtune.train.Backend`."""
@@ -177,7 +178,7 @@ class DeepSpeedBackend(Backend):
                 if isinstance(value, Tensor) and value.shape == found.flat.shape:
                     yield Slice(name, key, shape, found.offset, value[held])
                 elif found.offset == 0:  # a count of steps: one for all, written with the first value
-                    yield Slice(name, key, (), 0, torch.as_tensor(value, dtype=torch.float32).reshape(1))
+                    yield Slice(name, key, (), 0, self._saved_count(value).reshape(1))
 
     def load_slices(self, saved: SliceReader) -> None:
         """See :class:`streamtune.train.Backend`."""
@@ -213,6 +214,12 @@ class DeepSpeedBackend(Backend):
         if type(optimizer) is not torch.optim.AdamW:
             return int(steps.item())  # DeepSpeed's own
         return steps.reshape(()).to(flat.device if optimizer.defaults.get("fused") else "cpu", torch.float32)
+
+    def _saved_count(self, value: Any) -> Tensor:
+        """Return a count of steps as a checkpoint has it."""
+        if isinstance(self.engine.optimizer.optimizer, WeightwiseOptimizer):
+            return pack_number(value)
+        return torch.as_tensor(value, dtype=torch.float32)
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]

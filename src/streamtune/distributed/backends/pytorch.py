@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
+from streamtune.optim import pack_number, unpack_number
 from streamtune.train.backend import TorchBackend
 from streamtune.train.slices import MASTER, Slice, SliceReader, share_out_whole
 
@@ -133,22 +134,24 @@ class FsdpBackend(TorchBackend):
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, DTensor):
                     yield Slice(name, key, tuple(value.shape), _offset(parameter), value.to_local().reshape(-1))
-                elif distributed.get_rank() == 0:  # a count of steps
-                    yield Slice(name, key, (), 0, value.reshape(1))
+                elif distributed.get_rank() == 0 and value is not None:  # a count of steps
+                    count = value if isinstance(value, Tensor) else pack_number(value)
+                    yield Slice(name, key, (), 0, count.reshape(1))
 
     def load_slices(self, saved: SliceReader) -> None:
         """See :class:`streamtune.train.Backend`."""
         trained = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         saved.check_parameters([name for name, _ in trained])
         for name, parameter in trained:
-            state: dict[str, Tensor] = {}
+            state: dict[str, Any] = {}
             for key in saved.keys(name):
                 if saved.shape(name, key) == ():
                     fused = self.optimizer.defaults.get("fused")
-                    state[key] = saved.read(name, key, 0, 1).reshape(()).to(parameter.device if fused else "cpu")
+                    count = unpack_number(saved.read(name, key, 0, 1).reshape(()))
+                    state[key] = count.to(parameter.device if fused else "cpu") if isinstance(count, Tensor) else count
                 elif key != MASTER:  # weights are float32 here, or have no other
                     state[key] = torch.zeros_like(parameter, requires_grad=False)
-                    local = state[key].to_local()  # type: ignore[attr-defined]
+                    local = state[key].to_local()
                     if local.numel():
                         values = saved.read(name, key, _offset(parameter), local.numel())
                         local.copy_(values.reshape(local.shape))
