@@ -22,6 +22,7 @@ PUBLIC = {
     },
     "streamtune.engine": {
         "Branches",
+        "LossRequest",
         "RouterLoss",
         "Schedule",
         "SequenceParallel",

@@ -88,7 +88,8 @@ def _set_up(recipe: Recipe, ranks: int) -> None:
     if getattr(recipe, "use_vllm", False):
         recipe = recipe.model_copy(update={"use_vllm": False})  # accepted by then; it would look for the package
     kind = type(recipe)
-    own = tuple((key, getattr(recipe, key)) for key in kind.model_fields if key not in Recipe.model_fields)
+    names = () if kind is Recipe else [key for key in kind.model_fields if key in kind.__annotations__]
+    own = tuple((key, getattr(recipe, key)) for key in names)
     _check_loss(recipe.objective, own)
     task = TASKS[recipe.objective](recipe)
     world = check_layout(recipe, ranks, shares_weights=shares_weights(recipe))

@@ -218,6 +218,9 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             {"moe_balance": "global", "router_aux_loss_coef": 0.001},
         ),
     ),
+    "sft losses": _options(
+        {"loss_type": "dft"}, {"loss_type": "focal"}, {"label_smoothing_factor": 0.1}, {"z_loss_coef": 0.001}
+    ),
     "dpo losses": _losses(
         *("sigmoid", "robust", "hinge", "ipo", "exo_pair", "sppo_hard", "apo_zero", "apo_down", "dpop", "copg"),
         *("orpo", "simpo", "cpo", "kto", "apo_zero_unpaired"),
@@ -289,6 +292,12 @@ TABLES = (
         "Places of layer inputs", "Keys of `engine:` with the place of the layers' inputs.", ("engine",), ("places",)
     ),
     Table("Levels and kept layers", "Keys of `engine:` with what is computed again.", ("engine",), ("levels",)),
+    Table(
+        "Losses of sft",
+        "Keys of the loss of a token: [objectives](../objectives.md).",
+        ("sft losses",),
+        ("ways", "batches", "sharing", "sequence"),
+    ),
     Table("Routers", "Losses on the routers of a mixture of experts.", ("routers",), ("models",)),
     Table(
         "Losses of dpo",

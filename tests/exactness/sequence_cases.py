@@ -93,6 +93,8 @@ CASES = [
     Case("phi3", "masked", schedule={"keep_layers": 1}),
     Case("llama", "plain", check="lora"),
     Case("llama", check="packed"),
+    Case("llama", check="token_losses", sizes=(2,)),
+    Case("llama", check="token_losses", form="ring", sizes=(2,), slow=True),
     Case("gemma3_text", "plain", check="scores"),
     Case("llama", check="branches", sizes=(2,)),
     Case("nemotron_h", check="pairs", sizes=(2,)),

@@ -27,11 +27,15 @@ from streamtune.data.batches import completions
 from streamtune.engine import check_packing
 from streamtune.errors import StreamTuneError
 from streamtune.models import add_lora
+from streamtune.ops import TokenLoss
 from streamtune.tasks.preference import PairObjective, PreferenceBatch, tree_batch
+from streamtune.train import SupervisedObjective
+from streamtune.train.objective import output_of
 from tests.conformance.reducer import build as build_any
-from tests.precision_kit import Errors, Float64, Reference, errors, in_float64, relative, total_error
+from tests.precision_kit import Errors, Float64, Reference, errors, in_float64, reference_of, relative, total_error
 
 from . import test_dpo as dpo
+from . import test_token_losses as token_losses
 from .families import FAMILIES, batch, build, evaluation, gradients, reference
 from .sequence_cases import RECURRENT, WITHOUT_POSITIONS, Case, cases
 from .test_branches import Rows, objective
@@ -135,6 +139,23 @@ def check_packed(case: Case) -> dict[str, float]:
     model, pieces = model_of(case), packs()
     inputs = {**packed(pieces), "num_items_in_batch": targets(pieces)}
     return compared(model, case, inputs, lambda: apart(model, pieces))
+
+
+def check_token_losses(case: Case) -> dict[str, float]:
+    """Another loss than the cross entropy, of packed rows with weights; what is measured is of whole rows."""
+    model, rows = model_of(case), token_losses.examples()
+    loss, alone = TokenLoss("focal", z_loss=1e-3), [token_losses.batches("one", [row])[0] for row in rows]
+    [batch] = token_losses.batches("packed", rows)
+    plain = SupervisedObjective(None, loss)
+    want = reference_of(model, lambda m: token_losses.gradients(m, plain, alone)) if dist.get_rank() == 0 else None
+    with shared(model, case) as handle:
+        objective = SupervisedObjective(handle, loss)
+        value, grads = token_losses.gradients(model, objective, [batch])
+        measured = objective.score(model, batch, 1.0).metrics["nll"][0]
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    nll = sum(output_of(model, row, num_targets=1).loss.item() for row in alone)
+    return {**off((value, grads), want), "nll": abs(measured - nll) / nll}
 
 
 def check_packs(case: Case) -> dict[str, float]:

@@ -48,8 +48,8 @@ def test_a_command_refuses_a_recipe_of_another_objective(write, said, command):
 
 
 def test_a_key_of_another_objective_is_told_apart_from_a_typo(refused):
-    error = refused("loss_type: sigmoid\n")
-    assert "'loss_type' is a key of" in error.what
+    error = refused("beta: 0.1\n")
+    assert "'beta' is a key of" in error.what
     assert "add objective: dpo, or run `streamtune dpo`" in error.mend
     error = refused("", overrides=("rpo_alpha=1.0",))
     assert error.what == "'rpo_alpha' is a key of dpo recipes"

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from streamtune.engine import decoder_layers, stream
+from streamtune.engine import LossRequest, decoder_layers, stream
 from streamtune.engine.memory.host import is_host_storage
 from streamtune.errors import ArgumentError
 from streamtune.models import add_lora
 from streamtune.models.quantize import PACKAGES, quantize
+from streamtune.ops import TokenLoss
 from streamtune.ops.attention.attention import KEY_BLOCK
 from streamtune.optim import build_optimizer
 from streamtune.schedule import Schedule
@@ -99,11 +100,14 @@ def measured(
     optimizer: Any = None,
     autocast: bool = False,
     length: int = LENGTH,
+    token_loss: TokenLoss | None = None,
 ) -> int:
     """Weights and live bytes of a step on the CPU, the second where there is an optimizer."""
     model: Any = make("cpu").train()
     if mode == "stream":
-        stream(model, schedule=schedule)
+        handle = stream(model, schedule=schedule)
+        if token_loss is not None:
+            handle.losing(LossRequest(token_loss)).__enter__()
     elif mode == "checkpoint":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(3, model.config.vocab_size, (1, length))
@@ -255,6 +259,19 @@ def test_what_autocast_makes_on_an_accelerator(rule: str, call: Callable[[torch.
         assert call(x).dtype == (torch.bfloat16 if rule == "lower" else torch.float32)
         with torch.autocast("cpu", enabled=False):
             assert (x @ x).dtype == torch.float32
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("loss", "autocast"), [(TokenLoss("dft"), True), (TokenLoss(label_smoothing=0.1, z_loss=1e-3), False)]
+)
+def test_so_it_is_with_another_loss(loss: TokenLoss, autocast: bool) -> None:
+    """The peak is the head's here."""
+    make, schedule = partial(build, "qwen3", vocab_size=20_011), replace(BASE, head_chunk_size=64)
+    found = simulate(workload(make, token_loss=loss, autocast=autocast), schedule)
+    want = measured(make, "stream", schedule, autocast=autocast, token_loss=loss)
+    assert found.peak_bytes == pytest.approx(want, rel=0.01)
+    assert found.terms["head"] > found.peak_bytes / 4
 
 
 @pytest.mark.full

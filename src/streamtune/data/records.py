@@ -264,7 +264,12 @@ class Example:
     """One sequence to train on."""
 
     schema: ClassVar[pa.Schema] = pa.schema(
-        [("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("origin", pa.string())],
+        [
+            ("input_ids", pa.list_(pa.int32())),
+            ("labels", pa.list_(pa.int32())),
+            ("origin", pa.string()),
+            ("weight", pa.float64()),
+        ],
     )
 
     input_ids: IntArray | Sequence[int]
@@ -273,6 +278,8 @@ class Example:
     """[T] the token id where it is trained on, -100 elsewhere; not shifted"""
     origin: str
     """the row it comes from, ``file:line`` or ``file:row N``"""
+    weight: float = 1.0
+    """factor of the loss of its tokens"""
 
     @property
     def num_tokens(self) -> int:
@@ -290,6 +297,7 @@ class Example:
             input_ids=_integers(table["input_ids"][row].values, np.int32),
             labels=_integers(table["labels"][row].values, np.int32),
             origin=table["origin"][row].as_py(),
+            weight=table["weight"][row].as_py(),
         )
 
     @staticmethod

@@ -6,6 +6,8 @@
     prompt_completion   prompt, completion: two strings, or two lists of messages  -> Completion or Conversation
     text                text                                                       -> Document
 
+A row of any type takes the column ``loss_weight``, a number that its loss is multiplied by (:func:`weight_of`).
+
 A conversation takes two more columns: ``system``, the text of a system message where the messages have none, and
 ``chat_template_kwargs``, variables of the chat template. :func:`columns_read` names those that a row's type reads.
 
@@ -19,6 +21,7 @@ A row that does not fit is a ``DataError`` that names the row, what is missing a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +59,7 @@ __all__ = [
     "normalise",
     "prompt_of",
     "size_of",
+    "weight_of",
 ]
 
 
@@ -106,6 +110,10 @@ ROW_TYPES = tuple(REQUIRED_COLUMNS)
 
 PROMPT_TYPES = ("prompts", "messages")
 """The same of prompts that completions are yet to be written for."""
+
+
+WEIGHT = "loss_weight"
+"""The column of a row's factor of its loss."""
 
 
 def size_of(content: Content) -> int:
@@ -263,7 +271,26 @@ _OF_TYPE: dict[str, tuple[str, ...]] = {
 def columns_read(row_type: str, content: Content) -> tuple[str, ...]:
     """Return the columns that are read of a row of a type, given its normal form."""
     of_chats = ("tools", "system", "chat_template_kwargs") if isinstance(content, Conversation) else ()
-    return (*_OF_TYPE[row_type], *of_chats)
+    return (*_OF_TYPE[row_type], WEIGHT, *of_chats)
+
+
+def weight_of(row: Row) -> float:
+    """Return the factor of a row's loss: its column ``loss_weight``, 1 without.
+
+    Raises:
+        DataError: It is no positive number.
+    """
+    value = row.columns.get(WEIGHT)
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        shown = f"the text {value!r}" if isinstance(value, str) else repr(value)
+        raise DataError(
+            f"'{WEIGHT}' must be a number above 0, it is {shown}",
+            where=row.origin,
+            mend="remove a row that is not to be trained on" if value == 0 else "write a number such as 0.5",
+        )
+    return float(value)
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------

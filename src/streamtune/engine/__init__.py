@@ -11,6 +11,7 @@ forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of
     attention, masks, own_attention the attention and the mask a model asks for by name, or keeps
     rows, scan                      packed rows and rows that share their beginning; Mamba-1's state
     lazy_logits, scores             logits that are not computed; per-token log-probabilities for any objective
+    losses                          another loss of calls with labels than the plain cross entropy
     routers                         the losses of a mixture's routers
     norms, rotary                   the norms outside the layers; rotary embeddings that depend on the length of a row
     fused                           linear modules, norms and rotary embeddings of a layer in fewer kernels
@@ -26,6 +27,7 @@ forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of
 """
 
 from streamtune.engine.inspect_model import decoder_layers
+from streamtune.engine.losses import LossRequest
 from streamtune.engine.observe import chunkwise
 from streamtune.engine.preflight import check_branches, check_packing
 from streamtune.engine.routers import RouterLoss, balance_coefficient, balances_itself
@@ -38,6 +40,7 @@ from streamtune.schedule import Schedule
 
 __all__ = [
     "Branches",
+    "LossRequest",
     "RouterLoss",
     "Schedule",
     "SequenceParallel",

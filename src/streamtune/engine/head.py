@@ -23,13 +23,22 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from streamtune.engine.evaluated import EvaluatedLogits
 from streamtune.engine.fused import is_linear_original
 from streamtune.engine.lazy_logits import LazyForward, LazyLogits, Step
+from streamtune.engine.losses import LossRequest
 from streamtune.engine.observe import foreign_hooks, refuse_hooks, restore_forward
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.sharded import is_sharded
 from streamtune.engine.weights.waiting import WaitingWeights
 from streamtune.errors import UnsupportedModelError
 from streamtune.labels import IGNORE_INDEX
-from streamtune.ops import linear_cross_entropy, project_cross_entropy, project_scores, token_scores
+from streamtune.ops import (
+    MEASURED,
+    linear_cross_entropy,
+    linear_token_loss,
+    project_cross_entropy,
+    project_scores,
+    project_token_loss,
+    token_scores,
+)
 from streamtune.ops.exchange import summed
 from streamtune.schedule import Schedule
 
@@ -58,6 +67,8 @@ class StreamedHead:
         self.active = self.sharded = False
         self.shards: SequenceShards | None = None
         """The ranks' tokens, of which lazy logits are this rank's; None where ranks do not share the sequence."""
+        self.asked: LossRequest | None = None
+        """The loss of calls with labels; None is the cross entropy."""
         if isinstance(heads := model.get_output_embeddings(), nn.ModuleList):
             raise UnsupportedModelError(
                 f"{type(model).__name__} keeps a list of heads ({len(heads)}), one for each stream of tokens, and a "
@@ -196,7 +207,7 @@ class StreamedHead:
     def cross_entropy(
         self, logits: LazyLogits, targets: Tensor, num_items: Tensor | float | None, ignore_index: int
     ) -> Tensor:
-        """Compute, chunk by chunk, the summed cross entropy divided by ``num_items`` (None: the number of targets).
+        """Compute, chunk by chunk, the summed loss divided by ``num_items`` (None: the number of targets).
 
         Args:
             logits: The lazy logits.
@@ -204,8 +215,18 @@ class StreamedHead:
             num_items: The divisor.
             ignore_index: The target that does not count.
         """
-        options = {"num_items": num_items, "ignore_index": ignore_index}
-        return self._compute(logits, targets, linear_cross_entropy, project_cross_entropy, options)
+        options: dict[str, Any] = {"num_items": num_items, "ignore_index": ignore_index}
+        if self.asked is None:
+            return self._compute(logits, targets, linear_cross_entropy, project_cross_entropy, options)
+        asked, weights = self.asked, self.asked.weights
+        if self.shards is not None and weights is not None:
+            weights = self.shards.cut(weights.to(targets.device), 1, 1.0)
+        options |= {"loss": asked.loss, "weights_BT": asked.weights_of(targets, weights, type(self.model).__name__)}
+        loss, measured = self._compute(logits, targets, linear_token_loss, project_token_loss, options)
+        if self.shards is not None:
+            measured = summed(measured, self.shards.group)
+        asked.measured = dict(zip(MEASURED, measured.unbind(), strict=True))
+        return loss
 
     def scores(self, logits: LazyLogits, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities ``[...]`` of targets ``[...]`` (-100: none), and their entropies if ``entropy``."""

@@ -33,6 +33,7 @@ from streamtune.engine.inspect_model import (
 from streamtune.engine.last_call import LastLayerCall
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.lazy_logits import LazyLogits, ScoreRequest
+from streamtune.engine.losses import LossRequest
 from streamtune.engine.memory.placement import Tiers, place_layers
 from streamtune.engine.model_call import ModelCall, mark_read, refuse_surroundings
 from streamtune.engine.norms import StreamedNorm, norms_outside
@@ -248,6 +249,24 @@ class StreamHandle:
             yield
         finally:
             self._laid_out = None
+
+    @contextmanager
+    def losing(self, asked: LossRequest) -> Iterator[None]:
+        """Make calls with labels inside the context return the requested loss in place of the cross entropy.
+
+        Args:
+            asked: The loss, and weights of the targets of the calls. What is measured beside the loss is put into it.
+
+        Raises:
+            ArgumentError: The head is not streamed.
+        """
+        if self.head is None:
+            raise ArgumentError("no language-model head is streamed, whose loss could be another one")
+        self.head.asked = asked
+        try:
+            yield
+        finally:
+            self.head.asked = None
 
     @property
     def rotates_by_length(self) -> bool:

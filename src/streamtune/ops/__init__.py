@@ -7,22 +7,34 @@ from streamtune.ops.attention.view import MaskView, Segment
 from streamtune.ops.first_order import first_order, graph_is_kept, hooks_held_back
 from streamtune.ops.head.cross_entropy import linear_cross_entropy, project_cross_entropy
 from streamtune.ops.head.logprobs import project_scores, token_logprobs, token_scores
+from streamtune.ops.head.token_losses import (
+    MEASURED,
+    TokenLoss,
+    linear_token_loss,
+    project_token_loss,
+    token_loss_reference,
+)
 
 __all__ = [
+    "MEASURED",
     "Branch",
     "BranchTable",
     "LazyMask",
     "MaskView",
     "Segment",
+    "TokenLoss",
     "first_order",
     "graph_is_kept",
     "hooks_held_back",
     "linear_cross_entropy",
+    "linear_token_loss",
     "prefix_attention",
     "prefix_attention_reference",
     "project_cross_entropy",
     "project_scores",
+    "project_token_loss",
     "row_starts",
     "token_logprobs",
+    "token_loss_reference",
     "token_scores",
 ]

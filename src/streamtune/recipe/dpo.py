@@ -42,7 +42,7 @@ class DpoRecipe(Recipe):
 
     # --- the loss ----------------------------------------------------------------------------------------------
 
-    loss_type: PairedLoss | UnpairedLoss = "sigmoid"
+    loss_type: PairedLoss | UnpairedLoss = "sigmoid"  # type: ignore[assignment]
     """Loss of a pair (`sigmoid` is DPO's), or of single completions that are labelled desirable or not (`kto`,
     `apo_zero_unpaired`). `orpo`, `simpo` and `cpo` need no reference."""
 

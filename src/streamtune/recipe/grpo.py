@@ -106,7 +106,7 @@ class GrpoRecipe(Recipe):
 
     # --- the loss ----------------------------------------------------------------------------------------------
 
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "rloo", "remax"] = "dapo"
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "rloo", "remax"] = "dapo"  # type: ignore[assignment]
     """Loss of a token, and the set that it is averaged over."""
 
     importance_sampling_level: Literal["token", "sequence"] | None = None

@@ -16,6 +16,7 @@ from pydantic import Field, field_validator, model_validator
 
 from streamtune.optimizer_table import OptimizerName
 from streamtune.recipe.batching import BucketSpec, batching_mistakes, turn_mistakes
+from streamtune.recipe.losses import FOCAL_GAMMA, loss_mistakes
 from streamtune.recipe.optimizing import LearningRateGroup, optimizer_mistakes
 from streamtune.recipe.sharing import CHUNK_ORDER, QUANTISED, SHARING_PRESETS, WholeWeights
 from streamtune.recipe.spec import Count, Fraction, Rows, Spec, Steps, Text, at_most, mistake
@@ -210,6 +211,22 @@ class Recipe(Spec):
     val_size: Annotated[float, Field(ge=0), at_most(10**12)] = 0.0
     """Rows of `datasets` held out for evaluation: a fraction below 1, or a number of rows. Beside `eval_datasets` they
     are the set `held_out`."""
+
+    # --- the loss ----------------------------------------------------------------------------------------------
+
+    loss_type: Literal["nll", "dft", "focal"] = "nll"
+    """`sft`: loss of a token that is trained on, of probability p: `nll` is -log p; `dft` multiplies it by p, without a
+    gradient through that factor (arXiv 2508.05629); `focal` by (1 - p)^`focal_gamma`. What is held out is always
+    compared by `nll`, and `metrics.jsonl` has it as `nll` beside another `loss`."""
+
+    focal_gamma: Annotated[float, Field(ge=0), at_most(100)] = FOCAL_GAMMA
+    """`sft`: exponent of `loss_type: focal`: the larger it is, the less tokens count that are predicted well."""
+
+    label_smoothing_factor: Fraction = 0.0
+    """`sft`: part of a target that is spread evenly over the vocabulary."""
+
+    z_loss_coef: Annotated[float, Field(ge=0), at_most(10**9)] = 0.0
+    """`sft`: coefficient of the squared log-sum-exp of a token's logits, added to its loss so that it stays small."""
 
     # --- engine ------------------------------------------------------------------------------------------------
 
@@ -508,12 +525,8 @@ class Recipe(Spec):
         self._check_long_rows()
         check_weights(self.datasets, self.mix_by)
         check_eval_sets(self.eval_datasets)
-        for found in (
-            *batching_mistakes(self),
-            *turn_mistakes(self),
-            *streaming_mistakes(self),
-            *optimizer_mistakes(self),
-        ):
+        rules = (batching_mistakes, turn_mistakes, streaming_mistakes, loss_mistakes, optimizer_mistakes)
+        for found in (found for rule in rules for found in rule(self)):
             raise found
         if self.deepspeed is not None and self.fsdp:
             raise mistake("'deepspeed' and 'fsdp' exclude each other", key="fsdp", mend="keep one of them")

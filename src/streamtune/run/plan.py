@@ -307,6 +307,7 @@ def make_workload(
         autocast=recipe.bf16,
         device_type=device.type,
         completions=completions,
+        token_loss=None if (loss := task_of(recipe).token_loss).is_plain else loss,
         reference_bytes=reference_bytes,
         optim_in_backward=recipe.optim_in_backward,
         optimizer_on_host=recipe.engine.optimizer == "host",

@@ -63,7 +63,8 @@ SHAPE_KEYS = frozenset({"model", "finetuning_type", "lora_r", "lora_alpha", "lor
 LATER_KEYS = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "default_system", "chat_template_kwargs",
               "rope_scaling", "rope_theta", "truncate_side", "split_at", "split_overlap", "mix_by", "special_tokens",
               "added_tokens", "batching", "tokens_per_batch", "buckets", "streaming", "shuffle_buffer",
-              "clip_norm", "optim_states", "optim_args", "lr_groups", "lr_layer_decay")  # fmt: skip
+              "clip_norm", "optim_states", "optim_args", "lr_groups", "lr_layer_decay",
+              "focal_gamma", "label_smoothing_factor", "z_loss_coef")  # fmt: skip
 """Keys that are compared once they are given: runs were started before there were such keys."""
 
 
@@ -370,6 +371,8 @@ def _identify(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[
         compared["gradient_accumulation_steps"] = 1
     if recipe.objective == "sft":  # runs were started before there was another
         del compared["objective"]
+        if recipe.loss_type == "nll":
+            del compared["loss_type"]
     if recipe.objective != "grpo":  # elsewhere it decides about callbacks alone, which change no result
         del compared["allow_code"]
     for key in LATER_KEYS:

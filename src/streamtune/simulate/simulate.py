@@ -180,6 +180,7 @@ def _traced(
         alike=alike,
         shard=shard,
         frees_gradients=workload.optim_in_backward and workload.micro_batches == 1,
+        token_loss=workload.token_loss,
     )
     parts: list[Part] = []
     cells: Mapping[CellPlace, Cell] = {}

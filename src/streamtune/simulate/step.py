@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streamtune.adapters import base_of
-from streamtune.engine import Branches, StreamHandle, decoder_layers
+from streamtune.engine import Branches, LossRequest, StreamHandle, decoder_layers
 from streamtune.engine.memory.rooms import HostRooms
 from streamtune.engine.passes import placeholder
 from streamtune.engine.weights.waiting import waiting_parameters
 from streamtune.labels import IGNORE_INDEX
+from streamtune.ops import TokenLoss
 from streamtune.ops.simulated import DeviceFunctions, simulating
 from streamtune.schedule import Schedule
 from streamtune.simulate.facts import all_modules, configs_of
@@ -51,6 +52,7 @@ class Step:
         alike: The tokens lie as ``scored`` has them. Else they are ordinary rows in which every one is scored.
         shard: A rank's part of each row, where ranks share the rows; by default rows are whole.
         frees_gradients: Each gradient is used and freed as soon as it is there.
+        token_loss: The loss of a target, where it is another than the cross entropy.
     """
 
     mode: Mode
@@ -64,6 +66,7 @@ class Step:
     alike: bool = False
     shard: RankShard = WHOLE
     frees_gradients: bool = False
+    token_loss: TokenLoss | None = None
 
 
 def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
@@ -114,7 +117,8 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
             trace.enter("forward")
         with autocast.region(), bf16:
             if step.scored is None:
-                loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+                with _losing(scorer, step):
+                    loss = model(input_ids=ids, labels=labels, use_cache=False).loss
             else:
                 loss = _logprobs(scorer, step, ids, labels).sum()
                 trace.enter("head")  # its second loop over the chunks, to tell it from the first
@@ -125,6 +129,13 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
 
 def _free_gradient(parameter: Tensor) -> None:
     parameter.grad = None
+
+
+def _losing(scorer: Any, step: Step) -> AbstractContextManager[None]:
+    """Return a context in which calls of a streamed model compute the loss of the step."""
+    if step.token_loss is None or not isinstance(scorer, StreamHandle):
+        return nullcontext()
+    return scorer.losing(LossRequest(step.token_loss))
 
 
 def _targets(step: Step) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from streamtune.errors import ArgumentError
+from streamtune.ops import TokenLoss
 from streamtune.simulate.cluster import Cluster
 from streamtune.simulate.scored import Completions, Scored
 from streamtune.simulate.shard import RankShard
@@ -73,6 +74,7 @@ class Workload:
         device_type: The device whose kernels compute: ``cuda`` or ``cpu``.
         completions: Returns what is scored at a length and batch size, where the loss is not on next tokens. A
             baseline has a row for each completion.
+        token_loss: The loss of a target of the rows, where it is another than the cross entropy.
         reference_bytes: Bytes of weights that are held in addition to the model's and not trained.
         optim_in_backward: The optimizer steps each weight as soon as its gradient is there, which is then
             freed.
@@ -94,6 +96,7 @@ class Workload:
     cluster: Cluster = field(default_factory=Cluster)
     device_type: str = "cuda"
     completions: Completions | None = None
+    token_loss: TokenLoss | None = None
     reference_bytes: int = 0
     optim_in_backward: bool = False
     optimizer_on_host: bool = False

@@ -19,6 +19,7 @@ from streamtune.data.inspect_lengths import fewest_packs
 from streamtune.engine import Branches, StreamHandle, check_branches, check_packing
 from streamtune.engine.rotary import longest_unscaled
 from streamtune.errors import DataError, UnsupportedModelError
+from streamtune.ops import TokenLoss
 from streamtune.paths import cache_folder
 from streamtune.recipe.batching import BucketSpec
 from streamtune.recipe.schema import Recipe
@@ -296,7 +297,13 @@ class Sft(Task[Recipe]):
 
     def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
         """See :meth:`Task.objective`."""
-        return train.SupervisedObjective(scorer)
+        return train.SupervisedObjective(scorer, self.token_loss)
+
+    @property
+    def token_loss(self) -> TokenLoss:
+        """See :attr:`Task.token_loss`."""
+        recipe = self.recipe
+        return TokenLoss(recipe.loss_type, recipe.focal_gamma, recipe.label_smoothing_factor, recipe.z_loss_coef)
 
     def random_step(self, trial: TrialStep) -> RandomStep:
         """See :meth:`Task.random_step`."""
@@ -315,6 +322,7 @@ def prefix_batch(examples: Sequence[data.Example]) -> train.PrefixBatch:
         shift_labels=collated["shift_labels"],
         origins=tuple(example.origin for example in examples),
         position_ids=branches.position_ids,
+        weights=collated.get("weights"),
         branches=branches,
     )
 

@@ -29,6 +29,7 @@ from streamtune.engine.inspect_model import both_at_once
 from streamtune.engine.rotary import longest_unscaled
 from streamtune.errors import UnsupportedModelError
 from streamtune.model_device import model_device
+from streamtune.ops import TokenLoss
 from streamtune.paths import cache_folder
 from streamtune.recipe.dpo import DpoRecipe
 from streamtune.recipe.grpo import GrpoRecipe
@@ -442,6 +443,11 @@ class Task(ABC, Generic[R_co]):
                 warmup_steps=built.plan.warmup_steps,
             ),
         )
+
+    @property
+    def token_loss(self) -> TokenLoss:
+        """The loss of a target token of supervised rows."""
+        return TokenLoss()
 
     # --- trials and comparisons --------------------------------------------------------------------------------
 

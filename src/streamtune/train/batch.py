@@ -38,6 +38,8 @@ class MicroBatch:
     """Source of each row, ``file:row``: for messages."""
     position_ids: Tensor | None = None
     """[B, T] int64 from 0 in each of the rows packed into a sequence; None where a sequence is one row"""
+    weights: Tensor | None = None
+    """[B, T] floats, the factor of the loss of what position t is to predict; None where all are 1"""
     filler: bool = False
     """It is computed because other ranks compute a batch of theirs, and counts nothing."""
 
@@ -45,6 +47,13 @@ class MicroBatch:
     def num_targets(self) -> int:
         """Positions that are trained on: the loss is a mean over these."""
         return int((self.shift_labels != IGNORE_INDEX).sum())
+
+    @property
+    def target_weight(self) -> float:
+        """The weights of all positions that are trained on: their number where none has another weight than 1."""
+        if self.weights is None:
+            return self.num_targets
+        return float(self.weights[self.shift_labels != IGNORE_INDEX].double().sum())
 
     @property
     def num_tokens(self) -> int:
@@ -68,12 +77,14 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same batch on ``device``."""
         positions = None if self.position_ids is None else self.position_ids.to(device)
+        weights = None if self.weights is None else self.weights.to(device)
         return replace(
             self,
             input_ids=self.input_ids.to(device),
             attention_mask=self.attention_mask.to(device),
             shift_labels=self.shift_labels.to(device),
             position_ids=positions,
+            weights=weights,
         )
 
 

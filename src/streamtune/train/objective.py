@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine import StreamHandle
+from streamtune.engine import LossRequest, StreamHandle
+from streamtune.ops import TokenLoss, token_loss_reference
 from streamtune.train.batch import MicroBatch, PrefixBatch, TreeBatch, counted
 from streamtune.train.world import World
 
@@ -33,10 +34,12 @@ __all__ = [
     "evaluating",
     "loss_of",
     "output_of",
+    "plain_token_loss",
 ]
 
 SumAndCount = tuple[float, float]
 WORLD = World()
+PLAIN = TokenLoss()
 
 
 @dataclass(frozen=True)
@@ -86,37 +89,59 @@ class Objective(Protocol):
 
 
 class SupervisedObjective:
-    """The mean of ``-log p(target)`` over every target of the step.
+    """The mean over every target of the step of ``-log p(target)``, or of another loss of a target.
+
+    It is weighed where rows have weights: a row of weight 2 counts as if it were there twice. What is held out is
+    always compared by ``-log p(target)``, each target once.
 
     Args:
         handle: The handle of the model, if it is streamed: the loss that its routers add is not shown.
+        loss: The loss of a target.
     """
 
-    def __init__(self, handle: StreamHandle | None = None) -> None:
+    def __init__(self, handle: StreamHandle | None = None, loss: TokenLoss = PLAIN) -> None:
         self._handle = handle  # whose routers are others once it is scheduled anew
+        self.loss = loss
 
-    def totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> int:
-        """Return the number of targets of the step."""
-        return world.count(sum(batch.num_targets for batch in counted(micro_batches)))
+    def totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> float:
+        """Return the weights of all targets of the step, or their number where none has one."""
+        return world.sums([sum(batch.target_weight for batch in counted(micro_batches))])[0]
 
-    def score(self, model: nn.Module, batch: MicroBatch, totals: int | None) -> Score:
+    def score(self, model: nn.Module, batch: MicroBatch, totals: float | None) -> Score:
         """See :meth:`Objective.score`."""
-        loss: Tensor = output_of(model, batch, num_targets=1 if totals is None else totals).loss
         if totals is None:
+            loss: Tensor = output_of(model, batch, num_targets=1).loss
             return Score(loss, held_out=[(loss.item(), batch.num_targets)])
+        metrics: dict[str, SumAndCount] = {}
+        if self.loss.is_plain and batch.weights is None:
+            loss = output_of(model, batch, num_targets=totals).loss
+        elif self._handle is None:
+            loss = plain_token_loss(model, batch, self.loss) / totals
+        else:
+            asked = LossRequest(self.loss, batch.weights)
+            with self._handle.losing(asked):
+                loss = output_of(model, batch, num_targets=totals).loss
+            assert asked.measured is not None, "a call with labels computes its loss"
+            metrics = {name: (value.item(), batch.num_targets) for name, value in asked.measured.items()}
         watch = None if self._handle is None else self._handle.routers
         terms = watch.terms if watch is not None and watch.loss is not None else None
-        return Score(loss, reported=None if terms is None else terms.loss)
+        return Score(loss, reported=None if terms is None else terms.loss, metrics=metrics)
 
 
-def loss_of(model: nn.Module, batch: MicroBatch, *, num_targets: int, bf16: bool) -> Tensor:
+def loss_of(model: nn.Module, batch: MicroBatch, *, num_targets: float, bf16: bool) -> Tensor:
     """Return the sum of ``-log p`` over the targets of ``batch`` divided by ``num_targets``, plus the routers' loss."""
     with autocast(batch.input_ids.device, bf16):
         loss: Tensor = output_of(model, batch, num_targets=num_targets).loss
     return loss
 
 
-def output_of(model: nn.Module, batch: MicroBatch, *, num_targets: int, **more: Any) -> Any:
+def plain_token_loss(model: nn.Module, batch: MicroBatch, loss: TokenLoss) -> Tensor:
+    """Return the sum of a loss over the targets of ``batch``, of the logits of a model that is not streamed."""
+    logits = model(**batch.arguments).logits
+    return token_loss_reference(logits, batch.shift_labels, loss, batch.weights)
+
+
+def output_of(model: nn.Module, batch: MicroBatch, *, num_targets: float, **more: Any) -> Any:
     """Call the model on a batch with its labels; ``more`` are arguments that replace or add to the usual ones."""
     branches = batch.branches if isinstance(batch, PrefixBatch) else None
     with nullcontext() if branches is None else StreamHandle.of(model).laid_out(branches):

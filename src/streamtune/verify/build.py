@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,11 @@ import torch
 
 from streamtune import data, models, train
 from streamtune.adapters import base_of
-from streamtune.engine import RouterLoss, balance_coefficient, balances_itself
+from streamtune.engine import LossRequest, RouterLoss, StreamHandle, balance_coefficient, balances_itself
 from streamtune.engine.rotary import as_alone
 from streamtune.errors import ArgumentError, DataError, OutOfMemoryError, RunError
 from streamtune.model_device import model_device
+from streamtune.ops import TokenLoss, token_loss_reference
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import make_sources, make_tokenizer
 from streamtune.run.device import (
@@ -86,6 +87,8 @@ class _Chosen:
     room: Room
     router_loss: RouterLoss | None = None
     """The loss that the recipe adds for routers; of it only the balance loss is compared."""
+    token_loss: TokenLoss = field(default_factory=TokenLoss)
+    """The loss of a target of the rows."""
     losses: TreeLosses | None = None
     """The loss of completions, where these are scored."""
 
@@ -197,6 +200,7 @@ def _choose_rows(
         length_limit=why if any(window.length < window.row_length for window in windows) else "",
         room=room,
         router_loss=router_loss,
+        token_loss=task.token_loss,
     )
 
 
@@ -237,8 +241,12 @@ def verify_recipe(subject: VerifySubject, notify: Callable[[str], None] = lambda
         UnsupportedModelError: The model cannot be streamed.
         OutOfMemoryError: Plain autograd itself does not fit at this length.
     """
-    loss_of = partial(_loss, subject.batch, subject.router_loss)
+    loss_of = partial(_loss, subject.batch, subject.router_loss, subject.token_loss)
     losses = subject.losses
+
+    def streamed(handle: StreamHandle) -> Any:
+        return partial(loss_of, handle=handle)
+
     try:
         return compare_gradients(
             subject.model,
@@ -247,7 +255,7 @@ def verify_recipe(subject: VerifySubject, notify: Callable[[str], None] = lambda
             dtype=subject.dtype,
             bf16=subject.bf16,
             plain_loss_of=partial(_plain_loss, subject) if losses is None else losses.plain,
-            loss_with=None if losses is None else losses.streamed,
+            loss_with=streamed if losses is None else losses.streamed,
             unfit=partial(subject.room.lacks, subject.alone.input_ids.numel()),
             notify=notify,
         )
@@ -292,21 +300,53 @@ def _plain_loss(subject: VerifySubject, model: torch.nn.Module, bf16: bool) -> t
     """Return the loss of the rows one by one, each with the rotary embeddings that it has alone."""
     packed = subject.batch is not subject.alone
     with as_alone(model, subject.alone.attention_mask) if packed else nullcontext():
-        return _loss(subject.alone, subject.router_loss, model, bf16)
+        return _loss(subject.alone, subject.router_loss, subject.token_loss, model, bf16)
 
 
-def _loss(batch: train.MicroBatch, router_loss: RouterLoss | None, model: torch.nn.Module, bf16: bool) -> torch.Tensor:
+def _loss(
+    batch: train.MicroBatch,
+    router_loss: RouterLoss | None,
+    token_loss: TokenLoss,
+    model: torch.nn.Module,
+    bf16: bool,
+    *,
+    handle: StreamHandle | None = None,
+) -> torch.Tensor:
     """Return the loss of ``sft`` without a router z-loss; the model itself adds the balance loss, streamed or not."""
-    base = base_of(model)
-    if router_loss is None or not (router_loss.balance or balances_itself(base)):
-        return loss_of(model, batch, num_targets=batch.num_targets, bf16=bf16)
+    if token_loss.is_plain and batch.weights is None:
+        return _cross_entropy(batch, router_loss, model, bf16)
+    if handle is not None:
+        with handle.losing(LossRequest(token_loss, batch.weights)):
+            return _cross_entropy(batch, router_loss, model, bf16)
+    asked, balance = _balance(batch, router_loss, model)
+    with autocast(batch.input_ids.device, bf16):
+        output = model(**{**batch.arguments, **asked})
+    loss = token_loss_reference(output.logits, batch.shift_labels, token_loss, batch.weights) / batch.target_weight
+    return loss + balance * output.aux_loss if balance else loss
+
+
+def _balance(
+    batch: train.MicroBatch, router_loss: RouterLoss | None, model: torch.nn.Module
+) -> tuple[dict[str, Any], float]:
+    """Return the arguments by which a model returns its balance loss, and the factor of that; none without."""
+    if router_loss is None or not (router_loss.balance or balances_itself(base_of(model))):
+        return {}, 0.0
     # The mask says which tokens count, so it is given where there is padding; packed rows must be told without one.
     padded = batch.position_ids is None and batch.num_tokens < batch.attention_mask.numel()
     mask = batch.attention_mask if padded else None
-    asked = {"attention_mask": mask, "output_router_logits": True}
+    return {"attention_mask": mask, "output_router_logits": True}, router_loss.balance
+
+
+def _cross_entropy(
+    batch: train.MicroBatch, router_loss: RouterLoss | None, model: torch.nn.Module, bf16: bool
+) -> torch.Tensor:
+    """Return the loss that a model itself computes, or that its handle computes in its place."""
+    asked, balance = _balance(batch, router_loss, model)
+    if not asked:
+        return loss_of(model, batch, num_targets=batch.target_weight, bf16=bf16)
     with autocast(batch.input_ids.device, bf16):
-        output = output_of(model, batch, num_targets=batch.num_targets, **asked)
-    loss: torch.Tensor = output.loss + (router_loss.balance - balance_coefficient(base)) * output.aux_loss
+        output = output_of(model, batch, num_targets=batch.target_weight, **asked)
+    loss: torch.Tensor = output.loss + (balance - balance_coefficient(base_of(model))) * output.aux_loss
     return loss
 
 
@@ -329,7 +369,7 @@ def _measure(
     def forward(tokens: int) -> torch.Tensor:
         ids = np.tile(np.asarray(window.example.input_ids), repeats)[:tokens]
         probe = _collate([Window(data.Example(ids, ids, window.example.origin), 0, tokens)], tokenizer)
-        return _loss(probe.to(device), router_loss, model, bf16)
+        return _cross_entropy(probe.to(device), router_loss, model, bf16)
 
     limit = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
     tokens = min(PROBE, limit) if isinstance(limit, int) else PROBE

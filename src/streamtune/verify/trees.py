@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -142,7 +142,7 @@ def _window(example: data.Example, length: int) -> Window | None:
         start = int(min(trained[0] - length // 2, len(ids) - length))
     kept = labels[start : start + length].copy()
     kept[0] = IGNORE_INDEX  # nothing before it is there to predict it from
-    return Window(data.Example(ids[start : start + length], kept, example.origin), start, len(ids))
+    return Window(replace(example, input_ids=ids[start : start + length], labels=kept), start, len(ids))
 
 
 MARGIN = 0.8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ __all__ = ["Batch", "PackedBatch", "collate", "collate_packed"]
 
 
 class Batch(TypedDict):
-    """B sequences padded to T positions; everything int64 on the CPU."""
+    """B sequences padded to T positions; ids, mask and labels int64 on the CPU."""
 
     input_ids: Tensor
     """[B, T]"""
@@ -24,6 +24,8 @@ class Batch(TypedDict):
     """[B, T] 1 on tokens, 0 on padding"""
     shift_labels: Tensor
     """[B, T] the token position t is to predict, that is ``labels[:, t + 1]``; -100 where there is none"""
+    weights: NotRequired[Tensor]
+    """[B, T] fp32, the factor of the loss of what position t is to predict; left out where all are 1"""
 
 
 class PackedBatch(Batch):
@@ -106,3 +108,6 @@ def _write(batch: Batch, row: int, start: int, example: Example) -> None:
     batch["attention_mask"][row, start : start + size] = 1
     labels = np.array(example.labels[1:], dtype=np.int64)
     batch["shift_labels"][row, start : start + size - 1] = torch.as_tensor(labels)
+    if example.weight != 1:
+        weights = batch.setdefault("weights", torch.ones(batch["input_ids"].shape))
+        weights[row, start : start + size] = example.weight

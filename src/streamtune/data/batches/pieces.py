@@ -12,7 +12,7 @@ which no token is trained is left out and counted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +69,7 @@ class Pieces:
         labels = np.array(example.labels[start:stop], dtype=np.int32)
         if start:
             labels[0] = IGNORE_INDEX
-        return Example(example.input_ids[start:stop], labels, example.origin)
+        return replace(example, input_ids=example.input_ids[start:stop], labels=labels)
 
 
 def cut_rows(examples: Stored[Example], *, max_length: int, min_length: int, packing: bool) -> Pieces:

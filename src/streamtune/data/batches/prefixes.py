@@ -214,12 +214,18 @@ def collate_prefixes(examples: Sequence[Example]) -> CollatedPrefixes:
     nodes = tree.nodes()
     ids = np.concatenate([node.ids for _, node in nodes]).astype(np.int64)
     targets = np.concatenate([node.targets for _, node in nodes]).astype(np.int64)
-    return CollatedPrefixes(
+    collated = CollatedPrefixes(
         input_ids=torch.as_tensor(ids)[None],
         attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
         shift_labels=torch.as_tensor(targets)[None],
         nodes=[(parent, len(node.ids)) for parent, node in nodes],
     )
+    if any(example.weight != 1 for example in examples):
+        weights = torch.ones(1, len(ids))
+        for example, places in zip(examples, tree.places(), strict=True):  # a target is of one row
+            weights[0, places[:-1][np.asarray(example.labels[1:]) != IGNORE_INDEX]] = example.weight
+        collated["weights"] = weights
+    return collated
 
 
 def pack_turns(examples: Sequence[Example], bounds: Sequence[int], max_length: int) -> tuple[Packs, list[int]]:

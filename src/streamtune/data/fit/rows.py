@@ -58,7 +58,7 @@ class RowFit(LengthFit[Example, DataReport]):
             group: A hash; rows with the same one are held out together. None is a hash of the examples.
         """
         self._group = group
-        row = _Row(_int_array(rendered.input_ids), _int_array(rendered.labels))
+        row = _Row(_int_array(rendered.input_ids), _int_array(rendered.labels), rendered.weight)
         trained = row.labels != IGNORE_INDEX
         whole = _RowSize(len(trained), int(np.count_nonzero(trained)))
         if rendered.estimated is not None:
@@ -101,14 +101,17 @@ class RowFit(LengthFit[Example, DataReport]):
             ids, labels = row.joined(parts)
             piece_digest = hashlib.blake2b(ids.data, digest_size=16)
             piece_digest.update(labels.data)
+            row_digest.update(piece_digest.digest())  # rows are the same whatever their weights
+            if row.weight != 1:
+                piece_digest.update(np.float64(row.weight).tobytes())
             digest = piece_digest.digest()
-            row_digest.update(digest)
             trained = int(np.count_nonzero(labels != IGNORE_INDEX))
             self.counts["tokens"] += len(ids)
             self.counts["tokens_repeated"] += len(ids)
             self.counts["supervised_tokens"] += trained
             self.counts["supervised_tokens_lost"] -= trained
-            self.write(Example(ids, labels, origin), digest, trained=trained, lost=lost if how == "truncated" else 0)
+            example = Example(ids, labels, origin, row.weight)
+            self.write(example, digest, trained=trained, lost=lost if how == "truncated" else 0)
         self.groups.append(self._group or row_digest.digest())
 
     def check(self, notify: Notify) -> None:
@@ -154,6 +157,7 @@ class _Row:
 
     input_ids: IntArray
     labels: IntArray
+    weight: float
 
     def joined(self, parts: Sequence[Kept]) -> tuple[IntArray, IntArray]:
         """Return the ids and labels of some parts of the row as one."""

@@ -136,12 +136,12 @@ class Reading:
         for number, source in enumerate(self.sources):
             for item in read(reading, source):
                 for error in ahead.take():
-                    yield Item(source.path, error.where, 0, None, number, error)
+                    yield Item(source.path, error.where, 0, None, source=number, error=error)
                 item.source = number
                 yield item
                 del item  # of a long row the memory counts
             for error in ahead.take():
-                yield Item(source.path, error.where, 0, None, number, error)
+                yield Item(source.path, error.where, 0, None, source=number, error=error)
 
     def rendered(
         self, render: Callable[[Iterable[Item[ItemT]]], Rendered[ItemT]], items: Iterator[Item[ItemT]]

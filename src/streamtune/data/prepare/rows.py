@@ -27,7 +27,16 @@ from streamtune.data.rendering.renderings import require_template
 from streamtune.data.rendering.tokens import Rendered
 from streamtune.data.rendering.turns import TurnRenderer
 from streamtune.data.report import DataReport
-from streamtune.data.rows import ROW_TYPES, Content, Conversation, columns_read, detect_type, normalise, size_of
+from streamtune.data.rows import (
+    ROW_TYPES,
+    Content,
+    Conversation,
+    columns_read,
+    detect_type,
+    normalise,
+    size_of,
+    weight_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -189,11 +198,11 @@ def read_contents(tokenizer: PreTrainedTokenizerBase, reading: Reading, source: 
     for row, row_type in typed_rows([source], ROW_TYPES, detect_type, reading.bad):
         found: list[Content] = []
         with reading.bad:
-            found = [normalise(row, row_type)]
+            found, weight = [normalise(row, row_type)], weight_of(row)
             reading.find_unread(source.path, row, columns_read(row_type, found[0]))
         if found:
             row.columns.clear()  # a long text is held by its reader alone
             if isinstance(found[0], Conversation):
                 require_template(tokenizer, "row", row.origin)  # no fault of the row: it is not reported as one
             size = size_of(found[0])
-            yield Item(source.path, row.origin, size, found.pop())
+            yield Item(source.path, row.origin, size, found.pop(), weight)

@@ -43,6 +43,8 @@ class Item(Generic[ItemT]):
     size: int
     """about its characters"""
     row: ItemT | None
+    weight: float = 1.0
+    """factor of its loss"""
     source: int = 0
     """the number of its source"""
     error: DataError | None = None

@@ -103,7 +103,7 @@ class RowRenderer:
         """See :class:`Renderer`; None of a row that is left out for an empty answer."""
         if self.leaves_out(item.row, item.origin):
             return None
-        return self(item.take(), item.origin)
+        return replace(self(item.take(), item.origin), weight=item.weight)
 
     def render_ahead(self, items: Sequence[Item[Content]]) -> None:
         """See :meth:`ask_ahead`."""

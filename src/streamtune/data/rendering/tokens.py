@@ -60,6 +60,8 @@ class Rendered:
     """tokens of the row, about, where only its beginning was tokenised"""
     trained_share: float = 1.0
     """part of the characters that is trained"""
+    weight: float = 1.0
+    """factor of the loss of its tokens"""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class TurnRenderer:
         """See :class:`Renderer`: a row for every turn; None if all turns are left out for empty answers."""
         turns = self._turns(item.take())
         found = [self._rows(turn, item.origin) for turn in turns if not self._rows.leaves_out(turn, item.origin)]
-        return found or None
+        return [replace(turn, weight=item.weight) for turn in found] or None
 
     def render_ahead(self, items: Sequence[Item[Content]]) -> None:
         """See :meth:`RowRenderer.ask_ahead`."""

@@ -13,11 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.errors import ArgumentError
 from streamtune.labels import IGNORE_INDEX
-from streamtune.ops.first_order import first_order, graph_is_kept, hooks_held_back
+from streamtune.ops.first_order import first_order, hooks_held_back
 from streamtune.ops.head.kernels import Chunk, HeadShape, head_kernel, run_head
-from streamtune.ops.head.sweep import HeadGradients, Project, TargetRows, autocast_dtype, cast, loss_and_grad, scaled
+from streamtune.ops.head.sweep import (
+    HeadGradients,
+    Project,
+    TargetRows,
+    autocast_dtype,
+    cast,
+    handed_out,
+    loss_and_grad,
+    scaled,
+)
 from streamtune.ops.simulated import autocast_kind
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_reference", "project_cross_entropy"]
@@ -140,7 +148,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        grads = _handed_out(ctx)
+        grads = handed_out(ctx)
         return (*scaled(grads, ctx.inputs, grad_total), None, None, None, None, None)
 
 
@@ -173,7 +181,7 @@ class _ProjectCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        grads = _handed_out(ctx)
+        grads = handed_out(ctx)
         grad_hidden, *rest = scaled(grads, ctx.inputs, grad_total)
         terms = iter(rest)
         return (grad_hidden, None, None, None, *(next(terms) if needed else None for needed in ctx.needed))
@@ -186,20 +194,3 @@ def _sweep(h: Tensor, weight: Tensor, targets: Tensor, wanted: Sequence[bool]) -
     if grad is not None:
         sums.add(slice(None), h, weight, grad)
     return loss, sums.hidden, sums.weight
-
-
-def _handed_out(ctx: Any) -> tuple[Tensor | None, ...]:
-    """Return the gradients that the forward made. They are scaled in place, so a retained graph keeps a copy.
-
-    Raises:
-        ArgumentError: A backward without ``retain_graph=True`` freed them.
-    """
-    grads: tuple[Tensor | None, ...] | None = ctx.grads
-    if grads is None:
-        raise ArgumentError(
-            "a streamed loss went backward a second time", mend="pass retain_graph=True to the backward before"
-        )
-    ctx.grads = None
-    if graph_is_kept():
-        ctx.grads = tuple(None if grad is None else grad.clone() for grad in grads)
-    return grads

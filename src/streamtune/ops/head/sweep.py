@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamtune.errors import ArgumentError
+from streamtune.ops.first_order import graph_is_kept
 from streamtune.ops.fused import add_outer
 from streamtune.ops.launching import MAX_ELEMENTS, blocks
 from streamtune.ops.simulated import autocast_kind, kernel_device, turns
 
-__all__ = ["HeadGradients", "Project", "TargetRows", "autocast_dtype", "cast", "loss_and_grad", "scaled"]
+__all__ = ["HeadGradients", "Project", "TargetRows", "autocast_dtype", "cast", "handed_out", "loss_and_grad", "scaled"]
 
 WIDENED = 1 << 24
 """Logits of a narrow dtype that are computed with in fp32 at once (64 MiB): a wide copy of a whole chunk would be the
@@ -189,3 +191,20 @@ def scaled(grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None],
         else:
             out.append(grad.to(torch.promote_types(grad.dtype, dtype)).mul_(factor).to(dtype))
     return out
+
+
+def handed_out(ctx: Any) -> tuple[Tensor | None, ...]:
+    """Return the gradients that the forward made. They are scaled in place, so a retained graph keeps a copy.
+
+    Raises:
+        ArgumentError: A backward without ``retain_graph=True`` freed them.
+    """
+    grads: tuple[Tensor | None, ...] | None = ctx.grads
+    if grads is None:
+        raise ArgumentError(
+            "a streamed loss went backward a second time", mend="pass retain_graph=True to the backward before"
+        )
+    ctx.grads = None
+    if graph_is_kept():
+        ctx.grads = tuple(None if grad is None else grad.clone() for grad in grads)
+    return grads

@@ -120,7 +120,7 @@ FIELDS: dict[str, FieldRule] = {
     "pissa_init": no_counterpart("PiSSA's first values of the adapters"),
     **without("an optimizer that is not here", "use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"),
     "use_mca": no_counterpart("Megatron does not train here", trains=False),
-    "use_dft_loss": no_counterpart("the DFT loss"),
+    "use_dft_loss": FieldRule("loss_type", lambda value: "dft" if value else "nll"),
     "use_asft_loss": no_counterpart("the ASFT loss"),
     "asft_alpha": no_counterpart("the ASFT loss"),
     "use_eaft_loss": no_counterpart("the EAFT loss"),

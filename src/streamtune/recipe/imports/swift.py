@@ -173,7 +173,7 @@ FIELDS: dict[str, FieldRule] = {
     **without(
         "frozen weights", "trainable_parameters", "trainable_parameters_regex", "additional_trainable_parameters"
     ),
-    "enable_dft_loss": no_counterpart("the DFT loss"),
+    "enable_dft_loss": FieldRule("loss_type", lambda value: "dft" if value else "nll"),
     "enable_channel_loss": no_counterpart("a loss by channel", trains=False),
     "hqq_axis": no_counterpart("bitsandbytes or torchao quantise", trains=False),
     "bnb_4bit_quant_type": no_counterpart("4 bits are nf4", off=("nf4",)),

@@ -50,7 +50,15 @@ def _positive_steps(value: Any) -> Any:
 
 
 TRAINER_FIELDS: dict[str, FieldRule] = {
-    **same("learning_rate", "lr_scheduler_type", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    **same(
+        "label_smoothing_factor",
+        "learning_rate",
+        "lr_scheduler_type",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+    ),
     **same("max_grad_norm", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "seed"),
     **same("per_device_eval_batch_size", "output_dir", "greater_is_better", trains=False),
     **same("dataloader_num_workers", "save_total_limit", trains=False),
@@ -99,7 +107,6 @@ TRAINER_FIELDS: dict[str, FieldRule] = {
     "use_cpu": FieldRule("device", lambda value: "cpu" if value else "auto", trains=False),
     "fp16": no_counterpart("training in float16 is not here; write bf16: true"),
     "neftune_noise_alpha": no_counterpart("noise on embeddings"),
-    "label_smoothing_factor": no_counterpart("label smoothing of the cross entropy"),
     "lr_scheduler_kwargs": no_counterpart("settings of the schedule, such as a lowest learning rate"),
     "optim_args": no_counterpart("settings of the optimizer"),
     "optim_target_modules": no_counterpart("modules of a layer-wise or low-rank optimizer"),

@@ -190,8 +190,10 @@ def _take_loss(conversion: Conversion) -> None:
     if conversion.objective == "sft":
         if value in ("nll", "chunked_nll", None):
             conversion.unneeded("loss_type", why="the cross entropy")
+        elif value == "dft":
+            conversion.put("loss_type", value, "loss_type")
         else:
-            conversion.lose("loss_type", why="the cross entropy is the loss")
+            conversion.lose("loss_type", why="nll, dft and focal are the losses of rows")
         return
     conversion.convert("loss_type", _one_loss, value, "loss_type")
 

@@ -79,7 +79,7 @@ class PolicyObjective:
             "importance_level": recipe.importance_sampling_level,
         }
 
-    def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = WORLD) -> StepTotals | int:
+    def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = WORLD) -> StepTotals | float:
         """Return the step's completions and target tokens, also those without gradient; if supervised, its targets."""
         policy = [batch for batch in train.counted(micro_batches) if isinstance(batch, PolicyBatch)]
         if not world.any(bool(policy)):
@@ -90,12 +90,12 @@ class PolicyObjective:
             max_completion_length=self.recipe.max_completion_length,
         )
 
-    def score(self, model: nn.Module, batch: train.MicroBatch, totals: StepTotals | int | None) -> train.Score:
+    def score(self, model: nn.Module, batch: train.MicroBatch, totals: StepTotals | float | None) -> train.Score:
         """See :class:`streamtune.train.Objective`."""
         if isinstance(batch, MeasuredBatch):
             return train.Score(torch.zeros(()), metrics=batch.metrics)
         if not isinstance(batch, PolicyBatch):
-            assert totals is None or isinstance(totals, int)
+            assert not isinstance(totals, StepTotals)
             return self.supervised.score(model, batch, totals)
         assert isinstance(totals, StepTotals), "held-out prompts come with what was measured"
         scores = self.handle.logprobs(

@@ -1,0 +1,329 @@
+"""Losses of target tokens other than the plain cross entropy, loss and gradient in one sweep over the head's chunks.
+
+With z the logits of a token, p = softmax(z), y its target, V the vocabulary and Z the sum of exp(z):
+
+    nll                 -log p_y
+    dft                 -stop_gradient(p_y) log p_y              dynamic fine-tuning, arXiv 2508.05629
+    focal               -(1 - p_y)^gamma log p_y                 arXiv 1708.02002
+    label smoothing     -(1 - e) log p_y - e mean_v log p_v      arXiv 1512.00567; with nll
+    z-loss              + c (log Z)^2                            arXiv 2204.02311; with any of them
+
+Each is a function of one token's logits, so that its gradient is known when they are: 3 matmuls a chunk, as the plain
+cross entropy takes. Beside the logits of a chunk there are a few tensors of :data:`WIDENED` elements at a time.
+
+Shape suffixes as in ``ops.head.cross_entropy``, n the tokens of a part of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from streamtune.labels import IGNORE_INDEX
+from streamtune.ops.first_order import first_order, hooks_held_back
+from streamtune.ops.head.sweep import (
+    WIDENED,
+    HeadGradients,
+    Project,
+    TargetRows,
+    autocast_dtype,
+    cast,
+    handed_out,
+    scaled,
+)
+from streamtune.ops.launching import blocks
+from streamtune.ops.simulated import autocast_kind
+
+__all__ = ["MEASURED", "TokenLoss", "linear_token_loss", "project_token_loss", "token_loss_reference"]
+
+MEASURED = ("nll",)
+"""Names of the sums over the targets that are measured beside the loss, without gradient."""
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of a target token.
+
+    Attributes:
+        kind: ``nll``, ``dft`` or ``focal``.
+        focal_gamma: The exponent of ``focal``.
+        label_smoothing: The share of the target that is spread evenly over the vocabulary, with ``nll``.
+        z_loss: The factor of the squared logarithm of Z.
+    """
+
+    kind: Literal["nll", "dft", "focal"] = "nll"
+    focal_gamma: float = 2.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it is the cross entropy."""
+        return self.kind == "nll" and self.label_smoothing == 0 and self.z_loss == 0
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """Settings that each chunk is computed with, apart from the head."""
+
+    rows: TargetRows
+    loss: TokenLoss
+    weights_N: Tensor | None  # noqa: N815
+    transform: Project | None
+    accumulate_dtype: torch.dtype
+    compute_dtype: torch.dtype | None
+    grad_enabled: bool
+
+    def chunk(self, logits_nV: Tensor, chunk: Tensor | slice, with_grad: bool) -> tuple[Tensor, Tensor | None]:
+        """Return the sums ``[1 + len(MEASURED)]`` of a chunk, and the gradient of its logits before the transform.
+
+        The gradient takes the memory of the logits.
+        """
+        targets = self.rows.targets[chunk]
+        weights = None if self.weights_N is None else self.weights_N[chunk]
+        wide = torch.promote_types(logits_nV.dtype, torch.float32)
+        sums = logits_nV.new_zeros(1 + len(MEASURED), dtype=wide)
+        for part in blocks(len(targets), max(1, WIDENED // logits_nV.shape[1])):
+            raw = logits = logits_nV[part]
+            if self.transform is not None:
+                with torch.set_grad_enabled(with_grad):
+                    raw = logits.detach().requires_grad_(with_grad)
+                    logits = self.transform(raw)
+            part_weights = None if weights is None else weights[part].to(wide)
+            found, grad = _loss_and_grad(
+                logits.detach().to(wide), targets[part], self.loss, part_weights, with_grad=with_grad
+            )
+            sums += found
+            if grad is None:
+                continue
+            grad = grad.to(logits.dtype)
+            if self.transform is not None:
+                (grad,) = torch.autograd.grad(logits, raw, grad)
+            logits_nV[part] = grad
+        return sums, logits_nV if with_grad else None
+
+
+def _loss_and_grad(
+    logits_nV: Tensor, targets_n: Tensor, loss: TokenLoss, weights_n: Tensor | None, *, with_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sums of loss and measures of some tokens, and the gradient of their logits, in fp32 or wider."""
+    picked_n1 = targets_n[:, None]
+    logprobs_nV = logits_nV.log_softmax(-1)
+    logp_n = logprobs_nV.gather(-1, picked_n1).squeeze(-1)
+    of_target_n, slope_n = _of_target(logp_n, loss)
+    values_n, smoothing = of_target_n, loss.label_smoothing
+    if smoothing:
+        values_n = (1 - smoothing) * values_n - smoothing * logprobs_nV.mean(-1)
+    of_all_n = slope_n  # the factor of p in the gradient: that of the target's share, and of what is spread
+    if loss.z_loss:
+        log_z_n = logits_nV.logsumexp(-1)
+        values_n = values_n + loss.z_loss * log_z_n.square()
+        of_all_n = of_all_n + 2 * loss.z_loss * log_z_n
+    weighted_n = values_n if weights_n is None else values_n * weights_n
+    sums = torch.stack([weighted_n.sum(), -logp_n.sum()])
+    if not with_grad:
+        return sums, None
+    grad = logprobs_nV.exp_().mul_(of_all_n[:, None])
+    grad.scatter_add_(1, picked_n1, (slope_n * (smoothing - 1))[:, None])
+    if smoothing:
+        grad.sub_(smoothing / grad.shape[1])
+    if weights_n is not None:
+        grad.mul_(weights_n[:, None])
+    return sums, grad
+
+
+def _of_target(logp_n: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
+    """Return the loss ``f(log p_y)`` of each token, and ``-f'(log p_y)``."""
+    if loss.kind == "nll":
+        return -logp_n, torch.ones_like(logp_n)
+    if loss.kind == "dft":
+        p_n = logp_n.exp()
+        return -p_n * logp_n, p_n
+    gamma = loss.focal_gamma
+    rest_n = (-torch.expm1(logp_n)).clamp_min(torch.finfo(logp_n.dtype).tiny)  # 1 - p, without taking 1 from 1
+    return (
+        -rest_n.pow(gamma) * logp_n,
+        rest_n.pow(gamma) - gamma * rest_n.pow(gamma - 1) * logp_n.exp() * logp_n,
+    )
+
+
+def linear_token_loss(
+    hidden_BTC: Tensor,
+    weight_VC: Tensor,
+    targets_BT: Tensor,
+    *,
+    loss: TokenLoss,
+    weights_BT: Tensor | None = None,
+    bias_V: Tensor | None = None,
+    transform: Project | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_size: int = 1024,
+    num_items: Tensor | float | None = None,
+    accumulate_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Compute a loss of target tokens of ``hidden @ weight.T + bias``, loss and gradient together.
+
+    Equal to ``token_loss_reference(transform(linear(hidden, weight, bias)), targets, loss, weights) / num_items``.
+
+    Args:
+        hidden_BTC: Final hidden states ``[..., C]``.
+        weight_VC: Head weight.
+        targets_BT: Shifted targets ``[...]``; ``ignore_index`` where nothing is predicted.
+        loss: The loss of a token.
+        weights_BT: Factor of the loss of each token ``[...]``; None is 1.
+        bias_V: Head bias.
+        transform: Map of each token's logits (softcap, scale, a slice); targets index its result.
+        ignore_index: The target that does not count.
+        chunk_size: Tokens whose logits exist at once.
+        num_items: The divisor: the weights of all target tokens of the global step. None counts those of this call.
+        accumulate_dtype: Dtype in which the gradient of the weight is summed over chunks.
+
+    Returns:
+        The scalar loss in fp32 (fp64 for fp64 inputs), and the sums of :data:`MEASURED`, without gradient.
+    """
+    rows = TargetRows(targets_BT, ignore_index, chunk_size)
+    sweep = _Sweep(
+        rows,
+        loss,
+        None if weights_BT is None else weights_BT.flatten(),
+        transform,
+        accumulate_dtype,
+        autocast_dtype(hidden_BTC),
+        torch.is_grad_enabled(),
+    )
+    with torch.autocast(autocast_kind(hidden_BTC.device), enabled=False):
+        total, measured = _LinearTokenLoss.apply(hidden_BTC.flatten(0, -2), weight_VC, bias_V, sweep)
+    return total / _divisor(rows, weights_BT, num_items), measured
+
+
+def project_token_loss(
+    hidden_BTC: Tensor,
+    project: Project,
+    parameters: Sequence[Tensor],
+    targets_BT: Tensor,
+    *,
+    loss: TokenLoss,
+    weights_BT: Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_size: int = 1024,
+    num_items: Tensor | float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute :func:`linear_token_loss` for a head that is any module; autograd differentiates each chunk.
+
+    ``project`` maps hidden states to logits; ``parameters`` are the tensors it reads whose gradients are wanted.
+    """
+    rows = TargetRows(targets_BT, ignore_index, chunk_size)
+    weights = None if weights_BT is None else weights_BT.flatten()
+    sweep = _Sweep(rows, loss, weights, None, torch.float32, None, torch.is_grad_enabled())
+    total, measured = _ProjectTokenLoss.apply(hidden_BTC.flatten(0, -2), sweep, project, *parameters)
+    return total / _divisor(rows, weights_BT, num_items), measured
+
+
+def token_loss_reference(
+    logits_BTV: Tensor,
+    targets_BT: Tensor,
+    loss: TokenLoss,
+    weights_BT: Tensor | None = None,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+) -> Tensor:
+    """Compute the slow, obvious form: the sum over the targets, of all logits at once. Autograd differentiates it."""
+    kept = targets_BT != ignore_index
+    logits = logits_BTV[kept]
+    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    logp = logprobs.gather(-1, targets_BT[kept][:, None]).squeeze(-1)
+    if loss.kind == "dft":
+        values = -logp.exp().detach() * logp
+    elif loss.kind == "focal":
+        values = -((1 - logp.exp()) ** loss.focal_gamma) * logp
+    else:
+        values = -(1 - loss.label_smoothing) * logp - loss.label_smoothing * logprobs.mean(-1)
+    if loss.z_loss:
+        values = values + loss.z_loss * logits.to(logprobs.dtype).logsumexp(-1) ** 2
+    return (values if weights_BT is None else values * weights_BT[kept]).sum()
+
+
+def _divisor(rows: TargetRows, weights_BT: Tensor | None, num_items: Tensor | float | None) -> Tensor | float:
+    if num_items is None and weights_BT is not None:
+        return weights_BT.flatten()[rows.positions].sum()
+    return rows.divisor(num_items)
+
+
+class _LinearTokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, sweep: _Sweep) -> tuple[Tensor, Tensor]:
+        wanted = [sweep.grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
+        ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        rows = sweep.rows
+        weight, bias = cast(sweep.compute_dtype, weight, bias)
+        room = rows.gradient(hidden) if wanted[0] else None
+        gradients = HeadGradients(room, weight, bias, wanted, sweep.accumulate_dtype)
+
+        def logits_of(chunk: Tensor | slice) -> tuple[Tensor, Tensor]:
+            (h,) = cast(sweep.compute_dtype, hidden[chunk])
+            return h, torch.nn.functional.linear(h, weight, bias)
+
+        sums = _zeros(hidden)
+        for chunk in rows.chunks():
+            h, logits = logits_of(chunk)
+            found, grad = sweep.chunk(logits, chunk, any(wanted))
+            sums += found
+            if grad is not None:
+                gradients.add(chunk, h, weight, grad)
+            del logits, grad
+        ctx.grads = gradients.all()
+        return _outputs(ctx, sums)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return (*scaled(handed_out(ctx), ctx.inputs, grad_total), None)
+
+
+class _ProjectTokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, sweep: _Sweep, project: Callable[[Tensor], Tensor], *params: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        wanted = [p for p in params if p.requires_grad] if sweep.grad_enabled else []
+        backward = sweep.grad_enabled and (bool(wanted) or ctx.needs_input_grad[0])
+        grad_hidden = sweep.rows.gradient(hidden) if backward else None
+        gradients = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in wanted]
+        sums = _zeros(hidden)
+        for chunk in sweep.rows.chunks():
+            with torch.set_grad_enabled(backward):
+                h = hidden[chunk].detach().requires_grad_(backward)
+                logits = project(h)
+            found, grad = sweep.chunk(logits.detach().clone(), chunk, backward)
+            sums += found
+            if grad_hidden is not None and grad is not None:
+                with hooks_held_back(wanted):
+                    grad_hidden[chunk], *terms = torch.autograd.grad(logits, (h, *wanted), grad)
+                for acc, term in zip(gradients, terms, strict=True):
+                    acc += term
+        ctx.grads = (grad_hidden, *gradients)
+        ctx.inputs = (hidden.dtype, *(p.dtype for p in wanted))
+        ctx.needed = [sweep.grad_enabled and p.requires_grad for p in params]
+        return _outputs(ctx, sums)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, *rest = scaled(handed_out(ctx), ctx.inputs, grad_total)
+        terms = iter(rest)
+        return (grad_hidden, None, None, *(next(terms) if needed else None for needed in ctx.needed))
+
+
+def _zeros(hidden: Tensor) -> Tensor:
+    return hidden.new_zeros(1 + len(MEASURED), dtype=torch.promote_types(hidden.dtype, torch.float32))
+
+
+def _outputs(ctx: Any, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss, which has a gradient, and what is measured beside it, which has none."""
+    total, measured = sums[0].clone(), sums[1:].clone()
+    ctx.mark_non_differentiable(measured)
+    return total, measured

@@ -1,0 +1,119 @@
+"""The losses of sft from a recipe to a trained model, weights of rows, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamtune.errors import DataError, RecipeError
+from streamtune.recipe import load_recipe
+from streamtune.run.build import build_run
+from streamtune.tasks.sft import Batches
+from tests.sft_kit import FIXED, RECIPE, run, write_recipe
+
+COMMON: dict[str, Any] = {**RECIPE, "max_length": 160, "engine": FIXED, "num_train_epochs": 2, "output_dir": "out"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_weighed(tmp_path, lambda number: {"loss_weight": 0.5 + number % 3})
+    return tmp_path
+
+
+def write_weighed(folder: Path, more: Callable[[int], dict[str, Any]]) -> None:
+    with (folder / "rows.jsonl").open("w") as file:
+        for number in range(12):
+            answer = f"return a + b + {number}\n" * (1 + number % 4)
+            messages = [{"role": "user", "content": f"Add {number}."}, {"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": messages, **more(number)}) + "\n")
+
+
+def records(folder: Path | str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("layout", [{}, {"packing": True}, {"batching": "buckets", "tokens_per_batch": 320}], ids=str)
+def test_weights_reach_each_position_of_their_row(folder: Path, layout: dict[str, Any]) -> None:
+    path = write_recipe(folder, {**COMMON, **layout, "val_size": 2})
+    notes: list[str] = []
+    built = build_run(load_recipe(path, []), notify=notes.append)
+    assert not any("loss_weight" in note for note in notes), "the column is read"
+    batches = Batches(built.prepared, built.tokenizer)
+    weights = {example.origin: example.weight for example in built.prepared.train}
+    assert set(weights.values()) == {0.5, 1.5, 2.5}
+    seen = set()
+    for unit in range(batches.num_train):
+        batch = batches.training([unit])
+        assert batch.weights is not None
+        found = set(batch.weights[batch.shift_labels != -100].tolist())
+        assert found == {weights[origin] for origin in batch.origins}
+        seen |= found
+    assert seen == {0.5, 1.5, 2.5}
+
+
+def test_equal_weights_are_none(folder: Path) -> None:
+    """Weights of 1 change neither the batch nor the fingerprint of the data."""
+    write_weighed(folder, lambda number: {"loss_weight": 1})
+    with_ones = build_run(load_recipe(write_recipe(folder, COMMON), []))
+    write_weighed(folder, lambda number: {})
+    without = build_run(load_recipe(write_recipe(folder, {**COMMON, "output_dir": "other"}), []))
+    assert Batches(with_ones.prepared, with_ones.tokenizer).training([0]).weights is None
+    assert with_ones.prepared.fingerprint == without.prepared.fingerprint
+
+
+@pytest.mark.parametrize("value", [0, -1.0, True, "2"])
+def test_a_weight_that_is_none_is_refused(folder: Path, value: Any) -> None:
+    write_weighed(folder, lambda number: {"loss_weight": value} if number == 3 else {})
+    with pytest.raises(DataError, match="'loss_weight' must be a number above 0") as caught:
+        build_run(load_recipe(write_recipe(folder, COMMON), []))
+    assert "rows.jsonl:4" in str(caught.value)
+
+
+@pytest.mark.full
+def test_trains_and_resumes_to_the_same_curve(folder: Path) -> None:
+    write_recipe(
+        folder, {**COMMON, "loss_type": "dft", "val_size": 2, "gradient_accumulation_steps": 3, "packing": True}
+    )
+    assert run("--output-dir", "whole") == 0
+    settings = ("--set", "save_steps=1", "--set", "save_total_limit=9", "--output-dir", "split")
+    assert run(*settings) == 0
+    assert run(*settings, "--resume", "split/checkpoints/step-000002") == 0
+
+    def curve(folder: str) -> list[tuple[Any, ...]]:
+        return [tuple(each.get(key) for key in ("step", "loss", "nll", "eval_loss", "grad_norm"))
+                for each in records(folder)]  # fmt: skip
+
+    assert curve("split") == curve("whole")
+    first = records("whole")[0]
+    assert first["nll"] > 1.5 * first["loss"]
+    assert run("--output-dir", "split", "--resume", "auto", "--set", "loss_type=focal") == 2
+
+
+@pytest.mark.full
+def test_verify_compares_the_loss_that_is_trained(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_recipe(folder, {**COMMON, "loss_type": "dft", "z_loss_coef": 1e-3, "packing": True})
+    assert run("--json", "--dtype", "float32", command="verify") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["exact"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "what"),
+    [
+        ({"loss_type": "dtf"}, "dft"),
+        ({"loss_type": "sigmoid"}, "sigmoid"),
+        ({"focal_gamma": 1.0}, "'focal_gamma' is read with 'loss_type: focal'"),
+        ({"loss_type": "dft", "label_smoothing_factor": 0.1}, "'label_smoothing_factor' smooths the targets"),
+        ({"label_smoothing_factor": 1.0}, "label_smoothing_factor"),
+        ({"objective": "dpo", "z_loss_coef": 0.1}, "'z_loss_coef' is of the loss of sft"),
+    ],
+)
+def test_refused(folder: Path, lines: dict[str, Any], what: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write_recipe(folder, {**COMMON, **lines}), [])
+    assert what in f"{caught.value.what} {caught.value.mend}"
