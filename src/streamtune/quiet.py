@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 __all__ = [
-    "QUANTISERS",
     "imports_are_quiet",
     "leave_out_quantisers",
     "own_process",

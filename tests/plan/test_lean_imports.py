@@ -34,3 +34,4 @@ def test_a_plan_imports_no_quantiser_that_it_does_not_need(tmp_path: Path) -> No
 def test_it_does_where_weights_are_quantised(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     assert "bitsandbytes" in imported({**ADAPTERS, "finetuning_type": "qlora", "quantization": "nf4"}, tmp_path)
+    assert "bitsandbytes" in imported({**ADAPTERS, "optim": "adamw_8bit"}, tmp_path)

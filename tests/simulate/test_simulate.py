@@ -22,6 +22,7 @@ from streamtune.models.quantize import PACKAGES, quantize
 from streamtune.ops import TokenLoss
 from streamtune.ops.attention.attention import KEY_BLOCK
 from streamtune.optim import build_optimizer
+from streamtune.optimizer_table import OPTIMIZERS
 from streamtune.schedule import Schedule
 from streamtune.simulate import LiveBytes, Mode, Simulation, Workload, simulate
 from streamtune.simulate.memory import held_bytes, held_tensors
@@ -284,6 +285,24 @@ def test_so_it_is_with_an_optimizer(form: dict[str, bool]) -> None:
 
     found = simulate(workload(make, make_optimizer=adam), BASE)
     assert found.peak_bytes == pytest.approx(measured(make, "stream", BASE, adam), rel=0.01)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit", "adamw_torch_4bit", "muon"])
+def test_so_it_is_with_every_kind_of_optimizer(name: str) -> None:
+    """Whose kernels run on ``meta``, or whose bytes are those of the table."""
+    if not OPTIMIZERS[name].installed:
+        pytest.skip(f"{OPTIMIZERS[name].library} is not installed")
+    make = partial(build, "qwen3", vocab_size=9973)
+
+    def optimizer(model: Any) -> torch.optim.Optimizer:
+        def in_layer(own: str) -> bool:
+            return ".layers." in own
+
+        return build_optimizer(name, model.named_parameters(), learning_rate=1e-3, is_in_layer=in_layer)
+
+    found = simulate(workload(make, make_optimizer=optimizer), BASE)
+    assert found.peak_bytes == pytest.approx(measured(make, "stream", BASE, optimizer), rel=0.01)
 
 
 @pytest.mark.full

@@ -17,7 +17,7 @@ from streamtune.cli.options import read_recipe
 from streamtune.cli.screens import NodesOption, RanksOption, cluster_document, cluster_rows, traffic_table
 from streamtune.kept import read_kept, versions, write_kept
 from streamtune.optimizer_table import OPTIMIZERS
-from streamtune.quiet import QUANTISERS, leave_out_quantisers, process_is_own
+from streamtune.quiet import leave_out_quantisers, process_is_own
 from streamtune.sizes import show_size
 
 from .console import err, out, print_json, print_note, print_rows
@@ -83,7 +83,7 @@ def _plan(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any]:
     """Plan, and return the JSON document and the texts of the screen."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
     recipe = loaded.recipe
-    quantises = recipe.finetuning_type == "qlora" or OPTIMIZERS[recipe.optim].library in QUANTISERS
+    quantises = recipe.finetuning_type == "qlora" or OPTIMIZERS[recipe.optim].extra == "quant"
     if process_is_own() and not quantises and not recipe.trust_remote_code:
         versions()  # they name the packages that are there, and are remembered
         leave_out_quantisers()

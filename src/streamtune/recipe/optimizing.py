@@ -47,7 +47,7 @@ def optimizer_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
     if not (entry.is_adam or entry.adamw_for_rest):
         for key, default in ADAM_KEYS.items():
             if getattr(recipe, key) != default:
-                mend = f"write optim_args; it has {', '.join(entry.options)}"
+                mend = f"delete the line; the options of {name} are optim_args: {', '.join(entry.options)}"
                 yield mistake(f"'{key}' is AdamW's, and 'optim' is {name}", key=key, mend=mend)
     if recipe.optim_states != "param" and name != "adamw":
         yield mistake(
