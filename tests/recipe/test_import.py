@@ -364,3 +364,12 @@ def test_a_file_of_dataset_info_that_is_missing(tmp_path: Path) -> None:
     imported = convert(tmp_path, "model_name_or_path: a\nstage: sft\ntemplate: qwen\ndataset: mine\ncutoff_len: 64\n")
     assert lost(imported) == {"dataset"}
     assert "- path: mine" in imported.text
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("adamw_bnb_8bit", "adamw_8bit"), ("adafactor", None), ("sgd", None)])
+def test_an_optimizer_with_our_name_and_other_steps_is_lost(theirs: str, ours: str | None, tmp_path: Path) -> None:
+    text = f"base_model: a\nsequence_len: 64\noptimizer: {theirs}\ndatasets: [{{path: r.jsonl}}]\n"
+    imported = convert(tmp_path, text)
+    lost = [found.theirs for found in imported.of_kind("lost")]
+    assert lost == ([] if ours else [f"optimizer: {theirs}"])
+    assert (f"optim: {ours}" in imported.text) is (ours is not None)

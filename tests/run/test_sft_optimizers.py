@@ -218,3 +218,12 @@ def test_a_pattern_that_matches_nothing_is_refused_with_what_there_is(folder: Pa
     assert caught.value.where == "lr_groups.0.match"
     assert "embed_tokens" in caught.value.mend
     assert "layers.*.mlp" in caught.value.what
+
+
+def test_lora_plus_and_matrices_of_adapters(folder: Path) -> None:
+    groups = [{"match": "lora_B", "learning_rate": 1.6e-2}]
+    recipe = made(folder, finetuning_type="lora", learning_rate=1e-3, lr_groups=groups, optim="muon")
+    found, optimizer = groups_of(recipe)
+    assert {rate for name, (rate, _) in found.items() if "lora_B" in name} == {1.6e-2}
+    assert {rate for name, (rate, _) in found.items() if "lora_A" in name} == {1e-3}
+    assert {group["rule"] for group in optimizer.param_groups} == {"muon"}

@@ -13,6 +13,7 @@ from .rules import (
     by_itself,
     no_counterpart,
     one_of,
+    optimizer,
     same,
     special_tokens,
     split_names,
@@ -50,7 +51,8 @@ def _functions(value: Any) -> Any:
 
 FIELDS: dict[str, FieldRule] = {
     **TRAINER_FIELDS,
-    **same("base_model", "sequence_len", "micro_batch_size", "num_epochs", "optimizer", "lora_r", "lora_alpha"),
+    "optimizer": to("optim", optimizer),
+    **same("base_model", "sequence_len", "micro_batch_size", "num_epochs", "lora_r", "lora_alpha"),
     **same("lora_dropout", "sample_packing", "val_set_size", "rl_beta", "rpo_alpha", "simpo_gamma", "cpo_alpha"),
     **same("dpo_label_smoothing", "kto_desirable_weight", "kto_undesirable_weight"),
     **same("eval_batch_size", "context_parallel_size", trains=False),
@@ -170,13 +172,13 @@ FIELDS: dict[str, FieldRule] = {
     "peft_init_lora_weights": no_counterpart("first values of the adapters", off=(True, "default")),
     **without("adapters on some layers", "peft_layers_to_transform", "peft_layers_pattern", "peft_layer_replication"),
     **without("trained tokens beside the adapters", "peft_trainable_token_indices", "peft_ensure_weight_tying"),
-    **without("LoRA+", "loraplus_lr_ratio"),
+    **without("LoRA+: write lr_groups: [{match: lora_B, learning_rate: ...}]", "loraplus_lr_ratio"),
     **by_itself("read with loraplus_lr_ratio only", "loraplus_lr_embedding"),
     "peft_autocast_adapter_dtype": no_counterpart("", trains=False, off=(True,)),
     **without("ReLoRA", "relora", "relora_steps", "relora_warmup_steps", "relora_anneal_steps", "jagged_restart_steps"),
     **by_itself("read with relora only", "relora_prune_ratio", "relora_prune_method", "relora_cpu_offload"),
     **without("LISA", "lisa_n_layers", "lisa_step_interval", "lisa_layers_attribute"),
-    **without("learning rates of groups", "embedding_lr", "embedding_lr_scale", "lr_groups"),
+    **without("learning rates of groups: write lr_groups", "embedding_lr", "embedding_lr_scale", "lr_groups"),
     **without(
         "a schedule of its own",
         "lr_quadratic_warmup",

@@ -21,6 +21,7 @@ __all__ = [
     "more_special_tokens",
     "no_counterpart",
     "one_of",
+    "optimizer",
     "rope_scaling",
     "same",
     "special_tokens",
@@ -98,6 +99,22 @@ def one_of(values: dict[Any, Any], why: str = "") -> Callable[[Any], Any]:
         raise UnconvertedError(why or f"known here: {', '.join(map(str, values))}")
 
     return convert
+
+
+def optimizer(value: Any) -> Any:
+    """Return the name of an optimizer; one that has our name and other steps is lost."""
+    if value in OTHER_STEPS:
+        raise UnconvertedError(OTHER_STEPS[value])
+    return value
+
+
+OTHER_STEPS = {
+    "adafactor": "transformers' takes absolute steps; optim: adafactor is torch's, relative to the size of the weight",
+    "sgd": "theirs has no momentum: write optim: sgd and optim_args: {momentum: 0.0}",
+    "muon": "write optim: muon, whose steps are scaled to the size of AdamW's",
+    "lion": "write optim: lion and, for their betas, optim_args: {betas: [...]}",
+}
+"""Optimizers of other trainers that are not those of ours with that name."""
 
 
 def split_names(value: Any) -> Any:

@@ -161,7 +161,7 @@ FIELDS: dict[str, FieldRule] = {
     "init_lora_weights": no_counterpart("first values of the adapters", off=(True, "true")),
     "lora_bias": no_counterpart("trained biases"),
     "lora_bias_trainable": no_counterpart("trained biases"),
-    "lorap_lr_ratio": no_counterpart("LoRA+"),
+    "lorap_lr_ratio": no_counterpart("LoRA+: write lr_groups: [{match: lora_B, learning_rate: ...}]"),
     "lora_lr_ratio": no_counterpart("LoRA+"),
     "use_rslora": no_counterpart("rank-stabilised LoRA: alpha is divided by the root of the rank"),
     "use_dora": no_counterpart("DoRA"),

@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from .conversion import Conversion
-from .rules import FieldRule, UnconvertedError, by_itself, fraction_or_count, no_counterpart, same, to, without
+from .rules import (
+    FieldRule,
+    UnconvertedError,
+    by_itself,
+    fraction_or_count,
+    no_counterpart,
+    optimizer,
+    same,
+    to,
+    without,
+)
 
 __all__ = ["CHECKPOINTING", "KERNELS", "TRAINER_FIELDS", "finish", "take_trackers", "take_warmup"]
 
@@ -62,7 +72,8 @@ TRAINER_FIELDS: dict[str, FieldRule] = {
     **same("max_grad_norm", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "seed"),
     **same("per_device_eval_batch_size", "output_dir", "greater_is_better", trains=False),
     **same("dataloader_num_workers", "save_total_limit", trains=False),
-    **same("bf16", "optim", "trust_remote_code"),
+    **same("bf16", "trust_remote_code"),
+    "optim": to("optim", optimizer),
     "deepspeed": to("deepspeed", _deepspeed, trains=False, why="that file is not here; its name says the stage"),
     "eval_steps": to("eval_steps", fraction_or_count, trains=False),
     "save_steps": to("save_steps", fraction_or_count, trains=False),
