@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -79,14 +80,7 @@ def ours(model: Net, name: str, **more: Any) -> torch.optim.Optimizer:
 
 def theirs(model: Net, name: str) -> list[torch.optim.Optimizer]:
     """The library's optimizer over all weights at once, as its own documentation makes it."""
-    import bitsandbytes
-    import torchao.optim
-
-    if OPTIMIZERS[name].library == "pytorch_optimizer":
-        import pytorch_optimizer
-    if name == "apollo":
-        from apollo_torch import APOLLOAdamW
-
+    library: Any = importlib.import_module(OPTIMIZERS[name].library)
     in_layer = {id(p) for key, p in model.named_parameters() if is_in_layer(key) and p.ndim == 2}
     parts = [[p for p in model.parameters() if (id(p) in in_layer) == inside] for inside in (True, False)]
 
@@ -105,15 +99,15 @@ def theirs(model: Net, name: str) -> list[torch.optim.Optimizer]:
     adamw = torch.optim.AdamW
     libraries: dict[str, Callable[[], list[torch.optim.Optimizer]]] = {
         "adamw": lambda: [adamw(every, lr=RATE, fused=True)],
-        "adamw_8bit": lambda: [bitsandbytes.optim.AdamW8bit(every, lr=RATE)],
-        "adamw_torch_8bit": lambda: [torchao.optim.AdamW8bit(every, lr=RATE)],
-        "adamw_torch_4bit": lambda: [torchao.optim.AdamW4bit(every, lr=RATE)],
-        "adamw_torch_fp8": lambda: [torchao.optim.AdamWFp8(every, lr=RATE)],
+        "adamw_8bit": lambda: [library.optim.AdamW8bit(every, lr=RATE)],
+        "adamw_torch_8bit": lambda: [torchao_optim().AdamW8bit(every, lr=RATE)],
+        "adamw_torch_4bit": lambda: [torchao_optim().AdamW4bit(every, lr=RATE)],
+        "adamw_torch_fp8": lambda: [torchao_optim().AdamWFp8(every, lr=RATE)],
         "adafactor": lambda: [torch.optim.Adafactor(every, lr=RATE)],
-        "adan": lambda: [pytorch_optimizer.Adan(every, lr=RATE, weight_decouple=True)],
-        "adopt": lambda: [pytorch_optimizer.ADOPT(every, lr=RATE, weight_decouple=True)],
+        "adan": lambda: [library.Adan(every, lr=RATE)],
+        "adopt": lambda: [library.ADOPT(every, lr=RATE, weight_decouple=True, clip_lambda=lambda t: (t - 1) ** 0.25)],
         "apollo": lambda: [
-            APOLLOAdamW(
+            library.APOLLOAdamW(
                 [
                     {
                         "params": parts[0],
@@ -131,11 +125,11 @@ def theirs(model: Net, name: str) -> list[torch.optim.Optimizer]:
             ),
             adamw(groups(parts[1]), lr=RATE),
         ],
-        "came": lambda: [pytorch_optimizer.CAME(every, lr=RATE)],
+        "came": lambda: [library.CAME(every, lr=RATE)],
         "galore": galore,
-        "lamb": lambda: [pytorch_optimizer.Lamb(every, lr=RATE, max_grad_norm=0.0)],
-        "lion": lambda: [pytorch_optimizer.Lion(every, lr=RATE)],
-        "lion_8bit": lambda: [bitsandbytes.optim.Lion8bit(every, lr=RATE)],
+        "lamb": lambda: [library.Lamb(every, lr=RATE, weight_decouple=False, max_grad_norm=0.0)],
+        "lion": lambda: [library.Lion(every, lr=RATE)],
+        "lion_8bit": lambda: [library.optim.Lion8bit(every, lr=RATE)],
         "muon": lambda: [
             torch.optim.Muon(parts[0], lr=RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"),
             adamw(groups(parts[1]), lr=RATE),
@@ -145,6 +139,10 @@ def theirs(model: Net, name: str) -> list[torch.optim.Optimizer]:
         "sinkgd": lambda: [Sinkhorn(parts[0]), adamw(groups(parts[1]), lr=RATE)],
     }
     return libraries[name]()
+
+
+def torchao_optim() -> Any:
+    return importlib.import_module("torchao.optim")
 
 
 def schedule_free(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

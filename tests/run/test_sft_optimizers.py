@@ -220,6 +220,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_what_there_is(folder: Pa
     assert "layers.*.mlp" in caught.value.what
 
 
+@pytest.mark.full
 def test_lora_plus_and_matrices_of_adapters(folder: Path) -> None:
     groups = [{"match": "lora_B", "learning_rate": 1.6e-2}]
     recipe = made(folder, finetuning_type="lora", learning_rate=1e-3, lr_groups=groups, optim="muon")

@@ -155,6 +155,11 @@ def _galore(params: list[nn.Parameter], options: Options) -> torch.optim.Optimiz
     return GaLoreAdamW(params, **options)
 
 
+def _clip_of_adopt(step: int) -> float:
+    """Return the bound of the authors: their first update, which is the library's second step, is bounded by 1."""
+    return max(step - 1, 1) ** 0.25
+
+
 _TABLES = ("qmap1", "qmap2")
 _STEP = {"step": 0}
 _ROUNDS = "bf16_stochastic_round"
@@ -167,8 +172,8 @@ RULES: dict[str, Rule] = {
     "adamw_torch_4bit": Rule(_of_torchao("AdamW4bit"), eager=True, draws=_ROUNDS, rebuild=_state_of_torchao("4bit")),
     "adamw_torch_fp8": Rule(_of_torchao("AdamWFp8"), eager=True, draws=_ROUNDS, rebuild=_state_of_torchao("fp8")),
     "adafactor": Rule(_adafactor, runs_on_meta=False),
-    "adan": Rule(_of_pytorch_optimizer("Adan", weight_decouple=True), _STEP),
-    "adopt": Rule(_of_pytorch_optimizer("ADOPT", weight_decouple=True), _STEP),
+    "adan": Rule(_of_pytorch_optimizer("Adan"), _STEP),
+    "adopt": Rule(_of_pytorch_optimizer("ADOPT", weight_decouple=True, clip_lambda=_clip_of_adopt), _STEP),
     "apollo": Rule(
         _apollo, runs_on_meta=False, begin=lambda number: {"seed": number}, objects={"projector": _projector}
     ),
@@ -176,7 +181,7 @@ RULES: dict[str, Rule] = {
     "galore": Rule(_galore),
     # Gradients are clipped by the norm of all of them before, which a weight by itself does not have. Its plain form
     # reads values on the host; `foreach` of one weight holds the same.
-    "lamb": Rule(_of_pytorch_optimizer("Lamb", foreach=None, max_grad_norm=0.0), _STEP),
+    "lamb": Rule(_of_pytorch_optimizer("Lamb", foreach=None, weight_decouple=False, max_grad_norm=0.0), _STEP),
     "lion": Rule(_of_pytorch_optimizer("Lion"), _STEP),
     "lion_8bit": Rule(_of_bitsandbytes("Lion8bit"), shared=_TABLES),
     "muon": Rule(_muon),
