@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,19 @@ def test_what_is_refused(folder: Path, keys: dict[str, Any], what: str, mend: st
         made(folder, **keys)
     assert what in caught.value.what
     assert mend in caught.value.mend
+
+
+def test_a_library_that_is_missing_is_refused_before_anything_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "schedulefree" else found(name))
+    write_recipe(folder, {**COMMON, "optim": "schedule_free", "lr_scheduler_type": "constant"})
+    assert run() == 2
+    said = capsys.readouterr().err
+    assert "'optim: schedule_free' needs schedulefree, which is not installed" in said
+    assert "pip install 'streamtune[optim]'" in said
+    assert not (folder / "runs").exists()
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_what_there_is(folder: Path) -> None:

@@ -10,6 +10,7 @@ from streamtune.optim.optimizers import (
     LearningRateSchedule,
     build_optimizer,
     build_schedule,
+    check_optimizer,
     set_learning_rate,
 )
 from streamtune.optim.weightwise import (
@@ -34,6 +35,7 @@ __all__ = [
     "averaged_weights",
     "build_optimizer",
     "build_schedule",
+    "check_optimizer",
     "is_averaged",
     "pack_number",
     "pack_state",

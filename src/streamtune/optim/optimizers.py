@@ -32,7 +32,14 @@ from streamtune.optim.narrow_states import NarrowStatesAdamW, StatesDtype
 from streamtune.optim.weightwise import WeightwiseOptimizer
 from streamtune.optimizer_table import OPTIMIZERS, check_installed
 
-__all__ = ["SCHEDULES", "LearningRateSchedule", "build_optimizer", "build_schedule", "set_learning_rate"]
+__all__ = [
+    "SCHEDULES",
+    "LearningRateSchedule",
+    "build_optimizer",
+    "build_schedule",
+    "check_optimizer",
+    "set_learning_rate",
+]
 
 ParamGroup = dict[str, Any]
 ParamGroups = list[ParamGroup]
@@ -77,11 +84,11 @@ def build_optimizer(
         ArgumentError: No optimizer has this name, its library is not installed, or no parameter requires a gradient.
     """
     entry = look_up(name, OPTIMIZERS, "optimizer", where="optim")
-    check_installed(name)
     trainable = [(own, parameter) for own, parameter in named_parameters if parameter.requires_grad]
     if not trainable:
         raise ArgumentError("no parameter of the model requires a gradient: there is nothing to train")
-    _check_device(name, [parameter for _, parameter in trainable])
+    for kind in {parameter.device.type for _, parameter in trainable}:
+        check_optimizer(name, kind)
     given: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in {**entry.options, **args}.items()
     }
@@ -159,17 +166,21 @@ def _check_rank(rank: int, matrices: list[nn.Parameter]) -> None:
         )
 
 
-def _check_device(name: str, parameters: list[nn.Parameter]) -> None:
-    """Refuse an optimizer that does not run on the device of the weights; ``meta`` is a plan for any device.
+def check_optimizer(name: str, device_type: str) -> None:
+    """Refuse an optimizer whose library is not installed, or does not run on a type of device.
+
+    Args:
+        name: A key of ``streamtune.optimizer_table.OPTIMIZERS``.
+        device_type: That of the weights; ``meta`` is a plan for any device.
 
     Raises:
-        ArgumentError: It does not.
+        ArgumentError: It is not installed, or does not run there.
     """
+    check_installed(name)
     only = OPTIMIZERS[name].only_on
-    other = next((p.device.type for p in parameters if p.device.type not in (only, "meta")), None)
-    if only and other is not None:
+    if only and device_type not in (only, "meta"):
         raise ArgumentError(
-            f"'optim: {name}' runs on {only}, and the weights are on {other}",
+            f"'optim: {name}' runs on {only}, and the weights are on {device_type}",
             where="optim",
             mend=f"write optim: {name.removeprefix('paged_')}, or take another device",
         )

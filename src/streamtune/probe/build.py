@@ -14,6 +14,7 @@ import torch
 
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError, RunError, did_you_mean
+from streamtune.optim import check_optimizer
 from streamtune.plan.budget import Budget, free_disk_bytes
 from streamtune.plan.rates import Device, sheet_rates
 from streamtune.plan.search import Range
@@ -103,6 +104,7 @@ def probe_recipe(
         unlimited: RunTrial
         if task.method == "measure":
             choose_quantization(recipe, here)  # refuse before the first process
+            check_optimizer(recipe.optim, here.type)
             prepare = partial(prepare_step, recipe, str(here), _budget(task))
             run = measured(prepare, _budget(task), seconds=options.trial_seconds)
             unlimited = measured(prepare, replace(_budget(task), device_bytes=None), seconds=options.trial_seconds)

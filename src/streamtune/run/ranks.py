@@ -328,8 +328,8 @@ def resolve(loaded: LoadedRecipe, notify: Notify) -> Setup:
         notify: See :data:`streamtune.tasks.task.Notify`.
 
     Raises:
-        ArgumentError: A setting that the objective does not accept, a device that is not there, a quantisation that is
-            not installed, or ranks that cannot be laid out as the recipe asks.
+        ArgumentError: A setting that the objective does not accept, a device that is not there, a library that is not
+            installed, or ranks that cannot be laid out as the recipe asks.
         DistributedError: The ranks have other versions or another recipe, or do not reach each other.
     """
     recipe = loaded.recipe
@@ -338,6 +338,7 @@ def resolve(loaded: LoadedRecipe, notify: Notify) -> Setup:
     if recipe.deterministic:
         train.use_deterministic_kernels()
     quantization = choose_quantization(recipe, device)
+    optim.check_optimizer(recipe.optim, device.type)
     prepare_libraries(device)
     agree(_facts(recipe))
     shares = shares_weights(recipe)
