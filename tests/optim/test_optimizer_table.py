@@ -330,3 +330,23 @@ def test_the_page_has_every_optimizer_with_its_bytes() -> None:
         name: (*(f"{state_bytes(name, (size, size), width, {}) / size**2:.3g}" for width in (4, 2)), entry.library)
         for name, entry in OPTIMIZERS.items()
     }
+
+
+@pytest.mark.skipif(not OPTIMIZERS["adamw_torch_8bit"].installed, reason="torchao is not installed")
+@pytest.mark.full
+def test_weights_that_are_rounded_stochastically_are_the_same_in_any_order() -> None:
+    found = {}
+    for kind in ("after", "backward", "host, backward"):
+        torch.manual_seed(11)
+        model = Net(torch.bfloat16)
+        args = {"bf16_stochastic_round": True}
+        run_steps(model, backend_of(model, "adamw_torch_8bit", kind, args=args), range(4))
+        found[kind] = [*model.parameters(), torch.rand(3)]
+    assert all(all(map(torch.equal, each, found["after"])) for each in found.values())
+    assert torch.equal(found["after"][-1], torch.rand(3, generator=torch.Generator().manual_seed(11)))
+    nearest = Net(torch.bfloat16)
+    run_steps(nearest, backend_of(nearest, "adamw_torch_8bit", "after"), range(4))
+    assert not all(map(torch.equal, nearest.parameters(), found["after"]))
+    other = Net(torch.bfloat16)
+    run_steps(other, backend_of(other, "adamw_torch_8bit", "after", args=args, seed=1), range(4))
+    assert not all(map(torch.equal, other.parameters(), found["after"]))
