@@ -186,11 +186,13 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"on_nan": "skip"},
         {"on_oom": "replan"},
         {"dataloader_num_workers": 2},
+        {"lr_scaling": "sqrt", "lr_scaling_base": 8},
     ),
     "evaluation": _options(
         HELD_OUT,
         {"eval_steps": 1, **HELD_OUT},
         {"metric_for_best_model": "eval_loss", "save_steps": 1, **HELD_OUT},
+        {"early_stopping_patience": 2, "metric_for_best_model": "eval_loss", "eval_steps": 1, **HELD_OUT},
         PROMPT,
         {"sample_steps": 1, **PROMPT},
         {"sample.held_out": 1, **HELD_OUT},

@@ -11,18 +11,20 @@ from streamtune.optim import SCHEDULES, build_optimizer, build_schedule
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_warm_up_rises_in_equal_steps_to_the_peak(name: str) -> None:
-    rate = build_schedule(name, learning_rate=0.8, total_steps=20, warmup_steps=3)
+    needed = {"batch_size": 1000, "tokens_per_step": 10} if name == "power" else {}
+    rate = build_schedule(name, learning_rate=0.8, total_steps=20, warmup_steps=3, options=needed)
     assert [rate(step) for step in range(4)] == pytest.approx([0.2, 0.4, 0.6, 0.8])
 
 
 def test_decays() -> None:
-    rates = {name: build_schedule(name, learning_rate=1.0, total_steps=10) for name in SCHEDULES}
+    names = ("constant", "cosine", "linear")
+    rates = {name: build_schedule(name, learning_rate=1.0, total_steps=10) for name in names}
     assert [rates["constant"](step) for step in (0, 5, 9)] == [1.0, 1.0, 1.0]
     assert [rates["linear"](step) for step in (0, 5, 9)] == pytest.approx([1.0, 0.5, 0.1])
     assert [rates["cosine"](step) for step in (0, 5, 10)] == pytest.approx([1.0, 0.5, 0.0])
 
 
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("name", ["constant", "cosine", "linear"])
 def test_matches_torch_after_the_warm_up(name: str) -> None:
     """The decay is that of transformers' schedules, which are LambdaLR with the same step count."""
     from transformers import get_scheduler

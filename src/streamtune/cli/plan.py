@@ -18,6 +18,7 @@ from streamtune.cli.screens import NodesOption, RanksOption, cluster_document, c
 from streamtune.kept import read_kept, versions, write_kept
 from streamtune.optimizer_table import OPTIMIZERS
 from streamtune.quiet import leave_out_quantisers, process_is_own
+from streamtune.recipe.presets import describe_preset
 from streamtune.sizes import show_size
 
 from .console import err, out, print_json, print_note, print_rows
@@ -154,6 +155,7 @@ def _screen(planned: RecipePlan) -> dict[str, Any]:
     return {
         "rows": [
             ("model", _describe_model(planned)),
+            *([("preset", preset)] if (preset := describe_preset(planned.loaded.recipe)) is not None else []),
             ("step", _describe_step(planned)),
             ("device", _describe_device(planned)),
             ("schedule", chosen.schedule.describe(planned.layers)),

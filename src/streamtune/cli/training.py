@@ -17,6 +17,7 @@ from streamtune.cli.options import read_recipe
 from streamtune.errors import ArgumentError
 from streamtune.network import is_offline
 from streamtune.recipe import LoadedRecipe, code_of
+from streamtune.recipe.presets import describe_preset
 from streamtune.sizes import show_size
 
 from .console import err, loading_libraries, need_output, out, plain, print_rows
@@ -194,6 +195,7 @@ def _print_banner(run: Run) -> None:
             *([("deepspeed", _describe_deepspeed(run))] if run.recipe.deepspeed is not None else []),
             *([("memory", describe_plan(run.streamed.memory))] if run.streamed.memory is not None else []),
             *([("without", _describe_baselines(run))] if run.streamed.baselines else []),
+            *([("preset", preset)] if (preset := describe_preset(run.recipe)) is not None else []),
             ("steps", _describe_steps(run)),
             ("output", _describe_output(run)),
             *([("runs code", "; ".join(code))] if (code := code_of(run.recipe)) else []),
@@ -261,6 +263,8 @@ def _describe_deepspeed(run: Run) -> str:
 
 
 def _describe_steps(run: Run) -> str:
+    from streamtune.tasks.steps import scaled_rate
+
     recipe, plan = run.recipe, run.plan
     rows, unit = run.start.rows_per_step, run.start.task.step_unit
     size = f"{rows} {unit}{'s' if rows > 1 else ''}"
@@ -273,7 +277,7 @@ def _describe_steps(run: Run) -> str:
     first = f"{supervised:,} supervised, then " if supervised else ""
     return (
         f"{first}{steps:,}{epochs} of {size}; {describe_optimizer(recipe)}, "
-        f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
+        f"learning rate {scaled_rate(recipe, run.world):.4g}, {recipe.lr_scheduler_type}{warmup}"
     )
 
 
@@ -345,6 +349,11 @@ def _title(run: Run, outcome: RunOutcome) -> Text:
         return Text("Done before: nothing left to train (--resume never trains anew)", style="bold green")
     if outcome.failure is not None:
         return Text("At its end, but hardly trained", style="bold red")
+    if outcome.progressed.ended_early:
+        step = f"{outcome.progressed.step:,} of {run.plan.total_steps:,}"
+        return Text(
+            f"Done early, after step {step}: {run.recipe.metric_for_best_model} got no better", style="bold green"
+        )
     return Text("Done", style="bold green")
 
 

@@ -115,7 +115,7 @@ SWITCHES: dict[str, tuple[str, str]] = {
 VALUES: dict[str, dict[str, Any]] = {
     "lora_target": {"all": "all-linear"},
     "loss_type": {"kto_pair": "kto"},
-    "lr_scheduler_type": {"constant_with_warmup": "constant"},
+    "lr_scheduler_type": {"wsd": "warmup_stable_decay"},
     "optim": {
         "adamw_torch": "adamw",
         "adamw_torch_fused": "adamw",

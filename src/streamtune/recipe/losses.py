@@ -20,6 +20,8 @@ OF_ROWS = {"focal_gamma": FOCAL_GAMMA, "label_smoothing_factor": 0.0, "z_loss_co
 
 def loss_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
     """Yield the mistakes in the keys of the loss of supervised rows."""
+    if recipe.preset is not None and recipe.objective != "sft":
+        yield mistake(f"'preset: {recipe.preset}' is for sft", key="preset", mend="delete the line")
     given = [key for key, default in OF_ROWS.items() if getattr(recipe, key) != default]
     if recipe.objective != "sft":
         for key in given:

@@ -72,7 +72,7 @@ def optimizer_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
         )
     if entry.one_block:
         yield from _block_mistakes(recipe, on_host)
-    if entry.averages and recipe.lr_scheduler_type != "constant":
+    if entry.averages and recipe.lr_scheduler_type not in ("constant", "constant_with_warmup"):
         yield mistake(
             f"'optim: {name}' averages weights in place of a rate that decays, and 'lr_scheduler_type' is "
             f"{recipe.lr_scheduler_type}",

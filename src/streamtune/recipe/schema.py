@@ -16,8 +16,10 @@ from pydantic import Field, field_validator, model_validator
 
 from streamtune.optimizer_table import OptimizerName
 from streamtune.recipe.batching import BucketSpec, batching_mistakes, turn_mistakes
+from streamtune.recipe.learning_rates import ScheduleName, learning_rate_mistakes
 from streamtune.recipe.losses import FOCAL_GAMMA, loss_mistakes
 from streamtune.recipe.optimizing import LearningRateGroup, optimizer_mistakes
+from streamtune.recipe.presets import with_preset
 from streamtune.recipe.sharing import CHUNK_ORDER, QUANTISED, SHARING_PRESETS, WholeWeights
 from streamtune.recipe.spec import Count, Fraction, Rows, Spec, Steps, Text, at_most, mistake
 from streamtune.recipe.streaming import SHUFFLE_BUFFER, streaming_mistakes
@@ -51,6 +53,11 @@ class Recipe(Spec):
     objective: Literal["sft", "dpo", "grpo"] = "sft"
     """Objective of the training: `sft` the rows as they are, `dpo` preferences between completions, `grpo` rewards. The
     command of that name implies it."""
+
+    preset: Literal["small_sft"] | None = None
+    """`sft`: set several keys, where the recipe does not give them. `small_sft` is for models of 3B to 7B (arXiv
+    2412.13337): `train_batch_size: 3840`, `learning_rate: 2.0e-5`, `lr_scheduler_type: constant`, no warm-up. The
+    banner and `plan` show what is set."""
 
     # --- model -------------------------------------------------------------------------------------------------
 
@@ -297,8 +304,22 @@ class Recipe(Spec):
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5
     """Peak learning rate."""
 
-    lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after the warm-up; cosine and linear end at 0."""
+    lr_scheduler_type: ScheduleName = "cosine"
+    """Shape of the learning rate after the warm-up; `cosine` and `linear` end at 0. `warmup_stable_decay` stays at the
+    peak and decays at the end, `power` (arXiv 2408.13359) follows the tokens trained on, whatever the batch."""
+
+    lr_scheduler_kwargs: Annotated[dict[Text, Any], Field(default_factory=dict)]
+    """Options of the schedule, with the names of transformers: `{min_lr_rate: 0.1}` of `cosine_with_min_lr`,
+    `{num_cycles: 3}` of `cosine_with_restarts`, `{power: 2.0, lr_end: 1.0e-7}` of `polynomial`, `{timescale: 1000}` of
+    `inverse_sqrt`, `{decay_ratio: 0.1, decay_type: 1-sqrt}` (or `num_decay_steps`) of `warmup_stable_decay`,
+    `{batch_size: 64, tokens_per_step: 262144}` of `power`."""
+
+    lr_scaling: Literal["none", "sqrt", "linear"] = "none"
+    """Multiply `learning_rate` by the size of a step over `lr_scaling_base`, or by the root of that."""
+
+    lr_scaling_base: Count | None = None
+    """`lr_scaling`: size of the step that `learning_rate` was chosen for, in the unit of the recipe's: rows over all
+    ranks (sequences where they are packed), or tokens with `tokens_per_batch`."""
 
     warmup_ratio: Fraction = 0.0
     """Part of the steps in which the learning rate rises; or give `warmup_steps`."""
@@ -380,6 +401,13 @@ class Recipe(Spec):
     greater_is_better: bool | None = None
     """True if more of that metric is better; without it, more is better unless its name ends in `loss`."""
 
+    early_stopping_patience: Steps = 0
+    """Stop, as at the end of the run, after so many evaluations in a row without a better `metric_for_best_model`; 0
+    never does. The final model is that of the last step; the best one is a checkpoint."""
+
+    early_stopping_threshold: Annotated[float, Field(ge=0), at_most(10**9)] = 0.0
+    """`early_stopping_patience`: a metric is better if it is better by more than this."""
+
     save_best_limit: Count = 1
     """Best checkpoints to keep, besides the newest."""
 
@@ -426,6 +454,11 @@ class Recipe(Spec):
     written (`unit_tests`), the latter in a subprocess with limits on time and memory. `--allow-code` is the same."""
 
     # --- rules about several keys -----------------------------------------------------------------------------
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_its_preset(cls, given: Any) -> Any:
+        return with_preset(given)
 
     @field_validator("report_to")
     @classmethod
@@ -525,7 +558,14 @@ class Recipe(Spec):
         self._check_long_rows()
         check_weights(self.datasets, self.mix_by)
         check_eval_sets(self.eval_datasets)
-        rules = (batching_mistakes, turn_mistakes, streaming_mistakes, loss_mistakes, optimizer_mistakes)
+        rules = (
+            batching_mistakes,
+            turn_mistakes,
+            streaming_mistakes,
+            loss_mistakes,
+            optimizer_mistakes,
+            learning_rate_mistakes,
+        )
         for found in (found for rule in rules for found in rule(self)):
             raise found
         if self.deepspeed is not None and self.fsdp:

@@ -35,12 +35,15 @@ FREE_KEYS = frozenset(
     {
         # Where things go and what is shown,
         "output_dir", "save_steps", "save_total_limit", "eval_steps", "logging_steps", "report_to", "sample",
+        "early_stopping_patience", "early_stopping_threshold",
         "sample_steps", "callbacks",
         "num_completions_to_print", "save_async", "metric_for_best_model", "greater_is_better", "save_best_limit",
         # what is done about what goes wrong,
         "on_nan", "max_skips", "on_oom", "on_bad_row", "max_bad_rows",
         # where rows that were prepared before are found,
         "cache", "dataset_num_proc",
+        # what only sets other keys,
+        "preset",
         # what a step is compared with,
         "peak_flops",
         # how the same gradient is computed,
@@ -64,7 +67,8 @@ LATER_KEYS = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "defaul
               "rope_scaling", "rope_theta", "truncate_side", "split_at", "split_overlap", "mix_by", "special_tokens",
               "added_tokens", "batching", "tokens_per_batch", "buckets", "streaming", "shuffle_buffer",
               "clip_norm", "optim_states", "optim_args", "lr_groups", "lr_layer_decay",
-              "focal_gamma", "label_smoothing_factor", "z_loss_coef")  # fmt: skip
+              "focal_gamma", "label_smoothing_factor", "z_loss_coef", "lr_scheduler_kwargs", "lr_scaling",
+              "lr_scaling_base")  # fmt: skip
 """Keys that are compared once they are given: runs were started before there were such keys."""
 
 
@@ -387,6 +391,9 @@ def _identify(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[
         "dataset_num_proc",
         "peak_flops",
         "optim_in_backward",
+        "early_stopping_patience",
+        "early_stopping_threshold",
+        "preset",
     )  # runs are older than these
     unset = {key for key in newer if getattr(recipe, key) == type(recipe).model_fields[key].default}
     if setup.quantization is not None:  # what `auto` became: on another device it is another model

@@ -147,11 +147,13 @@ def _train_run(run: Run, console: Console, listeners: train.Listeners, ended: di
             ended["step"] = progressed.step
             run.world.main(listeners.raise_error)
         seconds = time.perf_counter() - started
-        finished = progressed.step >= run.plan.total_steps
-        samples = _finish(run, writer, listeners) if finished else []
+        finished = progressed.step >= run.plan.total_steps or progressed.ended_early
+        samples = _finish(run, progressed.step, writer, listeners) if finished else []
         failure = _skipped_most(run, progressed) if finished else None
         if world.is_main:
-            why = {} if finished else {"reason": stop.reason}
+            why: dict[str, Any] = {} if finished else {"reason": stop.reason}
+            if progressed.ended_early:
+                why["early"] = True
             if (lost := lost_output()) is not None:
                 why["output"] = f"lost: {lost.strerror}"
             train.append_event(directory.events, "finish" if finished else "stop", step=progressed.step, **why)
@@ -318,9 +320,9 @@ def _tell(watchdog: Watchdog) -> Callable[[int, str], None]:
     return lambda step, doing: watchdog.at(step, doing, patient=doing.startswith(PATIENT))
 
 
-def _finish(run: Run, writer: train.ModelWriter, listeners: train.Listeners) -> list[dict[str, Any]]:
+def _finish(run: Run, step: int, writer: train.ModelWriter, listeners: train.Listeners) -> list[dict[str, Any]]:
     """Write ``final/`` and return the model's completions of the sample prompts, if there are any."""
-    world, backend, step = run.world, run.backend, run.plan.total_steps
+    world, backend = run.world, run.backend
     with backend.averaged():
         train.write_final(run.directory.final, writer, world)
     if run.recipe.sample is None:
@@ -388,6 +390,8 @@ def train_settings(recipe: Recipe, plan: StepPlan, schedule: Schedule) -> train.
         on_oom=recipe.on_oom,
         save_async=recipe.save_async,
         metric_for_best_model=recipe.metric_for_best_model,
+        early_stopping_patience=recipe.early_stopping_patience,
+        early_stopping_threshold=recipe.early_stopping_threshold,
         greater_is_better=_greater_is_better(recipe),
         save_best_limit=recipe.save_best_limit if recipe.metric_for_best_model is not None else 0,
         sample_steps=recipe.sample_steps,

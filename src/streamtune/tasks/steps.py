@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,17 @@ from streamtune.recipe.batching import BucketSpec
 from streamtune.recipe.schema import Recipe
 from streamtune.tasks.cost import RowCost
 
-__all__ = ["StepPlan", "Steps", "Trainable", "Units", "accumulation", "first_epoch", "make_sampler", "share_out"]
+__all__ = [
+    "StepPlan",
+    "Steps",
+    "Trainable",
+    "Units",
+    "accumulation",
+    "first_epoch",
+    "make_sampler",
+    "scaled_rate",
+    "share_out",
+]
 
 
 def share_out(batches: Iterable[train.MicroBatch], world: train.World) -> Iterator[train.MicroBatch]:
@@ -190,6 +201,22 @@ class StepPlan:
     warmup_steps: int
     supervised_steps: int = 0
     """Supervised steps before the first rollout, among the ``total_steps``."""
+
+
+def scaled_rate(recipe: Recipe, world: train.World) -> float:
+    """Return the peak learning rate: the recipe's, scaled by the size of a step where it says so.
+
+    Args:
+        recipe: The recipe.
+        world: The ranks that share a step.
+    """
+    if recipe.lr_scaling_base is None:
+        return recipe.learning_rate
+    size = recipe.tokens_per_batch
+    if size is None:
+        size = accumulation(recipe, world) * recipe.per_device_train_batch_size * world.data_size
+    share = size / recipe.lr_scaling_base
+    return recipe.learning_rate * (math.sqrt(share) if recipe.lr_scaling == "sqrt" else share)
 
 
 def accumulation(recipe: Recipe, world: train.World) -> int:

@@ -36,7 +36,7 @@ from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.simulate.scored import Completions, Scored
 from streamtune.tasks.cost import RowCost
-from streamtune.tasks.steps import StepPlan, Steps, Units, accumulation, make_sampler
+from streamtune.tasks.steps import StepPlan, Steps, Units, accumulation, make_sampler, scaled_rate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -438,9 +438,10 @@ class Task(ABC, Generic[R_co]):
             held_out=held_out_sets(built.prepared, held_out),
             learning_rate_at=optim.build_schedule(
                 recipe.lr_scheduler_type,
-                learning_rate=recipe.learning_rate,
+                learning_rate=scaled_rate(recipe, built.world),
                 total_steps=built.plan.total_steps,
                 warmup_steps=built.plan.warmup_steps,
+                options=recipe.lr_scheduler_kwargs,
             ),
         )
 

@@ -5,6 +5,7 @@ What is minimised comes in as an ``Objective``; one optimizer step of it, and th
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -61,6 +62,12 @@ class Progressed:
     """The sample prompts are still to be completed at this step: that was interrupted."""
     skipped: int = 0
     """Steps without an update, because something was not finite."""
+    best: float | None = None
+    """The best value so far of the metric that ends a run early."""
+    not_better: int = 0
+    """Evaluations in a row whose metric was not better than that."""
+    ended_early: bool = False
+    """The run is over before its last step."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +176,7 @@ def train(
                     latest |= found
                     progress.evaluated(state.step, found)
                     tell_missing_metric(settings, latest, state.step, progress)
+                    state = judged(state, found, settings, progress)
                     if world.is_main:
                         append_record(run.metrics, {"step": state.step, **found})
                         listeners.evaluated({"step": state.step, **found})
@@ -189,7 +197,7 @@ def train(
             stopped, failed = (count > 0 for count in stops)
             if failed:
                 saver.wait_for_last()  # where one rank cannot write no rank can commit: all of them raise
-            over = stopped or state.step >= settings.total_steps
+            over = stopped or state.step >= settings.total_steps or state.ended_early
             # Also where a run that was stopped in an evaluation has now made up for it: its checkpoint says it is due.
             if (state.step, state.eval_due, state.sample_due) != saved and (
                 over or is_due(state.step, settings.save_steps)
@@ -376,6 +384,25 @@ def resume(checkpoint: Checkpoint, backend: Backend, steps: StepStream, seed: in
     else:
         seed_everything(seed, world.rank, checkpoint.step)
     return Progressed(**checkpoint.state["progressed"])
+
+
+def judged(state: Progressed, found: Mapping[str, Any], settings: TrainSettings, progress: Progress) -> Progressed:
+    """Return the state after an evaluation that found some metrics: with the best value, and if the run ends early."""
+    value = found.get(settings.metric_for_best_model or "")
+    if settings.early_stopping_patience == 0 or value is None:
+        return state
+    gain = math.inf if state.best is None else value - state.best if settings.greater_is_better else state.best - value
+    if gain > settings.early_stopping_threshold:
+        return replace(state, best=value, not_better=0, ended_early=False)
+    not_better = state.not_better + 1
+    ended = not_better >= settings.early_stopping_patience and state.step < settings.total_steps
+    if ended:
+        progress.note(
+            state.step,
+            f"stopped early: {not_better} evaluations without a better {settings.metric_for_best_model} than "
+            f"{state.best:.4g}",
+        )
+    return replace(state, not_better=not_better, ended_early=ended)
 
 
 def tell_missing_metric(settings: TrainSettings, latest: Mapping[str, Any], step: int, progress: Progress) -> None:

@@ -73,6 +73,9 @@ class TrainSettings:
     metric_for_best_model: str | None = None
     """A name of ``metrics.jsonl``."""
     greater_is_better: bool = False
+    early_stopping_patience: int = 0
+    """Evaluations in a row without a better metric that end the run; 0 never does."""
+    early_stopping_threshold: float = 0.0
     save_best_limit: int = 0
     sample_steps: int = 0
     """Steps between two completions of the sample prompts; 0 is never."""

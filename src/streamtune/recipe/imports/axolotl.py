@@ -199,7 +199,7 @@ FIELDS: dict[str, FieldRule] = {
     "min_sample_len": no_counterpart("short rows are trained as well"),
     **without("rows are not sharded", "dataset_shard_num", "dataset_shard_idx"),
     "plugins": no_counterpart("code of axolotl's plugins", trains=False),
-    "early_stopping_patience": no_counterpart("a run goes on to its end"),
+    "early_stopping_patience": to("early_stopping_patience"),
     **without(
         "on_nan: stop ends a run whose loss is not finite",
         "loss_watchdog_threshold",

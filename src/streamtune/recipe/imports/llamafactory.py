@@ -137,7 +137,7 @@ FIELDS: dict[str, FieldRule] = {
     ),
     **by_itself("read by PPO only", "ppo_whiten_rewards"),
     "disable_shuffling": to("shuffle", lambda value: not value),
-    "early_stopping_steps": no_counterpart("a run goes on to its end"),
+    "early_stopping_steps": to("early_stopping_patience"),
     "tool_format": no_counterpart("tools are rendered by the chat template"),
     "enable_thinking": no_counterpart(
         "thoughts are rendered by the chat template: write chat_template_kwargs where it reads this", off=(True,)

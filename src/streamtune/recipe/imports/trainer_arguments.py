@@ -60,6 +60,7 @@ def _positive_steps(value: Any) -> Any:
 
 
 TRAINER_FIELDS: dict[str, FieldRule] = {
+    "lr_scheduler_kwargs": FieldRule("lr_scheduler_kwargs", lambda value: value or {}),
     **same(
         "label_smoothing_factor",
         "learning_rate",
@@ -118,7 +119,6 @@ TRAINER_FIELDS: dict[str, FieldRule] = {
     "use_cpu": FieldRule("device", lambda value: "cpu" if value else "auto", trains=False),
     "fp16": no_counterpart("training in float16 is not here; write bf16: true"),
     "neftune_noise_alpha": no_counterpart("noise on embeddings"),
-    "lr_scheduler_kwargs": no_counterpart("settings of the schedule, such as a lowest learning rate"),
     "optim_args": no_counterpart("settings of the optimizer"),
     "optim_target_modules": no_counterpart("modules of a layer-wise or low-rank optimizer"),
     "debug": no_counterpart("", trains=False),

@@ -29,7 +29,7 @@ from streamtune.tasks.grpo.ranks import SharedRewards, SharedWriter, of_all_rank
 from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps, WarmSteps
 from streamtune.tasks.preference import tree_batch
 from streamtune.tasks.random_batches import RandomTokens, random_completions
-from streamtune.tasks.steps import StepPlan
+from streamtune.tasks.steps import StepPlan, scaled_rate
 from streamtune.tasks.task import (
     Built,
     Notify,
@@ -285,7 +285,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
             objective=self.objective(built.handle, built.reference, device),
             steps=steps,
             held_out=held_out_sets(built.prepared, steps.held_out),
-            learning_rate_at=_learning_rate(recipe, built.plan),
+            learning_rate_at=_learning_rate(recipe, built.plan, built.world),
             begin=begin,
         )
 
@@ -400,7 +400,7 @@ def _check_loss(recipe: GrpoRecipe) -> None:
     )
 
 
-def _learning_rate(recipe: GrpoRecipe, plan: StepPlan) -> Callable[[int], float]:
+def _learning_rate(recipe: GrpoRecipe, plan: StepPlan, world: train.World) -> Callable[[int], float]:
     """Return the learning rate by step: that of the supervised steps, then the recipe's schedule over the others."""
     before = optim.build_schedule(
         "cosine",
@@ -410,9 +410,10 @@ def _learning_rate(recipe: GrpoRecipe, plan: StepPlan) -> Callable[[int], float]
     )
     after = optim.build_schedule(
         recipe.lr_scheduler_type,
-        learning_rate=recipe.learning_rate,
+        learning_rate=scaled_rate(recipe, world),
         total_steps=plan.total_steps - recipe.sft_steps,
         warmup_steps=plan.warmup_steps,
+        options=recipe.lr_scheduler_kwargs,
     )
     return lambda step: before(step) if step < recipe.sft_steps else after(step - recipe.sft_steps)
 

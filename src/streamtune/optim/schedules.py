@@ -1,0 +1,183 @@
+"""Learning-rate schedules by name: a dict literal; to add one, write a function, a line, and a line of its options.
+
+Schedules are pure functions of the step, so there is no state to save or to restore. Each is a factor in [0, 1] times
+the peak learning rate: a linear warm-up, then a decay.
+
+    factor  1 |      /‾‾\\__            warm-up over steps 0 .. W-1, the peak at step W,
+              |    /       \\__         then the decay, which reaches 0 one step after the last
+            0 |__/____________\\__
+              0    W           total
+
+Steps count from 0. Unlike a factor of ``step / W`` the warm-up starts above zero: a first step at a learning rate of
+exactly 0 would compute a gradient and throw it away.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.names import look_up
+
+__all__ = ["SCHEDULES", "LearningRateSchedule", "build_schedule"]
+
+LearningRateSchedule = Callable[[int], float]
+"""Maps a step, counted from 0, to the learning rate of that step."""
+
+
+@dataclass(frozen=True)
+class Decay:
+    """A step behind the warm-up."""
+
+    step: int
+    """counted from 0 at the peak"""
+    steps: int
+    """from the peak to the end of the run, at least 1"""
+    warmup_steps: int
+    learning_rate: float
+    """the peak"""
+
+    @property
+    def progress(self) -> float:
+        """The part of the decay that is over, in [0, 1]."""
+        return min(1.0, self.step / self.steps)
+
+
+def _constant(at: Decay) -> float:
+    return 1.0
+
+
+def _linear(at: Decay) -> float:
+    return 1.0 - at.progress
+
+
+def _cosine(at: Decay, num_cycles: float = 0.5) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * 2.0 * num_cycles * at.progress))
+
+
+def _cosine_with_min_lr(
+    at: Decay, min_lr: float | None = None, min_lr_rate: float = 0.0, num_cycles: float = 0.5
+) -> float:
+    least = min_lr_rate if min_lr is None or at.learning_rate == 0 else min_lr / at.learning_rate
+    return _cosine(at, num_cycles) * (1.0 - least) + least
+
+
+def _cosine_with_restarts(at: Decay, num_cycles: float = 1) -> float:
+    if at.progress >= 1:
+        return 0.0
+    return 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * at.progress) % 1.0)))
+
+
+def _polynomial(at: Decay, lr_end: float = 1e-7, power: float = 1.0) -> float:
+    least = min(1.0, lr_end / at.learning_rate) if at.learning_rate > 0 else 0.0
+    return float((1.0 - least) * (1.0 - at.progress) ** power + least)
+
+
+def _inverse_sqrt(at: Decay, timescale: float | None = None) -> float:
+    scale = timescale or at.warmup_steps or 10_000
+    return 1.0 / math.sqrt((at.step + scale) / scale)
+
+
+def _warmup_stable_decay(
+    at: Decay,
+    num_decay_steps: float | None = None,
+    decay_ratio: float = 0.1,
+    decay_type: str = "cosine",
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+) -> float:
+    total = at.steps + at.warmup_steps
+    decay = min(at.steps, math.ceil(decay_ratio * total) if num_decay_steps is None else round(num_decay_steps))
+    begun = at.step - (at.steps - decay)
+    if begun < 0 or decay == 0:
+        return 1.0
+    progress = min(1.0, begun / decay)
+    if decay_type == "linear":
+        factor = 1.0 - progress
+    elif decay_type == "1-sqrt":
+        factor = 1.0 - math.sqrt(progress)
+    else:
+        factor = 0.5 * (1.0 + math.cos(math.pi * 2.0 * num_cycles * progress))
+    return factor * (1.0 - min_lr_ratio) + min_lr_ratio
+
+
+def _power(
+    at: Decay,
+    *,
+    batch_size: float,
+    tokens_per_step: float,
+    a: float = 4.0,
+    b: float = -0.51,
+    decay_ratio: float = 0.1,
+) -> float:
+    """Return ``min(peak, batch_size a tokens^b)`` over the peak, and a linear decay at the end (arXiv 2408.13359)."""
+    if at.learning_rate == 0:
+        return 0.0
+    total = at.steps + at.warmup_steps
+    decay = min(at.steps, math.ceil(decay_ratio * total))
+
+    def before_decay(step: int) -> float:
+        tokens = (step + at.warmup_steps + 1) * tokens_per_step
+        return float(min(1.0, batch_size * a * tokens**b / at.learning_rate))
+
+    begun = at.step - (at.steps - decay)
+    if begun < 0 or decay == 0:
+        return before_decay(at.step)
+    return before_decay(at.steps - decay) * (1.0 - min(1.0, begun / decay))
+
+
+SCHEDULES: dict[str, Callable[..., float]] = {
+    "constant": _constant,
+    "constant_with_warmup": _constant,
+    "cosine": _cosine,
+    "cosine_with_min_lr": _cosine_with_min_lr,
+    "cosine_with_restarts": _cosine_with_restarts,
+    "inverse_sqrt": _inverse_sqrt,
+    "linear": _linear,
+    "polynomial": _polynomial,
+    "power": _power,
+    "warmup_stable_decay": _warmup_stable_decay,
+}
+"""Name -> the factor behind the warm-up, a function of :class:`Decay` and of the options of the schedule."""
+
+
+def build_schedule(
+    name: str,
+    *,
+    learning_rate: float,
+    total_steps: int,
+    warmup_steps: int = 0,
+    options: Mapping[str, Any] | None = None,
+) -> LearningRateSchedule:
+    """Return the learning rate as a function of the step.
+
+    Args:
+        name: A key of :data:`SCHEDULES`.
+        learning_rate: The peak.
+        total_steps: Optimizer steps of the whole run.
+        warmup_steps: Steps of the linear warm-up; more than ``total_steps`` never reaches the peak.
+        options: Settings of the schedule, by name: the arguments of its function.
+
+    Raises:
+        ArgumentError: No schedule has this name, or it has no such option.
+    """
+    factor = look_up(name, SCHEDULES, "learning-rate schedule", where="lr_scheduler_type")
+    given, known = dict(options or {}), list(inspect.signature(factor).parameters)[1:]
+    for option in given:
+        if option not in known:
+            mend = did_you_mean(option, known) or f"it takes {', '.join(known) or 'none'}"
+            raise ArgumentError(
+                f"the schedule '{name}' has no option '{option}'", where="lr_scheduler_kwargs", mend=mend
+            )
+    decay_steps = max(1, total_steps - warmup_steps)
+
+    def learning_rate_at(step: int) -> float:
+        if step < warmup_steps:
+            return learning_rate * (step + 1) / (warmup_steps + 1)
+        return learning_rate * factor(Decay(step - warmup_steps, decay_steps, warmup_steps, learning_rate), **given)
+
+    return learning_rate_at

@@ -1,0 +1,121 @@
+"""Schedules, scaling with the batch, early stopping and presets, from a recipe to a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamtune.errors import RecipeError
+from streamtune.recipe import load_recipe
+from streamtune.run.build import build_run
+from streamtune.tasks.steps import scaled_rate
+from streamtune.train import World
+from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
+
+COMMON: dict[str, Any] = {**RECIPE, "max_length": 160, "engine": FIXED, "output_dir": "out"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path, 12)
+    return tmp_path
+
+
+def records(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_schedule_of_a_run_has_its_options(folder: Path) -> None:
+    keys = {"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": {"decay_ratio": 0.5, "decay_type": "linear"}}
+    built = build_run(load_recipe(write_recipe(folder, {**COMMON, **keys}), []))
+    rate = built.start.task.training(built).learning_rate_at
+    assert [rate(step) for step in (0, 5, 6, 9)] == pytest.approx([1e-2, 1e-2, 1e-2, 5e-3])
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "want"),
+    [
+        ({"lr_scaling": "sqrt", "gradient_accumulation_steps": 8}, 1, 2.0),
+        ({"lr_scaling": "linear", "train_batch_size": 16}, 4, 8.0),
+        ({"lr_scaling": "linear", "per_device_train_batch_size": 2}, 2, 2.0),
+        ({"lr_scaling": "sqrt", "batching": "tokens", "tokens_per_batch": 800, "lr_scaling_base": 200}, 1, 2.0),
+    ],
+)
+def test_the_rate_is_scaled_by_the_size_of_a_step(folder: Path, keys: dict[str, Any], ranks: int, want: float) -> None:
+    recipe = load_recipe(write_recipe(folder, {**COMMON, "lr_scaling_base": 2, **keys}), []).recipe
+    assert scaled_rate(recipe, World(0, ranks)) == pytest.approx(want * 1e-2)
+
+
+EARLY = {"val_size": 3, "eval_steps": 1, "metric_for_best_model": "eval_loss", "early_stopping_patience": 2}
+
+
+@pytest.mark.full
+def test_a_run_ends_where_the_metric_gets_no_better(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a rate at which nothing is learnt, the first evaluation is the best; resumed, the count goes on."""
+    write_recipe(folder, {**COMMON, **EARLY, "learning_rate": 0.0, "num_train_epochs": 2})
+    assert run("--output-dir", "early") == 0
+    shown = capsys.readouterr().out
+    assert "Done early, after step 3 of 18" in shown
+    assert [each["step"] for each in records("early") if "loss" in each] == [1, 2, 3]
+    assert (folder / "early" / "final" / "model.safetensors").exists()
+    events = [json.loads(line) for line in (folder / "early" / "events.jsonl").read_text().splitlines()]
+    assert events[-1]["event"] == "finish"
+    assert events[-1]["early"]
+
+    settings = ("--output-dir", "split", "--set", "save_steps=1", "--set", "save_total_limit=9")
+    assert run(*settings) == 0
+    assert run(*settings, "--resume", "split/checkpoints/step-000002") == 0
+    assert [each["step"] for each in records("split") if "loss" in each] == [1, 2, 3]
+    assert run("--output-dir", "early") == 0, "a run that has ended stays so"
+
+
+def test_a_preset_sets_what_the_recipe_does_not(folder: Path) -> None:
+    recipe = load_recipe(write_recipe(folder, {**RECIPE, "preset": "small_sft"}), []).recipe
+    assert (recipe.train_batch_size, recipe.lr_scheduler_type, recipe.warmup_steps) == (3840, "constant", 0)
+    assert recipe.learning_rate == 1e-2, "the recipe's own"
+    given = {key: value for key, value in RECIPE.items() if key != "learning_rate"}
+    path = write_recipe(folder, {**given, "preset": "small_sft", "gradient_accumulation_steps": 4, "warmup_ratio": 0.1})
+    recipe = load_recipe(path, []).recipe
+    assert (recipe.train_batch_size, recipe.learning_rate, recipe.warmup_ratio) == (None, 2e-5, 0.1)
+
+
+@pytest.mark.full
+def test_the_banner_and_the_plan_show_what_a_preset_sets(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_recipe(folder, {**COMMON, "preset": "small_sft"})
+    for command, arguments in (("sft", ["--dry-run"]), ("plan", [])):
+        assert run(*arguments, command=command) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "small_sft sets train_batch_size 3840" in shown
+        assert "has its own learning_rate" in shown
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"lr_scheduler_type": "cosin"}, "did you mean 'cosine'"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "add lr_scheduler_kwargs: {min_lr_rate: 0.1}"),
+        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"powr": 2}}, "did you mean 'power'"),
+        ({"lr_scheduler_type": "linear", "lr_scheduler_kwargs": {"num_cycles": 2}}, "it takes none"),
+        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": "2"}}, "is a number, not '2'"),
+        ({"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": {"decay_type": "sqrt"}}, "is one of linear, cosine"),
+        ({"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": {"decay_ratio": 1.5}}, "from 0 to 1"),
+        ({"lr_scheduler_type": "power"}, "needs 'batch_size'"),
+        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 0.5}}, "ends above 'learning_rate'"),
+        ({"lr_scaling": "sqrt"}, "write both"),
+        ({"lr_scaling_base": 8}, "write both"),
+        ({"early_stopping_patience": 2}, "add metric_for_best_model: eval_loss"),
+        ({**EARLY, "eval_steps": 0}, "add eval_steps"),
+        ({"early_stopping_threshold": 0.1}, "add early_stopping_patience"),
+        ({"preset": "small"}, "small_sft"),
+        ({"preset": "small_sft", "objective": "dpo"}, "is for sft"),
+    ],
+    ids=str,
+)
+def test_refused(folder: Path, keys: dict[str, Any], what: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write_recipe(folder, {**COMMON, **keys}), [])
+    assert what in f"{caught.value.what} {caught.value.mend}"
