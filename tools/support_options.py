@@ -116,6 +116,30 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("qlora int8", {"finetuning_type": "qlora", "quantization": "int8"}),
         Option("qlora nf4", {"finetuning_type": "qlora", "quantization": "nf4"}),
     ),
+    "adapters": (
+        *(
+            Option(f"adapter_type: {kind}", {"adapter_type": kind, "finetuning_type": "lora"})
+            for kind in (
+                "lora",
+                "rslora",
+                "dora",
+                "pissa",
+                "olora",
+                "vera",
+                "ia3",
+                "oft",
+                "hra",
+                "loha",
+                "lokr",
+                "miss",
+            )
+        ),
+        Option("modules_to_save", {"modules_to_save": ["norm"], "finetuning_type": "lora"}),
+    ),
+    "quantised": (
+        Option("qlora int8", {"finetuning_type": "qlora", "quantization": "int8"}),
+        Option("qlora nf4", {"finetuning_type": "qlora", "quantization": "nf4"}),
+    ),
     "sharing": (
         Option("DDP (nothing shared)", {"fsdp": False, "deepspeed": None}, ranks=2),
         *_options(*({"deepspeed": name} for name in ("zero1", "zero2", "zero3", "zero3_offload")), ranks=2),
@@ -251,6 +275,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
 
 THEMES = {
     "ways": "what is trained",
+    "adapters": "adapters",
+    "quantised": "a quantised base",
     "sharing": "what ranks share",
     "sequence": "sequences on several ranks",
     "batches": "batches",
@@ -288,6 +314,12 @@ TABLES = (
         "`qlora` is `finetuning_type: qlora` with `quantization`.",
         ("batches", "engine", "run", "evaluation", "rollouts", "references"),
         ("ways",),
+    ),
+    Table(
+        "Adapters",
+        "With `finetuning_type: lora`, and on a quantised base.",
+        ("adapters",),
+        ("objectives", "quantised", "sharing", "sequence"),
     ),
     Table("Batches", "Packing, cut rows, and the size of a step.", ("engine", "run", "evaluation"), ("batches",)),
     Table(

@@ -39,6 +39,7 @@ from streamtune.engine.observe import attention_as
 from streamtune.engine.own_attention import OwnAttention, sees_future, tile
 from streamtune.engine.rows import OTHER_WORDS, Branches
 from streamtune.engine.sequence.shards import SequenceShards
+from streamtune.engine.sharded import same_versions
 from streamtune.engine.vjp import Along, cut
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.mask import LazyMask
@@ -340,7 +341,7 @@ class LayerCall:
         try:
             if checkpointing:
                 self.layer.gradient_checkpointing = False  # type: ignore[assignment]
-            with self._attending():
+            with self._attending(), same_versions(self.layer):
                 out = type(self.layer).forward(self.layer, **arguments, **extra)
                 out = state_after(self.layer, cache, arguments[STATE], out) if by_state else out
         finally:
@@ -357,7 +358,7 @@ class LayerCall:
                 for key, value in group.items():
                     if isinstance(value, LazyMask):
                         group[key] = tile(value.rows(0, value.q_length), form)
-        with self._attending():
+        with self._attending(), same_versions(self.layer):
             return type(self.layer).forward(self.layer, **arguments, **extra)
 
     def chunks(self, schedule: Schedule) -> list[slice]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "gathered",
     "is_sharded",
     "need_gradient",
+    "same_versions",
     "ungather_whole",
 ]
 
@@ -268,6 +269,20 @@ class Weights:
         finally:
             for (table, key, _), own in zip(swapped, before, strict=True):
                 table[key] = own
+
+
+@contextmanager
+def same_versions(layer: nn.Module) -> Iterator[None]:
+    """Keep the version counters of weights that peft adapts as tensors, such as stacked experts, while inside.
+
+    For each call peft parametrizes the weight, and torch then writes the tensor's own numbers into it: nothing changes,
+    but its version does, and a layer that runs again before its backward would be refused by :meth:`Weights.check`.
+    """
+    wrapped: list[Any] = [module for module in layer.modules() if hasattr(module, "parameter_name")]
+    weights = tuple(weight for module in wrapped if not (weight := module.get_param()).is_inference())
+    kept: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
+    with kept(weights) if weights else nullcontext():
+        yield
 
 
 def _place(parameter: Tensor) -> int:

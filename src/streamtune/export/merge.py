@@ -179,10 +179,14 @@ def _merge(layer: Any) -> None:
     Raises:
         ArgumentError: Peft has no rule for them, as for activated LoRA.
     """
-    from peft.tuners.lora import Linear
+    from peft.tuners import ia3, lora
 
     # Those of quantised layers would quantise again what they have merged.
-    rule = Linear.merge if type(layer).__name__ in ("Linear4bit", "TorchaoLoraLinear") else type(layer).merge
+    rule = type(layer).merge
+    if type(layer).__name__ in ("Linear4bit", "TorchaoLoraLinear"):
+        rule = (ia3.Linear if isinstance(layer, ia3.IA3Layer) else lora.Linear).merge
+    before = {name: vars(layer).get(name) for name in ("quantization_backend", "fan_in_fan_out")}
+    layer.quantization_backend, layer.fan_in_fan_out = None, bool(before["fan_in_fan_out"])
     try:
         rule(layer)
     except (NotImplementedError, RuntimeError) as error:
@@ -190,6 +194,7 @@ def _merge(layer: Any) -> None:
             f"peft cannot merge these adapters: {error}", where="RUN", mend="--no-merge copies them apart"
         ) from error
     finally:
+        vars(layer).update({name: value for name, value in before.items() if value is not None})
         layer.merged_adapters.clear()
         getattr(layer, "_caches", {}).clear()
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune import interrupts, models
-from streamtune.adapters import base_of
+from streamtune.adapters import base_of, is_of_adapters
 from streamtune.errors import ArgumentError, RunError
 from streamtune.export.merge import is_quantised, merged_weights, must_untie
 from streamtune.models.quantize import logical_size
@@ -159,7 +159,7 @@ def written_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
     """Return about how many bytes the merged weights take."""
     base = base_of(model)
     size = (dtype or base.dtype).itemsize
-    own = [x for name, x in base.named_parameters() if "lora_" not in name]
+    own = [x for name, x in base.named_parameters() if not is_of_adapters(name)]
     return sum(logical_size(x) * (size if dtype or is_quantised(x) else x.element_size()) for x in own)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from streamtune.models.adapters import AdapterSpec, add_adapters, add_lora, load_adapters, load_lora, start_from
 from streamtune.models.blueprint import blueprint, small_like
 from streamtune.models.checkpoint_files import (
     adapter_base,
@@ -31,7 +32,7 @@ from streamtune.models.load import (
     load_model,
 )
 from streamtune.models.positions import RopeChange, position_limit, pretrained_positions
-from streamtune.models.quantize import add_lora, choose_quantization, divide_packed, load_lora, quantization
+from streamtune.models.quantize import choose_quantization, divide_packed, quantization
 from streamtune.models.sample import ask, likeliest_tokens, sample_text
 from streamtune.models.tokenizer import (
     CHATML_TEMPLATE,
@@ -45,11 +46,13 @@ from streamtune.models.tokens import add_rows, add_tokens, new_tokens, use_speci
 
 __all__ = [
     "CHATML_TEMPLATE",
+    "AdapterSpec",
     "Deferred",
     "ParameterCount",
     "RopeChange",
     "SavedTokenizer",
     "adapter_base",
+    "add_adapters",
     "add_lora",
     "add_rows",
     "add_tokens",
@@ -72,6 +75,7 @@ __all__ = [
     "is_folder",
     "left_out",
     "likeliest_tokens",
+    "load_adapters",
     "load_lora",
     "load_model",
     "load_tokenizer",
@@ -89,6 +93,7 @@ __all__ = [
     "save_pretrained",
     "set_chat_template",
     "small_like",
+    "start_from",
     "train_tokenizer",
     "use_special_tokens",
     "write_shards",

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from streamtune.adapters import is_of_adapters
 from streamtune.errors import ArgumentError
 from streamtune.models.safety import key_place, keys_of_size
 
@@ -92,7 +93,7 @@ def check_unused(name_or_path: str, model: Any, unused: Collection[str]) -> None
 
     lost = sorted(name for name in unused if matrix_of(name))
     if lost:
-        adapters = any("lora_" in name or ".base_layer." in name for name in lost)
+        adapters = any(is_of_adapters(name) or ".base_layer." in name for name in lost)
         raise ArgumentError(
             f"the checkpoint '{name_or_path}' has {lost[0]}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}, "
             f"which {type(model).__name__} has no place for under its configuration: they would be left out",

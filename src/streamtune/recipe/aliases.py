@@ -19,6 +19,12 @@ ALIASES: dict[str, str] = {
     "model_name": "model_name_or_path",
     # adapters
     "adapter": "finetuning_type",
+    "additional_target": "modules_to_save",
+    "lora_modules_to_save": "modules_to_save",
+    "lora_model_dir": "adapter_name_or_path",
+    "exclude_modules": "lora_exclude",
+    "rank_pattern": "lora_rank_pattern",
+    "alpha_pattern": "lora_alpha_pattern",
     "lora_rank": "lora_r",
     "lora_target_modules": "lora_target",
     "quantization_bit": "quantization",
@@ -109,6 +115,11 @@ DATASET_INSTEAD: dict[str, str] = {
 SWITCHES: dict[str, tuple[str, str]] = {
     "load_in_4bit": ("quantization", "nf4"),
     "load_in_8bit": ("quantization", "int8"),
+    "use_dora": ("adapter_type", "dora"),
+    "peft_use_dora": ("adapter_type", "dora"),
+    "use_rslora": ("adapter_type", "rslora"),
+    "peft_use_rslora": ("adapter_type", "rslora"),
+    "pissa_init": ("adapter_type", "pissa"),
 }
 """Another trainer's switch: our key, and what it is when the switch is on. A switch that is off says nothing."""
 

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from streamtune.errors import RecipeError, did_you_mean
 from streamtune.paths import open_at_once
+from streamtune.recipe.adapters import unread_adapter_keys
 from streamtune.recipe.mistakes import leaf_paths
 from streamtune.recipe.yaml import MAX_BYTES, KeyPath, Marks, parse_scalar, read_yaml, show_path
 from streamtune.secrets import find_secret, redact
@@ -204,13 +205,7 @@ def _nearest_file(path: Path) -> str:
 
 def _without_effect(recipe: Recipe) -> list[str]:
     """Return notes on keys without effect in this recipe: no errors, as ``--set`` may have switched the mode."""
-    notes = []
-    if recipe.finetuning_type == "full":
-        given = [
-            key for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target") if key in recipe.model_fields_set
-        ]
-        notes += [f"'{key}' has no effect with finetuning_type: full" for key in given]
-    return notes
+    return [f"'{key}' has no effect with {setting}" for key, setting in unread_adapter_keys(recipe).items()]
 
 
 def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
@@ -233,7 +228,7 @@ def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
         changes["tokenizer"] = recipe.tokenizer.model_copy(
             update={"path": find(recipe.tokenizer.path, "tokenizer", "path")}
         )
-    for key in ("chat_template", "model_name_or_path", "ref_model_name_or_path"):
+    for key in ("chat_template", "model_name_or_path", "ref_model_name_or_path", "adapter_name_or_path"):
         if value := getattr(recipe, key, None):
             changes[key] = find(value, key)
     if rewards := getattr(recipe, "reward_funcs", None):

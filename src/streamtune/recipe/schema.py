@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from streamtune.optimizer_table import OptimizerName
+from streamtune.recipe.adapters import AdapterKind, adapter_mistakes, adapters_of_whole_weights
 from streamtune.recipe.batching import BucketSpec, batching_mistakes, turn_mistakes
 from streamtune.recipe.learning_rates import ScheduleName, learning_rate_mistakes
 from streamtune.recipe.losses import FOCAL_GAMMA, loss_mistakes
@@ -107,6 +108,10 @@ class Recipe(Spec):
     `auto` is nf4 on an accelerator and where ranks divide the weights (`zero3`, `fsdp`), else int8. Embedding, norms
     and head keep their dtype."""
 
+    adapter_type: AdapterKind = "lora"
+    """Kind of the adapters: `lora`; `rslora` (scaled by alpha / sqrt(r)), `dora`; `pissa` and `olora` (LoRA that starts
+    from the leading part of each weight); `vera`, `ia3`, `oft`, `hra`, `loha`, `lokr`, `miss`, which peft has."""
+
     lora_r: Annotated[int, Field(ge=1), at_most(10**5)] = 16
     """Rank of the adapters."""
 
@@ -117,7 +122,28 @@ class Recipe(Spec):
     """Dropout on the input of the adapters."""
 
     lora_target: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)] | Literal["all-linear"] = "all-linear"
-    """Modules that get an adapter, by the end of their name: `[q_proj, v_proj]`; `all-linear` is all but the head."""
+    """Modules that get an adapter, by the end of their name: `[q_proj, v_proj]`, or experts that are one tensor:
+    `[gate_up_proj]`. `all-linear` is all but the head and routers."""
+
+    lora_exclude: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Modules that get no adapter, by the end of their name: `[down_proj]`."""
+
+    lora_rank_pattern: Annotated[dict[Text, Annotated[int, Field(ge=1), at_most(10**5)]], Field(default_factory=dict)]
+    """Another rank for some modules, by a pattern of the end of their name: `{o_proj: 4}`."""
+
+    lora_alpha_pattern: Annotated[
+        dict[Text, Annotated[float, Field(gt=0), at_most(10**6)]], Field(default_factory=dict)
+    ]
+    """Another `lora_alpha` for some modules, by a pattern of the end of their name: `{o_proj: 8}`."""
+
+    oft_block_size: Annotated[int, Field(ge=2), at_most(10**5)] = 32
+    """`adapter_type: oft`: size of the blocks that inputs are rotated in."""
+
+    modules_to_save: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Modules that are trained whole and saved with the adapters, by the end of their name: `[lm_head]`."""
+
+    adapter_name_or_path: Text | None = None
+    """Folder with adapters to start from, in peft's format. Their kind, ranks and modules are theirs."""
 
     # --- data --------------------------------------------------------------------------------------------------
 
@@ -574,6 +600,8 @@ class Recipe(Spec):
             raise mistake(
                 "'warmup_ratio' and 'warmup_steps' exclude each other", key="warmup_steps", mend="keep one of them"
             )
+        for found in adapter_mistakes(self):
+            raise found
         if self.quantization != "auto" and self.finetuning_type != "qlora":
             raise mistake(
                 f"'quantization: {self.quantization}' needs frozen weights, and 'finetuning_type' is "
@@ -712,5 +740,6 @@ class Recipe(Spec):
         """Yield the choices of this recipe that are refused where ranks share the weights."""
         if self.quantization == "int8":
             yield QUANTISED
+        yield from adapters_of_whole_weights(self)
         if self.engine.order == "chunk":
             yield CHUNK_ORDER

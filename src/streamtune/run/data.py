@@ -247,6 +247,8 @@ def fingerprint_inputs(task: Task[Any], folder: Path, *, resumed: bool, hubs: bo
         found["base"] = models.fingerprint_model(name, code=recipe.trust_remote_code)
         if (base := models.adapter_base(name)) is not None:
             found["adapter"] = models.fingerprint_model(base, code=recipe.trust_remote_code)
+    if recipe.adapter_name_or_path is not None and recipe.finetuning_type != "full" and not resumed:
+        found["start"] = models.fingerprint_model(recipe.adapter_name_or_path)
     if reference is not None and _is_at_hand(reference, hubs):
         found["reference"] = models.fingerprint_model(reference, code=recipe.trust_remote_code)
     if sources := rewards.reward_sources(list(task.reward_funcs), folder):

@@ -92,7 +92,9 @@ def _make_model(
     _check_vocabulary(model, tokenizer)
     with models.phantom_weights(model):
         if checkpoint is not None and adapters:
-            return models.load_lora(model, checkpoint.model_dir)
+            if recipe.adapter_name_or_path is not None:  # they are as they were loaded, of whatever kind
+                return models.load_lora(model, checkpoint.model_dir)
+            return models.load_adapters(model, checkpoint.model_dir, _adapters(recipe), new_tokens=new)
         return _adapted(recipe, model, new)
 
 
@@ -445,14 +447,24 @@ def _adapted(recipe: Recipe, model: Any, new_tokens: Sequence[int] = ()) -> Any:
             where="model_name_or_path",
             mend=f"merge them into their base, `streamtune export {recipe.model_name_or_path} OUT`, and name OUT",
         )
-    return models.add_lora(
-        model,
+    if recipe.adapter_name_or_path is not None:
+        return models.start_from(model, recipe.adapter_name_or_path)
+    return models.add_adapters(model, _adapters(recipe), seed=recipe.seed, new_tokens=new_tokens)
+
+
+def _adapters(recipe: Recipe) -> models.AdapterSpec:
+    """Return the adapters that the recipe asks for."""
+    return models.AdapterSpec(
+        kind=recipe.adapter_type,
         r=recipe.lora_r,
         alpha=recipe.lora_alpha,
         dropout=recipe.lora_dropout,
         target=recipe.lora_target,
-        seed=recipe.seed,
-        new_tokens=new_tokens,
+        exclude=recipe.lora_exclude,
+        ranks=recipe.lora_rank_pattern,
+        alphas=recipe.lora_alpha_pattern,
+        whole=recipe.modules_to_save,
+        block_size=recipe.oft_block_size,
     )
 
 

@@ -334,6 +334,7 @@ def resolve(loaded: LoadedRecipe, notify: Notify) -> Setup:
     """
     recipe = loaded.recipe
     task = TASKS[recipe.objective].of_run(recipe, loaded.path.parent, notify)
+    _check_start(task)
     device = device_of_rank(choose_device(recipe.device))
     if recipe.deterministic:
         train.use_deterministic_kernels()
@@ -344,6 +345,23 @@ def resolve(loaded: LoadedRecipe, notify: Notify) -> Setup:
     shares = shares_weights(recipe)
     world = make_world(recipe, device, shares_weights=shares)
     return Setup(loaded, task, device, world, quantization, shares, accumulation(recipe, world))
+
+
+def _check_start(task: Task[Any]) -> None:
+    """Refuse to compare with the model without its adapters where training starts with adapters that are trained.
+
+    Raises:
+        ArgumentError: It would.
+    """
+    given = task.recipe.adapter_name_or_path if task.recipe.finetuning_type != "full" else None
+    if given is None or not task.compares or task.reference_name is not None:
+        return
+    raise ArgumentError(
+        f"training starts from the adapters in {given}, and its reference would be the model without them",
+        where="adapter_name_or_path",
+        mend=f"merge them, `streamtune export {given} OUT`, and write ref_model_name_or_path: OUT (or "
+        "model_name_or_path: OUT in place of the adapters)",
+    )
 
 
 def _facts(recipe: Recipe) -> dict[str, str]:

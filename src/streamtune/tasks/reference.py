@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamtune import data, train
+from streamtune.adapters import is_of_adapters
 from streamtune.paths import cache_folder
 from streamtune.sizes import show_size
 
@@ -49,8 +50,9 @@ def reference_key(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[
     """
     digest = hashlib.blake2b(digest_size=20)
     for name, parameter in weights:
-        if "lora_" not in name and parameter is not None:
-            digest.update(f"{name.replace('.base_layer', '')} {parameter.dtype} {tuple(parameter.shape)}".encode())
+        if not is_of_adapters(name) and parameter is not None:
+            own = name.replace(".base_layer", "").replace(".original_module", "")
+            digest.update(f"{own} {parameter.dtype} {tuple(parameter.shape)}".encode())
             _add_tensor(digest.update, parameter.detach())
     digest.update(f"autocast {bf16}".encode())
     for tree in trees:

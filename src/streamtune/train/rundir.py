@@ -36,6 +36,7 @@ __all__ = ["FILES", "RunDirectory", "check_same_run", "check_shared_folder", "fi
 FILES = {
     "base": "the files of the model that training started from",
     "adapter": "the files of the base that the model's adapters name",
+    "start": "the files of the adapters that training started from",
     "reference": "the files of the reference model",
     "rewards": "the files with the source of the reward functions",
 }

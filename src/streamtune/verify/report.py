@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamtune.adapters import is_of_adapters
 from streamtune.schedule import Schedule
 
 __all__ = [
@@ -238,7 +239,7 @@ def module_of(parameter: str) -> str:
     'self_attn.q_proj'
     """
     parts = parameter.split(".")
-    for wrapper in (index for index, part in enumerate(parts) if part.startswith(("lora_", "modules_to_save"))):
+    for wrapper in (index for index, part in enumerate(parts) if is_of_adapters(f".{part}.")):
         parts = parts[:wrapper]
         break
     else:

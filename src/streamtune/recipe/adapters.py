@@ -1,0 +1,85 @@
+"""Keys of a recipe that describe adapters: which kinds read them, and what excludes what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic_core import PydanticCustomError
+
+from streamtune.recipe.sharing import WholeWeights
+from streamtune.recipe.spec import mistake
+
+__all__ = ["ADAPTER_KEYS", "AdapterKind", "adapter_mistakes", "adapters_of_whole_weights", "unread_adapter_keys"]
+
+AdapterKind = Literal["lora", "rslora", "dora", "pissa", "olora", "vera", "ia3", "oft", "hra", "loha", "lokr", "miss"]
+
+LOW_RANK = ("lora_r", "lora_alpha", "lora_dropout", "lora_rank_pattern", "lora_alpha_pattern")
+READS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("lora", "rslora", "dora", "pissa", "olora"), LOW_RANK),
+    "vera": ("lora_r", "lora_dropout"),
+    "ia3": (),
+    "oft": ("oft_block_size",),
+    "hra": ("lora_r",),
+    "loha": ("lora_r", "lora_alpha"),
+    "lokr": ("lora_r", "lora_alpha"),
+    "miss": ("lora_r",),
+}
+"""Kind of adapters -> the keys that it reads, of those that only some kinds read."""
+OF_ALL = ("lora_target", "lora_exclude", "modules_to_save", "adapter_name_or_path")
+ADAPTER_KEYS = ("adapter_type", *LOW_RANK, "oft_block_size", *OF_ALL)
+"""Keys that have no effect where all weights are trained."""
+UNQUANTISED = ("pissa", "olora", "hra", "loha", "lokr")
+"""Kinds that read the weights they are on, which peft does not write out from 4 or 8 bits for them."""
+SHARED = ("lora", "rslora")
+"""Kinds that start without a look at the weights, and are saved by the parameters that are trained."""
+
+
+def unread_adapter_keys(recipe: Any) -> dict[str, str]:
+    """Return the keys that are given and have no effect in this recipe, with the setting that says so."""
+    given = [key for key in ADAPTER_KEYS if key in recipe.model_fields_set]
+    if recipe.finetuning_type == "full":
+        return dict.fromkeys(given, "finetuning_type: full")
+    unread = [key for key in given if key in (*LOW_RANK, "oft_block_size") and key not in READS[recipe.adapter_type]]
+    return dict.fromkeys(unread, f"adapter_type: {recipe.adapter_type}")
+
+
+def adapter_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
+    """Yield what is wrong with the keys of adapters."""
+    if recipe.finetuning_type == "full":
+        return
+    if recipe.finetuning_type == "qlora" and recipe.adapter_type in UNQUANTISED:
+        yield mistake(
+            f"'adapter_type: {recipe.adapter_type}' computes with the weights themselves, and "
+            "'finetuning_type: qlora' keeps them in 4 or 8 bits",
+            key="adapter_type",
+            mend="write finetuning_type: lora, or one of: "
+            + ", ".join(f"adapter_type: {kind}" for kind in READS if kind not in UNQUANTISED),
+        )
+    if recipe.adapter_name_or_path is not None:
+        decided = [key for key in ADAPTER_KEYS if key in recipe.model_fields_set and key != "adapter_name_or_path"]
+        for key in decided:
+            yield mistake(
+                f"'{key}' is decided by the adapters in {recipe.adapter_name_or_path}",
+                key=key,
+                mend="delete one of the two lines",
+            )
+
+
+def adapters_of_whole_weights(recipe: Any) -> Iterator[WholeWeights]:
+    """Yield the adapters of this recipe that are refused where ranks share the weights."""
+    if recipe.finetuning_type == "full":
+        return
+    if recipe.adapter_type not in SHARED:
+        yield WholeWeights(
+            "adapter_type",
+            f"adapters of kind {recipe.adapter_type} are made of whole weights or have values that are no parameters, "
+            "and ranks that share the weights have and save neither",
+            "write deepspeed: zero2, or adapter_type: lora or rslora",
+        )
+    if recipe.modules_to_save:
+        yield WholeWeights(
+            "modules_to_save",
+            "modules that are saved whole are copies, which are made before ranks that share the weights have any",
+            "write deepspeed: zero2, or delete the line",
+        )
