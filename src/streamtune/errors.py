@@ -19,7 +19,7 @@ This module is a leaf: it imports nothing of the project and nothing heavy.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 
 __all__ = [
     "ArgumentError",
@@ -111,6 +111,16 @@ class NonFiniteError(RunError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``"did you mean 'x'?"`` for the nearest known name, or an empty string."""
-    nearest = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"did you mean '{nearest[0]}'?" if nearest else ""
+    """Return ``"did you mean 'x'?"`` for the nearest known name, or an empty string.
+
+    Of names that are as near, it is one that begins as ``name`` does.
+    """
+    names = list(known)
+    nearest = get_close_matches(name, names, n=len(names), cutoff=0.6) if names else []
+    alike = [each for each in nearest if _likeness(each, name) == _likeness(nearest[0], name)]
+    found = next((each for each in alike if each[:1] == name[:1]), nearest[0] if nearest else None)
+    return f"did you mean '{found}'?" if found else ""
+
+
+def _likeness(one: str, other: str) -> float:
+    return SequenceMatcher(None, one, other).ratio()

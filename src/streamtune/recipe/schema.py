@@ -591,6 +591,7 @@ class Recipe(Spec):
             loss_mistakes,
             optimizer_mistakes,
             learning_rate_mistakes,
+            adapter_mistakes,
         )
         for found in (found for rule in rules for found in rule(self)):
             raise found
@@ -600,8 +601,6 @@ class Recipe(Spec):
             raise mistake(
                 "'warmup_ratio' and 'warmup_steps' exclude each other", key="warmup_steps", mend="keep one of them"
             )
-        for found in adapter_mistakes(self):
-            raise found
         if self.quantization != "auto" and self.finetuning_type != "qlora":
             raise mistake(
                 f"'quantization: {self.quantization}' needs frozen weights, and 'finetuning_type' is "
