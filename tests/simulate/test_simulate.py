@@ -21,7 +21,7 @@ from streamtune.models import add_lora
 from streamtune.models.quantize import PACKAGES, quantize
 from streamtune.ops import TokenLoss
 from streamtune.ops.attention.attention import KEY_BLOCK
-from streamtune.optim import build_optimizer
+from streamtune.optim import BlockAdamW, build_optimizer, train_largest_block
 from streamtune.optimizer_table import OPTIMIZERS
 from streamtune.schedule import Schedule
 from streamtune.simulate import LiveBytes, Mode, Simulation, Workload, simulate
@@ -288,7 +288,7 @@ def test_so_it_is_with_an_optimizer(form: dict[str, bool]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit", "adamw_torch_4bit", "muon"])
+@pytest.mark.parametrize("name", ["adafactor", "adamw_8bit", "adamw_torch_4bit", "galore", "muon"])
 def test_so_it_is_with_every_kind_of_optimizer(name: str) -> None:
     """Whose kernels run on ``meta``, or whose bytes are those of the table."""
     if not OPTIMIZERS[name].installed:
@@ -299,10 +299,37 @@ def test_so_it_is_with_every_kind_of_optimizer(name: str) -> None:
         def in_layer(own: str) -> bool:
             return ".layers." in own
 
-        return build_optimizer(name, model.named_parameters(), learning_rate=1e-3, is_in_layer=in_layer)
+        # A plan has the step that makes projections: here each does.
+        args: dict[str, Any] = {"rank": 8, "update_proj_gap": 1} if name == "galore" else {}
+        return build_optimizer(name, model.named_parameters(), learning_rate=1e-3, is_in_layer=in_layer, args=args)
 
     found = simulate(workload(make, make_optimizer=optimizer), BASE)
     assert found.peak_bytes == pytest.approx(measured(make, "stream", BASE, optimizer), rel=0.01)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("embedding", [False, True])
+def test_so_it_is_with_a_block_of_the_weights(dtype: torch.dtype, embedding: bool) -> None:
+    def make(device: str) -> Any:
+        model: Any = build("qwen3", device, num_hidden_layers=5, vocab_size=9973).to(dtype)
+        train_largest_block(model, include_embedding=embedding)
+        return model
+
+    def optimizer(model: Any) -> torch.optim.Optimizer:
+        args = {"include_embedding": embedding}
+        made = build_optimizer("badam", model.named_parameters(), learning_rate=1e-3, args=args)
+        assert isinstance(made, BlockAdamW)
+        made.train_together()
+        return made
+
+    found = simulate(workload(make, make_optimizer=optimizer), BASE)
+    assert found.peak_bytes == pytest.approx(measured(make, "stream", BASE, optimizer), rel=0.01)
+    trained = sum(p.numel() for p in make("meta").parameters() if p.requires_grad)
+    assert found.terms.get("optimizer", 0) in (
+        0,
+        pytest.approx((8 if dtype == torch.float32 else 12) * trained, rel=0.01),
+    )
 
 
 @pytest.mark.full

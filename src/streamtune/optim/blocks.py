@@ -89,8 +89,6 @@ def split_blocks(
             layers.setdefault(match.group().rstrip("."), []).append(name)
         else:
             (embedding if EMBEDDING.search(name) else others).append(name)
-    if not layers:
-        raise ArgumentError("the model has no numbered layers to take one after another", where="optim")
     each, found = list(layers), list[WeightBlock]()
     if include_embedding and embedding:
         found.append(WeightBlock("embedding", frozenset(embedding)))
@@ -100,6 +98,8 @@ def split_blocks(
         found.append(WeightBlock(name, frozenset(parameter for layer in together for parameter in layers[layer])))
     if include_lm_head and others:
         found.append(WeightBlock("head", frozenset(others)))
+    if not found:
+        raise ArgumentError("the model has no numbered layers to take one after another", where="optim")
     return found
 
 
@@ -175,6 +175,11 @@ class BlockAdamW(torch.optim.Optimizer):
         step = {"ascending": 1, "descending": -1, "fixed": 0}[self.switch_mode]
         return (first + step * turn) % count
 
+    def train_together(self) -> None:
+        """Make one block of all that it was built over: to measure or to plan the step that takes the most."""
+        self.blocks = [WeightBlock("all", frozenset(name for group in self._everything for name, _ in group))]
+        self.go_to(0)
+
     def go_to(self, steps_taken: int) -> None:
         """Train the block that comes after so many steps, with moments of zero."""
         self.steps_taken = steps_taken
@@ -218,7 +223,7 @@ class BlockAdamW(torch.optim.Optimizer):
             [],
             [state["step"]],
             foreach=False,
-            fused=weight.device.type != "meta",
+            fused=True,
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -248,7 +253,7 @@ class BlockAdamW(torch.optim.Optimizer):
 def _fresh_state(parameter: Tensor) -> dict[str, Tensor]:
     # Moments are float32, or wider if the weight is.
     wide = torch.promote_types(parameter.dtype, torch.float32)
-    state = {"step": torch.zeros((), dtype=torch.float32, device="cpu" if parameter.is_meta else parameter.device)}
+    state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
     state |= {key: torch.zeros_like(parameter, dtype=wide) for key in ("exp_avg", "exp_avg_sq")}
     if parameter.dtype != wide:
         state["float32"] = parameter.detach().to(wide)

@@ -96,7 +96,10 @@ def build_optimizer(
     groups = list(found.values())
     if entry.one_block:
         named = [{**group, "params": [(names[id(p)], p) for p in group["params"]]} for group in groups]
-        return BlockAdamW(named, lr=learning_rate, betas=betas, eps=eps, seed=seed, **given)
+        optimizer = BlockAdamW(named, lr=learning_rate, betas=betas, eps=eps, seed=seed, **given)
+        if all(parameter.is_meta for _, parameter in trainable):  # a plan, which has frozen all but the largest
+            optimizer.train_together()
+        return optimizer
     if name != "adamw":
         return WeightwiseOptimizer(groups)
     return _adamw(groups, learning_rate=learning_rate, betas=betas, eps=eps, states=states, seed=seed)

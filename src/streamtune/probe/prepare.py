@@ -15,6 +15,7 @@ from streamtune import train
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError
 from streamtune.model_device import model_device
+from streamtune.optim import BlockAdamW
 from streamtune.plan.budget import Budget
 from streamtune.probe.steps import BudgetExceededError, Shape, TrainingStep
 from streamtune.recipe.schema import Recipe
@@ -54,6 +55,8 @@ def prepare_step(recipe: Recipe, device_name: str, budget: Budget, shape: Shape)
         use_checkpointing(model)
     train_largest(recipe, model)
     optimizer = local_optimizer(recipe, model)
+    if isinstance(optimizer, BlockAdamW):
+        optimizer.train_together()
     trial = TrialStep(
         model=model,
         handle=handle,
