@@ -32,7 +32,7 @@ SEVERAL = [
         name,
         marks=[] if OPTIMIZERS[name].installed else pytest.mark.skip(f"{OPTIMIZERS[name].library} is not installed"),
     )
-    for name in ("adamw_8bit", "adamw_torch_4bit", "adafactor", "apollo", "galore", "muon", "schedule_free", "sinkgd")
+    for name in ("adamw_8bit", "adamw_torch_4bit", "galore", "muon", "schedule_free")
 ]
 """An optimizer of each library and each kind of state; ``tests/optim`` has all of them without a run."""
 

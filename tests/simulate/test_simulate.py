@@ -22,11 +22,12 @@ from streamtune.models.quantize import PACKAGES, quantize
 from streamtune.ops import TokenLoss
 from streamtune.ops.attention.attention import KEY_BLOCK
 from streamtune.optim import BlockAdamW, build_optimizer, train_largest_block
-from streamtune.optimizer_table import OPTIMIZERS
+from streamtune.optimizer_table import OPTIMIZERS, state_bytes
 from streamtune.schedule import Schedule
 from streamtune.simulate import LiveBytes, Mode, Simulation, Workload, simulate
 from streamtune.simulate.memory import held_bytes, held_tensors
 from streamtune.simulate.meta_operators import RULES, MetaAutocast
+from streamtune.simulate.partition import Holdings
 from streamtune.simulate.step import _Functions, trace_step
 from streamtune.simulate.trace import Trace
 from streamtune.train import HostOptimizer, InBackwardBackend, LocalBackend
@@ -293,18 +294,23 @@ def test_so_it_is_with_every_kind_of_optimizer(name: str) -> None:
     """Whose kernels run on ``meta``, or whose bytes are those of the table."""
     if not OPTIMIZERS[name].installed:
         pytest.skip(f"{OPTIMIZERS[name].library} is not installed")
-    make = partial(build, "qwen3", vocab_size=9973)
+    make = partial(build, "qwen3", vocab_size=10240)
+
+    # A plan has the step that makes projections: here each does.
+    args: dict[str, Any] = {"rank": 8, "update_proj_gap": 1} if name == "galore" else {}
+
+    def in_layer(own: str) -> bool:
+        return ".layers." in own
 
     def optimizer(model: Any) -> torch.optim.Optimizer:
-        def in_layer(own: str) -> bool:
-            return ".layers." in own
-
-        # A plan has the step that makes projections: here each does.
-        args: dict[str, Any] = {"rank": 8, "update_proj_gap": 1} if name == "galore" else {}
         return build_optimizer(name, model.named_parameters(), learning_rate=1e-3, is_in_layer=in_layer, args=args)
 
-    found = simulate(workload(make, make_optimizer=optimizer), BASE)
+    step = workload(make, make_optimizer=optimizer)
+    found = simulate(step, BASE)
     assert found.peak_bytes == pytest.approx(measured(make, "stream", BASE, optimizer), rel=0.01)
+    named = make("meta").named_parameters()
+    states = sum(state_bytes(name, tuple(p.shape), 4, args, in_layer=in_layer(own)) for own, p in named)
+    assert Holdings.of(make("meta"), step).state == pytest.approx(states, rel=1e-3)
 
 
 @pytest.mark.full

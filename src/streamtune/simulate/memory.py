@@ -170,6 +170,10 @@ class LiveBytes(TorchDispatchMode):
         self.activation_peak = max(self.activation_peak, temporary)
 
     def _meet(self, tensor: Tensor) -> None:
+        if is_traceable_wrapper_subclass(tensor):  # quantised states of torchao: the wrapper has no bytes
+            for name in tensor.__tensor_flatten__()[0]:
+                self._meet(getattr(tensor, name))
+            return
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._known or address in self._before:
