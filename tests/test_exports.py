@@ -22,6 +22,7 @@ PUBLIC = {
     },
     "streamtune.engine": {
         "Branches",
+        "LazyLogits",
         "LossRequest",
         "RouterLoss",
         "Schedule",

@@ -104,7 +104,7 @@ def _written(item: tuple[str, Any]) -> str:
 
 HELD_OUT = {"val_size": 4}
 PROMPT = {"sample.prompt": "Add 1.", "sample.max_new_tokens": 4}
-ANY = {"engine.offload_dir": "DIR", "sample.prompt": "TEXT", "ref_model_name_or_path": "NAME"}
+ANY = {"engine.offload_dir": "DIR", "sample.prompt": "TEXT", "ref_model_name_or_path": "NAME", "teacher": "NAME"}
 """Keys whose value does not matter -> the word that stands for it in a name."""
 
 OFFLOAD_DIR = {"engine.offload_dir": "."}
@@ -245,7 +245,12 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
     ),
     "sft losses": _options(
-        {"loss_type": "dft"}, {"loss_type": "focal"}, {"label_smoothing_factor": 0.1}, {"z_loss_coef": 0.001}
+        {"loss_type": "dft"},
+        {"loss_type": "focal"},
+        {"label_smoothing_factor": 0.1},
+        {"z_loss_coef": 0.001},
+        {"teacher": "reference"},
+        {"kd_divergence": "jsd", "teacher": "reference"},
     ),
     "dpo losses": _losses(
         *("sigmoid", "robust", "hinge", "ipo", "exo_pair", "sppo_hard", "apo_zero", "apo_down", "dpop", "copg"),

@@ -94,6 +94,8 @@ CASES = [
     Case("llama", "plain", check="lora"),
     Case("llama", check="packed"),
     Case("llama", check="token_losses", sizes=(2,)),
+    Case("llama", check="teacher", sizes=(2,)),
+    Case("llama", check="teacher", form="ring", sizes=(2,), slow=True),
     Case("llama", check="token_losses", form="ring", sizes=(2,), slow=True),
     Case("gemma3_text", "plain", check="scores"),
     Case("llama", check="branches", sizes=(2,)),

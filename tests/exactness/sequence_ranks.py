@@ -27,9 +27,9 @@ from streamtune.data.batches import completions
 from streamtune.engine import check_packing
 from streamtune.errors import StreamTuneError
 from streamtune.models import add_lora
-from streamtune.ops import TokenLoss
+from streamtune.ops import Divergence, TokenLoss
 from streamtune.tasks.preference import PairObjective, PreferenceBatch, tree_batch
-from streamtune.train import SupervisedObjective
+from streamtune.train import ModelReference, SupervisedObjective
 from streamtune.train.objective import output_of
 from tests.conformance.reducer import build as build_any
 from tests.precision_kit import Errors, Float64, Reference, errors, in_float64, reference_of, relative, total_error
@@ -156,6 +156,25 @@ def check_token_losses(case: Case) -> dict[str, float]:
         dist.all_reduce(grad)
     nll = sum(output_of(model, row, num_targets=1).loss.item() for row in alone)
     return {**off((value, grads), want), "nll": abs(measured - nll) / nll}
+
+
+def check_teacher(case: Case) -> dict[str, float]:
+    """A divergence from a teacher whose tokens the ranks share as well."""
+    model, rows = model_of(case), token_losses.examples()
+    teacher = build("qwen3", hidden_size=48).eval().requires_grad_(False)
+    loss, alone = TokenLoss(divergence=Divergence("jsd")), [token_losses.batches("one", [row])[0] for row in rows]
+
+    def plain(model: Any) -> Found:
+        wide = in_float64(teacher) if model.lm_head.weight.dtype == torch.float64 else teacher
+        return token_losses.gradients(model, SupervisedObjective(None, loss, ModelReference(wide, None)), alone)  # type: ignore[arg-type]
+
+    want = reference_of(model, plain) if dist.get_rank() == 0 else None
+    with shared(model, case) as handle, shared(teacher, case) as other:
+        objective = SupervisedObjective(handle, loss, ModelReference(teacher, other))
+        value, grads = token_losses.gradients(model, objective, token_losses.batches("packed", rows))
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    return off((value, grads), want)
 
 
 def check_packs(case: Case) -> dict[str, float]:

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamtune import RouterLoss, Schedule, data, stream
 from streamtune.engine import LossRequest
-from streamtune.ops import TokenLoss
+from streamtune.ops import Divergence, TokenLoss
 from streamtune.tasks.sft import prefix_batch
-from streamtune.train import MicroBatch, SupervisedObjective
+from streamtune.train import MicroBatch, ModelReference, SupervisedObjective
 from streamtune.train.objective import output_of, plain_token_loss
-from tests.precision_kit import reference_of
+from tests.precision_kit import in_float64, reference_of
 
 from .families import VOCAB, build
 from .test_routers import routed
@@ -140,3 +141,80 @@ def test_with_losses_on_routers() -> None:
         value.backward()
         grads: dict[str, Tensor] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         want.check((value, {name: grads[name] for name in want.truth[1]}))
+
+
+# --- a teacher --------------------------------------------------------------------------------------------------------
+
+DIVERGENCES = {
+    "forward": Divergence("forward"),
+    "reverse": Divergence("reverse", temperature=2.0),
+    "jsd": Divergence("jsd", beta=0.3, hard_share=0.4),
+}
+
+
+def taught(layout: str, divergence: Divergence, schedule: Schedule, student: str = "llama") -> None:
+    """A teacher of another family and width. In fp64 it is widened too."""
+    model, teacher = build(student), build("qwen3", hidden_size=48).eval().requires_grad_(False)
+    loss, rows = TokenLoss("dft" if divergence.hard_share else "nll", divergence=divergence), examples()
+    alone = [batch for row in rows for batch in batches("one", [row])]
+
+    def plain(model: Any) -> Any:
+        wide = in_float64(teacher) if model.lm_head.weight.dtype == torch.float64 else teacher
+        reference: Any = ModelReference(wide, None)  # type: ignore[arg-type]
+        return gradients(model, SupervisedObjective(None, loss, reference), alone)
+
+    want = reference_of(model, plain)
+    before = {name: p.clone() for name, p in teacher.named_parameters()}
+    with stream(model, schedule=schedule) as handle, stream(teacher, schedule=schedule) as other:
+        objective = SupervisedObjective(handle, loss, ModelReference(teacher, other))
+        found = gradients(model, objective, batches(layout, rows))
+        score = objective.score(model, batches("one", rows)[0], 1.0)
+    want.check(found)
+    assert score.metrics["kl"][0] > 0
+    assert all(torch.equal(p, before[name]) for name, p in teacher.named_parameters())
+    assert all(p.grad is None for p in teacher.parameters())
+
+
+@pytest.mark.quick("forward-packed", "jsd-turns", "reverse-left")
+@pytest.mark.parametrize("layout", ["one", "left", "split", "packed", "turns"])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_divergence_equals_that_of_each_row_alone(name: str, layout: str) -> None:
+    taught(layout, DIVERGENCES[name], Schedule(chunk_size=6, head_chunk_size=5))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("choices", [{"weights": "host"}, {"levels": 2, "offload": "host"}], ids=str)
+def test_a_teacher_in_other_schedules(choices: dict[str, Any]) -> None:
+    taught("packed", DIVERGENCES["jsd"], Schedule(chunk_size=6, head_chunk_size=5, **choices))
+
+
+@pytest.mark.full
+def test_softcaps_of_student_and_teacher_are_theirs() -> None:
+    taught("one", DIVERGENCES["forward"], Schedule(chunk_size=6, head_chunk_size=5), student="gemma2")
+
+
+def test_no_logits_of_a_whole_row_are_made() -> None:
+    """Of neither model more than a head chunk of logits is there at a time."""
+    model, teacher = build("llama"), build("qwen3", hidden_size=48).eval().requires_grad_(False)
+    largest = LargestOfVocabulary()
+    with stream(model, schedule=Schedule(chunk_size=6, head_chunk_size=5)) as handle, stream(teacher, 6) as other:
+        objective = SupervisedObjective(handle, TokenLoss(divergence=Divergence()), ModelReference(teacher, other))
+        with largest:
+            gradients(model, objective, batches("packed", examples()))
+    assert largest.rows == 5
+
+
+WIDTHS = (32, 48)
+"""Of the student and of the teacher: their weights are no logits."""
+
+
+class LargestOfVocabulary(TorchDispatchMode):
+    """Records the most rows of any tensor ``[..., V]`` that is no weight."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and found.dim() > 1 and found.shape[-1] == VOCAB and found.shape[0] not in WIDTHS:
+            self.rows = max(self.rows, found.numel() // VOCAB)
+        return found

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from streamtune.ops import TokenLoss, linear_token_loss, project_token_loss, token_loss_reference
+from streamtune.ops import (
+    Divergence,
+    TeacherHead,
+    TokenLoss,
+    linear_token_loss,
+    project_token_loss,
+    token_loss_reference,
+)
 from streamtune.ops.head import token_losses
 from tests.ops.test_cross_entropy import Head, make, precise, softcap
 from tests.precision_kit import relative
@@ -133,3 +140,69 @@ def test_a_frozen_head_and_a_retained_graph() -> None:
     assert torch.equal(head.hidden.grad, 2 * first)
     with torch.no_grad():
         assert not linear_token_loss(head.hidden, head.weight, head.targets, loss=TokenLoss("dft"))[0].requires_grad
+
+
+DIVERGENCES = {
+    "forward": Divergence("forward"),
+    "reverse, warm": Divergence("reverse", temperature=2.0),
+    "jsd": Divergence("jsd", beta=0.3, hard_share=0.4),
+    "forward, hard": Divergence("forward", temperature=0.5, hard_share=0.5),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("transform", [None, softcap], ids=["", "softcap"])
+@pytest.mark.parametrize("how", ["linear", "project"])
+@pytest.mark.parametrize("tokens", [71, 64, 80])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_divergences_equal_the_dense_formula(
+    name: str, tokens: int, how: str, transform: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The teacher has another width, and a padded end of the vocabulary of its own."""
+    loss, head = TokenLoss("focal", z_loss=1e-3, divergence=DIVERGENCES[name]), make(dtype)
+    weights = weights_of(head)
+    monkeypatch.setattr(token_losses, "WIDENED", 12 * 71)  # a chunk is computed in several parts
+    draw = torch.Generator().manual_seed(8)
+    states = torch.randn(*head.targets.shape, 13, generator=draw, dtype=torch.float64)
+    matrix = torch.randn(tokens, 13, generator=draw, dtype=torch.float64)
+    targets = head.targets.clamp_max(min(tokens, 71) - 1)
+
+    def dense(head: Head) -> list[Tensor]:
+        logits = head.logits() if transform is None else transform(head.logits())
+        taught = linear(states.to(logits.dtype), matrix.to(logits.dtype))
+        value = token_loss_reference(logits, targets, loss, weights, taught_BTV=taught) / 11
+        return [value, *torch.autograd.grad(value, head.leaves)]
+
+    want, truth = dense(head), dense(head.to(torch.float64))
+    narrow = matrix.to(dtype)
+    teacher = TeacherHead(states.to(dtype), lambda h: linear(h, narrow))
+    given = Head(head.hidden, head.weight, head.bias, targets)
+    options = {"loss": loss, "weights_BT": weights, "teacher": teacher, "num_items": 11}
+    for chunk_size in (7, 1000):
+        got, measured = streamed(given, how, transform, chunk_size=chunk_size, **options)
+        precise([got, *torch.autograd.grad(got, head.leaves)], want, truth)
+        assert measured[1] > 0
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn() -> None:
+    head = make()
+    teacher = TeacherHead(head.hidden.detach(), lambda h: linear(h, head.weight.detach(), head.bias.detach()))
+    for kind in ("forward", "reverse", "jsd"):
+        loss, _ = streamed(head, "linear", loss=TokenLoss(divergence=Divergence(kind)), teacher=teacher)
+        assert abs(loss.item()) < 1e-14
+        assert all(g.norm() < 1e-13 for g in torch.autograd.grad(loss, head.leaves))
+
+
+def test_tokens_that_cannot_be_have_no_share() -> None:
+    """A model that rules tokens out gives them a logit of minus infinity; the others have finite values."""
+    head = make(bias=False)
+    cut = torch.zeros(71, dtype=torch.float64).index_fill(0, torch.tensor([70]), -torch.inf)
+    targets = head.targets.clamp_max(69)
+    teacher = TeacherHead(head.hidden.detach() + 0.1, lambda h: linear(h, head.weight.detach()) + cut)
+    for kind in ("forward", "reverse", "jsd"):
+        loss, _ = linear_token_loss(
+            head.hidden, head.weight, targets, loss=TokenLoss(divergence=Divergence(kind)), teacher=teacher,
+            transform=lambda logits: logits + cut,
+        )  # fmt: skip
+        assert torch.isfinite(loss)
+        assert torch.isfinite(torch.autograd.grad(loss, head.hidden)[0]).all()

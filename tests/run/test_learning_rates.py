@@ -10,6 +10,7 @@ import pytest
 
 from streamtune.errors import RecipeError
 from streamtune.recipe import load_recipe
+from streamtune.recipe.presets import describe_preset
 from streamtune.run.build import build_run
 from streamtune.tasks.steps import scaled_rate
 from streamtune.train import World
@@ -56,41 +57,30 @@ EARLY = {"val_size": 3, "eval_steps": 1, "metric_for_best_model": "eval_loss", "
 @pytest.mark.full
 def test_a_run_ends_where_the_metric_gets_no_better(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a rate at which nothing is learnt, the first evaluation is the best; resumed, the count goes on."""
-    write_recipe(folder, {**COMMON, **EARLY, "learning_rate": 0.0, "num_train_epochs": 2})
-    assert run("--output-dir", "early") == 0
-    shown = capsys.readouterr().out
-    assert "Done early, after step 3 of 18" in shown
-    assert [each["step"] for each in records("early") if "loss" in each] == [1, 2, 3]
-    assert (folder / "early" / "final" / "model.safetensors").exists()
+    write_recipe(folder, {**COMMON, **EARLY, "learning_rate": 0.0})
+    settings = ("--output-dir", "early", "--set", "save_steps=1", "--set", "save_total_limit=9")
+    for more in ((), ("--resume", "early/checkpoints/step-000002")):
+        assert run(*settings, *more) == 0
+        assert "Done early, after step 3 of 9" in capsys.readouterr().out
+        assert [each["step"] for each in records("early") if "loss" in each] == [1, 2, 3]
+        assert (folder / "early" / "final" / "model.safetensors").exists()
     events = [json.loads(line) for line in (folder / "early" / "events.jsonl").read_text().splitlines()]
     assert events[-1]["event"] == "finish"
     assert events[-1]["early"]
-
-    settings = ("--output-dir", "split", "--set", "save_steps=1", "--set", "save_total_limit=9")
-    assert run(*settings) == 0
-    assert run(*settings, "--resume", "split/checkpoints/step-000002") == 0
-    assert [each["step"] for each in records("split") if "loss" in each] == [1, 2, 3]
-    assert run("--output-dir", "early") == 0, "a run that has ended stays so"
 
 
 def test_a_preset_sets_what_the_recipe_does_not(folder: Path) -> None:
     recipe = load_recipe(write_recipe(folder, {**RECIPE, "preset": "small_sft"}), []).recipe
     assert (recipe.train_batch_size, recipe.lr_scheduler_type, recipe.warmup_steps) == (3840, "constant", 0)
     assert recipe.learning_rate == 1e-2, "the recipe's own"
+    shown = describe_preset(recipe)
+    assert shown is not None
+    assert shown.startswith("small_sft sets train_batch_size 3840, lr_scheduler_type constant")
+    assert shown.endswith("; the recipe has its own learning_rate")
     given = {key: value for key, value in RECIPE.items() if key != "learning_rate"}
     path = write_recipe(folder, {**given, "preset": "small_sft", "gradient_accumulation_steps": 4, "warmup_ratio": 0.1})
     recipe = load_recipe(path, []).recipe
     assert (recipe.train_batch_size, recipe.learning_rate, recipe.warmup_ratio) == (None, 2e-5, 0.1)
-
-
-@pytest.mark.full
-def test_the_banner_and_the_plan_show_what_a_preset_sets(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_recipe(folder, {**COMMON, "preset": "small_sft"})
-    for command, arguments in (("sft", ["--dry-run"]), ("plan", [])):
-        assert run(*arguments, command=command) == 0
-        shown = " ".join(capsys.readouterr().out.split())
-        assert "small_sft sets train_batch_size 3840" in shown
-        assert "has its own learning_rate" in shown
 
 
 @pytest.mark.parametrize(

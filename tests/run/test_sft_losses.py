@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from streamtune.errors import DataError, RecipeError
+from streamtune.errors import ArgumentError, DataError, RecipeError
 from streamtune.recipe import load_recipe
 from streamtune.run.build import build_run
 from streamtune.tasks.sft import Batches
-from tests.sft_kit import FIXED, RECIPE, run, write_recipe
+from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe
 
 COMMON: dict[str, Any] = {**RECIPE, "max_length": 160, "engine": FIXED, "num_train_epochs": 2, "output_dir": "out"}
 
@@ -74,22 +74,22 @@ def test_a_weight_that_is_none_is_refused(folder: Path, value: Any) -> None:
     assert "rows.jsonl:4" in str(caught.value)
 
 
+def resumed(keys: tuple[str, ...]) -> bool:
+    """Train into ``split``, go on from the second checkpoint, and return True if the curve is the same."""
+    settings = ("--set", "save_steps=1", "--set", "save_total_limit=9", "--output-dir", "split")
+    curves = []
+    for more in ((), ("--resume", "split/checkpoints/step-000002")):
+        assert run(*settings, *more) == 0
+        curves.append([tuple(each.get(key) for key in keys) for each in records("split")])
+    return len(curves[0]) > 3 and curves[0] == curves[1]
+
+
 @pytest.mark.full
 def test_trains_and_resumes_to_the_same_curve(folder: Path) -> None:
-    write_recipe(
-        folder, {**COMMON, "loss_type": "dft", "val_size": 2, "gradient_accumulation_steps": 3, "packing": True}
-    )
-    assert run("--output-dir", "whole") == 0
-    settings = ("--set", "save_steps=1", "--set", "save_total_limit=9", "--output-dir", "split")
-    assert run(*settings) == 0
-    assert run(*settings, "--resume", "split/checkpoints/step-000002") == 0
-
-    def curve(folder: str) -> list[tuple[Any, ...]]:
-        return [tuple(each.get(key) for key in ("step", "loss", "nll", "eval_loss", "grad_norm"))
-                for each in records(folder)]  # fmt: skip
-
-    assert curve("split") == curve("whole")
-    first = records("whole")[0]
+    keys = {"loss_type": "dft", "val_size": 2, "gradient_accumulation_steps": 2, "packing": True}
+    write_recipe(folder, {**COMMON, **keys})
+    assert resumed(("step", "loss", "nll", "eval_loss", "grad_norm"))
+    first = records("split")[0]
     assert first["nll"] > 1.5 * first["loss"]
     assert run("--output-dir", "split", "--resume", "auto", "--set", "loss_type=focal") == 2
 
@@ -102,9 +102,47 @@ def test_verify_compares_the_loss_that_is_trained(folder: Path, capsys: pytest.C
     assert found["exact"]
 
 
+TEACHER: dict[str, Any] = {"teacher": "taught/final", "kd_divergence": "jsd", "kd_hard_share": 0.25}
+
+
+def make_teacher(folder: Path, **init: Any) -> None:
+    """``taught/final``: a model of its own width with the tokenizer of the rows."""
+    model = {"init": {**QWEN3, "hidden_size": 48, **init}}
+    write_recipe(folder, {**COMMON, "model": model, "num_train_epochs": 1, "output_dir": "taught"})
+    assert run() == 0
+
+
+@pytest.mark.full
+def test_learns_from_a_teacher_and_resumes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_teacher(folder)
+    write_recipe(folder, {**COMMON, **TEACHER, "val_size": 2, "packing": True, "gradient_accumulation_steps": 2})
+    assert resumed(("step", "loss", "kl", "nll", "eval_loss", "grad_norm"))
+    steps = [each for each in records("split") if "loss" in each]
+    assert 0 < steps[-1]["kl"] < steps[0]["kl"]
+    capsys.readouterr()
+    assert run("--json", "--dtype", "float32", "--length", "48", command="verify") == 0
+    assert json.loads(capsys.readouterr().out)["exact"]
+
+
+@pytest.mark.full
+def test_a_teacher_of_another_vocabulary_is_refused(folder: Path) -> None:
+    make_teacher(folder)
+    write_weighed(folder, lambda number: {"more": "another text for the tokens"})
+    (folder / "rows.jsonl").write_text((folder / "rows.jsonl").read_text().replace("return", "yield from"))
+    with pytest.raises(ArgumentError, match=r"the teacher '.*' has (another vocabulary|an embedding of)") as caught:
+        build_run(load_recipe(write_recipe(folder, {**COMMON, **TEACHER, "output_dir": "out"}), []))
+    assert "tiny.yaml" in caught.value.where
+
+
 @pytest.mark.parametrize(
     ("lines", "what"),
     [
+        ({"kd_temperature": 2.0}, "add teacher: NAME"),
+        ({"teacher": "x", "kd_beta": 0.3}, "write kd_divergence: jsd"),
+        ({"teacher": "x", "loss_type": "dft"}, "add kd_hard_share: 0.5"),
+        ({"teacher": "x", "deepspeed": "zero3"}, "gather them one at a time"),
+        ({"teacher": "x", "objective": "dpo"}, "'teacher' is of the loss of sft"),
+        ({"teacher": "x", "kd_divergence": "revers"}, "reverse"),
         ({"loss_type": "dtf"}, "dft"),
         ({"loss_type": "sigmoid"}, "sigmoid"),
         ({"focal_gamma": 1.0}, "'focal_gamma' is read with 'loss_type: focal'"),

@@ -19,7 +19,7 @@ from streamtune.engine.memory.host import is_host_storage
 from streamtune.errors import ArgumentError
 from streamtune.models import add_lora
 from streamtune.models.quantize import PACKAGES, quantize
-from streamtune.ops import TokenLoss
+from streamtune.ops import Divergence, TokenLoss
 from streamtune.ops.attention.attention import KEY_BLOCK
 from streamtune.optim import BlockAdamW, build_optimizer, train_largest_block
 from streamtune.optimizer_table import OPTIMIZERS, state_bytes
@@ -30,7 +30,15 @@ from streamtune.simulate.meta_operators import RULES, MetaAutocast
 from streamtune.simulate.partition import Holdings
 from streamtune.simulate.step import _Functions, trace_step
 from streamtune.simulate.trace import Trace
-from streamtune.train import HostOptimizer, InBackwardBackend, LocalBackend
+from streamtune.simulate.workload import TeacherShape
+from streamtune.train import (
+    HostOptimizer,
+    InBackwardBackend,
+    LocalBackend,
+    MicroBatch,
+    ModelReference,
+    SupervisedObjective,
+)
 from tests.conformance.reducer import tiny_config
 
 LENGTH = 384
@@ -274,6 +282,38 @@ def test_so_it_is_with_another_loss(loss: TokenLoss, autocast: bool) -> None:
     want = measured(make, "stream", schedule, autocast=autocast, token_loss=loss)
     assert found.peak_bytes == pytest.approx(want, rel=0.01)
     assert found.terms["head"] > found.peak_bytes / 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("autocast", [False, True])
+def test_so_it_is_with_a_teacher(autocast: bool) -> None:
+    """The teacher's weights, its hidden states and its logits of a chunk, where the peak is the head's."""
+    make, schedule = partial(build, "qwen3", vocab_size=20_011), replace(BASE, head_chunk_size=64)
+    loss = TokenLoss(divergence=Divergence("reverse"))
+    model: Any = make("cpu").train()
+    teacher: Any = build("llama", "cpu", vocab_size=20_011, hidden_size=96, num_hidden_layers=1).requires_grad_(False)
+    ids = torch.randint(3, 20_011, (1, LENGTH))
+    batch = MicroBatch(ids, torch.ones_like(ids), ids, ("rows:1",))
+    with stream(model, schedule=schedule) as handle, stream(teacher, schedule=schedule) as other:
+        objective = SupervisedObjective(handle, loss, ModelReference(teacher, other))
+
+        def backward() -> None:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast, cache_enabled=False):
+                score = objective.score(model, batch, 1.0)
+            score.minimised.backward()
+
+        backward()  # what is made once is there
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        with LiveBytes(nn.ModuleList([model, teacher]), decoder_layers(model)) as live:
+            backward()
+    weights = [sum(p.nbytes for p in each.parameters()) for each in (model, teacher)]
+    shape = TeacherShape(96, 20_011, torch.float32)
+    found = simulate(
+        workload(make, token_loss=loss, teacher=shape, reference_bytes=weights[1], autocast=autocast), schedule
+    )
+    assert found.peak_bytes == pytest.approx(sum(weights) + live.peak, rel=0.01)
+    assert found.terms["reference"] == weights[1]
 
 
 @pytest.mark.full

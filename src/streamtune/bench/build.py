@@ -51,6 +51,7 @@ DECIDES = {
     "num_generations",
     "share_prefix",
     "ref_model_name_or_path",
+    "teacher",
 }
 """Keys of a recipe that the figures of a table hang on."""
 

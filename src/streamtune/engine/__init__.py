@@ -27,6 +27,7 @@ forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of
 """
 
 from streamtune.engine.inspect_model import decoder_layers
+from streamtune.engine.lazy_logits import LazyLogits
 from streamtune.engine.losses import LossRequest
 from streamtune.engine.observe import chunkwise
 from streamtune.engine.preflight import check_branches, check_packing
@@ -40,6 +41,7 @@ from streamtune.schedule import Schedule
 
 __all__ = [
     "Branches",
+    "LazyLogits",
     "LossRequest",
     "RouterLoss",
     "Schedule",

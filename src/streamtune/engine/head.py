@@ -12,8 +12,8 @@ Shape suffixes: B batch, T tokens, N = B * T or those of them that are left, C h
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from streamtune.errors import UnsupportedModelError
 from streamtune.labels import IGNORE_INDEX
 from streamtune.ops import (
     MEASURED,
+    TeacherHead,
     linear_cross_entropy,
     linear_token_loss,
     project_cross_entropy,
@@ -40,6 +41,7 @@ from streamtune.ops import (
     token_scores,
 )
 from streamtune.ops.exchange import summed
+from streamtune.ops.head.sweep import autocast_dtype, cast
 from streamtune.schedule import Schedule
 
 __all__ = ["StreamedHead", "has_head"]
@@ -222,11 +224,42 @@ class StreamedHead:
         if self.shards is not None and weights is not None:
             weights = self.shards.cut(weights.to(targets.device), 1, 1.0)
         options |= {"loss": asked.loss, "weights_BT": asked.weights_of(targets, weights, type(self.model).__name__)}
-        loss, measured = self._compute(logits, targets, linear_token_loss, project_token_loss, options)
+        with nullcontext() if asked.teacher is None else asked.teacher.owner.taught(asked.teacher, targets) as teacher:
+            options["teacher"] = teacher
+            loss, measured = self._compute(logits, targets, linear_token_loss, project_token_loss, options)
         if self.shards is not None:
             measured = summed(measured, self.shards.group)
         asked.measured = dict(zip(MEASURED, measured.unbind(), strict=True))
         return loss
+
+    @contextmanager
+    def taught(self, logits: LazyLogits, targets: Tensor) -> Iterator[TeacherHead]:
+        """Yield this head as that of a teacher, whose weight is on the device inside.
+
+        Args:
+            logits: Its lazy logits, without gradient.
+            targets: ``[...]`` of the student's tokens, which are to be the same.
+
+        Raises:
+            UnsupportedModelError: It has other tokens, or ranks share its weight.
+        """
+        if self.sharded or logits.hidden.shape[:-1] != targets.shape:
+            what = "its head is divided between ranks" if self.sharded else "it leaves out tokens before its head"
+            raise UnsupportedModelError(f"{type(self.model).__name__} cannot be a teacher: {what}")
+        hidden = logits.hidden.detach()
+        with nullcontext() if self.waiting is None else self.waiting.with_graph(self.module):
+            if not self._is_plain:
+                yield TeacherHead(hidden, self._project(logits))
+                return
+            head: Any = self.module
+            dtype = autocast_dtype(hidden)
+            weight, bias = cast(dtype, head.weight.detach(), None if head.bias is None else head.bias.detach())
+
+            def project(h_nC: Tensor) -> Tensor:
+                (h_nC,) = cast(dtype, h_nC)
+                return logits.transform(nn.functional.linear(h_nC, weight, bias))
+
+            yield TeacherHead(hidden, project)
 
     def scores(self, logits: LazyLogits, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities ``[...]`` of targets ``[...]`` (-100: none), and their entropies if ``entropy``."""

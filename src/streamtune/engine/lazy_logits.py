@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from streamtune.engine.rows import Branches
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import UnsupportedModelError
 from streamtune.labels import IGNORE_INDEX
+from streamtune.ops import TeacherHead
 
 __all__ = ["LazyForward", "LazyLogits", "ScoreRequest"]
 
@@ -39,6 +41,10 @@ class ScoringHead(Protocol):
         self, logits: LazyLogits, targets: Tensor, num_items: Tensor | float | None, ignore_index: int
     ) -> Tensor:
         """Return the cross entropy of all rows, divided by ``num_items``."""
+        ...
+
+    def taught(self, logits: LazyLogits, targets: Tensor) -> AbstractContextManager[TeacherHead]:
+        """Return a context that yields the head as that of a teacher."""
         ...
 
     def scores(self, logits: LazyLogits, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
@@ -258,12 +264,7 @@ class ScoreRequest:
         Raises:
             UnsupportedModelError: It has no lazy logits of all tokens.
         """
-        logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
-        targets = self.targets if self.shards is None else self.shards.cut(self.targets, 1, IGNORE_INDEX)
-        if not isinstance(logits, LazyLogits) or logits.hidden.shape[:-1] != targets.shape:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} does not return the logits of all its tokens, so they cannot be scored"
-            )
+        logits, targets = self.logits_of(model, output), self._own_targets()
         if self.temperature != 1.0:
             logits = logits / self.temperature
         logprobs, entropy = logits.owner.scores(logits, targets.to(logits.hidden.device), entropy=self.entropy)
@@ -272,3 +273,19 @@ class ScoreRequest:
             entropy = None if entropy is None else self.shards.collect(entropy)
         found = {"logprobs": logprobs, "entropy": entropy, "router_loss": self.router_loss}
         return {name: value for name, value in found.items() if value is not None}
+
+    def logits_of(self, model: nn.Module, output: Any) -> LazyLogits:
+        """Return the lazy logits of a call that returned ``output``.
+
+        Raises:
+            UnsupportedModelError: It has none of all tokens.
+        """
+        logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
+        if not isinstance(logits, LazyLogits) or logits.hidden.shape[:-1] != self._own_targets().shape:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not return the logits of all its tokens, so they cannot be scored"
+            )
+        return logits
+
+    def _own_targets(self) -> Tensor:
+        return self.targets if self.shards is None else self.shards.cut(self.targets, 1, IGNORE_INDEX)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from streamtune.engine.lazy_logits import LazyLogits, ScoreRequest
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import TokenLoss
 
-__all__ = ["LossRequest"]
+__all__ = ["LogitsRequest", "LossRequest"]
 
 
 @dataclass
@@ -19,6 +21,8 @@ class LossRequest:
     loss: TokenLoss
     weights: Tensor | None = None
     """``[B, T]`` factor of the loss of each target; None is 1"""
+    teacher: LazyLogits | None = None
+    """Logits of a teacher for the same tokens, from ``StreamHandle.lazy_logits``, where the loss has a divergence"""
     measured: dict[str, Tensor] | None = None
     """Sums over the targets of the call, by the names of ``ops.MEASURED``, without gradient; None before the call"""
 
@@ -41,3 +45,16 @@ class LossRequest:
                 mend="remove the column loss_weight from the data",
             )
         return weights.to(targets.device)
+
+
+@dataclass
+class LogitsRequest(ScoreRequest):
+    """The request of a call's lazy logits themselves, in place of scores."""
+
+    def compute(self, model: nn.Module, output: Any) -> dict[str, Any]:
+        """Return the lazy logits of this rank's tokens as ``logits``.
+
+        Raises:
+            UnsupportedModelError: The model has no lazy logits of all tokens.
+        """
+        return {"logits": self.logits_of(model, output)}

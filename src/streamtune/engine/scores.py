@@ -16,11 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
-from streamtune.engine.lazy_logits import ScoreRequest
+from streamtune.engine.lazy_logits import LazyLogits, ScoreRequest
+from streamtune.engine.losses import LogitsRequest
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError
 
-__all__ = ["TokenScores", "token_scores_of"]
+__all__ = ["TokenScores", "lazy_logits_of", "token_scores_of"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,18 @@ def token_scores_of(
     with handle.scoring(request):
         found = called(input_ids=input_ids, **arguments)
     return TokenScores(found["logprobs"], found.get("entropy"), found.get("router_loss"))
+
+
+def lazy_logits_of(
+    handle: StreamedModel, request: LogitsRequest, called: Any, input_ids: Tensor, arguments: dict[str, Any]
+) -> LazyLogits:
+    """Return the logits of :meth:`StreamHandle.lazy_logits` by a call of ``called``."""
+    _check(handle, request, input_ids)
+    if request.branches is not None:
+        arguments = {**arguments, **request.branches.arguments(input_ids)}
+    with handle.scoring(request):
+        logits: LazyLogits = called(input_ids=input_ids, **arguments)["logits"]
+    return logits
 
 
 def _check(handle: StreamedModel, request: ScoreRequest, input_ids: Tensor) -> None:

@@ -33,7 +33,7 @@ from streamtune.engine.inspect_model import (
 from streamtune.engine.last_call import LastLayerCall
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.lazy_logits import LazyLogits, ScoreRequest
-from streamtune.engine.losses import LossRequest
+from streamtune.engine.losses import LogitsRequest, LossRequest
 from streamtune.engine.memory.placement import Tiers, place_layers
 from streamtune.engine.model_call import ModelCall, mark_read, refuse_surroundings
 from streamtune.engine.norms import StreamedNorm, norms_outside
@@ -44,7 +44,7 @@ from streamtune.engine.preflight import check_exact, check_length, check_order, 
 from streamtune.engine.rotary import LengthRotary, RowLengths
 from streamtune.engine.routers import RouterLoss, RouterTerms, RouterWatch, balances_itself, not_balanced, reduced
 from streamtune.engine.rows import Branches
-from streamtune.engine.scores import TokenScores, token_scores_of
+from streamtune.engine.scores import TokenScores, lazy_logits_of, token_scores_of
 from streamtune.engine.sequence.calls import Sharing, form_for
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.sharded import gather_whole, need_gradient, ungather_whole
@@ -225,6 +225,20 @@ class StreamHandle:
         """
         request = ScoreRequest(targets, branches, temperature, entropy)
         return token_scores_of(self, request, self.model if model is None else model, input_ids, arguments)
+
+    def lazy_logits(
+        self, input_ids: Tensor, targets: Tensor, *, branches: Branches | None = None, **arguments: Any
+    ) -> LazyLogits:
+        """Return the logits of all tokens, not computed: of a teacher, for :class:`LossRequest`.
+
+        Only the final hidden states ``[B, T, C]`` are held. Arguments as :meth:`logprobs`; of ``targets`` the shape is
+        read. Where ranks share a sequence the logits are those of this rank's tokens.
+
+        Raises:
+            ArgumentError: A shape is wrong, or the head is not streamed.
+            UnsupportedModelError: The model does not return logits of all tokens.
+        """
+        return lazy_logits_of(self, LogitsRequest(targets, branches), self.model, input_ids, arguments)
 
     @property
     def streams_head(self) -> bool:

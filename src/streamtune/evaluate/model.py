@@ -149,7 +149,7 @@ def load_held_reference(task: Task[Any], found: EvaluatedModel, tokenizer: Any, 
     Raises:
         ArgumentError: There is no such model, or its vocabulary is another.
     """
-    if not task.compares or (found.adapters and task.reference_name is None):
+    if not task.compares or not task.scores or (found.adapters and task.reference_name is None):
         return None
     held = load_reference(task, found.model, tokenizer, device)
     if held is None:  # a recipe of adapters, and a whole model, such as one they were merged into
@@ -161,7 +161,7 @@ def make_scored_reference(
     task: Task[Any], model: Any, handle: StreamHandle, held: Any | None
 ) -> train.ModelReference | None:
     """Return the reference as objectives call it; None if the loss has none."""
-    if not task.compares:
+    if not task.compares or not task.scores:  # of sft it is a teacher, which evaluations do not ask
         return None
     if held is None:
         return train.ModelReference(model, handle, temperature=task.temperature)

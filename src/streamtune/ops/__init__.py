@@ -9,6 +9,8 @@ from streamtune.ops.head.cross_entropy import linear_cross_entropy, project_cros
 from streamtune.ops.head.logprobs import project_scores, token_logprobs, token_scores
 from streamtune.ops.head.token_losses import (
     MEASURED,
+    Divergence,
+    TeacherHead,
     TokenLoss,
     linear_token_loss,
     project_token_loss,
@@ -19,9 +21,11 @@ __all__ = [
     "MEASURED",
     "Branch",
     "BranchTable",
+    "Divergence",
     "LazyMask",
     "MaskView",
     "Segment",
+    "TeacherHead",
     "TokenLoss",
     "first_order",
     "graph_is_kept",

@@ -60,6 +60,9 @@ ALIASES: dict[str, str] = {
     "kto_rejected_weight": "undesirable_weight",
     "kto_undesirable_weight": "undesirable_weight",
     "ref_model": "ref_model_name_or_path",
+    "teacher_model_name_or_path": "teacher",
+    "teacher_model": "teacher",
+    "kd_temp": "kd_temperature",
     # optimisation
     "batch_size": "per_device_train_batch_size",
     "eval_batch_size": "per_device_eval_batch_size",

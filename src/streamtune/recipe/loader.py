@@ -228,7 +228,7 @@ def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
         changes["tokenizer"] = recipe.tokenizer.model_copy(
             update={"path": find(recipe.tokenizer.path, "tokenizer", "path")}
         )
-    for key in ("chat_template", "model_name_or_path", "ref_model_name_or_path", "adapter_name_or_path"):
+    for key in ("chat_template", "model_name_or_path", "ref_model_name_or_path", "adapter_name_or_path", "teacher"):
         if value := getattr(recipe, key, None):
             changes[key] = find(value, key)
     if rewards := getattr(recipe, "reward_funcs", None):
@@ -262,7 +262,7 @@ def names_a_hub(recipe: Recipe) -> bool:
     Args:
         recipe: As :func:`load_recipe` returns it: local paths are found.
     """
-    names = [recipe.model_name_or_path, getattr(recipe, "ref_model_name_or_path", None)]
+    names = [recipe.model_name_or_path, getattr(recipe, "ref_model_name_or_path", None), recipe.teacher]
     names += [recipe.tokenizer.path if recipe.tokenizer else None]
     datasets = [*recipe.datasets, *(spec for specs in recipe.eval_datasets.values() for spec in specs)]
     names += [spec.path for spec in datasets if spec.path not in BUILT_IN and "*" not in spec.path]

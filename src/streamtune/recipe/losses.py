@@ -9,12 +9,18 @@ from pydantic_core import PydanticCustomError
 
 from streamtune.recipe.spec import mistake
 
-__all__ = ["FOCAL_GAMMA", "loss_mistakes"]
+__all__ = ["FOCAL_GAMMA", "KD_BETA", "loss_mistakes"]
 
 FOCAL_GAMMA = 2.0
 """The exponent of the focal loss where the recipe does not say."""
 
-OF_ROWS = {"focal_gamma": FOCAL_GAMMA, "label_smoothing_factor": 0.0, "z_loss_coef": 0.0}
+KD_BETA = 0.5
+"""The teacher's share of the mixture of the Jensen-Shannon divergence, where the recipe does not say."""
+
+OF_TEACHER = {"kd_divergence": "forward", "kd_beta": KD_BETA, "kd_temperature": 1.0, "kd_hard_share": 0.0}
+"""Keys of the divergence from a teacher, and their defaults."""
+
+OF_ROWS = {"focal_gamma": FOCAL_GAMMA, "label_smoothing_factor": 0.0, "z_loss_coef": 0.0, "teacher": None, **OF_TEACHER}
 """Keys of the loss of supervised rows, and their defaults."""
 
 
@@ -31,6 +37,7 @@ def loss_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
                 mend="delete the line",
             )
         return
+    yield from _teacher_mistakes(recipe, given)
     if "focal_gamma" in given and recipe.loss_type != "focal":
         yield mistake(
             f"'focal_gamma' is read with 'loss_type: focal', and loss_type is '{recipe.loss_type}'",
@@ -42,4 +49,28 @@ def loss_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
             f"'label_smoothing_factor' smooths the targets of 'loss_type: nll', and loss_type is '{recipe.loss_type}'",
             key="label_smoothing_factor",
             mend="delete one of the two",
+        )
+
+
+def _teacher_mistakes(recipe: Any, given: list[str]) -> Iterator[PydanticCustomError]:
+    for key in given:
+        if key in OF_TEACHER and recipe.teacher is None:
+            yield mistake(
+                f"'{key}' is of the divergence from a teacher, and there is none",
+                key=key,
+                mend="add teacher: NAME, or delete the line",
+            )
+    if "kd_beta" in given and recipe.kd_divergence != "jsd":
+        yield mistake(
+            f"'kd_beta' is read with 'kd_divergence: jsd', and kd_divergence is '{recipe.kd_divergence}'",
+            key="kd_beta",
+            mend="write kd_divergence: jsd, or delete the line",
+        )
+    hard = [key for key in ("loss_type", "label_smoothing_factor", "z_loss_coef") if key in given]
+    hard += ["loss_type"] if recipe.loss_type != "nll" else []
+    if hard and recipe.teacher is not None and recipe.kd_hard_share == 0:
+        yield mistake(
+            f"'{hard[0]}' is of the loss of the rows' own tokens, which has no share beside the teacher",
+            key=hard[0],
+            mend="add kd_hard_share: 0.5, or delete the line",
         )

@@ -18,10 +18,10 @@ from streamtune.optimizer_table import OptimizerName
 from streamtune.recipe.adapters import AdapterKind, adapter_mistakes, adapters_of_whole_weights
 from streamtune.recipe.batching import BucketSpec, batching_mistakes, turn_mistakes
 from streamtune.recipe.learning_rates import ScheduleName, learning_rate_mistakes
-from streamtune.recipe.losses import FOCAL_GAMMA, loss_mistakes
+from streamtune.recipe.losses import FOCAL_GAMMA, KD_BETA, loss_mistakes
 from streamtune.recipe.optimizing import LearningRateGroup, optimizer_mistakes
 from streamtune.recipe.presets import with_preset
-from streamtune.recipe.sharing import CHUNK_ORDER, QUANTISED, SHARING_PRESETS, WholeWeights
+from streamtune.recipe.sharing import CHUNK_ORDER, QUANTISED, SHARING_PRESETS, TEACHER, WholeWeights
 from streamtune.recipe.spec import Count, Fraction, Rows, Spec, Steps, Text, at_most, mistake
 from streamtune.recipe.streaming import SHUFFLE_BUFFER, streaming_mistakes
 
@@ -260,6 +260,23 @@ class Recipe(Spec):
 
     z_loss_coef: Annotated[float, Field(ge=0), at_most(10**9)] = 0.0
     """`sft`: coefficient of the squared log-sum-exp of a token's logits, added to its loss so that it stays small."""
+
+    teacher: Text | None = None
+    """`sft`: hub name or local folder of a model with the same tokens, whose distribution is learnt at each token that
+    is trained on. It is held beside the model and not trained; logits of neither are ever whole."""
+
+    kd_divergence: Literal["forward", "reverse", "jsd"] = "forward"
+    """`teacher`: Kullback-Leibler divergence of the teacher's distribution from the model's (`forward`), of the model's
+    from the teacher's (`reverse`), or of both from their mixture (`jsd`, arXiv 2306.13649)."""
+
+    kd_beta: Annotated[float, Field(gt=0, lt=1)] = KD_BETA
+    """`kd_divergence: jsd`: share of the teacher in the mixture. Near 0 it is like `forward`, near 1 like `reverse`."""
+
+    kd_temperature: Annotated[float, Field(gt=0), at_most(10**6)] = 1.0
+    """`teacher`: number that the logits of both models are divided by in the divergence."""
+
+    kd_hard_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """`teacher`: share of the loss of the rows' own tokens (`loss_type`); the divergence has the rest."""
 
     # --- engine ------------------------------------------------------------------------------------------------
 
@@ -740,5 +757,7 @@ class Recipe(Spec):
         if self.quantization == "int8":
             yield QUANTISED
         yield from adapters_of_whole_weights(self)
+        if self.teacher is not None:
+            yield TEACHER
         if self.engine.order == "chunk":
             yield CHUNK_ORDER

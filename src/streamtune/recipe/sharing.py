@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["CHUNK_ORDER", "QUANTISED", "REPEATED", "SHARING_PRESETS", "VLLM", "WholeWeights"]
+__all__ = ["CHUNK_ORDER", "QUANTISED", "REPEATED", "SHARING_PRESETS", "TEACHER", "VLLM", "WholeWeights"]
 
 SHARING_PRESETS = ("zero3", "zero3_offload")
 """Values of ``deepspeed`` with which each rank holds a part of the weights."""
@@ -26,6 +26,12 @@ QUANTISED = WholeWeights(
     "quantization",
     "weights that torchao quantised (int8) cannot be divided between ranks",
     "write quantization: nf4, or deepspeed: zero2 (each rank keeps the quantised base)",
+)
+
+TEACHER = WholeWeights(
+    "teacher",
+    "the heads of teacher and model are read together, and ranks that share weights gather them one at a time",
+    "write deepspeed: zero2, or train on completions that the teacher has written",
 )
 
 VLLM = WholeWeights(

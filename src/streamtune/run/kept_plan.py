@@ -25,7 +25,7 @@ PLANS = "plans"
 READ = {".json", ".py", ".yaml", ".yml", ".jinja", ".txt", ".model"}
 """Files of a model's folder that are read for a plan; of others only size and date count."""
 
-MODELS = ("model_name_or_path", "ref_model_name_or_path")
+MODELS = ("model_name_or_path", "ref_model_name_or_path", "teacher")
 
 
 @dataclass(frozen=True)

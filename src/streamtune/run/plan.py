@@ -40,7 +40,7 @@ from streamtune.simulate.memory import device_held_bytes, distinct_bytes, held_b
 from streamtune.simulate.meta_operators import meta_copy
 from streamtune.simulate.scored import Completions, Scored
 from streamtune.simulate.simulate import Simulation, simulate
-from streamtune.simulate.workload import Workload
+from streamtune.simulate.workload import TeacherShape, Workload
 from streamtune.sizes import parse_size
 from streamtune.tasks import Task, task_of
 
@@ -308,12 +308,23 @@ def make_workload(
         device_type=device.type,
         completions=completions,
         token_loss=None if (loss := task_of(recipe).token_loss).is_plain else loss,
+        teacher=_teacher_of(recipe, device),
         reference_bytes=reference_bytes,
         optim_in_backward=recipe.optim_in_backward,
         optimizer_on_host=recipe.engine.optimizer == "host",
         passes=2 if recipe.optim_in_backward and recipe.max_grad_norm > 0 and recipe.clip_norm == "exact" else 1,
         keep=recipe.cache,
     )
+
+
+def _teacher_of(recipe: Recipe, device: torch.device) -> TeacherShape | None:
+    """Return the head of the recipe's teacher, from its configuration; None without a teacher."""
+    if recipe.teacher is None:
+        return None
+    model: Any = make_reference_blueprint(recipe, device, recipe.teacher)
+    weight = model.get_output_embeddings().weight
+    matrices = sum(p.numel() for layer in decoder_layers(model) for p in layer.parameters() if p.ndim > 1)
+    return TeacherShape(weight.shape[1], weight.shape[0], weight.dtype, 2 * matrices)
 
 
 def recipe_workload(

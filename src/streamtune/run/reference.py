@@ -3,6 +3,7 @@
     adapters, and no name       the trained model, adapters switched off        nothing is held
     full, and no name           the model as it is when training starts         a second copy of the weights
     ref_model_name_or_path      that model                                      its weights
+    teacher                     that model, of sft                              its weights
     precompute_ref_log_probs    any of these, run once before training          nothing, once it has been run
 
 Log-probs that were computed once are kept below the user's cache directory under a hash of all they depend on: the
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["kept_logps", "load_reference", "make_reference", "streamed"]
 
-KEY = "ref_model_name_or_path"
-
 
 def load_reference(
     task: Task[Any],
@@ -65,9 +64,9 @@ def load_reference(
     try:
         reference = make_reference_model(recipe, tokenizer, device, name=name, sharing=sharing)
     except UserError as error:
-        error.where = KEY
+        error.where = task.reference_key
         raise
-    _check_vocabulary(name, reference, model, tokenizer, trust_remote_code=recipe.trust_remote_code)
+    _check_vocabulary(task, name, reference, model, tokenizer)
     return _frozen(reference)
 
 
@@ -177,29 +176,29 @@ def _frozen(model: Any) -> Any:
 
 
 def _check_vocabulary(
-    name: str, reference: Any, model: Any, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
+    task: Task[Any], name: str, reference: Any, model: Any, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Refuse a reference with other token ids: every number would be finite and worth nothing.
 
     Where the reference comes without a tokenizer only the sizes can be compared. With one, embeddings of different
     sizes are fine: those of a family are often padded differently.
     """
-    mend = "use a reference with the tokenizer of the model, such as the model it was made from"
+    key = task.reference_key
+    noun = "teacher" if key == "teacher" else "reference"
+    mend = f"use a {noun} with the tokenizer of the model, such as the model it was made from"
     ours, theirs = (m.get_input_embeddings().weight.shape[0] for m in (model, reference))
     if len(tokenizer) > theirs:
-        what = (
-            f"the reference '{name}' has an embedding of {theirs:,} rows, and the tokenizer {len(tokenizer):,} tokens"
-        )
-        raise ArgumentError(what, where=KEY, mend=mend)
+        what = f"the {noun} '{name}' has an embedding of {theirs:,} rows, and the tokenizer {len(tokenizer):,} tokens"
+        raise ArgumentError(what, where=key, mend=mend)
     try:
-        vocabulary = models.load_tokenizer(name, trust_remote_code=trust_remote_code).get_vocab()
+        vocabulary = models.load_tokenizer(name, trust_remote_code=task.recipe.trust_remote_code).get_vocab()
     except StreamTuneError:
         if ours != theirs:
-            what = f"the reference '{name}' has a vocabulary of {theirs:,} tokens, and the model one of {ours:,}"
-            raise ArgumentError(what, where=KEY, mend=mend) from None
+            what = f"the {noun} '{name}' has a vocabulary of {theirs:,} tokens, and the model one of {ours:,}"
+            raise ArgumentError(what, where=key, mend=mend) from None
         return
     known = tokenizer.get_vocab()
     differing = sum(vocabulary.get(token) != index for token, index in known.items())
     if differing:
-        what = f"the reference '{name}' has another vocabulary: {differing:,} of {len(known):,} tokens differ"
-        raise ArgumentError(what, where=KEY, mend=mend)
+        what = f"the {noun} '{name}' has another vocabulary: {differing:,} of {len(known):,} tokens differ"
+        raise ArgumentError(what, where=key, mend=mend)

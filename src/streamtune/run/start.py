@@ -73,7 +73,8 @@ LATER_KEYS = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "defaul
               "rope_scaling", "rope_theta", "truncate_side", "split_at", "split_overlap", "mix_by", "special_tokens",
               "added_tokens", "batching", "tokens_per_batch", "buckets", "streaming", "shuffle_buffer",
               "clip_norm", "optim_states", "optim_args", "lr_groups", "lr_layer_decay",
-              "focal_gamma", "label_smoothing_factor", "z_loss_coef", "lr_scheduler_kwargs", "lr_scaling",
+              "focal_gamma", "label_smoothing_factor", "z_loss_coef", "teacher", "kd_divergence", "kd_beta",
+              "kd_temperature", "kd_hard_share", "lr_scheduler_kwargs", "lr_scaling",
               "lr_scaling_base", "adapter_type", "lora_exclude", "lora_rank_pattern", "lora_alpha_pattern",
               "oft_block_size", "modules_to_save", "adapter_name_or_path")  # fmt: skip
 """Keys that are compared once they are given: runs were started before there were such keys."""
@@ -345,7 +346,7 @@ def _refuse_own_inputs(task: Task[Any], folder: Path, output: Path) -> None:
     """
     recipe = task.recipe
     named = {"model_name_or_path": recipe.model_name_or_path}
-    named["ref_model_name_or_path"] = task.reference_name
+    named[task.reference_key] = task.reference_name
     named["adapter_name_or_path"] = recipe.adapter_name_or_path
     named["tokenizer"] = recipe.tokenizer.path if recipe.tokenizer is not None else None
     named |= {f"datasets.{number}": dataset.path for number, dataset in enumerate(recipe.datasets)}

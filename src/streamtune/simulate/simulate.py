@@ -181,6 +181,7 @@ def _traced(
         shard=shard,
         frees_gradients=workload.optim_in_backward and workload.micro_batches == 1,
         token_loss=workload.token_loss,
+        teacher=workload.teacher,
     )
     parts: list[Part] = []
     cells: Mapping[CellPlace, Cell] = {}
@@ -250,6 +251,8 @@ def _told(
     total, terms = peaks[phase]
     sums = (sum(each) for each in zip(*step.work.values(), strict=True))
     work = dict(zip(WORK, (round(each * workload.micro_batches * workload.passes) for each in sums), strict=True))
+    if workload.teacher is not None:
+        work["matmul_flops"] += workload.teacher.flops * workload.shard_tokens * workload.rows * workload.micro_batches
     work["touched_bytes"] += fixed.touched
     work["moved_bytes"] += fixed.host_moved
     host += traced

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streamtune.adapters import base_of
-from streamtune.engine import Branches, LossRequest, StreamHandle, decoder_layers
+from streamtune.engine import Branches, LazyLogits, LossRequest, StreamHandle, decoder_layers
 from streamtune.engine.memory.rooms import HostRooms
 from streamtune.engine.passes import placeholder
 from streamtune.engine.weights.waiting import waiting_parameters
 from streamtune.labels import IGNORE_INDEX
-from streamtune.ops import TokenLoss
+from streamtune.ops import TeacherHead, TokenLoss
+from streamtune.ops.head.sweep import autocast_dtype, cast
 from streamtune.ops.simulated import DeviceFunctions, simulating
 from streamtune.schedule import Schedule
 from streamtune.simulate.facts import all_modules, configs_of
@@ -28,7 +29,7 @@ from streamtune.simulate.meta_operators import MetaAutocast, autocast_on_meta, w
 from streamtune.simulate.scored import PlainScores, Scored, checkpointing
 from streamtune.simulate.shard import WHOLE, RankShard
 from streamtune.simulate.trace import Trace
-from streamtune.simulate.workload import Mode
+from streamtune.simulate.workload import Mode, TeacherShape
 
 __all__ = ["Step", "fewer_layers", "shortened", "trace_step"]
 
@@ -53,6 +54,7 @@ class Step:
         shard: A rank's part of each row, where ranks share the rows; by default rows are whole.
         frees_gradients: Each gradient is used and freed as soon as it is there.
         token_loss: The loss of a target, where it is another than the cross entropy.
+        teacher: The head that it has a divergence from.
     """
 
     mode: Mode
@@ -67,6 +69,7 @@ class Step:
     shard: RankShard = WHOLE
     frees_gradients: bool = False
     token_loss: TokenLoss | None = None
+    teacher: TeacherShape | None = None
 
 
 def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
@@ -82,6 +85,9 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
         scorer, tiers = _prepared(stack, model, schedule, step.mode, autocast)
         ids = with_value(torch.zeros(step.batch_size, step.length, dtype=torch.long))
         labels = with_value(_targets(step))
+        taught_by = None
+        if (shape := step.teacher) is not None:
+            taught_by = torch.empty(shape.vocabulary, shape.hidden, dtype=shape.dtype, device="meta")
         stack.enter_context(simulating(step.device))
         stack.enter_context(autocast_on_meta())
         if schedule.stream_grads:  # made once for all steps: not in this one
@@ -117,7 +123,7 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
             trace.enter("forward")
         with autocast.region(), bf16:
             if step.scored is None:
-                with _losing(scorer, step):
+                with _losing(scorer, step, taught_by):
                     loss = model(input_ids=ids, labels=labels, use_cache=False).loss
             else:
                 loss = _logprobs(scorer, step, ids, labels).sum()
@@ -131,11 +137,47 @@ def _free_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _losing(scorer: Any, step: Step) -> AbstractContextManager[None]:
+def _losing(scorer: Any, step: Step, weight: Tensor | None) -> AbstractContextManager[None]:
     """Return a context in which calls of a streamed model compute the loss of the step."""
     if step.token_loss is None or not isinstance(scorer, StreamHandle):
         return nullcontext()
-    return scorer.losing(LossRequest(step.token_loss))
+    taught: Any = None
+    if step.teacher is not None:
+        shape = step.teacher
+        hidden = torch.empty(step.batch_size, step.length, shape.hidden, dtype=shape.dtype, device="meta")
+        assert weight is not None
+        taught = LazyLogits(_TeacherHead(weight), hidden)
+    return scorer.losing(LossRequest(step.token_loss, teacher=taught))
+
+
+class _TeacherHead:
+    """The head of a teacher on ``meta``, as :class:`streamtune.engine.head.StreamedHead` stands for it.
+
+    Args:
+        weight: ``[V, C]``; it was there before the step.
+    """
+
+    model: Any = None
+    module: Any = None
+    shards: Any = None
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    @contextmanager
+    def taught(self, logits: LazyLogits, targets: Tensor) -> Iterator[TeacherHead]:
+        """See :class:`streamtune.engine.lazy_logits.ScoringHead`."""
+        dtype = autocast_dtype(logits.hidden)
+        (weight,) = cast(dtype, self.weight)
+        yield TeacherHead(logits.hidden, lambda h: nn.functional.linear(cast(dtype, h)[0], weight))
+
+    def cross_entropy(self, *_: Any) -> Tensor:
+        """Is never called: a teacher has no loss."""
+        raise NotImplementedError
+
+    def scores(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor | None]:
+        """Is never called: a teacher is not scored."""
+        raise NotImplementedError
 
 
 def _targets(step: Step) -> Tensor:

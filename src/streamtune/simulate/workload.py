@@ -16,7 +16,7 @@ from streamtune.simulate.cluster import Cluster
 from streamtune.simulate.scored import Completions, Scored
 from streamtune.simulate.shard import RankShard
 
-__all__ = ["ALL_MODES", "DEVICES", "LABELS", "MODES", "Mode", "Workload"]
+__all__ = ["ALL_MODES", "DEVICES", "LABELS", "MODES", "Mode", "TeacherShape", "Workload"]
 
 
 Mode = Literal[
@@ -58,6 +58,23 @@ DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
+class TeacherShape:
+    """The head of a teacher.
+
+    Attributes:
+        hidden: Elements of a final hidden state.
+        vocabulary: Rows of the head.
+        dtype: Of its weights and hidden states.
+        flops: Operations of its forward, for each token, without attention.
+    """
+
+    hidden: int
+    vocabulary: int
+    dtype: torch.dtype
+    flops: int = 0
+
+
+@dataclass(frozen=True)
 class Workload:
     """A step of training, apart from its schedule.
 
@@ -75,6 +92,7 @@ class Workload:
         completions: Returns what is scored at a length and batch size, where the loss is not on next tokens. A
             baseline has a row for each completion.
         token_loss: The loss of a target of the rows, where it is another than the cross entropy.
+        teacher: The head of the teacher that the loss has a divergence from; its weights are of ``reference_bytes``.
         reference_bytes: Bytes of weights that are held in addition to the model's and not trained.
         optim_in_backward: The optimizer steps each weight as soon as its gradient is there, which is then
             freed.
@@ -97,6 +115,7 @@ class Workload:
     device_type: str = "cuda"
     completions: Completions | None = None
     token_loss: TokenLoss | None = None
+    teacher: TeacherShape | None = None
     reference_bytes: int = 0
     optim_in_backward: bool = False
     optimizer_on_host: bool = False

@@ -19,7 +19,7 @@ from streamtune.data.inspect_lengths import fewest_packs
 from streamtune.engine import Branches, StreamHandle, check_branches, check_packing
 from streamtune.engine.rotary import longest_unscaled
 from streamtune.errors import DataError, UnsupportedModelError
-from streamtune.ops import TokenLoss
+from streamtune.ops import Divergence, TokenLoss
 from streamtune.paths import cache_folder
 from streamtune.recipe.batching import BucketSpec
 from streamtune.recipe.schema import Recipe
@@ -297,19 +297,42 @@ class Sft(Task[Recipe]):
 
     def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
         """See :meth:`Task.objective`."""
-        return train.SupervisedObjective(scorer, self.token_loss)
+        assert reference is None or isinstance(reference, train.ModelReference), "a teacher is a model"
+        return train.SupervisedObjective(scorer, self.token_loss, reference)
 
     @property
     def token_loss(self) -> TokenLoss:
         """See :attr:`Task.token_loss`."""
         recipe = self.recipe
-        return TokenLoss(recipe.loss_type, recipe.focal_gamma, recipe.label_smoothing_factor, recipe.z_loss_coef)
+        divergence = Divergence(recipe.kd_divergence, recipe.kd_beta, recipe.kd_temperature, recipe.kd_hard_share)
+        return TokenLoss(
+            recipe.loss_type,
+            recipe.focal_gamma,
+            recipe.label_smoothing_factor,
+            recipe.z_loss_coef,
+            None if recipe.teacher is None else divergence,
+        )
+
+    @property
+    def compares(self) -> bool:
+        """See :attr:`Task.compares`: with a teacher, which is the reference here."""
+        return self.recipe.teacher is not None
+
+    @property
+    def reference_name(self) -> str | None:
+        """See :attr:`Task.reference_name`."""
+        return self.recipe.teacher
+
+    @property
+    def reference_key(self) -> str:
+        """See :attr:`Task.reference_key`."""
+        return "teacher"
 
     def random_step(self, trial: TrialStep) -> RandomStep:
         """See :meth:`Task.random_step`."""
         draw = RandomTokens(self.recipe, trial.model)
         batches = [draw.rows(trial.batch_size, trial.length).to(trial.device) for _ in self._micro_batches()]
-        return self.objective(trial.handle, None, trial.device), lambda: batches
+        return self.objective(trial.handle, trial.reference, trial.device), lambda: batches
 
 
 def prefix_batch(examples: Sequence[data.Example]) -> train.PrefixBatch:

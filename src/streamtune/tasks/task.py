@@ -298,6 +298,11 @@ class Task(ABC, Generic[R_co]):
         return None
 
     @property
+    def reference_key(self) -> str:
+        """The key that names it."""
+        return "ref_model_name_or_path"
+
+    @property
     def holds_reference(self) -> bool:
         """True if a second model is held: a named reference, or a copy where all weights are trained."""
         if not self.compares or self.precomputes:

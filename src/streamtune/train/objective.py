@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine import LossRequest, StreamHandle
+from streamtune.engine import LazyLogits, LossRequest, StreamHandle
 from streamtune.ops import TokenLoss, token_loss_reference
 from streamtune.train.batch import MicroBatch, PrefixBatch, TreeBatch, counted
 from streamtune.train.world import World
@@ -97,11 +97,14 @@ class SupervisedObjective:
     Args:
         handle: The handle of the model, if it is streamed: the loss that its routers add is not shown.
         loss: The loss of a target.
+        teacher: The model that its divergence is from, if it has one; streamed as the model is.
     """
 
-    def __init__(self, handle: StreamHandle | None = None, loss: TokenLoss = PLAIN) -> None:
+    def __init__(
+        self, handle: StreamHandle | None = None, loss: TokenLoss = PLAIN, teacher: ModelReference | None = None
+    ) -> None:
         self._handle = handle  # whose routers are others once it is scheduled anew
-        self.loss = loss
+        self.loss, self.teacher = loss, teacher
 
     def totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> float:
         """Return the weights of all targets of the step, or their number where none has one."""
@@ -116,13 +119,19 @@ class SupervisedObjective:
         if self.loss.is_plain and batch.weights is None:
             loss = output_of(model, batch, num_targets=totals).loss
         elif self._handle is None:
-            loss = plain_token_loss(model, batch, self.loss) / totals
+            loss = plain_token_loss(model, batch, self.loss, self.teacher) / totals
         else:
-            asked = LossRequest(self.loss, batch.weights)
+            asked = LossRequest(
+                self.loss, batch.weights, None if self.teacher is None else self.teacher.lazy_logits(batch)
+            )
             with self._handle.losing(asked):
                 loss = output_of(model, batch, num_targets=totals).loss
             assert asked.measured is not None, "a call with labels computes its loss"
-            metrics = {name: (value.item(), batch.num_targets) for name, value in asked.measured.items()}
+            metrics = {
+                name: (value.item(), batch.num_targets)
+                for name, value in asked.measured.items()
+                if name != "kl" or self.loss.divergence is not None
+            }
         watch = None if self._handle is None else self._handle.routers
         terms = watch.terms if watch is not None and watch.loss is not None else None
         return Score(loss, reported=None if terms is None else terms.loss, metrics=metrics)
@@ -135,10 +144,16 @@ def loss_of(model: nn.Module, batch: MicroBatch, *, num_targets: float, bf16: bo
     return loss
 
 
-def plain_token_loss(model: nn.Module, batch: MicroBatch, loss: TokenLoss) -> Tensor:
-    """Return the sum of a loss over the targets of ``batch``, of the logits of a model that is not streamed."""
+def plain_token_loss(
+    model: nn.Module, batch: MicroBatch, loss: TokenLoss, teacher: ModelReference | None = None
+) -> Tensor:
+    """Return the sum of a loss over the targets of ``batch``, of the logits of models that are not streamed."""
+    taught = None
+    if teacher is not None:
+        with torch.no_grad(), evaluating(teacher.model):
+            taught = teacher.model(**batch.arguments).logits
     logits = model(**batch.arguments).logits
-    return token_loss_reference(logits, batch.shift_labels, loss, batch.weights)
+    return token_loss_reference(logits, batch.shift_labels, loss, batch.weights, taught_BTV=taught)
 
 
 def output_of(model: nn.Module, batch: MicroBatch, *, num_targets: float, **more: Any) -> Any:
@@ -188,6 +203,12 @@ class ModelReference:
                 targets=batch.shift_labels, temperature=self.temperature, model=self.model, **batch.arguments
             )
         return batch.ragged(scores.logprobs)
+
+    def lazy_logits(self, batch: MicroBatch) -> LazyLogits:
+        """Return the logits of a batch, not computed: its final hidden states; under the caller's autocast."""
+        branches = batch.branches if isinstance(batch, PrefixBatch) else None
+        with torch.no_grad(), evaluating(self.model), self.handle.routers.silenced():
+            return self.handle.lazy_logits(targets=batch.shift_labels, branches=branches, **batch.arguments)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from streamtune.run.device import (
     stream_model,
 )
 from streamtune.run.model import make_model
-from streamtune.run.reference import load_reference
+from streamtune.run.reference import load_reference, streamed
 from streamtune.schedule import Schedule
 from streamtune.simulate.scored import PlainScores
 from streamtune.tasks import Task, task_of
@@ -46,6 +46,7 @@ from streamtune.tasks.sft import prefix_batch
 from streamtune.tasks.task import ScoringTask
 from streamtune.train.objective import autocast, loss_of, output_of
 from streamtune.verify.report import VerifyReport
+from streamtune.verify.restore import cast
 from streamtune.verify.trees import Room, TreeLosses, Window, choose_rows, measure_room
 from streamtune.verify.verify import compare_gradients, verify_schedules
 
@@ -89,6 +90,8 @@ class _Chosen:
     """The loss that the recipe adds for routers; of it only the balance loss is compared."""
     token_loss: TokenLoss = field(default_factory=TokenLoss)
     """The loss of a target of the rows."""
+    teacher: Any = None
+    """The model that it has a divergence from."""
     losses: TreeLosses | None = None
     """The loss of completions, where these are scored."""
 
@@ -183,6 +186,10 @@ def _choose_rows(
     """Choose rows of next tokens, as long as memory allows."""
     recipe, device = task.recipe, model_device(model)
     router_loss = make_router_loss(recipe, model)
+    teacher = None
+    if task.compares:
+        with doing("loading the teacher"):
+            teacher = load_reference(task, model, tokenizer, device)
     with doing("measuring how long a row plain autograd has room for"):
         room = _measure(model, rows, tokenizer, device, bf16, router_loss)
     limit, why = (length, "--length") if length is not None else _fitting_length(room, device, widened)
@@ -201,6 +208,7 @@ def _choose_rows(
         room=room,
         router_loss=router_loss,
         token_loss=task.token_loss,
+        teacher=teacher,
     )
 
 
@@ -241,10 +249,10 @@ def verify_recipe(subject: VerifySubject, notify: Callable[[str], None] = lambda
         UnsupportedModelError: The model cannot be streamed.
         OutOfMemoryError: Plain autograd itself does not fit at this length.
     """
-    loss_of = partial(_loss, subject.batch, subject.router_loss, subject.token_loss)
+    loss_of = partial(_loss, subject.batch, subject)
     losses = subject.losses
 
-    def streamed(handle: StreamHandle) -> Any:
+    def of_handle(handle: StreamHandle) -> Any:
         return partial(loss_of, handle=handle)
 
     try:
@@ -255,7 +263,7 @@ def verify_recipe(subject: VerifySubject, notify: Callable[[str], None] = lambda
             dtype=subject.dtype,
             bf16=subject.bf16,
             plain_loss_of=partial(_plain_loss, subject) if losses is None else losses.plain,
-            loss_with=streamed if losses is None else losses.streamed,
+            loss_with=of_handle if losses is None else losses.streamed,
             unfit=partial(subject.room.lacks, subject.alone.input_ids.numel()),
             notify=notify,
         )
@@ -300,29 +308,43 @@ def _plain_loss(subject: VerifySubject, model: torch.nn.Module, bf16: bool) -> t
     """Return the loss of the rows one by one, each with the rotary embeddings that it has alone."""
     packed = subject.batch is not subject.alone
     with as_alone(model, subject.alone.attention_mask) if packed else nullcontext():
-        return _loss(subject.alone, subject.router_loss, subject.token_loss, model, bf16)
+        return _loss(subject.alone, subject, model, bf16)
 
 
 def _loss(
     batch: train.MicroBatch,
-    router_loss: RouterLoss | None,
-    token_loss: TokenLoss,
+    subject: VerifySubject,
     model: torch.nn.Module,
     bf16: bool,
     *,
     handle: StreamHandle | None = None,
 ) -> torch.Tensor:
-    """Return the loss of ``sft`` without a router z-loss; the model itself adds the balance loss, streamed or not."""
+    """Return the loss of ``sft`` without a router z-loss; the model itself adds the balance loss, streamed or not.
+
+    Without ``bf16`` a teacher computes in the dtype of the model.
+    """
+    router_loss, token_loss, held = subject.router_loss, subject.token_loss, subject.teacher
     if token_loss.is_plain and batch.weights is None:
         return _cross_entropy(batch, router_loss, model, bf16)
-    if handle is not None:
-        with handle.losing(LossRequest(token_loss, batch.weights)):
-            return _cross_entropy(batch, router_loss, model, bf16)
-    asked, balance = _balance(batch, router_loss, model)
-    with autocast(batch.input_ids.device, bf16):
-        output = model(**{**batch.arguments, **asked})
-    loss = token_loss_reference(output.logits, batch.shift_labels, token_loss, batch.weights) / batch.target_weight
-    return loss + balance * output.aux_loss if balance else loss
+    device, dtype = batch.input_ids.device, next(p.dtype for p in model.parameters() if p.is_floating_point())
+    with cast(held or model, dtype if held is not None and not bf16 else None):
+        if handle is not None:
+            taught = None
+            if held is not None:
+                with (teacher := streamed(held, handle)).handle, autocast(device, bf16):
+                    taught = teacher.lazy_logits(batch)
+            with handle.losing(LossRequest(token_loss, batch.weights, taught)):
+                return _cross_entropy(batch, router_loss, model, bf16)
+        asked, balance = _balance(batch, router_loss, model)
+        with autocast(device, bf16):
+            output = model(**{**batch.arguments, **asked})
+            with torch.no_grad():
+                wide = None if held is None else held(**batch.arguments).logits
+        loss = (
+            token_loss_reference(output.logits, batch.shift_labels, token_loss, batch.weights, taught_BTV=wide)
+            / batch.target_weight
+        )
+        return loss + balance * output.aux_loss if balance else loss
 
 
 def _balance(

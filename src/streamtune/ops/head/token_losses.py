@@ -8,14 +8,22 @@ With z the logits of a token, p = softmax(z), y its target, V the vocabulary and
     label smoothing     -(1 - e) log p_y - e mean_v log p_v      arXiv 1512.00567; with nll
     z-loss              + c (log Z)^2                            arXiv 2204.02311; with any of them
 
+and, with t the probabilities of a teacher, both of logits over a temperature T, m = (1 - b) p + b t:
+
+    forward             sum_v t_v log(t_v / p_v)
+    reverse             sum_v p_v log(p_v / t_v)
+    jsd                 b sum_v t_v log(t_v / m_v) + (1 - b) sum_v p_v log(p_v / m_v)      arXiv 2306.13649
+
 Each is a function of one token's logits, so that its gradient is known when they are: 3 matmuls a chunk, as the plain
-cross entropy takes. Beside the logits of a chunk there are a few tensors of :data:`WIDENED` elements at a time.
+cross entropy takes, and one more for a teacher, whose logits of a chunk are computed from its hidden states. Beside the
+logits of a chunk there are a few tensors of :data:`WIDENED` elements at a time.
 
 Shape suffixes as in ``ops.head.cross_entropy``, n the tokens of a part of a chunk.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -38,10 +46,53 @@ from streamtune.ops.head.sweep import (
 from streamtune.ops.launching import blocks
 from streamtune.ops.simulated import autocast_kind
 
-__all__ = ["MEASURED", "TokenLoss", "linear_token_loss", "project_token_loss", "token_loss_reference"]
+__all__ = [
+    "MEASURED",
+    "Divergence",
+    "TeacherHead",
+    "TokenLoss",
+    "linear_token_loss",
+    "project_token_loss",
+    "token_loss_reference",
+]
 
-MEASURED = ("nll",)
+MEASURED = ("nll", "kl")
 """Names of the sums over the targets that are measured beside the loss, without gradient."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The divergence from a teacher's distribution, which is a part of the loss of a target token.
+
+    Attributes:
+        kind: ``forward``, ``reverse`` or ``jsd``.
+        beta: The teacher's share of the mixture of ``jsd``.
+        temperature: The number that both models' logits are divided by.
+        hard_share: The share of the loss of the target itself; the others are the divergence's.
+    """
+
+    kind: Literal["forward", "reverse", "jsd"] = "forward"
+    beta: float = 0.5
+    temperature: float = 1.0
+    hard_share: float = 0.0
+
+
+@dataclass(frozen=True)
+class TeacherHead:
+    """Logits of a teacher for the tokens of a call, a chunk at a time.
+
+    Attributes:
+        hidden_BTC: Its final hidden states ``[..., C]``, for the positions of the student's.
+        project: Maps some of them ``[n, C]`` to logits ``[n, V]``, of which the first are the student's tokens.
+    """
+
+    hidden_BTC: Tensor  # noqa: N815
+    project: Project
+
+    def logits(self, chunk: Tensor | slice) -> Tensor:
+        """Return the logits of a chunk of the flattened positions, without gradient."""
+        with torch.no_grad():
+            return self.project(self.hidden_BTC.flatten(0, -2)[chunk])
 
 
 @dataclass(frozen=True)
@@ -53,17 +104,20 @@ class TokenLoss:
         focal_gamma: The exponent of ``focal``.
         label_smoothing: The share of the target that is spread evenly over the vocabulary, with ``nll``.
         z_loss: The factor of the squared logarithm of Z.
+        divergence: The divergence from a teacher, with its share of the loss; None without a teacher.
     """
 
     kind: Literal["nll", "dft", "focal"] = "nll"
     focal_gamma: float = 2.0
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    divergence: Divergence | None = None
 
     @property
     def is_plain(self) -> bool:
         """True if it is the cross entropy."""
-        return self.kind == "nll" and self.label_smoothing == 0 and self.z_loss == 0
+        smoothed = self.label_smoothing != 0 or self.z_loss != 0
+        return self.kind == "nll" and not smoothed and self.divergence is None
 
 
 @dataclass(frozen=True)
@@ -73,6 +127,7 @@ class _Sweep:
     rows: TargetRows
     loss: TokenLoss
     weights_N: Tensor | None  # noqa: N815
+    teacher: TeacherHead | None
     transform: Project | None
     accumulate_dtype: torch.dtype
     compute_dtype: torch.dtype | None
@@ -87,7 +142,9 @@ class _Sweep:
         weights = None if self.weights_N is None else self.weights_N[chunk]
         wide = torch.promote_types(logits_nV.dtype, torch.float32)
         sums = logits_nV.new_zeros(1 + len(MEASURED), dtype=wide)
-        for part in blocks(len(targets), max(1, WIDENED // logits_nV.shape[1])):
+        taught = None if self.teacher is None else self.teacher.logits(chunk)
+        most = WIDENED if taught is None else WIDENED // 4
+        for part in blocks(len(targets), max(1, most // logits_nV.shape[1])):
             raw = logits = logits_nV[part]
             if self.transform is not None:
                 with torch.set_grad_enabled(with_grad):
@@ -95,7 +152,12 @@ class _Sweep:
                     logits = self.transform(raw)
             part_weights = None if weights is None else weights[part].to(wide)
             found, grad = _loss_and_grad(
-                logits.detach().to(wide), targets[part], self.loss, part_weights, with_grad=with_grad
+                logits.detach().to(wide),
+                targets[part],
+                self.loss,
+                part_weights,
+                None if taught is None else taught[part].to(wide),
+                with_grad=with_grad,
             )
             sums += found
             if grad is None:
@@ -108,7 +170,13 @@ class _Sweep:
 
 
 def _loss_and_grad(
-    logits_nV: Tensor, targets_n: Tensor, loss: TokenLoss, weights_n: Tensor | None, *, with_grad: bool
+    logits_nV: Tensor,
+    targets_n: Tensor,
+    loss: TokenLoss,
+    weights_n: Tensor | None,
+    taught_nV: Tensor | None,
+    *,
+    with_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sums of loss and measures of some tokens, and the gradient of their logits, in fp32 or wider."""
     picked_n1 = targets_n[:, None]
@@ -123,14 +191,22 @@ def _loss_and_grad(
         log_z_n = logits_nV.logsumexp(-1)
         values_n = values_n + loss.z_loss * log_z_n.square()
         of_all_n = of_all_n + 2 * loss.z_loss * log_z_n
+    divergence, kl_n, kl_grad = loss.divergence, None, None
+    if divergence is not None:
+        assert taught_nV is not None, "a divergence is from a teacher"
+        kl_n, kl_grad = _divergence(logits_nV, taught_nV, divergence, with_grad=with_grad)
+        values_n = divergence.hard_share * values_n + (1 - divergence.hard_share) * kl_n
     weighted_n = values_n if weights_n is None else values_n * weights_n
-    sums = torch.stack([weighted_n.sum(), -logp_n.sum()])
+    sums = torch.stack([weighted_n.sum(), -logp_n.sum(), weighted_n.new_zeros(()) if kl_n is None else kl_n.sum()])
     if not with_grad:
         return sums, None
     grad = logprobs_nV.exp_().mul_(of_all_n[:, None])
     grad.scatter_add_(1, picked_n1, (slope_n * (smoothing - 1))[:, None])
     if smoothing:
         grad.sub_(smoothing / grad.shape[1])
+    if divergence is not None and kl_grad is not None:
+        grad.mul_(divergence.hard_share)
+        grad[:, : kl_grad.shape[1]] += kl_grad.mul_(1 - divergence.hard_share)
     if weights_n is not None:
         grad.mul_(weights_n[:, None])
     return sums, grad
@@ -151,6 +227,46 @@ def _of_target(logp_n: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
     )
 
 
+def _divergence(
+    logits_nV: Tensor, taught_nV: Tensor, divergence: Divergence, *, with_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the divergence of each token over the tokens that both vocabularies have, and its gradient."""
+    size, heat = min(logits_nV.shape[1], taught_nV.shape[1]), divergence.temperature
+    logp = (logits_nV[:, :size] / heat).log_softmax(-1)
+    logt = (taught_nV[:, :size] / heat).log_softmax(-1)
+    if divergence.kind == "forward":
+        p, t = logp.exp(), logt.exp()
+        values = _sum_of_divergence(t, logt, p, logp)
+        return values, p.sub_(t).div_(heat) if with_grad else None
+    share, other = 1.0, logt
+    if divergence.kind == "jsd":
+        share = 1 - divergence.beta
+        other = torch.logaddexp(logp + math.log(share), logt + math.log(divergence.beta))
+    p, m = logp.exp(), other.exp()
+    values = share * _sum_of_divergence(p, logp, m, other)
+    if divergence.kind == "jsd":
+        values = values + divergence.beta * _sum_of_divergence(logt.exp(), logt, m, other)
+    if not with_grad:
+        return values, None
+    ratio = logp.sub_(other)
+    mean = _finite(p * ratio).sum(-1, keepdim=True)
+    return values, _finite(ratio.sub_(mean).mul_(p)).mul_(share / heat)
+
+
+def _sum_of_divergence(p: Tensor, logp: Tensor, q: Tensor, logq: Tensor) -> Tensor:
+    """Return ``sum p log(p / q)`` of each row.
+
+    ``q - p``, whose sum is zero, is added to each term: an error of a row's normaliser shifts all of its logarithms,
+    and so is of second order in the sum.
+    """
+    return _finite((logp - logq).mul_(p)).sub_(p).add_(q).sum(-1)
+
+
+def _finite(x: Tensor) -> Tensor:
+    """Return ``x`` with 0 for what is 0 times infinity: a token that cannot be has no share."""
+    return x.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
+
+
 def linear_token_loss(
     hidden_BTC: Tensor,
     weight_VC: Tensor,
@@ -158,6 +274,7 @@ def linear_token_loss(
     *,
     loss: TokenLoss,
     weights_BT: Tensor | None = None,
+    teacher: TeacherHead | None = None,
     bias_V: Tensor | None = None,
     transform: Project | None = None,
     ignore_index: int = IGNORE_INDEX,
@@ -175,6 +292,7 @@ def linear_token_loss(
         targets_BT: Shifted targets ``[...]``; ``ignore_index`` where nothing is predicted.
         loss: The loss of a token.
         weights_BT: Factor of the loss of each token ``[...]``; None is 1.
+        teacher: The teacher, where the loss has a divergence from one.
         bias_V: Head bias.
         transform: Map of each token's logits (softcap, scale, a slice); targets index its result.
         ignore_index: The target that does not count.
@@ -190,6 +308,7 @@ def linear_token_loss(
         rows,
         loss,
         None if weights_BT is None else weights_BT.flatten(),
+        teacher,
         transform,
         accumulate_dtype,
         autocast_dtype(hidden_BTC),
@@ -208,6 +327,7 @@ def project_token_loss(
     *,
     loss: TokenLoss,
     weights_BT: Tensor | None = None,
+    teacher: TeacherHead | None = None,
     ignore_index: int = IGNORE_INDEX,
     chunk_size: int = 1024,
     num_items: Tensor | float | None = None,
@@ -218,7 +338,7 @@ def project_token_loss(
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     weights = None if weights_BT is None else weights_BT.flatten()
-    sweep = _Sweep(rows, loss, weights, None, torch.float32, None, torch.is_grad_enabled())
+    sweep = _Sweep(rows, loss, weights, teacher, None, torch.float32, None, torch.is_grad_enabled())
     total, measured = _ProjectTokenLoss.apply(hidden_BTC.flatten(0, -2), sweep, project, *parameters)
     return total / _divisor(rows, weights_BT, num_items), measured
 
@@ -229,6 +349,7 @@ def token_loss_reference(
     loss: TokenLoss,
     weights_BT: Tensor | None = None,
     *,
+    taught_BTV: Tensor | None = None,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
     """Compute the slow, obvious form: the sum over the targets, of all logits at once. Autograd differentiates it."""
@@ -244,7 +365,24 @@ def token_loss_reference(
         values = -(1 - loss.label_smoothing) * logp - loss.label_smoothing * logprobs.mean(-1)
     if loss.z_loss:
         values = values + loss.z_loss * logits.to(logprobs.dtype).logsumexp(-1) ** 2
+    if loss.divergence is not None:
+        assert taught_BTV is not None, "a divergence is from a teacher"
+        hard = loss.divergence.hard_share
+        values = hard * values + (1 - hard) * _dense_divergence(logits, taught_BTV[kept], loss.divergence)
     return (values if weights_BT is None else values * weights_BT[kept]).sum()
+
+
+def _dense_divergence(logits_NV: Tensor, taught_NV: Tensor, divergence: Divergence) -> Tensor:
+    size, wide = min(logits_NV.shape[1], taught_NV.shape[1]), torch.promote_types(logits_NV.dtype, torch.float32)
+    scaled_NV, taught = (x[:, :size].to(wide) / divergence.temperature for x in (logits_NV, taught_NV))
+    p, t = scaled_NV.softmax(-1), taught.softmax(-1)
+    if divergence.kind == "forward":
+        return (t * (t.log() - p.log())).sum(-1)
+    if divergence.kind == "reverse":
+        return (p * (p.log() - t.log())).sum(-1)
+    m = (1 - divergence.beta) * p + divergence.beta * t
+    of_teacher, of_student = ((x * (x.log() - m.log())).sum(-1) for x in (t, p))
+    return divergence.beta * of_teacher + (1 - divergence.beta) * of_student
 
 
 def _divisor(rows: TargetRows, weights_BT: Tensor | None, num_items: Tensor | float | None) -> Tensor | float:
