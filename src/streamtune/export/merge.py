@@ -228,7 +228,11 @@ def must_untie(model: nn.Module) -> bool:
     """
     base = base_of(model)
     adapted = set(adapted_modules(model)) if hasattr(base, "peft_config") or base is not model else set()
-    touched = {pair for pair in _tied(base).items() if adapted & {name.rpartition(".")[0] for name in pair}}
+    touched = {
+        pair
+        for pair in _tied(base).items()
+        if adapted & {name.rpartition(".")[0] for name in pair} and not _share_trained(base, pair)
+    }
     if not touched:
         return False
     ends = {id(inner_module(end)[0]) for end in (base.get_input_embeddings(), base.get_output_embeddings())}
@@ -241,6 +245,15 @@ def must_untie(model: nn.Module) -> bool:
                 mend="--no-merge copies the adapters apart",
             )
     return True
+
+
+def _share_trained(base: Any, pair: tuple[str, str]) -> bool:
+    """Return True if two tied weights were trained whole, as one copy, and nothing is to be merged into either."""
+    found = [(inner_module(base.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2]) for name in pair]
+    if any(chain for (_, chain), _ in found):
+        return False
+    first, second = (inner._parameters.get(key) for (inner, _), key in found)
+    return first is not None and first is second
 
 
 def _tied(base: nn.Module) -> dict[str, str]:

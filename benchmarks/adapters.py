@@ -1,0 +1,149 @@
+"""Kinds of adapters: held-out loss after equal tokens, memory and time of a step.
+
+    python -m benchmarks.adapters loss BASE [--kinds lora,dora] [--seeds 3] [--steps 15]
+    python -m benchmarks.adapters cost [--kinds lora,dora] [--pairs 3]
+
+``loss`` trains adapters on BASE, the model of the quickstart, with its data, by ``streamtune sft``: every kind the same
+rows for a seed. ``cost`` simulates a step of Qwen3-8B in bf16 (32,768 tokens, chunks of 4,096) with its optimizer,
+and measures the processor time of forward and backward of a small model on this CPU: each step stands between two with
+LoRA and is divided by their mean; the median of these ratios is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import streamtune
+from benchmarks.chunk_order import GIB, SMALL, adamw
+from streamtune import Schedule
+from streamtune.cli import main as command
+from streamtune.models import AdapterSpec, add_adapters
+from streamtune.models.adapters import KINDS
+from streamtune.simulate import Workload, simulate
+
+QWEN3_8B: dict[str, Any] = {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 1 << 17,
+}  # fmt: skip
+RATES = {"vera": 3e-2, "ia3": 3e-2}
+"""Learning rates of kinds that train vectors; 3e-3 for the others."""
+
+
+def recipe(base: str, kind: str, seed: int, steps: int) -> dict[str, Any]:
+    """Return the recipe of a run."""
+    return {
+        "model_name_or_path": base,
+        "datasets": [{"path": "demo-passkey", "max_rows": 800}],
+        "max_length": 512,
+        "overlength": "drop",
+        "val_size": 24,
+        "train_on": "assistant",
+        "engine": {"schedule": "fixed", "chunk_size": 128},
+        "finetuning_type": "lora",
+        "adapter_type": kind,
+        "per_device_train_batch_size": 4,
+        "max_steps": steps,
+        "eval_steps": steps,
+        "learning_rate": RATES.get(kind, 3e-3),
+        "lr_scheduler_type": "constant",
+        "seed": seed,
+    }
+
+
+def trained(base: str, kind: str, seed: int, steps: int, folder: Path) -> tuple[float, int]:
+    """Return the held-out loss at the end of a run, and the tokens it trained on."""
+    out, path = folder / f"{kind}-{seed}", folder / "adapters.yaml"
+    path.write_text(yaml.safe_dump(recipe(base, kind, seed, steps)), encoding="utf-8")
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        command(["sft", str(path), "--output-dir", str(out), "--resume", "never"])
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    losses = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    return losses[-1], sum(line.get("tokens", 0) for line in lines if "loss" in line)
+
+
+def show_losses(base: str, kinds: list[str], seeds: int, steps: int, folder: Path) -> None:
+    """Print a table of held-out losses."""
+    print("| kind | learning rate | held-out loss | of the seeds |\n|---|---:|---:|---|", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind in kinds:
+        found = [trained(base, kind, seed, steps, folder)[0] for seed in range(seeds)]
+        shown = ", ".join(f"{loss:.3f}" for loss in found)
+        print(f"| `{kind}` | {RATES.get(kind, 3e-3):g} | {statistics.mean(found):.3f} | {shown} |", flush=True)
+
+
+def small(kind: str) -> Any:
+    """Return a small model with adapters of a kind, streamed."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SMALL))
+    model = add_adapters(base, AdapterSpec(kind=kind)).train()
+    streamtune.stream(model, schedule=Schedule(chunk_size=512))
+    return model
+
+
+def seconds(model: Any, ids: torch.Tensor) -> float:
+    """Return the processor time of forward and backward."""
+    start = time.process_time()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return time.process_time() - start
+
+
+def peak(kind: str) -> tuple[int, float]:
+    """Return the number of trained parameters of Qwen3-8B with adapters of a kind, and the simulated peak in GiB."""
+    config = AutoConfig.for_model("qwen3", **QWEN3_8B)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = add_adapters(model, AdapterSpec(kind=kind))
+    found = simulate(Workload(lambda: model, 32768, make_optimizer=adamw), Schedule(chunk_size=4096))
+    return sum(x.numel() for x in model.parameters() if x.requires_grad), found.peak_bytes / GIB
+
+
+def show_costs(kinds: list[str], pairs: int) -> None:
+    """Print a table of parameters, memory and time."""
+    torch.set_num_threads(1)
+    print("| kind | trained parameters | peak, GiB | time of a step, LoRA is 1 |\n|---|---:|---:|---|", flush=True)
+    ids = torch.randint(0, SMALL["vocab_size"], (1, 2048))
+    lora = small("lora")
+    for kind in kinds:
+        count, memory = peak(kind)
+        model = small(kind)
+        seconds(model, ids)
+        base, ratios = [seconds(lora, ids)], []
+        for _ in range(pairs):
+            took = seconds(model, ids)
+            base.append(seconds(lora, ids))
+            ratios.append(2 * took / (base[-1] + base[-2]))
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(f"| `{kind}` | {count:,} | {memory:.1f} | {spread} |", flush=True)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("loss", "cost"))
+    parser.add_argument("base", nargs="?", default="runs/quickstart/final")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=Path("runs/adapters"))
+    given = parser.parse_args()
+    kinds = given.kinds.split(",")
+    if given.what == "loss":
+        show_losses(given.base, kinds, given.seeds, given.steps, given.folder)
+    else:
+        show_costs(kinds, given.pairs)
+
+
+if __name__ == "__main__":
+    main()

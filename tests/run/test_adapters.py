@@ -1,0 +1,161 @@
+"""Kinds of adapters through the real command line: trained, resumed to the same bits, exported, compared with."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors import safe_open
+
+from streamtune.cli import main
+from streamtune.recipe import load_recipe
+from tests.run.test_dpo_cli import LORA, add
+from tests.run.test_dpo_cli import RECIPE as PAIRS
+from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe, write_rows
+
+KINDS = ("dora", "pissa", "vera", "oft")
+"""A norm, a constant part, shared buffers, and a rotation."""
+TINY: dict[str, Any] = {
+    **RECIPE,
+    "model": {"init": {**QWEN3, "tie_word_embeddings": True}},
+    "max_length": 256,
+    "engine": FIXED,
+    "finetuning_type": "lora",
+    "lora_r": 4,
+    "oft_block_size": 8,
+    "max_steps": 4,
+    "save_steps": 2,
+    "learning_rate": 1.0e-2,
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Rows in the working directory, and a cache of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_rows(tmp_path, 12)
+    for number in range(6):
+        add("pairs.jsonl", prompt=f"Add {number}.", chosen=f"It is {number + 1}.", rejected="No idea.")
+    return tmp_path
+
+
+def streamtune(*arguments: str) -> int:
+    """The exit code of a command."""
+    with pytest.raises(SystemExit) as left:
+        main(list(arguments))
+    return int(left.value.code or 0)
+
+
+def losses(folder: str) -> list[float]:
+    """Losses of a run's steps."""
+    lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def saved(folder: str) -> bytes:
+    """The adapters at the end of a run."""
+    return Path(folder, "final/adapter_model.safetensors").read_bytes()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_trained_resumed_and_exported(folder: Path, kind: str) -> None:
+    write_recipe(folder, {**TINY, "adapter_type": kind})
+    assert run("--output-dir", "run") == 0
+    before, kept = losses("run"), saved("run")
+    for gone in ("run/checkpoints/step-000004", "run/final"):
+        shutil.rmtree(gone)
+    assert run("--output-dir", "run") == 0
+    assert losses("run") == before
+    assert saved("run") == kept
+    assert streamtune("export", "run", "merged") == 0  # which compares logits with those of the model that trained
+    assert run("--output-dir", "run", "--set", "adapter_type=lora") == 2
+
+
+@pytest.mark.full
+def test_whole_modules_and_ranks_by_pattern_are_resumed_and_exported(folder: Path) -> None:
+    more = {"modules_to_save": ["embed_tokens"], "lora_rank_pattern": {"o_proj": 2}, "lora_exclude": ["down_proj"]}
+    write_recipe(folder, {**TINY, **more})
+    assert run("--output-dir", "run") == 0
+    kept = saved("run")
+    with safe_open("run/final/adapter_model.safetensors", framework="pt") as file:
+        names = list(file.keys())
+        assert file.get_slice(next(name for name in names if "o_proj.lora_A" in name)).get_shape()[0] == 2
+    assert any("embed_tokens" in name for name in names)
+    assert not any("down_proj" in name for name in names)
+    for gone in ("run/checkpoints/step-000004", "run/final"):
+        shutil.rmtree(gone)
+    assert run("--output-dir", "run") == 0
+    assert saved("run") == kept
+    assert streamtune("export", "run", "merged") == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["pissa"])
+def test_a_run_starts_from_the_adapters_of_another(folder: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_recipe(folder, {**TINY, "adapter_type": kind})
+    assert run("--output-dir", "first") == 0
+    more = {key: value for key, value in TINY.items() if not key.startswith(("lora_", "oft_"))}
+    write_recipe(folder, {**more, "adapter_name_or_path": "first/final"})
+    assert run("--output-dir", "second") == 0
+    assert losses("second")[0] < losses("first")[0]
+    before, kept = losses("second"), saved("second")
+    for gone in ("second/checkpoints/step-000004", "second/final"):
+        shutil.rmtree(gone)
+    assert run("--output-dir", "second") == 0
+    assert losses("second") == before
+    assert saved("second") == kept
+    capsys.readouterr()
+    assert run("--output-dir", "third", "--set", "lora_r=2") == 2
+    assert "'lora_r' is decided by the adapters in" in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["pissa", "ia3"])
+def test_the_reference_of_preferences_is_the_model_that_training_starts_from(kind: str) -> None:
+    keys = {**PAIRS, **LORA, "adapter_type": kind, "val_size": None, "eval_steps": None, "lora_dropout": None}
+    recipe = {key: value for key, value in keys.items() if value is not None}
+    Path("pairs.yaml").write_text(yaml.safe_dump({**recipe, "model": {"init": {**QWEN3, "attention_dropout": 0.0}}}))
+    assert streamtune("dpo", "pairs.yaml", "--output-dir", "run") == 0
+    found = losses("run")
+    assert found[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert found[-1] < found[0]
+
+
+def test_a_reference_without_the_adapters_that_training_starts_from_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {**PAIRS, "finetuning_type": "lora", "adapter_name_or_path": "first/final"}
+    Path("pairs.yaml").write_text(yaml.safe_dump(keys))
+    assert streamtune("dpo", "pairs.yaml", "--output-dir", "run") == 2
+    assert "its reference would be the model without them" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"adapter_type": "dorra"}, "did you mean 'dora'?"),
+        ({"adapter_type": "hra", "finetuning_type": "qlora"}, "computes with the weights themselves"),
+        ({"adapter_type": "dora", "fsdp": True}, "are made of whole weights"),
+        ({"modules_to_save": ["lm_head"], "deepspeed": "zero3"}, "are copies"),
+    ],
+)
+def test_what_is_refused_before_anything_is_read(
+    folder: Path, keys: dict[str, Any], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_recipe(folder, {**TINY, **keys})
+    assert run("--output-dir", "run") == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_keys_without_effect_are_named(folder: Path) -> None:
+    path = write_recipe(folder, {**TINY, "adapter_type": "ia3"})
+    notes = " ".join(load_recipe(str(path)).notes)
+    assert "'lora_r' has no effect with adapter_type: ia3" in notes
+    assert "'oft_block_size' has no effect with adapter_type: ia3" in notes
