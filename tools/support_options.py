@@ -205,7 +205,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"optim": "adafactor"},
         {"optim": "lion"},
         {"optim": "muon"},
-        {"lr_groups": [{"match": "embed_tokens", "learning_rate": 1e-6}]},
+        {"lr_groups": [{"match": "weight", "learning_rate": 1e-6}]},
         {"lr_layer_decay": 0.9},
         {"on_nan": "skip"},
         {"on_oom": "replan"},
