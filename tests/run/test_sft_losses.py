@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from streamtune.errors import ArgumentError, DataError, RecipeError
 from streamtune.recipe import load_recipe
 from streamtune.run.build import build_run
+from streamtune.tasks.random_batches import RandomTokens
 from streamtune.tasks.sft import Batches
 from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe
 
@@ -155,3 +157,12 @@ def test_refused(folder: Path, lines: dict[str, Any], what: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(write_recipe(folder, {**COMMON, **lines}), [])
     assert what in f"{caught.value.what} {caught.value.mend}"
+
+
+def test_random_tokens_are_in_the_vocabulary_of_the_teacher_too(folder: Path) -> None:
+    recipe = load_recipe(write_recipe(folder, COMMON), []).recipe
+    model, teacher = (torch.nn.Embedding(rows, 4) for rows in (300, 40))
+    for each in (model, teacher):
+        each.get_input_embeddings = lambda each=each: each
+    assert RandomTokens(recipe, model, teacher).rows(2, 200).input_ids.max() < 40
+    assert RandomTokens(recipe, model).rows(2, 200).input_ids.max() >= 40

@@ -317,6 +317,29 @@ def test_so_it_is_with_a_teacher(autocast: bool) -> None:
 
 
 @pytest.mark.full
+def test_the_forward_of_a_teacher_that_is_larger_than_the_model() -> None:
+    """Its peak is its own where it is wide: simulated by itself, and not less than measured."""
+    wide = {"hidden_size": 128, "intermediate_size": 4096, "num_hidden_layers": 2}
+    make, teacher = partial(build, "qwen3"), partial(build, "llama", **wide)
+    held: Any = teacher("cpu").requires_grad_(False).eval()
+    ids = torch.randint(3, held.config.vocab_size, (1, LENGTH))
+    with stream(held, schedule=BASE) as handle, torch.no_grad():
+        handle.lazy_logits(ids, ids)
+        gc.collect()
+        with LiveBytes(held, decoder_layers(held)) as live:
+            handle.lazy_logits(ids, ids)
+    weights = [sum(p.nbytes for p in each.parameters()) for each in (make("meta"), held)]
+    blueprint = teacher("meta")
+    shape = TeacherShape(128, held.config.vocab_size, torch.float32, make_model=lambda: blueprint)
+    loss = TokenLoss(divergence=Divergence())
+    found = simulate(workload(make, token_loss=loss, teacher=shape, reference_bytes=weights[1]), BASE)
+    want = sum(weights) + live.peak
+    assert want <= found.phases["reference"] <= 1.1 * want
+    assert found.phase == "reference"
+    assert sum(found.terms.values()) == found.peak_bytes
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("form", [{"fused": True}, {"foreach": True}, {}])
 def test_so_it_is_with_an_optimizer(form: dict[str, bool]) -> None:
     make = partial(build, "qwen3", vocab_size=9973)

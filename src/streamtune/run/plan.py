@@ -321,10 +321,17 @@ def _teacher_of(recipe: Recipe, device: torch.device) -> TeacherShape | None:
     """Return the head of the recipe's teacher, from its configuration; None without a teacher."""
     if recipe.teacher is None:
         return None
-    model: Any = make_reference_blueprint(recipe, device, recipe.teacher)
+    model: Any = make_reference_blueprint(recipe, device, recipe.teacher).requires_grad_(True)
     weight = model.get_output_embeddings().weight
     matrices = sum(p.numel() for layer in decoder_layers(model) for p in layer.parameters() if p.ndim > 1)
-    return TeacherShape(weight.shape[1], weight.shape[0], weight.dtype, 2 * matrices)
+    return TeacherShape(
+        hidden=weight.shape[1],
+        vocabulary=weight.shape[0],
+        dtype=weight.dtype,
+        flops=2 * matrices,
+        make_model=lambda: model,
+        structure=model.config.to_json_string(use_diff=False),
+    )
 
 
 def recipe_workload(

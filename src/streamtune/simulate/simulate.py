@@ -31,7 +31,7 @@ from streamtune.simulate.kept import describe_step
 from streamtune.simulate.lengthen import with_a_period_more
 from streamtune.simulate.memory import ACTIVATION, ATTENTION, FETCHED, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
 from streamtune.simulate.partition import Holdings
-from streamtune.simulate.scored import Scored
+from streamtune.simulate.scored import Scored, Trees
 from streamtune.simulate.shard import RankShard, narrower, shard_of
 from streamtune.simulate.step import Step, fewer_layers, shortened, trace_step
 from streamtune.simulate.trace import COLUMNS, WORK, Cell, CellPlace
@@ -151,11 +151,37 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
             continue
     size = (workload.tokens, workload.rows)
     passing = {phase: shard.passing_bytes(model, *size, backward=phase == "backward") for phase in fixed.gathered}
-    told = _told(step, fixed, shard, workload, passing, shard.keys_on_host(model, schedule, *size))
+    teacher = _teacher_forward(workload, schedule)
+    told = _told(step, fixed, shard, workload, passing, shard.keys_on_host(model, schedule, *size), teacher)
     if schedule.order == "chunk" and schedule.keep_kv == "host" and "layer inputs" in told.host_terms:
         terms = {KEYS if name == "layer inputs" else name: size for name, size in told.host_terms.items()}
         return replace(told, host_terms=terms)
     return told
+
+
+def _teacher_forward(workload: Workload, schedule: Schedule) -> int | None:
+    """Return the bytes on the device at the peak of the teacher's forward, its weights among them; None without one.
+
+    It is streamed with the chunks of the model; ranks that share sequences are taken to have short ones. Log-probs that
+    are simulated with it have logits of a chunk, which a teacher's forward has not: the result is not too small.
+    """
+    if workload.teacher is None or workload.teacher.make_model is None or workload.mode != "stream":
+        return None
+    model = workload.teacher.make_model()
+    rows: Trees = ((0, (workload.shard_tokens,)),) * workload.rows
+    chunks = Schedule(
+        chunk_size=schedule.chunk_size, head_chunk_size=schedule.head_chunk_size, weights=schedule.weights
+    )
+    alone = Workload(
+        make_model=lambda: model,
+        length=workload.shard_tokens,
+        batch_size=workload.rows,
+        autocast=workload.autocast,
+        device_type=workload.device_type,
+        completions=lambda length, size: Scored(rows, share=False, forwards=1.0),
+    )
+    name = ("as a teacher", rows, workload.autocast, workload.device_type, chunks)
+    return fact_of(model, name, lambda: simulate(alone, chunks).phases["reference"])
 
 
 def _traced(
@@ -218,10 +244,16 @@ def _work_of(scored: Scored, step: Combined, alike: bool) -> dict[tuple[str, boo
 
 
 def _told(
-    step: Combined, fixed: Holdings, shard: RankShard, workload: Workload, passing: dict[str, int], host: int
+    step: Combined,
+    fixed: Holdings,
+    shard: RankShard,
+    workload: Workload,
+    passing: dict[str, int],
+    host: int,
+    teacher: int | None,
 ) -> Simulation:
     """Return the peaks of all phases, the terms at the largest, and the work. Bytes of ``passing``, by phase, and of
-    ``host`` are added to those of the step that was run."""
+    ``host`` are added to those of the step that was run; ``teacher`` are those of its forward."""
     peaks: dict[str, tuple[int, dict[str, int]]] = {}
     disk, traced = 0, 0
     beside = {"weights": fixed.weights, MASTER: fixed.master, OPTIMIZER: fixed.state}
@@ -244,6 +276,10 @@ def _told(
             peaks[place.phase] = (total, _terms(held[at], constant))
         traced = max(traced, int(moments[:, COLUMNS.index("host")].max()))
         disk = max(disk, int(moments[:, COLUMNS.index("disk")].max()))
+    if teacher is not None:
+        there = fixed.gradients if fixed.divided or workload.micro_batches > 1 else 0
+        constant = {**beside, "reference": teacher, GRADIENT: fixed.buckets + there}
+        peaks["reference"] = (sum(constant.values()), {TERMS[k]: v for k, v in constant.items() if v})
     if workload.make_optimizer is not None:
         constant = {**beside, GRADIENT: fixed.buckets + fixed.gradients, ACTIVATION: fixed.temporary}
         peaks["optimizer"] = (sum(constant.values()), {TERMS[k]: v for k, v in constant.items() if v})

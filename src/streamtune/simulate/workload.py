@@ -59,19 +59,23 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class TeacherShape:
-    """The head of a teacher.
+    """A teacher, whose forward comes before the model's, and whose head is read beside the model's.
 
     Attributes:
         hidden: Elements of a final hidden state.
         vocabulary: Rows of the head.
         dtype: Of its weights and hidden states.
         flops: Operations of its forward, for each token, without attention.
+        make_model: Builds it on ``meta``; None leaves its forward out.
+        structure: Its configuration, by which simulations that are kept are told apart.
     """
 
     hidden: int
     vocabulary: int
     dtype: torch.dtype
     flops: int = 0
+    make_model: Callable[[], nn.Module] | None = field(default=None, repr=False, compare=False)
+    structure: str = ""
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,13 @@ class RandomTokens:
     Args:
         recipe: Whose objective they are for.
         model: Whose vocabulary they are from.
+        other: Another model that is given the same tokens, and may have fewer.
     """
 
-    def __init__(self, recipe: Recipe, model: Any) -> None:
+    def __init__(self, recipe: Recipe, model: Any, other: Any = None) -> None:
         self.recipe = recipe
-        self._vocabulary = model.get_input_embeddings().weight.shape[0]
+        known = [each.get_input_embeddings().weight.shape[0] for each in (model, other) if each is not None]
+        self._vocabulary = min(known)
         self._generator = torch.Generator().manual_seed(recipe.seed)
 
     def rows(self, rows: int, length: int) -> train.MicroBatch:

@@ -330,7 +330,8 @@ class Sft(Task[Recipe]):
 
     def random_step(self, trial: TrialStep) -> RandomStep:
         """See :meth:`Task.random_step`."""
-        draw = RandomTokens(self.recipe, trial.model)
+        teacher = trial.reference.model if isinstance(trial.reference, train.ModelReference) else None
+        draw = RandomTokens(self.recipe, trial.model, teacher)
         batches = [draw.rows(trial.batch_size, trial.length).to(trial.device) for _ in self._micro_batches()]
         return self.objective(trial.handle, trial.reference, trial.device), lambda: batches
 
