@@ -195,6 +195,8 @@ def _print_page(page: dict[str, Any], loaded: LoadedRecipe) -> None:
 def _describe_model(planned: RecipePlan) -> str:
     total, trainable = planned.parameters.total, planned.parameters.trainable
     trained = "all trained" if trainable == total else f"{trainable / 1e6:,.1f}M trained"
+    if OPTIMIZERS[planned.loaded.recipe.optim].one_block:
+        trained += " at a time"
     autocast = ", computed in bfloat16" if planned.loaded.recipe.bf16 and planned.dtype != "bfloat16" else ""
     size = f"{total / 1e9:.2f}B" if total >= 1e9 else f"{total / 1e6:.1f}M"
     return f"{planned.model_name}, {size} parameters, {trained}; {planned.dtype}{autocast}"

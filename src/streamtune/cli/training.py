@@ -16,6 +16,7 @@ from streamtune.adapters import base_of
 from streamtune.cli.options import read_recipe
 from streamtune.errors import ArgumentError
 from streamtune.network import is_offline
+from streamtune.optimizer_table import OPTIMIZERS
 from streamtune.recipe import LoadedRecipe, code_of
 from streamtune.recipe.presets import describe_preset
 from streamtune.sizes import show_size
@@ -206,6 +207,8 @@ def _print_banner(run: Run) -> None:
 def _describe_model(run: Run) -> str:
     total, trainable = run.parameters.total, run.parameters.trainable
     trained = "all trained" if trainable == total else f"{trainable:,} ({trainable / total:.2%}) trained"
+    if OPTIMIZERS[run.recipe.optim].one_block:
+        trained += " at a time"
     base = base_of(run.model)
     dtype = str(base.dtype).removeprefix("torch.")
     if run.start.quantization is not None:
