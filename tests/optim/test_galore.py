@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from streamtune.optim.galore import GaLoreAdamW, Projection, cosine_columns, randomized_columns
+from streamtune.optim.galore import GaLoreAdamW, Projection, cosine_columns, cosine_transform, randomized_columns
 
 SHAPES = ((24, 16), (16, 40), (32, 32), (20,))
 
@@ -79,7 +79,18 @@ def test_the_cosines_that_a_gradient_is_made_of_are_found() -> None:
     angle = torch.pi / size * (torch.arange(size) + 0.5)
     grad = torch.randn(50, 1, generator=torch.Generator().manual_seed(0)) * torch.cos(angle * 7)
     grad = grad + 0.5 * torch.cos(angle * 19)
-    assert cosine_columns(grad, 2).tolist() == [7, 19]
+    transform = cosine_transform(size, torch.float32, torch.device("cpu"))
+    assert cosine_columns(grad, transform, 2).tolist() == [7, 19]
+
+
+@pytest.mark.parametrize("size", [7, 600])
+def test_the_cosines_are_orthonormal(size: int) -> None:
+    found = cosine_transform(size, torch.float32, torch.device("cpu")).double()
+    place = torch.arange(size, dtype=torch.float64)
+    exact = torch.cos(torch.pi / size * (place[:, None] + 0.5) * place) * (2 / size) ** 0.5
+    exact[:, 0] /= 2**0.5
+    assert torch.allclose(found, exact, atol=1e-6)
+    assert torch.allclose(found.T @ found, torch.eye(size, dtype=torch.float64), atol=1e-5)
 
 
 @pytest.mark.parametrize("projection", get_args(Projection))

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from streamtune.optim.load import load_states
 
-__all__ = ["GaLoreAdamW", "Projection", "cosine_columns", "randomized_columns"]
+__all__ = ["GaLoreAdamW", "Projection", "cosine_columns", "cosine_transform", "randomized_columns"]
 
 Projection = Literal["svd", "randomized", "dct"]
 """The way in which a projection is made."""
@@ -78,6 +77,8 @@ class GaLoreAdamW(torch.optim.Optimizer):
         # Counted once: an optimizer in the backward empties the groups but for the weight that it steps.
         every = (parameter for group in self.param_groups for parameter in group["params"])
         self._number = {id(parameter): number for number, parameter in enumerate(every)}
+        self._transforms: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+        """The cosine transform of each size: one matrix for all weights of that size."""
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -108,7 +109,7 @@ class GaLoreAdamW(torch.optim.Optimizer):
             if parameter.is_meta or int(state["step"]) % group["update_proj_gap"] == 0:
                 number = self._number.get(id(parameter), 0)  # others may hand in one weight after another
                 state["projection"] = self._projection(grad, group, number, state["step"], wide=wide)
-            columns = _columns_of(state["projection"], grad)
+            columns = self._columns_of(state["projection"], grad)
             grad = grad @ columns
         if "exp_avg" not in state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
@@ -139,7 +140,7 @@ class GaLoreAdamW(torch.optim.Optimizer):
         """
         rank, kind = group["rank"], group["projection"]
         if kind == "dct":
-            return cosine_columns(grad, rank)
+            return cosine_columns(grad, self._transform(grad), rank)
         if kind == "randomized":
             seed = 0 if grad.is_meta else ((self.seed << 16) + number << 24) + int(step)
             return randomized_columns(grad, rank, seed)
@@ -149,6 +150,17 @@ class GaLoreAdamW(torch.optim.Optimizer):
             return left[:, :rank].to(grad.dtype).contiguous()
         _, _, vectors = torch.linalg.svd(grad.float(), full_matrices=False)
         return vectors[:rank].T.to(grad.dtype).contiguous()
+
+    def _transform(self, grad: Tensor) -> Tensor:
+        """Return the cosine transform of a gradient's rows, made once."""
+        key = (grad.shape[1], grad.dtype, grad.device)
+        if key not in self._transforms:
+            self._transforms[key] = cosine_transform(*key)
+        return self._transforms[key]
+
+    def _columns_of(self, projection: Tensor, grad: Tensor) -> Tensor:
+        """Return P ``[n, r]``."""
+        return projection if projection.dim() == 2 else self._transform(grad)[:, projection]
 
 
 def randomized_columns(grad: Tensor, rank: int, seed: int) -> Tensor:
@@ -165,23 +177,16 @@ def randomized_columns(grad: Tensor, rank: int, seed: int) -> Tensor:
     return (basis @ vectors[:rank].T).to(grad.dtype).contiguous()
 
 
-def cosine_columns(grad: Tensor, rank: int) -> Tensor:
-    """Return int64 ``[rank]``: the columns of the cosine transform that hold the most of ``grad`` ``[m, n]``."""
-    transform = _cosines(grad.shape[1], grad.dtype, grad.device)
+def cosine_columns(grad: Tensor, transform: Tensor, rank: int) -> Tensor:
+    """Return int64 ``[rank]``: the columns of ``transform`` ``[n, n]`` that hold the most of ``grad`` ``[m, n]``."""
     return torch.linalg.vector_norm(grad @ transform, dim=0, dtype=torch.float32).topk(rank).indices.sort().values
 
 
-@lru_cache(maxsize=8)
-def _cosines(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the orthonormal DCT-II, ``[size, size]``: one matrix for all weights of that size."""
-    place = torch.arange(size, dtype=torch.float64, device=device)
-    found = torch.cos(math.pi / size * (place[:, None] + 0.5) * place) * math.sqrt(2 / size)
+def cosine_transform(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the orthonormal DCT-II ``[size, size]``: column j is ``cos(pi / n (i + 1/2) j)``, scaled to length 1."""
+    place = torch.arange(size, dtype=torch.int32 if size < 2**15 else torch.int64, device=device)
+    # Angles are (2 i + 1) j of the 4 n parts of a turn: whole numbers, small once whole turns are taken off.
+    angle = ((2 * place[:, None] + 1) * place) % (4 * size)
+    found = angle.to(torch.float32).mul_(math.pi / (2 * size)).cos_().mul_(math.sqrt(2 / size))
     found[:, 0] /= math.sqrt(2)
     return found.to(dtype)
-
-
-def _columns_of(projection: Tensor, grad: Tensor) -> Tensor:
-    """Return P ``[n, r]``."""
-    if projection.dim() == 2:
-        return projection
-    return _cosines(grad.shape[1], grad.dtype, grad.device)[:, projection]
