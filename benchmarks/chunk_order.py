@@ -75,13 +75,13 @@ PROBES = (1 << 18, 1 << 19)
 """Lengths that are simulated to know the line on which longer ones lie."""
 
 
-def adapted(name: str) -> Any:
-    """Return a model on ``meta`` with adapters on its linear layers."""
+def adapted(name: str, target: list[str]) -> Any:
+    """Return a model on ``meta`` with adapters on linear layers of these names, or on all if there are none."""
     family, shape = MODELS[name]
     config = AutoConfig.for_model(family, **shape, max_position_embeddings=1 << 24)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        return add_lora(model, r=16)
+        return add_lora(model, r=16, target=target or "all-linear")
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -89,9 +89,11 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
 
 
-def longest(name: str, form: dict[str, Any], limits: Limits, sizes: tuple[int, ...]) -> tuple[int, Plan | None]:
+def longest(
+    name: str, form: dict[str, Any], limits: Limits, sizes: tuple[int, ...], target: list[str]
+) -> tuple[int, Plan | None]:
     """Return the longest row, and its plan: predicted by the line through two lengths, and simulated."""
-    model = adapted(name)
+    model = adapted(name, target)
     config = model.get_base_model().config
     if (weights := held_bytes(model)) > limits.device_bytes / 2:
         limits = replace(limits, device_bytes=limits.device_bytes + weights)
@@ -133,7 +135,9 @@ def _line(short: float, long: float) -> Line:
     return short - PROBES[0] * slope, slope
 
 
-def show_longest(names: list[str], memory: int, host: int, forms: list[str], sizes: tuple[int, ...]) -> None:
+def show_longest(
+    names: list[str], memory: int, host: int, forms: list[str], sizes: tuple[int, ...], target: list[str]
+) -> None:
     """Print a table of the longest rows."""
     print(
         f"| model | order | longest row | of it, device | host | seconds a step | schedule |\n|{'---|' * 7}", flush=True
@@ -141,7 +145,7 @@ def show_longest(names: list[str], memory: int, host: int, forms: list[str], siz
     limits = Limits(memory * GIB, host * GIB, 0, 0.05, False)
     for name in names:
         for title in forms:
-            length, plan = longest(name, FORMS[title], limits, sizes)
+            length, plan = longest(name, FORMS[title], limits, sizes, target)
             if plan is None:
                 print(f"| {name} | {title} | none |", flush=True)
                 continue
@@ -199,13 +203,15 @@ def main() -> None:
     parser.add_argument("--host", type=int, default=256, help="GiB of the host")
     parser.add_argument("--forms", default=";".join(FORMS), help="orders, with ; between them")
     parser.add_argument("--chunk-size", type=int, help="tokens; by default a few are tried")
+    parser.add_argument("--target", default="", help="names of the layers with adapters; by default all linear ones")
     parser.add_argument("--lengths", default="8192,16384")
     parser.add_argument("--levels", default="1,2", help="of the steps in the order of chunks")
     parser.add_argument("--pairs", type=int, default=5)
     given = parser.parse_args()
     if given.what == "longest":
         sizes = (given.chunk_size,) if given.chunk_size else ()
-        show_longest(given.models.split(","), given.memory, given.host, given.forms.split(";"), sizes)
+        target = [name for name in given.target.split(",") if name]
+        show_longest(given.models.split(","), given.memory, given.host, given.forms.split(";"), sizes, target)
     else:
         show_steps([int(n) for n in given.lengths.split(",")], given.pairs, [int(n) for n in given.levels.split(",")])
 
