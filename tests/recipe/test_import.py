@@ -113,7 +113,7 @@ swift sft \\
     --max_length 2048 --truncation_strategy delete \\
     --split_dataset_ratio=0.01 --eval_steps 50 \\
     --hub_token hf_abcdefghijklmnopqrstuv \\
-    --use_dora true
+    --use_dora true --lora_bias all
 """
 
 WANTED: dict[str, dict[str, Any]] = {
@@ -143,6 +143,7 @@ WANTED: dict[str, dict[str, Any]] = {
         "lora_alpha": 32, "lora_dropout": 0.05, "lora_target": "all-linear", "dtype": "bfloat16", "bf16": True,
         "train_on": "last", "max_length": 2048, "overlength": "drop", "val_size": 0.01, "eval_steps": 50,
         "learning_rate": 1e-4, "weight_decay": 0.1, "adam_beta2": 0.95, "num_train_epochs": 3, "train_batch_size": 16,
+        "adapter_type": "dora",
     },
 }  # fmt: skip
 DATASETS = {
@@ -158,7 +159,7 @@ LOST = {
     "axolotl": {"datasets.type", "neftune_noise_alpha"},
     "llamafactory": {"dataset"},
     "trl": {"fp16"},
-    "swift": {"use_dora"},
+    "swift": {"lora_bias"},
 }
 """Fields that change training and have no counterpart."""
 

@@ -10,6 +10,7 @@ from .conversion import Conversion, PeerTrainer
 from .rules import (
     FieldRule,
     UnconvertedError,
+    adapter_kind,
     by_itself,
     no_counterpart,
     one_of,
@@ -18,6 +19,7 @@ from .rules import (
     special_tokens,
     split_names,
     to,
+    whole_modules,
     without,
 )
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_trackers, take_warmup
@@ -163,12 +165,12 @@ FIELDS: dict[str, FieldRule] = {
     "gptq": no_counterpart("weights quantised by GPTQ"),
     "bnb_config_kwargs": no_counterpart("settings of bitsandbytes"),
     "lora_model_dir": no_counterpart("a trained adapter to begin with: merge it first with `streamtune export`"),
-    "lora_modules_to_save": no_counterpart("whole modules trained beside the adapters"),
+    "lora_modules_to_save": to("modules_to_save", whole_modules),
     "lora_target_parameters": no_counterpart("adapters on parameters that are no linear layers"),
     "lora_fan_in_fan_out": no_counterpart("transposed weights"),
     "peft.loftq_config": no_counterpart("LoftQ's first values of the adapters"),
-    "peft_use_dora": no_counterpart("DoRA"),
-    "peft_use_rslora": no_counterpart("rank-stabilised LoRA: alpha is divided by the root of the rank"),
+    "peft_use_dora": adapter_kind("dora"),
+    "peft_use_rslora": adapter_kind("rslora"),
     "peft_init_lora_weights": no_counterpart("first values of the adapters", off=(True, "default")),
     **without("adapters on some layers", "peft_layers_to_transform", "peft_layers_pattern", "peft_layer_replication"),
     **without("trained tokens beside the adapters", "peft_trainable_token_indices", "peft_ensure_weight_tying"),

@@ -8,6 +8,7 @@ from .conversion import Conversion, PeerTrainer
 from .dataset_info import take_datasets
 from .rules import (
     FieldRule,
+    adapter_kind,
     by_itself,
     more_special_tokens,
     no_counterpart,
@@ -17,6 +18,7 @@ from .rules import (
     split_names,
     to,
     token_list,
+    whole_modules,
     without,
 )
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_trackers, take_warmup
@@ -113,12 +115,14 @@ FIELDS: dict[str, FieldRule] = {
     "quantization_type": no_counterpart("4 bits are nf4", off=("nf4",)),
     "fp8": no_counterpart("training in 8 bits floating point"),
     "fp8_enable_fsdp_float8_all_gather": no_counterpart("training in 8 bits floating point"),
-    "additional_target": no_counterpart("whole modules trained beside the adapters"),
+    "additional_target": to("modules_to_save", whole_modules),
     "loraplus_lr_ratio": no_counterpart("LoRA+: write lr_groups: [{match: lora_B, learning_rate: ...}]"),
-    "use_rslora": no_counterpart("rank-stabilised LoRA: alpha is divided by the root of the rank"),
-    "use_dora": no_counterpart("DoRA"),
-    "pissa_init": no_counterpart("PiSSA's first values of the adapters"),
-    **without("an optimizer that is not here", "use_galore", "use_badam", "use_adam_mini"),
+    "use_rslora": adapter_kind("rslora"),
+    "use_dora": adapter_kind("dora"),
+    "pissa_init": adapter_kind("pissa"),
+    "use_adam_mini": no_counterpart("an optimizer that is not here"),
+    "use_badam": no_counterpart("write optim: badam"),
+    "use_galore": no_counterpart("write optim: galore"),
     "use_apollo": no_counterpart("write optim: apollo"),
     "use_muon": no_counterpart("write optim: muon"),
     "use_mca": no_counterpart("Megatron does not train here", trains=False),

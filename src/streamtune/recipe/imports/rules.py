@@ -16,6 +16,7 @@ __all__ = [
     "OFF",
     "FieldRule",
     "UnconvertedError",
+    "adapter_kind",
     "by_itself",
     "fraction_or_count",
     "more_special_tokens",
@@ -28,6 +29,7 @@ __all__ = [
     "split_names",
     "to",
     "token_list",
+    "whole_modules",
     "without",
 ]
 
@@ -67,6 +69,17 @@ class FieldRule:
 def to(ours: str, convert: Callable[[Any], Any] | None = None, *, trains: bool = True, why: str = "") -> FieldRule:
     """Return the rule of a field that is a key of ours."""
     return FieldRule(ours, convert, why, trains=trains)
+
+
+def adapter_kind(kind: str) -> FieldRule:
+    """Return the rule of a switch that makes the adapters of another kind."""
+    return FieldRule("adapter_type", lambda on: kind if on in (True, "true", "True") else None)
+
+
+def whole_modules(value: Any) -> Any:
+    """Return the names of modules that are trained whole, from a list or from names with commas between them."""
+    names = split_names(value) if isinstance(value, str) else value
+    return names or None
 
 
 def same(*names: str, trains: bool = True) -> dict[str, FieldRule]:

@@ -12,6 +12,7 @@ from .reading import json_value
 from .rules import (
     FieldRule,
     UnconvertedError,
+    adapter_kind,
     by_itself,
     more_special_tokens,
     no_counterpart,
@@ -20,6 +21,7 @@ from .rules import (
     same,
     split_names,
     to,
+    whole_modules,
     without,
 )
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_trackers, take_warmup
@@ -154,7 +156,7 @@ FIELDS: dict[str, FieldRule] = {
     **by_itself("see shuffle", "dataset_shuffle"),
     "train_dataloader_shuffle": to("shuffle"),
     "max_epochs": no_counterpart("write num_train_epochs"),
-    "modules_to_save": no_counterpart("whole modules trained beside the adapters"),
+    "modules_to_save": to("modules_to_save", whole_modules),
     "target_regex": no_counterpart("a pattern; list the ends of the modules' names in lora_target"),
     "target_parameters": no_counterpart("adapters on parameters that are no linear layers"),
     "init_weights": no_counterpart("first values of the adapters", off=(True, "true")),
@@ -163,9 +165,11 @@ FIELDS: dict[str, FieldRule] = {
     "lora_bias_trainable": no_counterpart("trained biases"),
     "lorap_lr_ratio": no_counterpart("LoRA+: write lr_groups: [{match: lora_B, learning_rate: ...}]"),
     "lora_lr_ratio": no_counterpart("LoRA+"),
-    "use_rslora": no_counterpart("rank-stabilised LoRA: alpha is divided by the root of the rank"),
-    "use_dora": no_counterpart("DoRA"),
-    **without("an optimizer that is not here", "use_galore", "optimizer", "use_muon"),
+    "use_rslora": adapter_kind("rslora"),
+    "use_dora": adapter_kind("dora"),
+    "optimizer": no_counterpart("an optimizer that is not here"),
+    "use_galore": no_counterpart("write optim: galore"),
+    "use_muon": no_counterpart("write optim: muon"),
     "lisa_activated_layers": no_counterpart("LISA"),
     **without(
         "frozen weights", "freeze_llm", "freeze_parameters", "freeze_parameters_ratio", "freeze_parameters_regex"

@@ -9,7 +9,19 @@ from typing import Any
 from .conversion import Conversion, PeerTrainer
 from .datasets import put_datasets, rows_of_split
 from .reading import json_value
-from .rules import FieldRule, UnconvertedError, by_itself, no_counterpart, one_of, same, split_names, to, without
+from .rules import (
+    FieldRule,
+    UnconvertedError,
+    adapter_kind,
+    by_itself,
+    no_counterpart,
+    one_of,
+    same,
+    split_names,
+    to,
+    whole_modules,
+    without,
+)
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_trackers, take_warmup
 
 __all__ = ["TRL", "take_weights_dtype"]
@@ -111,10 +123,10 @@ FIELDS: dict[str, FieldRule] = {
     "model_revision": no_counterpart("a revision of the model: download it and name its folder", off=("main",)),
     "model_init_kwargs": no_counterpart("arguments of from_pretrained"),
     "model_code_revision": no_counterpart("a revision of the model's code", off=("main",)),
-    "lora_modules_to_save": no_counterpart("whole modules trained beside the adapters"),
+    "lora_modules_to_save": to("modules_to_save", whole_modules),
     "lora_target_parameters": no_counterpart("adapters on parameters that are no linear layers"),
-    "use_rslora": no_counterpart("rank-stabilised LoRA: alpha is divided by the root of the rank"),
-    "use_dora": no_counterpart("DoRA"),
+    "use_rslora": adapter_kind("rslora"),
+    "use_dora": adapter_kind("dora"),
     "bnb_4bit_quant_type": no_counterpart("4 bits are nf4", off=("nf4",)),
     "chat_template_path": to("chat_template", why="a tokenizer's folder is none: name the file of the template"),
     **same("chat_template_kwargs"),
