@@ -51,9 +51,20 @@ DECIDES = {
     "num_generations",
     "share_prefix",
     "ref_model_name_or_path",
-    "teacher",
 }
-"""Keys of a recipe that the figures of a table hang on."""
+"""Keys of a recipe that the figures of a table depend on."""
+DECIDES_SINCE = {
+    "teacher",
+    "adapter_type",
+    "lora_exclude",
+    "lora_rank_pattern",
+    "lora_alpha_pattern",
+    "oft_block_size",
+    "modules_to_save",
+    "label_smoothing_factor",
+    "z_loss_coef",
+}
+"""Such keys that are compared once they are given: tables were begun before there were these."""
 
 
 def bench_recipe(
@@ -189,9 +200,12 @@ def table_recipe(
 
 def _decisive(recipe: Recipe) -> dict[str, Any]:
     written = {key: value for key, value in recipe.model_dump(mode="json").items() if key in DECIDES}
-    if recipe.objective == "sft":  # tables were begun before there was another
+    if recipe.objective == "sft":  # tables were begun before there was another, and before it had several losses
         del written["objective"]
-    return written
+        if recipe.loss_type == "nll":
+            del written["loss_type"]
+    given = recipe.model_dump(mode="json", include=DECIDES_SINCE, exclude_defaults=True)
+    return {**written, **given}
 
 
 def _check(lengths: Sequence[int], modes: Sequence[Mode], repeats: int, shortest: int) -> None:
