@@ -181,8 +181,9 @@ def test_an_unknown_key_is_answered_with_those_there_are(zygotes: Zygotes, tmp_p
     write_sft(tmp_path)
     done = zygotes.run(tmp_path, "--allow-change", "zzz")
     assert done.status == 2
-    assert "data, base, adapter, reference, rewards" in " ".join(done.output.split())
+    assert "data, base, adapter, start, reference, rewards" in " ".join(done.output.split())
     done = zygotes.run(tmp_path, "--help")
     assert done.status == 0
     shown = " ".join(done.output.replace("│", " ").split())
-    assert "base (the model), adapter (the base its adapters name), reference, rewards" in shown.replace("`", "")
+    named = "base (the model), adapter (the base its adapters name), start (the adapters it starts from), reference,"
+    assert f"{named} rewards" in shown.replace("`", "")

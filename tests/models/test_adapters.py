@@ -73,6 +73,12 @@ def test_experts_that_are_one_tensor(family: str) -> None:
     assert not any(".experts." in name for name, x in model.named_parameters() if x.requires_grad)
 
 
+def test_a_model_with_parameters_of_layers_themselves() -> None:
+    """Gated delta nets have numbers that belong to no linear layer."""
+    model = add_adapters(build("qwen3_next", num_hidden_layers=4), AdapterSpec(r=2, target=["q_proj", "in_proj_qkvz"]))
+    assert {name.rsplit(".", 1)[-1] for name in names_of(model)} == {"q_proj", "in_proj_qkvz"}
+
+
 @pytest.mark.quick("pissa", "vera")
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_meta_they_have_the_same_parameters(kind: str) -> None:

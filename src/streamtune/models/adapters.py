@@ -233,11 +233,14 @@ def _is_router(model: nn.Module, name: str) -> bool:
     """Return True if a module or parameter is the router of a mixture of experts."""
     config: Any = getattr(model, "config", None)
     experts = {getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")} - {None}
+    if not any(part in ("gate", "router") for part in name.split(".")):
+        return False
     module, _, last = name.rpartition(".")
-    found = model.get_submodule(module if last == "weight" else name)
+    found: Any = model
+    for part in (module if last == "weight" else name).split("."):
+        found = getattr(found, part)
     weight = getattr(found, "weight", None)
-    called = any(part in ("gate", "router") for part in name.split("."))
-    return called and isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] in experts
+    return isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] in experts
 
 
 def _linear_targets(model: PreTrainedModel, spec: AdapterSpec) -> list[str]:
