@@ -52,8 +52,8 @@ AllowChangeOption = Annotated[
     typer.Option(
         metavar="KEY",
         help="Go on though this differs from the start of the run: a key of the recipe, `data`, or files that are "
-        "read again: `base` (the model), `adapter` (the base its adapters name), `start` (the adapters it starts from), "
-        "`reference`, `rewards` (source of reward functions). May be given several times.",
+        "read again: `base` (the model), `adapter` (the base its adapters name), `start` (the adapters it starts "
+        "from), `reference`, `rewards` (source of reward functions). May be given several times.",
         show_default=False,
     ),
 ]
