@@ -39,7 +39,7 @@ from streamtune.engine.observe import attention_as
 from streamtune.engine.own_attention import OwnAttention, sees_future, tile
 from streamtune.engine.rows import OTHER_WORDS, Branches
 from streamtune.engine.sequence.shards import SequenceShards
-from streamtune.engine.sharded import same_versions
+from streamtune.engine.sharded import adapted_tensors, same_versions
 from streamtune.engine.vjp import Along, cut
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.mask import LazyMask
@@ -254,6 +254,10 @@ class LayerCall:
         return next((value for value in self._all().values() if isinstance(value, LazyMask)), None)
 
     @cached_property
+    def _adapted_tensors(self) -> tuple[Tensor, ...]:
+        return adapted_tensors(self.layer)
+
+    @cached_property
     def _rotates_pooled_keys(self) -> bool:
         """True if an indexer of the layer rotates the keys of prefix and chunk after it has pooled them."""
         return any(hasattr(module, POOLING) for module in self.layer.modules())
@@ -341,7 +345,7 @@ class LayerCall:
         try:
             if checkpointing:
                 self.layer.gradient_checkpointing = False  # type: ignore[assignment]
-            with self._attending(), same_versions(self.layer):
+            with self._attending(), same_versions(self._adapted_tensors):
                 out = type(self.layer).forward(self.layer, **arguments, **extra)
                 out = state_after(self.layer, cache, arguments[STATE], out) if by_state else out
         finally:
@@ -358,7 +362,7 @@ class LayerCall:
                 for key, value in group.items():
                     if isinstance(value, LazyMask):
                         group[key] = tile(value.rows(0, value.q_length), form)
-        with self._attending(), same_versions(self.layer):
+        with self._attending(), same_versions(self._adapted_tensors):
             return type(self.layer).forward(self.layer, **arguments, **extra)
 
     def chunks(self, schedule: Schedule) -> list[slice]:

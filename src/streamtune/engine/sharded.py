@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from streamtune.errors import ArgumentError, UnsupportedModelError
 __all__ = [
     "FlatParametersError",
     "Weights",
+    "adapted_tensors",
     "gather_whole",
     "gathered",
     "is_sharded",
@@ -271,18 +272,24 @@ class Weights:
                 table[key] = own
 
 
-@contextmanager
-def same_versions(layer: nn.Module) -> Iterator[None]:
-    """Keep the version counters of weights that peft adapts as tensors, such as stacked experts, while inside.
+def adapted_tensors(layer: nn.Module) -> tuple[Tensor, ...]:
+    """Return the weights that peft adapts as tensors, such as stacked experts; none where peft is not imported."""
+    wrapper: Any = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
+    if wrapper is None:
+        return ()
+    wrapped: list[Any] = [module for module in layer.modules() if isinstance(module, wrapper)]
+    return tuple(weight for module in wrapped if not (weight := module.get_param()).is_inference())
+
+
+def same_versions(weights: tuple[Tensor, ...]) -> AbstractContextManager[None]:
+    """Return a context that keeps the version counters of :func:`adapted_tensors`.
 
     For each call peft parametrizes the weight, and torch then writes the tensor's own numbers into it: nothing changes,
     but its version does, and a layer that runs again before its backward would be refused by :meth:`Weights.check`.
     """
-    wrapped: list[Any] = [module for module in layer.modules() if hasattr(module, "parameter_name")]
-    weights = tuple(weight for module in wrapped if not (weight := module.get_param()).is_inference())
     kept: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
-    with kept(weights) if weights else nullcontext():
-        yield
+    context: AbstractContextManager[None] = kept(weights) if weights else nullcontext()
+    return context
 
 
 def _place(parameter: Tensor) -> int:
