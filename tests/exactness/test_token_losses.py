@@ -136,7 +136,7 @@ def test_with_losses_on_routers() -> None:
         model.zero_grad(set_to_none=True)
         given = MicroBatch(batch.input_ids, batch.attention_mask, batch.shift_labels, batch.origins,
                            weights=batch.weights)  # fmt: skip
-        with handle.losing(LossRequest(loss, given.weights)):
+        with handle.with_loss(LossRequest(loss, given.weights)):
             value = output_of(model, given, num_targets=given.target_weight, attention_mask=given.attention_mask).loss
         value.backward()
         grads: dict[str, Tensor] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -170,7 +170,7 @@ def test_divergences_equal_the_dense_formula(
     def dense(head: Head) -> list[Tensor]:
         logits = head.logits() if transform is None else transform(head.logits())
         taught = linear(states.to(logits.dtype), matrix.to(logits.dtype))
-        value = token_loss_reference(logits, targets, loss, weights, taught_BTV=taught) / 11
+        value = token_loss_reference(logits, targets, loss, weights, teacher_BTV=taught) / 11
         return [value, *torch.autograd.grad(value, head.leaves)]
 
     want, truth = dense(head), dense(head.to(torch.float64))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from streamtune.optim import build_optimizer
 from streamtune.optim.galore import GaLoreAdamW, Projection, cosine_columns, cosine_transform, randomized_columns
 
 SHAPES = ((24, 16), (16, 40), (32, 32), (20,))
@@ -95,9 +96,12 @@ def test_the_cosines_are_orthonormal(size: int) -> None:
 
 @pytest.mark.parametrize("projection", get_args(Projection))
 def test_the_state_has_the_rank_and_goes_on_to_the_same_bits(projection: Projection) -> None:
-    options: dict[str, Any] = {"lr": 1e-2, "rank": 4, "update_proj_gap": 3, "projection": projection}
+    def optimizer_of(held: list[nn.Parameter]) -> torch.optim.Optimizer:
+        args = {"rank": 4, "update_proj_gap": 3, "projection": projection}
+        return build_optimizer("galore", [(str(i), p) for i, p in enumerate(held)], learning_rate=1e-2, args=args)
+
     ours, other = parameters(), parameters()
-    optimizer = GaLoreAdamW(ours, **options)
+    optimizer = optimizer_of(ours)
     train(optimizer, ours, range(7))
     assert [optimizer.state[p]["exp_avg"].shape for p in ours] == [(24, 4), (40, 4), (32, 4), (20,)]
     stored = [4] if projection == "dct" else [16, 4]
@@ -105,7 +109,7 @@ def test_the_state_has_the_rank_and_goes_on_to_the_same_bits(projection: Project
     with torch.no_grad():
         for a, b in zip(other, ours, strict=True):
             a.copy_(b)
-    loaded = GaLoreAdamW(other, **options)
+    loaded = optimizer_of(other)
     loaded.load_state_dict(optimizer.state_dict())
     train(optimizer, ours, range(7, 14))
     train(loaded, other, range(7, 14))

@@ -117,7 +117,7 @@ def measured(
     if mode == "stream":
         handle = stream(model, schedule=schedule)
         if token_loss is not None:
-            handle.losing(LossRequest(token_loss)).__enter__()
+            handle.with_loss(LossRequest(token_loss)).__enter__()
     elif mode == "checkpoint":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.randint(3, model.config.vocab_size, (1, length))

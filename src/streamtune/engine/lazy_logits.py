@@ -43,7 +43,7 @@ class ScoringHead(Protocol):
         """Return the cross entropy of all rows, divided by ``num_items``."""
         ...
 
-    def taught(self, logits: LazyLogits, targets: Tensor) -> AbstractContextManager[TeacherHead]:
+    def as_teacher(self, logits: LazyLogits, targets: Tensor) -> AbstractContextManager[TeacherHead]:
         """Return a context that yields the head as that of a teacher."""
         ...
 

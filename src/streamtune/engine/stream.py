@@ -265,7 +265,7 @@ class StreamHandle:
             self._laid_out = None
 
     @contextmanager
-    def losing(self, asked: LossRequest) -> Iterator[None]:
+    def with_loss(self, asked: LossRequest) -> Iterator[None]:
         """Make calls with labels inside the context return the requested loss in place of the cross entropy.
 
         Args:

@@ -185,8 +185,9 @@ def _merge(layer: Any) -> None:
     rule = type(layer).merge
     if type(layer).__name__ in ("Linear4bit", "TorchaoLoraLinear"):
         rule = (ia3.Linear if isinstance(layer, ia3.IA3Layer) else lora.Linear).merge
-    before = {name: vars(layer).get(name) for name in ("quantization_backend", "fan_in_fan_out")}
-    layer.quantization_backend, layer.fan_in_fan_out = None, bool(before["fan_in_fan_out"])
+    read = ("quantization_backend", "fan_in_fan_out")  # by the rule of plain layers
+    before = {name: vars(layer)[name] for name in read if name in vars(layer)}
+    layer.quantization_backend, layer.fan_in_fan_out = None, bool(before.get("fan_in_fan_out"))
     try:
         rule(layer)
     except (NotImplementedError, RuntimeError) as error:
@@ -194,7 +195,9 @@ def _merge(layer: Any) -> None:
             f"peft cannot merge these adapters: {error}", where="RUN", mend="--no-merge copies them apart"
         ) from error
     finally:
-        vars(layer).update({name: value for name, value in before.items() if value is not None})
+        for name in read:
+            delattr(layer, name)
+        vars(layer).update(before)
         layer.merged_adapters.clear()
         getattr(layer, "_caches", {}).clear()
 

@@ -560,13 +560,14 @@ def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
     from safetensors import safe_open
 
     key, path = "adapter_name_or_path", Path(folder).expanduser()
+    mend = "name a folder with adapters of peft"
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (path / name).is_file():
-            raise ArgumentError(f"{folder} has no {name}", where=key, mend="name a folder with adapters of peft")
+            raise ArgumentError(f"{folder} has no {name}", where=key, mend=mend)
     try:
         config: Any = PeftConfig.from_pretrained(str(path))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ArgumentError(f"{path / 'adapter_config.json'} cannot be read: {error}", where=key, mend="") from error
+        raise ArgumentError(f"{path / 'adapter_config.json'} cannot be read: {error}", where=key, mend=mend) from error
     changed = str(getattr(config, "init_lora_weights", True)).lower()
     if config.is_prompt_learning or changed.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
         kind = "a learnt prompt" if config.is_prompt_learning else f"adapters of {changed}, whose base was changed"

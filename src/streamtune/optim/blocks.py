@@ -21,10 +21,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from streamtune.errors import ArgumentError
-from streamtune.optim.load import load_states
+from streamtune.optim.adamw_step import adamw_step
 
 __all__ = ["BlockAdamW", "SwitchMode", "WeightBlock", "split_blocks", "train_largest_block"]
 
@@ -202,12 +201,17 @@ class BlockAdamW(torch.optim.Optimizer):
             self._train_block()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of the block that is trained; moments stay in float32.
+        """Load the state of the block that is trained, in float32: torch would cast it to the dtype of the weight.
 
         Args:
             state_dict: As ``state_dict`` returns it after as many steps.
         """
-        load_states(self, state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.state.clear()
+        for number, parameter in zip(saved, own, strict=True):
+            if entry := state_dict["state"].get(number):
+                self.state[parameter] = {key: x.detach().to(parameter.device, copy=True) for key, x in entry.items()}
 
     def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, grad = self.state[parameter], parameter.grad
@@ -215,23 +219,8 @@ class BlockAdamW(torch.optim.Optimizer):
         if not state:
             state |= _fresh_state(parameter)
         weight = state.get("float32", parameter)
-        adamw(
-            [weight],
-            [grad.to(weight.dtype)],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [],
-            [state["step"]],
-            foreach=False,
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        grad = grad.to(weight.dtype)
+        adamw_step(weight, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], group, fused=True)
         if weight is not parameter:
             parameter.copy_(weight)
 

@@ -15,6 +15,9 @@ that step; the moments stay as they are. It is one of three:
     dct         the r columns D_i of the orthonormal cosine transform for which |G D_i| is largest: no decomposition,
                 and only their numbers are stored (arXiv 2505.17967)
 
+Steps and moments of a weight are its own, so that weights may be stepped in any order: by
+``streamtune.optim.WeightwiseOptimizer``, which also gives each a seed.
+
 A projection is of the whole gradient: chunks of a sequence are added up before. Vectors, and matrices that the rank
 makes no smaller, are stepped by AdamW as they are.
 """
@@ -22,13 +25,11 @@ makes no smaller, are stepped by AdamW as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-
-from streamtune.optim.load import load_states
 
 __all__ = ["GaLoreAdamW", "Projection", "cosine_columns", "cosine_transform", "randomized_columns"]
 
@@ -54,7 +55,6 @@ class GaLoreAdamW(torch.optim.Optimizer):
         update_proj_gap: Steps between two projections.
         scale: Multiplies the projected step.
         projection: The way in which P is made.
-        seed: Of random sketches.
     """
 
     def __init__(
@@ -69,14 +69,9 @@ class GaLoreAdamW(torch.optim.Optimizer):
         update_proj_gap: int = 200,
         scale: float = 0.25,
         projection: Projection = "svd",
-        seed: int = 0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rank": rank, "scale": scale}
         super().__init__(params, {**defaults, "update_proj_gap": update_proj_gap, "projection": projection})
-        self.seed = seed
-        # Counted once: an optimizer in the backward empties the groups but for the weight that it steps.
-        every = (parameter for group in self.param_groups for parameter in group["params"])
-        self._number = {id(parameter): number for number, parameter in enumerate(every)}
         self._transforms: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
         """The cosine transform of each size: one matrix for all weights of that size."""
 
@@ -88,27 +83,18 @@ class GaLoreAdamW(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._step_one(parameter, group)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state; projections and moments keep their dtypes.
-
-        Args:
-            state_dict: As ``state_dict`` returns it.
-        """
-        load_states(self, state_dict)
-
     def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, grad, rank = self.state[parameter], parameter.grad, group["rank"]
         assert grad is not None
         low_rank = rank is not None and parameter.dim() == 2 and rank < min(parameter.shape)
         wide = parameter.dim() == 2 and parameter.shape[0] < parameter.shape[1]
-        if not state:
+        if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
         if low_rank:
             grad = grad.T if wide else grad
             # On meta a step is simulated: the one that takes the most memory.
             if parameter.is_meta or int(state["step"]) % group["update_proj_gap"] == 0:
-                number = self._number.get(id(parameter), 0)  # others may hand in one weight after another
-                state["projection"] = self._projection(grad, group, number, state["step"], wide=wide)
+                state["projection"] = self._projection(grad, group, state, wide=wide)
             columns = self._columns_of(state["projection"], grad)
             grad = grad @ columns
         if "exp_avg" not in state:
@@ -128,21 +114,20 @@ class GaLoreAdamW(torch.optim.Optimizer):
         if group["weight_decay"]:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
 
-    def _projection(self, grad: Tensor, group: dict[str, Any], number: int, step: Tensor, *, wide: bool) -> Tensor:
+    def _projection(self, grad: Tensor, group: dict[str, Any], state: dict[str, Any], *, wide: bool) -> Tensor:
         """Return P ``[n, r]`` of a gradient ``[m, n]``, or the numbers of the transform's columns, int64 ``[r]``.
 
         Args:
             grad: The gradient, transposed if the matrix is ``wide``.
             group: The options.
-            number: Of the weight.
-            step: Steps taken.
+            state: Of the weight: its steps, and a number of its own as ``seed``.
             wide: The matrix has more columns than rows.
         """
         rank, kind = group["rank"], group["projection"]
         if kind == "dct":
             return cosine_columns(grad, self._transform(grad), rank)
         if kind == "randomized":
-            seed = 0 if grad.is_meta else ((self.seed << 16) + number << 24) + int(step)
+            seed = 0 if grad.is_meta else (state.get("seed", 0) << 32) + int(state["step"])
             return randomized_columns(grad, rank, seed)
         # Signs of singular vectors are arbitrary, and moments are kept: those of the matrix as it is, not transposed.
         if wide:

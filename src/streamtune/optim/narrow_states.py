@@ -24,9 +24,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from streamtune.ops.simulated import kernel_device, turns
+from streamtune.optim.adamw_step import adamw_step
 
 __all__ = ["NarrowStatesAdamW", "StatesDtype", "round_stochastically"]
 
@@ -146,23 +146,8 @@ class _StepOfWeight:
         group, device = self.group, weight.device
         wide = weight if weight.dtype == torch.float32 else weight.float()
         moments = [x if x.dtype == torch.float32 else x.float() for x in (mean, square)]
-        adamw(
-            [wide],
-            [grad.float()],
-            [moments[0]],
-            [moments[1]],
-            [],
-            [torch.full((), float(self.taken), device=device if group["fused"] else "cpu")],
-            fused=group["fused"],
-            foreach=False,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        step = torch.full((), float(self.taken), device=device if group["fused"] else "cpu")
+        adamw_step(wide, grad.float(), moments[0], moments[1], step, group, fused=group["fused"])
         if wide is not weight:
             weight.copy_(wide)
         if group["states"] == "bfloat16":

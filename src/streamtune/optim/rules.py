@@ -178,7 +178,7 @@ RULES: dict[str, Rule] = {
         _apollo, runs_on_meta=False, begin=lambda number: {"seed": number}, objects={"projector": _projector}
     ),
     "came": Rule(_of_pytorch_optimizer("CAME"), _STEP),
-    "galore": Rule(_galore),
+    "galore": Rule(_galore, begin=lambda number: {"seed": number}),
     # Gradients are clipped by the norm of all of them before, which a weight by itself does not have. Its plain form
     # reads values on the host; `foreach` of one weight holds the same.
     "lamb": Rule(_of_pytorch_optimizer("Lamb", foreach=None, weight_decouple=False, max_grad_norm=0.0), _STEP),

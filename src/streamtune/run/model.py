@@ -21,7 +21,7 @@ from streamtune.engine import decoder_layers, keep_on_host
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.engine.weights.waiting import waiting_parameters
 from streamtune.errors import ArgumentError
-from streamtune.optimizer_table import state_bytes
+from streamtune.optimizer_table import OPTIMIZERS, state_bytes
 from streamtune.recipe.schema import Recipe
 from streamtune.run.data import new_token_ids
 from streamtune.sizes import parse_size, show_size
@@ -322,7 +322,7 @@ def train_largest(recipe: Recipe, model: nn.Module) -> None:
     Raises:
         ArgumentError: There are no such blocks.
     """
-    if recipe.optim == "badam":
+    if OPTIMIZERS[recipe.optim].one_block:
         if recipe.finetuning_type == "full":
             model.requires_grad_(True)  # of a run that goes on, one block is trained
         optim.train_largest_block(model, **recipe.optim_args)

@@ -22,6 +22,7 @@ from streamtune import models, optim, train
 from streamtune.distributed import agree
 from streamtune.engine import SequenceParallel
 from streamtune.errors import ArgumentError
+from streamtune.optimizer_table import OPTIMIZERS
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import choose_device, prepare_libraries
@@ -169,9 +170,9 @@ def make_backend(
         return FsdpBackend(model, lambda sharded: make_optimizer(recipe, sharded), layers)
     if world.size == 1:
         return local_backend(recipe, model, local_optimizer(recipe, model))
-    if recipe.optim == "badam":
+    if OPTIMIZERS[recipe.optim].one_block:
         raise ArgumentError(
-            f"'optim: badam' is for one device by itself, and the run has {world.size} ranks",
+            f"'optim: {recipe.optim}' is for one device by itself, and the run has {world.size} ranks",
             where="optim",
             mend="start one process, or write optim: adamw",
         )

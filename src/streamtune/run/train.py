@@ -20,6 +20,7 @@ from streamtune import data, models, train
 from streamtune.adapters import base_of
 from streamtune.distributed import RankEnvironment, Watchdog, keep_log, read_environment
 from streamtune.errors import ArgumentError, NonFiniteError
+from streamtune.optimizer_table import OPTIMIZERS
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.yaml import dump_recipe
 from streamtune.run.engine import Streamed
@@ -240,7 +241,7 @@ def _train(
             settings=replace(
                 train_settings(recipe, plan, run.handle.schedule),
                 # Of one block at a time, the backward is another one in each block.
-                step_flops=None if recipe.optim == "badam" else StepFlops(run.model),
+                step_flops=None if OPTIMIZERS[recipe.optim].one_block else StepFlops(run.model),
                 peak_flops=peak_of(recipe, run.device),
             ),
             run=directory,

@@ -85,9 +85,9 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
         scorer, tiers = _prepared(stack, model, schedule, step.mode, autocast)
         ids = with_value(torch.zeros(step.batch_size, step.length, dtype=torch.long))
         labels = with_value(_targets(step))
-        taught_by = None
+        teacher_weight = None
         if (shape := step.teacher) is not None:
-            taught_by = torch.empty(shape.vocabulary, shape.hidden, dtype=shape.dtype, device="meta")
+            teacher_weight = torch.empty(shape.vocabulary, shape.hidden, dtype=shape.dtype, device="meta")
         stack.enter_context(simulating(step.device))
         stack.enter_context(autocast_on_meta())
         if schedule.stream_grads:  # made once for all steps: not in this one
@@ -123,7 +123,7 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
             trace.enter("forward")
         with autocast.region(), bf16:
             if step.scored is None:
-                with _losing(scorer, step, taught_by):
+                with _with_loss(scorer, step, teacher_weight):
                     loss = model(input_ids=ids, labels=labels, use_cache=False).loss
             else:
                 loss = _logprobs(scorer, step, ids, labels).sum()
@@ -137,17 +137,18 @@ def _free_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _losing(scorer: Any, step: Step, weight: Tensor | None) -> AbstractContextManager[None]:
+def _with_loss(scorer: Any, step: Step, weight: Tensor | None) -> AbstractContextManager[None]:
     """Return a context in which calls of a streamed model compute the loss of the step."""
     if step.token_loss is None or not isinstance(scorer, StreamHandle):
         return nullcontext()
-    taught: Any = None
+    teacher: Any = None
     if step.teacher is not None:
         shape = step.teacher
         hidden = torch.empty(step.batch_size, step.length, shape.hidden, dtype=shape.dtype, device="meta")
         assert weight is not None
-        taught = LazyLogits(_TeacherHead(weight), hidden)
-    return scorer.losing(LossRequest(step.token_loss, teacher=taught))
+        head: Any = _TeacherHead(weight)
+        teacher = LazyLogits(head, hidden)
+    return scorer.with_loss(LossRequest(step.token_loss, teacher=teacher))
 
 
 class _TeacherHead:
@@ -165,19 +166,11 @@ class _TeacherHead:
         self.weight = weight
 
     @contextmanager
-    def taught(self, logits: LazyLogits, targets: Tensor) -> Iterator[TeacherHead]:
+    def as_teacher(self, logits: LazyLogits, targets: Tensor) -> Iterator[TeacherHead]:
         """See :class:`streamtune.engine.lazy_logits.ScoringHead`."""
         dtype = autocast_dtype(logits.hidden)
         (weight,) = cast(dtype, self.weight)
         yield TeacherHead(logits.hidden, lambda h: nn.functional.linear(cast(dtype, h)[0], weight))
-
-    def cross_entropy(self, *_: Any) -> Tensor:
-        """Is never called: a teacher has no loss."""
-        raise NotImplementedError
-
-    def scores(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor | None]:
-        """Is never called: a teacher is not scored."""
-        raise NotImplementedError
 
 
 def _targets(step: Step) -> Tensor:

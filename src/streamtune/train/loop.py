@@ -176,7 +176,7 @@ def train(
                     latest |= found
                     progress.evaluated(state.step, found)
                     tell_missing_metric(settings, latest, state.step, progress)
-                    state = judged(state, found, settings, progress)
+                    state = after_evaluation(state, found, settings, progress)
                     if world.is_main:
                         append_record(run.metrics, {"step": state.step, **found})
                         listeners.evaluated({"step": state.step, **found})
@@ -386,7 +386,9 @@ def resume(checkpoint: Checkpoint, backend: Backend, steps: StepStream, seed: in
     return Progressed(**checkpoint.state["progressed"])
 
 
-def judged(state: Progressed, found: Mapping[str, Any], settings: TrainSettings, progress: Progress) -> Progressed:
+def after_evaluation(
+    state: Progressed, found: Mapping[str, Any], settings: TrainSettings, progress: Progress
+) -> Progressed:
     """Return the state after an evaluation that found some metrics: with the best value, and if the run ends early."""
     value = found.get(settings.metric_for_best_model or "")
     if settings.early_stopping_patience == 0 or value is None:

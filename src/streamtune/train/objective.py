@@ -124,7 +124,7 @@ class SupervisedObjective:
             asked = LossRequest(
                 self.loss, batch.weights, None if self.teacher is None else self.teacher.lazy_logits(batch)
             )
-            with self._handle.losing(asked):
+            with self._handle.with_loss(asked):
                 loss = output_of(model, batch, num_targets=totals).loss
             assert asked.measured is not None, "a call with labels computes its loss"
             metrics = {
@@ -148,12 +148,12 @@ def plain_token_loss(
     model: nn.Module, batch: MicroBatch, loss: TokenLoss, teacher: ModelReference | None = None
 ) -> Tensor:
     """Return the sum of a loss over the targets of ``batch``, of the logits of models that are not streamed."""
-    taught = None
+    teacher_logits = None
     if teacher is not None:
         with torch.no_grad(), evaluating(teacher.model):
-            taught = teacher.model(**batch.arguments).logits
+            teacher_logits = teacher.model(**batch.arguments).logits
     logits = model(**batch.arguments).logits
-    return token_loss_reference(logits, batch.shift_labels, loss, batch.weights, taught_BTV=taught)
+    return token_loss_reference(logits, batch.shift_labels, loss, batch.weights, teacher_BTV=teacher_logits)
 
 
 def output_of(model: nn.Module, batch: MicroBatch, *, num_targets: float, **more: Any) -> Any:

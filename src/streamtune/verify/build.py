@@ -329,11 +329,11 @@ def _loss(
     device, dtype = batch.input_ids.device, next(p.dtype for p in model.parameters() if p.is_floating_point())
     with cast(held or model, dtype if held is not None and not bf16 else None):
         if handle is not None:
-            taught = None
+            teacher_logits = None
             if held is not None:
                 with (teacher := streamed(held, handle)).handle, autocast(device, bf16):
-                    taught = teacher.lazy_logits(batch)
-            with handle.losing(LossRequest(token_loss, batch.weights, taught)):
+                    teacher_logits = teacher.lazy_logits(batch)
+            with handle.with_loss(LossRequest(token_loss, batch.weights, teacher_logits)):
                 return _cross_entropy(batch, router_loss, model, bf16)
         asked, balance = _balance(batch, router_loss, model)
         with autocast(device, bf16):
@@ -341,7 +341,7 @@ def _loss(
             with torch.no_grad():
                 wide = None if held is None else held(**batch.arguments).logits
         loss = (
-            token_loss_reference(output.logits, batch.shift_labels, token_loss, batch.weights, taught_BTV=wide)
+            token_loss_reference(output.logits, batch.shift_labels, token_loss, batch.weights, teacher_BTV=wide)
             / batch.target_weight
         )
         return loss + balance * output.aux_loss if balance else loss

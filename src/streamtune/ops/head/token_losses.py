@@ -142,8 +142,8 @@ class _Sweep:
         weights = None if self.weights_N is None else self.weights_N[chunk]
         wide = torch.promote_types(logits_nV.dtype, torch.float32)
         sums = logits_nV.new_zeros(1 + len(MEASURED), dtype=wide)
-        taught = None if self.teacher is None else self.teacher.logits(chunk)
-        most = WIDENED if taught is None else WIDENED // 4
+        teacher_nV = None if self.teacher is None else self.teacher.logits(chunk)
+        most = WIDENED if teacher_nV is None else WIDENED // 4
         for part in blocks(len(targets), max(1, most // logits_nV.shape[1])):
             raw = logits = logits_nV[part]
             if self.transform is not None:
@@ -156,7 +156,7 @@ class _Sweep:
                 targets[part],
                 self.loss,
                 part_weights,
-                None if taught is None else taught[part].to(wide),
+                None if teacher_nV is None else teacher_nV[part].to(wide),
                 with_grad=with_grad,
             )
             sums += found
@@ -174,7 +174,7 @@ def _loss_and_grad(
     targets_n: Tensor,
     loss: TokenLoss,
     weights_n: Tensor | None,
-    taught_nV: Tensor | None,
+    teacher_nV: Tensor | None,
     *,
     with_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -193,8 +193,8 @@ def _loss_and_grad(
         of_all_n = of_all_n + 2 * loss.z_loss * log_z_n
     divergence, kl_n, kl_grad = loss.divergence, None, None
     if divergence is not None:
-        assert taught_nV is not None, "a divergence is from a teacher"
-        kl_n, kl_grad = _divergence(logits_nV, taught_nV, divergence, with_grad=with_grad)
+        assert teacher_nV is not None, "a divergence is from a teacher"
+        kl_n, kl_grad = _divergence(logits_nV, teacher_nV, divergence, with_grad=with_grad)
         values_n = divergence.hard_share * values_n + (1 - divergence.hard_share) * kl_n
     weighted_n = values_n if weights_n is None else values_n * weights_n
     sums = torch.stack([weighted_n.sum(), -logp_n.sum(), weighted_n.new_zeros(()) if kl_n is None else kl_n.sum()])
@@ -228,16 +228,16 @@ def _of_target(logp_n: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
 
 
 def _divergence(
-    logits_nV: Tensor, taught_nV: Tensor, divergence: Divergence, *, with_grad: bool
+    logits_nV: Tensor, teacher_nV: Tensor, divergence: Divergence, *, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the divergence of each token over the tokens that both vocabularies have, and its gradient."""
-    size, heat = min(logits_nV.shape[1], taught_nV.shape[1]), divergence.temperature
-    logp = (logits_nV[:, :size] / heat).log_softmax(-1)
-    logt = (taught_nV[:, :size] / heat).log_softmax(-1)
+    size, temperature = min(logits_nV.shape[1], teacher_nV.shape[1]), divergence.temperature
+    logp = (logits_nV[:, :size] / temperature).log_softmax(-1)
+    logt = (teacher_nV[:, :size] / temperature).log_softmax(-1)
     if divergence.kind == "forward":
         p, t = logp.exp(), logt.exp()
         values = _sum_of_divergence(t, logt, p, logp)
-        return values, p.sub_(t).div_(heat) if with_grad else None
+        return values, p.sub_(t).div_(temperature) if with_grad else None
     share, other = 1.0, logt
     if divergence.kind == "jsd":
         share = 1 - divergence.beta
@@ -250,7 +250,7 @@ def _divergence(
         return values, None
     ratio = logp.sub_(other)
     mean = _finite(p * ratio).sum(-1, keepdim=True)
-    return values, _finite(ratio.sub_(mean).mul_(p)).mul_(share / heat)
+    return values, _finite(ratio.sub_(mean).mul_(p)).mul_(share / temperature)
 
 
 def _sum_of_divergence(p: Tensor, logp: Tensor, q: Tensor, logq: Tensor) -> Tensor:
@@ -349,7 +349,7 @@ def token_loss_reference(
     loss: TokenLoss,
     weights_BT: Tensor | None = None,
     *,
-    taught_BTV: Tensor | None = None,
+    teacher_BTV: Tensor | None = None,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
     """Compute the slow, obvious form: the sum over the targets, of all logits at once. Autograd differentiates it."""
@@ -366,16 +366,15 @@ def token_loss_reference(
     if loss.z_loss:
         values = values + loss.z_loss * logits.to(logprobs.dtype).logsumexp(-1) ** 2
     if loss.divergence is not None:
-        assert taught_BTV is not None, "a divergence is from a teacher"
+        assert teacher_BTV is not None, "a divergence is from a teacher"
         hard = loss.divergence.hard_share
-        values = hard * values + (1 - hard) * _dense_divergence(logits, taught_BTV[kept], loss.divergence)
+        values = hard * values + (1 - hard) * _dense_divergence(logits, teacher_BTV[kept], loss.divergence)
     return (values if weights_BT is None else values * weights_BT[kept]).sum()
 
 
-def _dense_divergence(logits_NV: Tensor, taught_NV: Tensor, divergence: Divergence) -> Tensor:
-    size, wide = min(logits_NV.shape[1], taught_NV.shape[1]), torch.promote_types(logits_NV.dtype, torch.float32)
-    scaled_NV, taught = (x[:, :size].to(wide) / divergence.temperature for x in (logits_NV, taught_NV))
-    p, t = scaled_NV.softmax(-1), taught.softmax(-1)
+def _dense_divergence(logits_NV: Tensor, teacher_NV: Tensor, divergence: Divergence) -> Tensor:
+    size, wide = min(logits_NV.shape[1], teacher_NV.shape[1]), torch.promote_types(logits_NV.dtype, torch.float32)
+    p, t = ((x[:, :size].to(wide) / divergence.temperature).softmax(-1) for x in (logits_NV, teacher_NV))
     if divergence.kind == "forward":
         return (t * (t.log() - p.log())).sum(-1)
     if divergence.kind == "reverse":
