@@ -124,7 +124,7 @@ def command(*arguments: str) -> tuple[str, float]:
 
 
 def run(folder: Path, name: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
-    """Train once, or return what was found before: held-out loss, bytes of state, processor time, peak bytes."""
+    """Train once, or return what was found before: held-out loss, bytes of state, processor time."""
     out = folder / f"{name.replace(', ', '-').replace(' ', '-')}-{rate:g}-{seed}"
     kept = folder / f"{out.name}.json"
     if kept.exists():
@@ -137,12 +137,10 @@ def run(folder: Path, name: str, rate: float, seed: int, steps: int) -> dict[str
     for path in (out / "checkpoints").glob("*/optimizer-*.safetensors"):
         with safe_open(path, framework="pt") as file:
             state += sum(file.get_tensor(key).nbytes for key in file.keys())  # noqa: SIM118
-    plan = json.loads(command("plan", str(recipe), "--length", "2048", "--json")[0])
     found = {
         "loss": next(line["eval_loss"] for line in reversed(lines) if "eval_loss" in line),
         "seconds": seconds,
         "state": state,
-        "peak": plan["peak_bytes"],
     }
     kept.write_text(json.dumps(found))
     return found
@@ -153,7 +151,9 @@ def row(folder: Path, name: str, steps: int, jobs: ThreadPoolExecutor) -> dict[s
     rates = METHODS[name].rates
     tried = dict(zip(rates, jobs.map(lambda rate: run(folder, name, rate, SEEDS[0], steps), rates), strict=True))
     best = min(tried, key=lambda rate: tried[rate]["loss"])
+    recipe = write_recipe(folder, METHODS[name], best, SEEDS[0], steps, folder / "plan")
     return {
+        "peak": json.loads(command("plan", str(recipe), "--length", "2048", "--json")[0])["peak_bytes"],
         "tried": {rate: each["loss"] for rate, each in tried.items()},
         "best": best,
         "runs": list(jobs.map(lambda seed: run(folder, name, best, seed, steps), SEEDS)),
@@ -184,7 +184,7 @@ def main() -> None:
             last = found["runs"][0]
             print(
                 f"| {name} | {tried} | {found['best']:g} | {statistics.mean(losses):.3f} ({min(losses):.3f} to "
-                f"{max(losses):.3f}) | {last['state'] / 1024:,.0f} | {last['peak'] / 2**20:.1f} | {took:.2f} |",
+                f"{max(losses):.3f}) | {last['state'] / 1024:,.0f} | {found['peak'] / 2**20:.1f} | {took:.2f} |",
                 flush=True,
             )
 
