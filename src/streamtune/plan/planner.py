@@ -28,7 +28,7 @@ from streamtune.plan.choices import Candidate, Space, candidates
 from streamtune.plan.chunk_order import best_in_chunk_order, may_order_chunks
 from streamtune.plan.estimate import Estimator, Figures, Simulate
 from streamtune.plan.rates import Rates, nearest_device, sheet_rates
-from streamtune.plan.refusal import excess_of, nothing_fits, smallest_step
+from streamtune.plan.refusal import NothingFitsError, excess_of, nothing_fits, smallest_step
 from streamtune.plan.traffic import Pace, Traffic
 from streamtune.schedule import GIVEN, Schedule
 from streamtune.simulate.flops import workload_flops
@@ -140,6 +140,7 @@ def choose(
     *,
     fixed: Mapping[str, Any] | None = None,
     simulate: Simulate = simulate,
+    explain: bool = True,
 ) -> Plan:
     """Choose the fastest exact schedule for ``workload`` within ``limits``.
 
@@ -152,15 +153,17 @@ def choose(
         rates: How fast the device is.
         fixed: Fields of the schedule that are given and stay.
         simulate: Simulates a step.
+        explain: Find out what would help where nothing fits, by more simulations.
 
     Raises:
-        ArgumentError: Nothing fits; the error names the largest terms, and what would help.
+        NothingFitsError: Nothing fits; the error names the largest terms, and what would help.
     """
     written, plan = dict(fixed or {}), None
+    refuse = nothing_fits if explain else _nothing_fits
     if written.get("weights") == "host":  # layers that are kept whole, or taken again for every chunk, need theirs
         written = {"keep_layers": 0, "order": "layer", **written}
     if written.get("order") != "chunk":
-        plan = _choose_in_layer_order(workload, limits, rates, fixed=written, simulate=simulate)
+        plan = _choose_in_layer_order(workload, limits, rates, fixed=written, simulate=simulate, refuse=refuse)
         if not may_order_chunks(written, workload.cluster) or not _is_slowed(plan, workload):
             return plan
     started, pace = time.perf_counter(), Pace(workload, rates)
@@ -169,7 +172,7 @@ def choose(
     if plan is None and found is None:
         found = smallest_step(workload, limits, written, simulate)
         if excess_of(found[1], limits) > 0:
-            raise nothing_fits(workload, space, dict([found]), limits, simulate)
+            raise refuse(workload, space, dict([found]), limits, simulate)
     if found is None or (plan is not None and plan.step_seconds <= (1 + WORTH) * pace.seconds(found[1].work, found[0])):
         assert plan is not None
         return plan
@@ -183,8 +186,18 @@ def _is_slowed(plan: Plan, workload: Workload) -> bool:
     return plan.schedule.levels == 2 or plan.step_seconds > SLOWED * undelayed
 
 
+def _nothing_fits(*_: Any) -> NothingFitsError:
+    return NothingFitsError("no schedule fits", where="max_length")
+
+
 def _choose_in_layer_order(
-    workload: Workload, limits: Limits, rates: Rates, *, fixed: Mapping[str, Any], simulate: Simulate
+    workload: Workload,
+    limits: Limits,
+    rates: Rates,
+    *,
+    fixed: Mapping[str, Any],
+    simulate: Simulate,
+    refuse: Callable[..., NothingFitsError],
 ) -> Plan:
     started = time.perf_counter()
     pace = Pace(workload, rates)
@@ -222,7 +235,7 @@ def _choose_in_layer_order(
         schedule, simulation = smallest_step(workload, limits, space.fixed, simulate)
         tried[schedule] = simulation
         if excess_of(simulation, limits) > 0:
-            raise nothing_fits(workload, space, tried, limits, simulate)
+            raise refuse(workload, space, tried, limits, simulate)
         if schedule.levels == 2 and not {"levels", "segment_size"} & set(space.fixed):  # less work, where it fits
             plainer = replace(schedule, levels=1)
             tried[plainer] = simulate(workload, plainer)

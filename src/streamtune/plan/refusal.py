@@ -21,7 +21,16 @@ from streamtune.simulate.simulate import Simulation, simulate
 from streamtune.simulate.workload import Workload
 from streamtune.sizes import show_size
 
-__all__ = ["excess_of", "longest_below", "longest_of", "nothing_fits", "smallest_schedule", "smallest_step"]
+__all__ = [
+    "NothingFitsError",
+    "exceeds_host",
+    "excess_of",
+    "longest_below",
+    "longest_of",
+    "nothing_fits",
+    "smallest_schedule",
+    "smallest_step",
+]
 
 FIXED_TERMS = ("weights", "gathered weights", "fp32 weights", "reference", "gradients", "optimizer")
 """The terms that do not grow with the sequence."""
@@ -31,13 +40,17 @@ STREAMED_TERMS = ("layer inputs", "keys and values")
 """The terms on the host that grow with the sequence."""
 
 
+class NothingFitsError(ArgumentError):
+    """No schedule fits the memory."""
+
+
 def nothing_fits(
     workload: Workload,
     space: Space,
     tried: dict[Schedule, Simulation],
     limits: Limits,
     simulate: Simulate,
-) -> ArgumentError:
+) -> NothingFitsError:
     """Return the error for a workload that fits under no schedule.
 
     Args:
@@ -71,7 +84,7 @@ def nothing_fits(
         ranks = workload.cluster.ranks
         helps.append(f"sequence_parallel_size: {ranks} shares each row between all {ranks} ranks")
     helps.append("longer chunks never help: they only make the working set larger")
-    return ArgumentError(what, where="max_length", mend="; ".join(helps))
+    return NothingFitsError(what, where="max_length", mend="; ".join(helps))
 
 
 def _host_tiers(workload: Workload, space: Space, limits: Limits, simulation: Simulation, base: int) -> str:
@@ -91,24 +104,33 @@ def _may_wait(workload: Workload, space: Space, limits: Limits, size: int) -> bo
     return alone and not limits.shared and space.fixed.get("weights") != "host" and size <= limits.host
 
 
-def _host_too_small(workload: Workload, simulation: Simulation, limits: Limits) -> ArgumentError | None:
+def _host_too_small(workload: Workload, simulation: Simulation, limits: Limits) -> NothingFitsError | None:
     """Return the error where weights, gradients and optimizer state that wait on the host exceed it; else None."""
-    fixed = {name: size for name, size in simulation.host_terms.items() if name not in STREAMED_TERMS}
-    if limits.shared or sum(fixed.values()) <= limits.host:
+    if not exceeds_host(simulation, limits):
         return None
+    fixed = _stays_on_host(simulation)
     largest = ", ".join(f"{name} {show_size(size)}" for name, size in sorted(fixed.items(), key=lambda item: -item[1]))
     ours = workload.cluster.engine == "none"
     place = "engine.weights" if "weights" in fixed else "engine.optimizer"
     freed = (
         "" if not ours or workload.optim_in_backward else "write optim_in_backward: true, which holds few gradients; "
     )
-    return ArgumentError(
+    return NothingFitsError(
         f"no row fits, however short: the host holds {show_size(sum(fixed.values()))} of the step ({largest}), and "
         f"{show_size(limits.host)} are usable ({show_size(limits.host_bytes)} less {limits.margin:.0%})",
         where=place if ours else "deepspeed",
         mend=f"{freed}train adapters (finetuning_type: lora or qlora), share the state between more ranks, or take a "
         "machine with more memory",
     )
+
+
+def exceeds_host(simulation: Simulation, limits: Limits) -> bool:
+    """Return True if weights, gradients and optimizer state that wait on the host exceed it, for rows of any length."""
+    return not limits.shared and sum(_stays_on_host(simulation).values()) > limits.host
+
+
+def _stays_on_host(simulation: Simulation) -> dict[str, int]:
+    return {name: size for name, size in simulation.host_terms.items() if name not in STREAMED_TERMS}
 
 
 def _describe(workload: Workload) -> str:

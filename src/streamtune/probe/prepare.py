@@ -18,15 +18,16 @@ from streamtune.model_device import model_device
 from streamtune.optim import BlockAdamW
 from streamtune.plan.budget import Budget
 from streamtune.probe.steps import BudgetExceededError, Shape, TrainingStep
+from streamtune.recipe.engine import EngineSpec
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import prepare_libraries, stream_model
 from streamtune.run.model import make_model_alone, make_reference_alone, train_largest
-from streamtune.run.plan import plan_model
+from streamtune.run.plan import place_recipe, plan_model, shares_prompts
 from streamtune.run.ranks import local_backend, local_optimizer
 from streamtune.run.reference import streamed
 from streamtune.schedule import Schedule
 from streamtune.simulate.memory import device_held_bytes
-from streamtune.simulate.scored import PlainScores, use_checkpointing
+from streamtune.simulate.scored import Completions, PlainScores, use_checkpointing
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.preference import GivenReference
 from streamtune.tasks.task import RandomStep, TrialStep
@@ -43,6 +44,8 @@ def prepare_step(recipe: Recipe, device_name: str, budget: Budget, shape: Shape)
     """
     device = torch.device(device_name)
     prepare_libraries(device)
+    if shape.mode == "stream":
+        recipe = _placed(task_of(recipe), shape, budget, device)
     task = task_of(recipe)
     model = make_model_alone(recipe, device)
     held = make_reference_alone(recipe, device, task.reference_name) if task.holds_reference else None
@@ -94,6 +97,24 @@ def make_reference(
     return streamed(held, handle, temperature=task.temperature)
 
 
+def _placed(task: Task[Any], shape: Shape, budget: Budget, device: torch.device) -> Recipe:
+    """Return the recipe as a run of batches like these has it, with weights or optimizer on the host if it must."""
+    recipe = task.recipe
+
+    def completions(model: Any) -> Completions | None:
+        return task.completions(share=task.scores and shares_prompts(task, model, device))
+
+    sizes = _sized(recipe.engine, budget)
+    return place_recipe(recipe, shape.length, device, completions, sizes=sizes, rows=shape.batch_size)
+
+
+def _sized(engine: EngineSpec, budget: Budget) -> EngineSpec:
+    """Return the engine of a recipe with the memory of a budget."""
+    sizes = {"device_memory": budget.device_bytes, "host_memory": budget.host_bytes, "disk_memory": budget.disk_bytes}
+    given = {name: f"{size}B" for name, size in sizes.items() if size is not None}
+    return engine.model_copy(update={**given, "margin": budget.margin})
+
+
 def _planned(
     task: Task[Any], model: Any, shape: Shape, budget: Budget, share: bool, reference_bytes: int
 ) -> Schedule | None:
@@ -101,9 +122,7 @@ def _planned(
     recipe = task.recipe
     if recipe.engine.schedule == "fixed":
         return None
-    sizes = {"device_memory": budget.device_bytes, "host_memory": budget.host_bytes, "disk_memory": budget.disk_bytes}
-    given = {name: f"{size}B" for name, size in sizes.items() if size is not None}
-    engine = recipe.engine.model_copy(update={**given, "margin": budget.margin})
+    engine = _sized(recipe.engine, budget)
     like = recipe.model_copy(update={"engine": engine, "per_device_train_batch_size": shape.batch_size})
     device = model_device(model)
     completions = task.completions(share=share)

@@ -8,15 +8,17 @@ its plan, the same that ``streamtune plan`` says.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
+from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits, device_name
 from streamtune.plan.planner import choose
 from streamtune.plan.rates import Device, Rates
-from streamtune.plan.refusal import smallest_step
+from streamtune.plan.refusal import excess_of, smallest_step
 from streamtune.plan.traffic import Pace
 from streamtune.probe.probe import ProbeTask, Trial
 from streamtune.probe.steps import Shape
@@ -25,6 +27,7 @@ from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RanksAsked, cluster_of, links_for
 from streamtune.run.model import make_blueprint
 from streamtune.run.plan import announced, recipe_workload
+from streamtune.run.tiers import is_hopeless, placements
 from streamtune.schedule import Schedule
 from streamtune.simulate.simulate import Simulation, simulate
 from streamtune.simulate.workload import Workload
@@ -51,7 +54,6 @@ def simulated(
     model = make_blueprint(recipe, device)
     cluster = cluster_of(recipe, model, asked, links_for(target, here))
     ranks = cluster.ranks_per_node
-    workload = recipe_workload(recipe, model, task_of(recipe).shortest, device, cluster=cluster)
     limits = Limits(
         device_bytes=(task.device_bytes or 0) // (ranks if device.type == "cpu" else 1),
         host_bytes=(task.host_bytes or 0) // ranks,
@@ -68,7 +70,26 @@ def simulated(
     if cluster.ranks > 1:
         env |= {"cluster": {**asdict(cluster), "describe": cluster.describe()}, "device_bytes": limits.device_bytes}
     rates = replace(rates, host_bandwidth=rates.host_bandwidth / ranks)
-    return SimulatedTrials(workload, limits, rates, task.schedule, recipe.engine.written(), env)
+    tiers = [
+        PlacedStep(
+            recipe_workload(choice, model, task_of(choice).shortest, device, cluster=cluster), choice.engine.written()
+        )
+        for choice in placements(recipe, limits, cluster)
+    ]
+    return SimulatedTrials(tiers, limits, rates, task.schedule, env)
+
+
+@dataclass(frozen=True)
+class PlacedStep:
+    """A step with its weights and optimizer in one memory.
+
+    Attributes:
+        workload: The step, at any length.
+        written: The fields of its schedule that are given.
+    """
+
+    workload: Workload
+    written: dict[str, Any]
 
 
 @dataclass
@@ -76,34 +97,53 @@ class SimulatedTrials:
     """Makes trials by simulating their steps.
 
     Where the planner picks the schedule, a length fits if some schedule fits. For that, only the thriftiest is
-    simulated: a plan takes several simulations, and it is made for the longest only, by :meth:`planned`.
+    simulated: a plan takes several simulations, and it is made for the longest only, by :meth:`planned`. Where weights
+    and optimizer may wait on the host, a step that does not fit otherwise is tried so too.
     """
 
-    workload: Workload
+    tiers: list[PlacedStep]
+    """The places of weights and optimizer, in the order in which they are tried."""
     limits: Limits
     rates: Rates
     schedule: Schedule | None
     """The recipe's; None where the planner picks one."""
-    written: dict[str, Any]
     env: dict[str, Any]
+    used: dict[Shape, PlacedStep] = field(default_factory=dict)
+    """The tier that each shape was told in: the first that it fits in, or the one it lacks least in."""
+    _too_large: dict[int, int] = field(default_factory=dict)
+    """Tokens of the smallest shape that did not fit in a tier, by its number."""
 
     def __call__(self, shape: Shape, tell: Callable[[str], None]) -> Outcome:
         """Return the outcome of a simulated step of a shape."""
-        step = self._step(shape)
+        step = _shaped(self.tiers[0].workload, shape)
         if shape.mode != "stream" or self.schedule is not None:
             return self._tried(step, self.schedule or Schedule())  # a baseline reads nothing of it
-        schedule, found = smallest_step(step, self.limits, self.written, simulate)
-        return replace(self._judged(step, found, schedule), step_seconds=None)
+        tried: list[tuple[float, PlacedStep, Outcome]] = []
+        for number, tier in enumerate(self.tiers):
+            step = _shaped(tier.workload, shape)
+            size = shape.length * shape.batch_size
+            if number < len(self.tiers) - 1 and (
+                size >= self._too_large.get(number, size + 1) or is_hopeless(step, tier.written, self.limits)
+            ):
+                continue
+            with suppress(ArgumentError) if tried else nullcontext():  # what is written contradicts weights on the host
+                schedule, found = smallest_step(step, self.limits, tier.written, simulate)
+                excess = excess_of(found, self.limits)
+                tried.append((excess, tier, replace(self._judged(step, found, schedule), step_seconds=None)))
+                if excess <= 0:
+                    break
+                self._too_large[number] = size
+        _, self.used[shape], outcome = min(tried, key=lambda each: each[0])
+        return outcome
 
     def planned(self, trial: Trial, notify: Callable[[str], None] = lambda message: None) -> Trial:
         """Return the trial of the longest with the fastest schedule that fits it."""
         if self.schedule is not None or trial.shape.mode != "stream":
             return trial
-        plan = choose(self._step(trial.shape), self.limits, self.rates, fixed=self.written, simulate=announced(notify))
-        return replace(trial, outcome=self._judged(self._step(trial.shape), plan.simulation, plan.schedule))
-
-    def _step(self, shape: Shape) -> Workload:
-        return replace(self.workload, mode=shape.mode, length=shape.length, batch_size=shape.batch_size)
+        tier = self.used[trial.shape]
+        step = _shaped(tier.workload, trial.shape)
+        plan = choose(step, self.limits, self.rates, fixed=tier.written, simulate=announced(notify))
+        return replace(trial, outcome=self._judged(step, plan.simulation, plan.schedule))
 
     def _tried(self, step: Workload, schedule: Schedule) -> Outcome:
         return self._judged(step, simulate(step, schedule), schedule)
@@ -122,6 +162,10 @@ class SimulatedTrials:
             traffic=None if alone else pace.traffic(schedule).to_json(),
             env=self.env,
         )
+
+
+def _shaped(workload: Workload, shape: Shape) -> Workload:
+    return replace(workload, mode=shape.mode, length=shape.length, batch_size=shape.batch_size)
 
 
 def _used(simulation: Simulation, limits: Limits) -> dict[Cause, tuple[int, int]]:

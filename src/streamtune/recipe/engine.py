@@ -87,8 +87,8 @@ class EngineSpec(Spec):
     weights: Literal[Auto, WeightTier] = "auto"
     """Memory in which weights wait while they are not used. `host`: those of layers, embedding and head are in the
     machine's memory; each layer is copied to the device before it computes, and its gradient back. What is trained
-    there is stepped on the CPU; adapters stay on the device. One device. The planner never changes it.
-    Without planner: device."""
+    there is stepped on the CPU; adapters stay on the device. One device. The planner takes `host` where no schedule
+    fits otherwise, and says so. Without planner: device."""
 
     fetch_dtype: Literal[Auto, FetchDtype] = "auto"
     """With `weights: host`, the dtype of a weight's copy on the device. `bfloat16`: the model computes in bfloat16, and
@@ -98,7 +98,8 @@ class EngineSpec(Spec):
     optimizer: Literal[Auto, "device", "host"] = "auto"
     """Memory of the optimizer's states, and where it steps. `host` with weights on the device: each gradient goes to
     the machine's memory, and the stepped weight comes back; with `optim_in_backward` beside the computation. `auto` is
-    where the weights are; adapters beside weights on the host are on the device. One device."""
+    where the weights are, and with the planner the host where no schedule of full fine-tuning fits otherwise; adapters
+    beside weights on the host are on the device. One device."""
 
     device_memory: Size | Auto = "auto"
     """Memory of the device to plan with, such as `80GiB`; `auto` is what is free when the run starts."""

@@ -9,7 +9,7 @@ from streamtune import models, train
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import make_sources, make_tokenizer_together, prepare_together
 from streamtune.run.device import blame_recipe, check_host_memory
-from streamtune.run.engine import plan_and_stream
+from streamtune.run.engine import place_on_host, plan_and_stream
 from streamtune.run.model import make_model, make_trial_model
 from streamtune.run.reference import kept_logps, load_reference, make_reference
 from streamtune.run.start import Doing, start_run, tell_of_model
@@ -62,6 +62,9 @@ def build_run(
         prepared = prepare_together(task, start.world, sources, tokenizer, notify)
         start.with_data(prepared.fingerprint)
         longest = task.longest(prepared)
+        with doing("choosing where the weights wait"):
+            start = place_on_host(start, prepared, longest, notify)
+        recipe, task = start.recipe, start.task
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, start.checkpoint, start.device, sharing=start.sharing)
         tell_of_model(model, longest, start, notify)

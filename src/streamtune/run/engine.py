@@ -1,4 +1,4 @@
-"""Put the engine into a loaded model: plan, stream, check, and make the backend that updates the weights."""
+"""Make a model ready to train: place its weights, plan, put the engine into it, check it, and make its backend."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from streamtune.run.baselines import baseline_bytes
 from streamtune.run.cluster import cluster_here
 from streamtune.run.device import stream_model
 from streamtune.run.model import make_trial_model
-from streamtune.run.plan import plan_model
+from streamtune.run.plan import place_recipe, plan_model, shares_prompts
 from streamtune.run.ranks import make_backend, sequence_ranks
 from streamtune.run.start import Doing, Start
+from streamtune.run.tiers import describe_tiers, placed_before
 from streamtune.schedule import Schedule
 from streamtune.simulate.scored import Completions
-from streamtune.tasks.task import Notify
+from streamtune.tasks.task import Notify, PreparedRows
 
-__all__ = ["Streamed", "plan_and_stream"]
+__all__ = ["Streamed", "place_on_host", "plan_and_stream"]
+
+TIERS = "tiers"
+"""Name of the choices of :func:`place_on_host` in the identity of a run; they are not compared."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,36 @@ class Streamed:
     """Peak bytes of that step by plain autograd and by gradient checkpointing; empty where no schedule was planned."""
     plan_below: Callable[[Schedule], Plan]
     """Plans again, for less memory than a schedule that ran out of it. The model must not be streamed then."""
+
+
+def place_on_host(start: Start, prepared: PreparedRows, longest: int, notify: Notify) -> Start:
+    """Return the start with weights or optimizer on the host, where no schedule fits with everything on the device.
+
+    A run that is resumed keeps what it was started with.
+
+    Args:
+        start: The start of the run; its model is not loaded.
+        prepared: The data.
+        longest: Tokens of its longest row, or of its longest prompt with its completion.
+        notify: See :data:`streamtune.tasks.task.Notify`.
+    """
+    recipe, task = start.recipe, start.task
+    if start.world.size > 1:
+        return start
+
+    def completions(model: Any) -> Completions | None:
+        share = task.scores and shares_prompts(task, model, start.device)
+        return task.own_completions(prepared, longest, share=share)
+
+    before = start.checkpoint.state["identity"].get(TIERS) if start.checkpoint is not None else None
+    chosen = placed_before(recipe, before) or place_recipe(
+        recipe, task.planned_length(longest), start.device, completions
+    )
+    if (note := describe_tiers(recipe, chosen)) is None:
+        return start
+    notify(note)
+    start.identity[TIERS] = {"weights": chosen.engine.weights, "optimizer": chosen.engine.optimizer}
+    return start.with_recipe(chosen)
 
 
 def plan_and_stream(

@@ -1,12 +1,14 @@
 """Plan the schedule of a recipe's steps, from what is trained, the memory there is, and the rates of the device.
 
 plan_recipe   for ``streamtune plan``: from the configuration alone, for this machine or for a device that is not there
+place_recipe  for a run, before its model is loaded: whether weights or optimizer wait on the host
 plan_model    for a run: of the model that is loaded, within the memory that is free besides it
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ from streamtune.plan.calibrate import load_rates, measure_disk
 from streamtune.plan.estimate import Simulate
 from streamtune.plan.planner import Plan, as_fixed, choose, evaluate_schedule, with_waiting_weights
 from streamtune.plan.rates import Device, Rates, find_device, nearest_device, sheet_rates
+from streamtune.plan.refusal import NothingFitsError
 from streamtune.recipe.engine import EngineSpec
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -34,12 +37,13 @@ from streamtune.run.device import blame_recipe, choose_device, make_schedule, pr
 from streamtune.run.kept_plan import PlanOptions
 from streamtune.run.mfu import peak_of
 from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint, train_largest
+from streamtune.run.tiers import first_that_fits, placements
 from streamtune.schedule import GIVEN, Schedule
 from streamtune.simulate.cluster import Cluster
 from streamtune.simulate.memory import device_held_bytes, distinct_bytes, held_bytes
 from streamtune.simulate.meta_operators import meta_copy
 from streamtune.simulate.scored import Completions, Scored
-from streamtune.simulate.simulate import Simulation, simulate
+from streamtune.simulate.simulate import Simulation, holdings_of, simulate
 from streamtune.simulate.workload import TeacherShape, Workload
 from streamtune.sizes import parse_size
 from streamtune.tasks import Task, task_of
@@ -51,6 +55,7 @@ __all__ = [
     "device_elsewhere",
     "make_workload",
     "memory_of",
+    "place_recipe",
     "plan_model",
     "plan_recipe",
     "rates_here",
@@ -64,6 +69,9 @@ LESS = (0.75, 0.9, 0.97)
 memory: the first that anything fits."""
 
 
+LITTLE = 0.5
+"""Part of the device that weights, gradients and optimizer leave to rows, so that some schedule mostly fits."""
+
 USUAL = 6
 """Steps that most plans simulate."""
 
@@ -73,7 +81,7 @@ class RecipePlan:
     """A plan, with the recipe, the model and the devices that it is for.
 
     Attributes:
-        loaded: The recipe.
+        loaded: The recipe, with weights or optimizer on the host where nothing fits otherwise.
         model_name: Class of the model.
         parameters: Its parameter count.
         dtype: Of its weights.
@@ -155,19 +163,21 @@ def plan_recipe(
                 where="max_length" if options.length is None else "--length",
             )
         cluster = cluster_of(recipe, model, RanksAsked(options.ranks, options.nodes), links_for(target, here))
-        workload = recipe_workload(recipe, model, length, device, cluster=cluster)
         limits = _limits(recipe.engine, options, target, here, cluster)
         rates = sheet_rates(target) if target else rates_here(recipe, model, here, notify)
         rates = replace(rates, host_bandwidth=rates.host_bandwidth / cluster.ranks_per_node)
         notify("planning")
-        if recipe.engine.schedule == "fixed":
-            chosen = evaluate_schedule(workload, make_schedule(recipe.engine), limits, rates)
-        else:
-            chosen = choose(workload, limits, rates, fixed=recipe.engine.written(), simulate=announced(notify))
+        recipe, workload, chosen = _fastest(
+            placements(recipe, limits, cluster),
+            lambda choice: recipe_workload(choice, model, length, device, cluster=cluster),
+            limits,
+            rates,
+            announced(notify),
+        )
         wider = tuple(wider_of(recipe, workload, limits, notify)) if cluster.sequence_size == 1 else ()
     base = base_of(model)
     return RecipePlan(
-        loaded=loaded,
+        loaded=replace(loaded, recipe=recipe),
         model_name=type(base).__name__,
         parameters=models.count_parameters(model),
         dtype=str(base.dtype).removeprefix("torch."),
@@ -183,6 +193,70 @@ def plan_recipe(
         flops=cluster.data_size * chosen.flops,
         peak_flops=recipe.peak_flops or (target.matmul_flops if target else peak_of(recipe, here)),
     )
+
+
+def _fastest(
+    choices: list[Recipe],
+    workload_of: Callable[[Recipe], Workload],
+    limits: Limits,
+    rates: Rates,
+    simulate: Simulate,
+) -> tuple[Recipe, Workload, Plan]:
+    """Return the first of the choices that some schedule fits, its step, and the fastest of these schedules.
+
+    Raises:
+        NothingFitsError: No choice fits by any.
+    """
+    first, workload = choices[0], workload_of(choices[0])
+    if first.engine.schedule == "fixed":
+        return first, workload, evaluate_schedule(workload, make_schedule(first.engine), limits, rates)
+    if len(choices) > 1 and holdings_of(workload).on_device <= LITTLE * limits.device:
+        with suppress(NothingFitsError):  # it mostly does
+            found = choose(workload, limits, rates, fixed=first.engine.written(), simulate=simulate, explain=False)
+            return first, workload, found
+    choice = first_that_fits(choices, workload_of, limits, simulate=simulate)
+    workload = workload_of(choice)
+    return choice, workload, choose(workload, limits, rates, fixed=choice.engine.written(), simulate=simulate)
+
+
+def place_recipe(
+    recipe: Recipe,
+    length: int,
+    device: torch.device,
+    completions: Callable[[Any], Completions | None] = lambda model: None,
+    *,
+    sizes: EngineSpec | None = None,
+    rows: int | None = None,
+) -> Recipe:
+    """Return the recipe of a run with weights or optimizer on the host, where no schedule fits otherwise.
+
+    Called before the model is loaded, with all of the memory still free.
+
+    Args:
+        recipe: The recipe.
+        length: Tokens of the longest row, or of the longest completion with its prompt.
+        device: The device of the run.
+        completions: Returns the completions of a micro-batch, given the model on ``meta``.
+        sizes: Has the sizes of memory to plan with, if they are not the recipe's.
+        rows: Rows of a micro-batch, if it has not those of the recipe.
+
+    Raises:
+        ArgumentError: The model cannot be made.
+    """
+    alone = Cluster()
+    limits = _limits(sizes or recipe.engine, PlanOptions(), None, device, alone)
+    choices = placements(recipe, limits, alone)
+    if len(choices) == 1:
+        return recipe
+    model = make_blueprint(recipe, device)
+    scored = completions(model)
+
+    def workload_of(choice: Recipe) -> Workload:
+        held = reference_bytes(task_of(choice), device)
+        found = make_workload(choice, model, length, device, completions=scored, reference_bytes=held)
+        return found if rows is None else replace(found, batch_size=rows)
+
+    return first_that_fits(choices, workload_of, limits)
 
 
 def plan_model(

@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -309,6 +309,10 @@ class Setup:
     def recipe(self) -> Recipe:
         """The recipe."""
         return self.loaded.recipe
+
+    def with_recipe(self, recipe: Recipe) -> Self:
+        """Return the setup of a recipe that differs in ``engine`` alone."""
+        return replace(self, loaded=replace(self.loaded, recipe=recipe), task=self.task.with_recipe(recipe))
 
     @property
     def sharing(self) -> train.World | None:

@@ -98,6 +98,11 @@ class Holdings:
     host_moved: int = 0
     host_overlapped: int = 0
 
+    @property
+    def on_device(self) -> int:
+        """Bytes of weights, gradients and optimizer state on the device."""
+        return self.weights + self.master + self.state + self.gradients + self.buckets
+
     @classmethod
     def of(cls, model: nn.Module, workload: Workload, weights_in: WeightTier = "device") -> Holdings:
         """Compute the holdings for a model on ``meta`` at one level, whose weights wait in ``weights_in``."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from streamtune.kept import kept_result
 from streamtune.ops.simulated import all_turns, simulating
-from streamtune.schedule import Schedule
+from streamtune.schedule import Schedule, WeightTier
 from streamtune.simulate.extrapolate import Combined, Part, UnlikeError, combined, kinds_of_layers, layout_of
 from streamtune.simulate.facts import fact_of
 from streamtune.simulate.kept import describe_step
@@ -37,7 +37,7 @@ from streamtune.simulate.step import Step, fewer_layers, shortened, trace_step
 from streamtune.simulate.trace import COLUMNS, WORK, Cell, CellPlace
 from streamtune.simulate.workload import Workload
 
-__all__ = ["Simulation", "Work", "simulate"]
+__all__ = ["Simulation", "Work", "holdings_of", "simulate"]
 
 
 MASTER = "master"
@@ -134,12 +134,7 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
         return Simulation(**{**found, "work": Work(**found["work"])})
     model: Any = workload.make_model().train()
     shard = shard_of(model, workload.cluster)
-    forwards = None if workload.scored is None else workload.scored.forwards
-    held = (
-        "holdings", workload.cluster, workload.make_optimizer, workload.device_type, workload.micro_batches, forwards,
-        schedule.weights, workload.passes, workload.optim_in_backward, workload.optimizer_on_host,
-    )  # fmt: skip
-    held_always = fact_of(model, held, lambda: Holdings.of(model, workload, schedule.weights))
+    held_always = holdings_of(workload, schedule.weights)
     fixed = held_always.scheduled(model, workload, schedule)
     attempts = [(False, False)] if full else [(True, True), (True, False), (False, True), (False, False)]
     for layers, chunks in attempts:
@@ -157,6 +152,17 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
         terms = {KEYS if name == "layer inputs" else name: size for name, size in told.host_terms.items()}
         return replace(told, host_terms=terms)
     return told
+
+
+def holdings_of(workload: Workload, weights: WeightTier = "device") -> Holdings:
+    """Return what the device and the host hold of a step whatever the length, with weights that wait in a tier."""
+    model: Any = workload.make_model()
+    forwards = None if workload.scored is None else workload.scored.forwards
+    held = (
+        "holdings", workload.cluster, workload.make_optimizer, workload.device_type, workload.micro_batches, forwards,
+        weights, workload.passes, workload.optim_in_backward, workload.optimizer_on_host,
+    )  # fmt: skip
+    return fact_of(model, held, lambda: Holdings.of(model, workload, weights))
 
 
 def _teacher_forward(workload: Workload, schedule: Schedule) -> int | None:

@@ -15,6 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -186,6 +187,12 @@ class Task(ABC, Generic[R_co]):
 
     def __init__(self, recipe: R_co) -> None:
         self.recipe = recipe
+
+    def with_recipe(self, recipe: Any) -> Self:
+        """Return the task with another recipe of the same objective, and all else that it was made with."""
+        other = copy(self)
+        other.recipe = recipe
+        return other
 
     # --- settings ----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,127 @@
+"""Choose where weights and optimizer wait, where a recipe leaves that open: on the device or in the machine's memory.
+
+A step is fastest with everything on the device, so the host is asked only where no schedule fits otherwise. The states
+of the optimizer go there first, which pass once a step; then weights, which pass with every layer, twice or more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from pydantic import ValidationError
+
+from streamtune.errors import ArgumentError
+from streamtune.plan.budget import Limits
+from streamtune.plan.estimate import Simulate
+from streamtune.plan.refusal import exceeds_host, excess_of, smallest_step
+from streamtune.recipe.schema import Recipe
+from streamtune.simulate.cluster import Cluster
+from streamtune.simulate.simulate import Simulation, holdings_of, simulate
+from streamtune.simulate.workload import Workload
+
+__all__ = ["describe_tiers", "first_that_fits", "is_hopeless", "placed_before", "placements"]
+
+
+def placements(recipe: Recipe, limits: Limits, cluster: Cluster) -> list[Recipe]:
+    """Return the recipe as it is, then with the optimizer and then with the weights on the host.
+
+    Of these only what the recipe leaves to the planner and does not contradict. There is nothing but the recipe where
+    the device's memory is the machine's, or ranks or DeepSpeed divide the work.
+    """
+    spec, full = recipe.engine, recipe.finetuning_type == "full"
+    alone = cluster.ranks == 1 and cluster.engine == "none"
+    if spec.schedule == "fixed" or limits.shared or not limits.host_bytes or not alone:
+        return [recipe]
+    tiers: list[dict[str, str]] = []
+    if full and spec.optimizer == "auto" and spec.weights != "host":
+        tiers.append({"optimizer": "host"})
+    if spec.weights == "auto":
+        tiers.append({"weights": "host"})
+    found = [recipe]
+    for tier in tiers:
+        with suppress(ValidationError):  # the recipe contradicts it
+            engine = type(spec).model_validate({**dict(spec), **tier})
+            type(recipe).model_validate({**dict(recipe), "engine": engine})
+            found.append(recipe.model_copy(update={"engine": engine}))
+    return found
+
+
+def placed_before(recipe: Recipe, tiers: Mapping[str, str] | None) -> Recipe | None:
+    """Return the recipe with what a run that is resumed was started with on the host.
+
+    None where that is not known, or the recipe says something else now.
+
+    Args:
+        recipe: The recipe.
+        tiers: ``weights`` and ``optimizer`` of the run; None if it left both where they were.
+    """
+    spec = recipe.engine
+    if tiers is None or spec.schedule == "fixed":
+        return None
+    if any(getattr(spec, key) not in ("auto", value) for key, value in tiers.items()):
+        return None
+    return recipe.model_copy(update={"engine": spec.model_copy(update=dict(tiers))})
+
+
+def first_that_fits(
+    choices: list[Recipe],
+    workload_of: Callable[[Recipe], Workload],
+    limits: Limits,
+    *,
+    simulate: Simulate = simulate,
+) -> Recipe:
+    """Return the first recipe whose step fits by some schedule.
+
+    Where none does, the last that the host has room for: its longest row is the longest of all.
+
+    Args:
+        choices: From :func:`placements`.
+        workload_of: Makes the step of one of them.
+        limits: The memory.
+        simulate: Simulates a step: that by the schedule of least memory, of each choice.
+    """
+    if len(choices) == 1:
+        return choices[0]
+    chosen = choices[0]
+    for choice in choices:
+        workload = workload_of(choice)
+        if choice is not choices[-1] and is_hopeless(workload, choice.engine.written(), limits):
+            continue
+        found: Simulation | None = None
+        with suppress(ArgumentError):  # what is written contradicts it
+            _, found = smallest_step(workload, limits, choice.engine.written(), simulate)
+        if found is None:
+            continue
+        if excess_of(found, limits) <= 0:
+            return choice
+        if not exceeds_host(found, limits):
+            chosen = choice
+    return chosen
+
+
+def is_hopeless(workload: Workload, written: Mapping[str, Any], limits: Limits) -> bool:
+    """Return True if what the device holds of a step, whatever the rows, is more than there is; nothing is simulated.
+
+    Args:
+        workload: The step.
+        written: Fields of its schedule that are given.
+        limits: The memory.
+    """
+    return holdings_of(workload, written.get("weights", "device")).on_device > limits.device
+
+
+def describe_tiers(recipe: Recipe, chosen: Recipe) -> str | None:
+    """Return what was moved to the host, and the key that says so; None if nothing was."""
+    before, now = recipe.engine, chosen.engine
+    if now.weights != before.weights:
+        key, what = "weights", "weights, and the optimizer of those that are trained,"
+    elif now.optimizer != before.optimizer:
+        key, what = "optimizer", "the states of the optimizer"
+    else:
+        return None
+    return (
+        f"no schedule fits with everything on the device: {what} wait in the machine's memory, as "
+        f"engine: {{{key}: host}} says"
+    )
