@@ -75,9 +75,14 @@ def _is_checkpointed(module: nn.Module) -> bool:
 
 
 def _describe_optimizer(workload: Workload, model: nn.Module) -> str | None:
-    if workload.make_optimizer is None:
+    make = workload.make_optimizer
+    if make is None:
         return None
-    optimizer = workload.make_optimizer(model)
+    described: str = fact_of(model, ("description of the optimizer", make), lambda: _described(make(model)))
+    return described
+
+
+def _described(optimizer: torch.optim.Optimizer) -> str:
     groups = [
         [len(group["params"]), sorted((name, repr(value)) for name, value in group.items() if name != "params")]
         for group in optimizer.param_groups
