@@ -23,7 +23,7 @@ from tests.sft_kit import write_rows
 REWARD = "def low(completion_ids, **columns):\n    return [-sum(ids) / len(ids) for ids in completion_ids]\n"
 """Gives each completion of a random model another score; where all were equal nothing would be learnt."""
 
-ELSEWHERE = {"use_vllm: true", "ref_model_name_or_path: NAME", "teacher: NAME", "kd_divergence: jsd"}
+ELSEWHERE = {"use_vllm: true", "ref_model_name_or_path: NAME", "teacher: NAME", "kd_divergence: jsd", "gkd"}
 """Options that need an accelerator or a second model."""
 
 AT_ONCE = 8
@@ -100,7 +100,7 @@ def test_the_page_is_up_to_date() -> None:
 def test_every_choice_is_asked_for() -> None:
     assert values("sharing", "deepspeed") - {None} == set(PRESETS)
     assert values("dpo losses", "loss_type") == {*PREFERENCE_LOSSES, *UNPAIRED_LOSSES}
-    assert values("grpo losses", "loss_type") == set(POLICY_LOSSES)
+    assert values("grpo losses", "loss_type") == {*POLICY_LOSSES, "gkd"}
     asked = {key.removeprefix("engine.") for option in GROUPS["engine"] for key in option.keys}
     assert asked >= DEFAULTS.keys() - {"chunk_size", "head_chunk_size"}
     assert values("engine", "engine.offload") == set(CHOICES["offload"])

@@ -88,7 +88,9 @@ def _set_up(recipe: Recipe, ranks: int) -> None:
     if getattr(recipe, "use_vllm", False):
         recipe = recipe.model_copy(update={"use_vllm": False})  # accepted by then; it would look for the package
     kind = type(recipe)
-    names = () if kind is Recipe else [key for key in kind.model_fields if key in kind.__annotations__]
+    names = (
+        () if kind is Recipe else [key for key in kind.model_fields if key in kind.__annotations__ or key in OF_TEACHER]
+    )
     own = tuple((key, getattr(recipe, key)) for key in names)
     _check_loss(recipe.objective, own)
     task = TASKS[recipe.objective](recipe)
@@ -96,6 +98,10 @@ def _set_up(recipe: Recipe, ranks: int) -> None:
     task.check_ranks(here, world)
     assert recipe.model is not None, "all of them have a model of a configuration"
     _stream(recipe.model.init["model_type"], *(getattr(recipe, key) for key in ROUTER_KEYS))
+
+
+OF_TEACHER = ("teacher", "kd_divergence")
+"""Keys of every objective that a loss of one of them reads too."""
 
 
 @cache

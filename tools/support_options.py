@@ -91,8 +91,8 @@ def _options(*keys: dict[str, Any], ranks: int = 1) -> tuple[Option, ...]:
 
 
 def _losses(*names: str) -> tuple[Option, ...]:
-    """Return a loss each; ``exo_pair`` cannot be without its smoothing."""
-    more = {"exo_pair": {"label_smoothing": 0.1}}
+    """Return a loss each; ``exo_pair`` cannot be without its smoothing, and ``gkd`` without a teacher."""
+    more = {"exo_pair": {"label_smoothing": 0.1}, "gkd": {"teacher": "reference"}}
     return tuple(Option(name, {"loss_type": name, **more.get(name, {})}) for name in names)
 
 
@@ -265,7 +265,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"desirable_weight": 2.0},
         {"length_normalization": True},
     ),
-    "grpo losses": _losses("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "rloo", "remax"),
+    "grpo losses": _losses("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "rloo", "remax", "gkd"),
     "grpo keys": _options(
         {"importance_sampling_level": "token"},
         {"importance_sampling_level": "sequence"},

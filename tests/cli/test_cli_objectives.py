@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamtune import data
 from streamtune.cli import main
@@ -188,7 +189,18 @@ def test_a_real_step_holds_what_a_simulated_one_does(
     run: Callable[..., int], name: str, settings: list[str], mode: Any
 ) -> None:
     """The training loop's functions and the recipe's objective, on random tokens; without a rollout."""
-    recipe = load_recipe(f"{name}.yaml", settings).recipe
+    compare_step(load_recipe(f"{name}.yaml", settings).recipe, mode)
+
+
+def test_so_it_is_with_a_teacher(run: Callable[..., int]) -> None:
+    """It is called in each step, where a reference is called once a rollout."""
+    config = {**COMMON["model"]["init"], "hidden_size": 96}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained("taught")
+    settings = ["loss_type=gkd", "teacher=taught", "beta=0.0", "use_vllm=true", "reward_funcs=[]"]
+    compare_step(load_recipe("grpo.yaml", settings).recipe, "stream")
+
+
+def compare_step(recipe: Any, mode: Any) -> None:
     length, size = 384, recipe.per_device_train_batch_size
     said: dict[str, Any] = {}
     step = prepare_step(recipe, "cpu", Budget(), Shape(mode, length, size))

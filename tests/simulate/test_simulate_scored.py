@@ -15,10 +15,16 @@ import torch
 
 from streamtune.engine import decoder_layers, stream
 from streamtune.errors import ArgumentError
+from streamtune.ops import Divergence, TokenLoss
+from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.schedule import Schedule
 from streamtune.simulate import LiveBytes, Mode, Workload, simulate
 from streamtune.simulate.memory import held_bytes
 from streamtune.simulate.scored import PlainScores, Scored, Trees, use_checkpointing
+from streamtune.simulate.workload import TeacherShape
+from streamtune.tasks.grpo.objective import DistillationObjective
+from streamtune.tasks.random_batches import RandomTokens
+from streamtune.train import ModelReference
 from tests.precision_kit import EXACT, Float64, in_float64
 from tests.simulate.test_simulate import BASE, build, build_adapted, schedule_of
 
@@ -93,6 +99,36 @@ def test_so_it_is_with_adapters_that_are_switched_off_for_the_reference() -> Non
     scored = Scored(PAIR, forwards=1)
     found = simulate(workload(make, scored), BASE).peak_bytes
     assert found == pytest.approx(measured(make, "stream", BASE, scored), rel=0.01)
+
+
+@pytest.mark.quick("True-two pairs")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("share", [True, False], ids=str)
+def test_so_it_is_with_the_divergence_from_a_teacher(share: bool, shape: str) -> None:
+    """On-policy distillation: hidden states and logits of a chunk of both models, where the peak is the head's."""
+    make, schedule = partial(build, "qwen3", vocab_size=20_011), replace(BASE, head_chunk_size=64)
+    loss, scored = TokenLoss(divergence=Divergence("reverse")), Scored(SHAPES[shape], share)
+    model: Any = make("cpu").train()
+    teacher: Any = build("llama", "cpu", vocab_size=20_011, hidden_size=96, num_hidden_layers=1).requires_grad_(False)
+    recipe = GrpoRecipe(model_name_or_path="x", datasets=[{"path": "x"}], loss_type="gkd", teacher="x")
+    batch = RandomTokens(recipe, model).completions(recipe, scored)
+    with stream(model, schedule=schedule) as handle, stream(teacher, schedule=schedule) as other:
+        objective = DistillationObjective(handle, recipe, loss, ModelReference(teacher, other))
+
+        def backward() -> None:
+            objective.score(model, batch, objective.totals([batch])).minimised.backward()
+
+        backward()  # what is made once is there
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        with LiveBytes(torch.nn.ModuleList([model, teacher]), decoder_layers(model)) as live:
+            backward()
+    weights = [held_bytes(each) for each in (model, teacher)]
+    beside = {"teacher": TeacherShape(96, 20_011, torch.float32), "reference_bytes": weights[1]}
+    found = simulate(workload(make, scored, token_loss=loss, **beside), schedule)
+    assert found.peak_bytes == pytest.approx(sum(weights) + live.peak, rel=0.01)
+    assert found.terms["reference"] == weights[1]
+    assert found.terms["head"] > found.peak_bytes / 4
 
 
 WIDE = {

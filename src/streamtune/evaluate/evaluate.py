@@ -110,7 +110,7 @@ def evaluate_model(
             notify(note)
         with doing("loading the reference"):
             held = load_held_reference(task, found, tokenizer, device)
-        share = task.scores and task.can_share(found.model, notify)
+        share = task.scores and task.can_share(found.model, notify, beside=held)
         with doing("planning"):
             schedule = plan_evaluation(
                 recipe,

@@ -49,7 +49,7 @@ def prepare_step(recipe: Recipe, device_name: str, budget: Budget, shape: Shape)
     task = task_of(recipe)
     model = make_model_alone(recipe, device)
     held = make_reference_alone(recipe, device, task.reference_name) if task.holds_reference else None
-    share = shape.mode == "stream" and task.can_share(model)
+    share = shape.mode == "stream" and task.can_share(model, beside=held)
     handle: StreamHandle | None = None
     if shape.mode == "stream":
         schedule = _planned(task, model, shape, budget, share, 0 if held is None else device_held_bytes(held))

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from streamtune.recipe.dpo import refuse_sequences_of_rows
+from streamtune.recipe.losses import distillation_mistakes
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.sharing import REPEATED, VLLM, WholeWeights
 from streamtune.recipe.spec import Count, Rows, Steps, Text, at_most, mistake
@@ -24,13 +25,14 @@ class GrpoRecipe(Recipe):
     """Everything a run of group-relative policy optimisation depends on."""
 
     objective: Literal["grpo"] = "grpo"
-    """Objective of the training: a policy-gradient loss on completions that the model writes itself."""
+    """Objective of the training: a loss on completions that the model writes itself, by their rewards or by the
+    distribution of a teacher."""
 
     # --- rewards -----------------------------------------------------------------------------------------------
 
-    reward_funcs: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
+    reward_funcs: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Functions that score a completion: names of built-in rewards; with `allow_code`, `module:function` or
-    `path.py:function`."""
+    `path.py:function`. At least one; with `loss_type: gkd` none is needed, and rewards are reported only."""
 
     reward_weights: Annotated[tuple[float, ...], Field(strict=False)] | None = None
     """A weight for each of `reward_funcs`; without it, all weigh 1. The reward is the weighted sum."""
@@ -48,7 +50,8 @@ class GrpoRecipe(Recipe):
     """Tokens a completion may have; one without an end token by then is cut off."""
 
     temperature: Positive = 1.0
-    """Logits are divided by it, when completions are drawn and in the log-probs that are trained."""
+    """Logits are divided by it, when completions are drawn and in the log-probs that are trained. With `loss_type: gkd`
+    those of the divergence are divided by `kd_temperature`."""
 
     top_p: UpToOne = 1.0
     """Draw from the likeliest tokens that have this probability together."""
@@ -106,8 +109,9 @@ class GrpoRecipe(Recipe):
 
     # --- the loss ----------------------------------------------------------------------------------------------
 
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "rloo", "remax"] = "dapo"  # type: ignore[assignment]
-    """Loss of a token, and the set that it is averaged over."""
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "rloo", "remax", "gkd"] = "dapo"  # type: ignore[assignment]
+    """Loss of a token, and the set that it is averaged over. `gkd` is on-policy distillation (arXiv 2306.13649): the
+    divergence `kd_divergence` from the `teacher` at each token of a completion, averaged in the completion."""
 
     importance_sampling_level: Literal["token", "sequence"] | None = None
     """Ratios of new to old probability by token or by completion; without it, what `loss_type` says: only gspo takes
@@ -177,13 +181,15 @@ class GrpoRecipe(Recipe):
                 key="datasets.0.weight",
                 mend="delete it; max_rows takes a part of a dataset, and repeat visits one more often",
             )
+        for found in distillation_mistakes(self):
+            raise found
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
             raise mistake(
                 f"{len(self.reward_weights)} weights for {len(self.reward_funcs)} reward functions",
                 key="reward_weights",
                 mend="give one weight for each of reward_funcs",
             )
-        if self.num_generations < 2 and self.loss_type != "remax":
+        if self.num_generations < 2 and self.loss_type not in ("remax", "gkd"):
             raise mistake(
                 "a group of one completion has no mean to be better than",
                 key="num_generations",
@@ -292,6 +298,11 @@ class GrpoRecipe(Recipe):
         return self.completions_per_generation // self.completions_per_step
 
     @property
+    def distils(self) -> bool:
+        """True if the loss is the divergence from a teacher."""
+        return self.loss_type == "gkd"
+
+    @property
     def needs_old_logprobs(self) -> bool:
-        """True if the policy may have changed between writing completions and training on them."""
-        return self.num_iterations * self.steps_per_rollout > 1
+        """True if the policy may have changed between writing completions and training on them, and the loss asks."""
+        return not self.distils and self.num_iterations * self.steps_per_rollout > 1

@@ -262,8 +262,9 @@ class Recipe(Spec):
     """`sft`: coefficient of the squared log-sum-exp of a token's logits, added to its loss so that it stays small."""
 
     teacher: Text | None = None
-    """`sft`: hub name or local folder of a model with the same tokens, whose distribution is learnt at each token that
-    is trained on. It is held beside the model and not trained; logits of neither are ever whole."""
+    """`sft`, and `grpo` with `loss_type: gkd`: hub name or local folder of a model with the same tokens, whose
+    distribution is learnt at each token that is trained on. It is held beside the model and not trained; logits of
+    neither are ever whole."""
 
     kd_divergence: Literal["forward", "reverse", "jsd"] = "forward"
     """`teacher`: Kullback-Leibler divergence of the teacher's distribution from the model's (`forward`), of the model's
@@ -276,7 +277,7 @@ class Recipe(Spec):
     """`teacher`: number that the logits of both models are divided by in the divergence."""
 
     kd_hard_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """`teacher`: share of the loss of the rows' own tokens (`loss_type`); the divergence has the rest."""
+    """`teacher` of `sft`: share of the loss of the rows' own tokens (`loss_type`); the divergence has the rest."""
 
     # --- engine ------------------------------------------------------------------------------------------------
 

@@ -111,7 +111,7 @@ class Rewards:
         *,
         origins: Sequence[str] | None = None,
     ) -> RewardScores:
-        """Score N completions with every function.
+        """Score N completions with every function; without one, none has a reward.
 
         Args:
             prompts: One a completion, text or a list of messages.
@@ -128,6 +128,8 @@ class Rewards:
         self.check_columns(list(columns))
         batch = _Batch(prompts, completions, columns, origins)
         by_function = {name: _scores(name, function, batch) for name, function in self.functions.items()}
+        if not by_function:
+            return RewardScores([None] * len(completions), {})
         total = [_weighted(scores, self.weights) for scores in zip(*by_function.values(), strict=True)]
         return RewardScores(total, by_function)
 

@@ -75,7 +75,10 @@ def build_run(
         share = False
         if task.scores:
             with doing("checking that prompts can be shared"):
-                share = task.can_share(make_trial_model(recipe, model, start.device), notify)
+                whole = held is not None and models.deferred_of(held) is None
+                share = task.can_share(
+                    make_trial_model(recipe, model, start.device), notify, beside=held if whole else None
+                )
         streamed = plan_and_stream(
             start,
             model,

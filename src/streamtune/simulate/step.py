@@ -49,11 +49,11 @@ class Step:
         autocast: Compute in bf16.
         device: The kind of device that is simulated.
         targets: Tokens that have a target, of each row; None is all of them.
-        scored: Completions are scored, instead of a loss on next tokens.
+        scored: Completions, instead of rows; they are scored unless ``token_loss`` is given.
         alike: The tokens lie as ``scored`` has them. Else they are ordinary rows in which every one is scored.
         shard: A rank's part of each row, where ranks share the rows; by default rows are whole.
         frees_gradients: Each gradient is used and freed as soon as it is there.
-        token_loss: The loss of a target, where it is another than the cross entropy.
+        token_loss: The loss of a target, where it is another than the cross entropy; of completions as of rows.
         teacher: The head that it has a divergence from.
     """
 
@@ -122,9 +122,9 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
                 _logprobs(scorer, step, ids, labels)
             trace.enter("forward")
         with autocast.region(), bf16:
-            if step.scored is None:
-                with _with_loss(scorer, step, teacher_weight):
-                    loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+            if step.scored is None or step.token_loss is not None:
+                with _with_loss(scorer, step, teacher_weight) as given:
+                    loss = model(**{"input_ids": ids, "labels": labels, "use_cache": False, **given(ids, labels)}).loss
             else:
                 loss = _logprobs(scorer, step, ids, labels).sum()
                 trace.enter("head")  # its second loop over the chunks, to tell it from the first
@@ -137,18 +137,33 @@ def _free_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _with_loss(scorer: Any, step: Step, weight: Tensor | None) -> AbstractContextManager[None]:
-    """Return a context in which calls of a streamed model compute the loss of the step."""
+@contextmanager
+def _with_loss(scorer: Any, step: Step, weight: Tensor | None) -> Iterator[Callable[[Tensor, Tensor], dict[str, Any]]]:
+    """Make calls of a streamed model compute the loss of the step; yield what makes more arguments of such a call."""
+    branches = None
+    if step.scored is not None and step.scored.shares and step.alike:
+        branches = Branches.of(step.scored.trees)
+
+    def given(ids: Tensor, targets: Tensor) -> dict[str, Any]:
+        if step.scored is None:
+            return {}
+        return {"shift_labels": targets, **({} if branches is None else branches.arguments(ids))}
+
     if step.token_loss is None or not isinstance(scorer, StreamHandle):
-        return nullcontext()
+        yield given
+        return
     teacher: Any = None
+    weights = None if step.scored is None else torch.empty(_targets(step).shape, dtype=torch.float64, device="meta")
     if step.teacher is not None:
         shape = step.teacher
         hidden = torch.empty(step.batch_size, step.length, shape.hidden, dtype=shape.dtype, device="meta")
         assert weight is not None
         head: Any = _TeacherHead(weight)
         teacher = LazyLogits(head, hidden)
-    return scorer.with_loss(LossRequest(step.token_loss, teacher=teacher))
+    with scorer.with_loss(LossRequest(step.token_loss, weights, teacher)), ExitStack() as stack:
+        if branches is not None:
+            stack.enter_context(scorer.laid_out(branches))
+        yield given
 
 
 class _TeacherHead:

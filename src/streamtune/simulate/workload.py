@@ -95,7 +95,8 @@ class Workload:
         device_type: The device whose kernels compute: ``cuda`` or ``cpu``.
         completions: Returns what is scored at a length and batch size, where the loss is not on next tokens. A
             baseline has a row for each completion.
-        token_loss: The loss of a target of the rows, where it is another than the cross entropy.
+        token_loss: The loss of a target of the rows, where it is another than the cross entropy; of completions where
+            it is given with them, which are not scored then.
         teacher: The head of the teacher that the loss has a divergence from; its weights are of ``reference_bytes``.
         reference_bytes: Bytes of weights that are held in addition to the model's and not trained.
         optim_in_backward: The optimizer steps each weight as soon as its gradient is there, which is then

@@ -331,18 +331,24 @@ class Task(ABC, Generic[R_co]):
         """The names of the recipe's reward functions."""
         return ()
 
-    def can_share(self, model: Any, notify: Notify = lambda message: None) -> bool:
+    def can_share(self, model: Any, notify: Notify = lambda message: None, *, beside: Any = None) -> bool:
         """Return True if the recipe allows completions to share their prompts, and a test shows that the model can.
 
         Args:
             model: On its device, not streamed; left as it is.
             notify: Called with the reason if it cannot.
+            beside: A reference that is another model, and is called with the same sequences; None without one.
 
         Raises:
             UnsupportedModelError: They cannot, and the recipe asks for it.
         """
         if not self.may_share:
             return False
+        named = beside is not None and self.reference_name is not None
+        return self._can_share(model, notify) and (not named or self._can_share(beside, notify, self.reference_name))
+
+    def _can_share(self, model: Any, notify: Notify, name: str | None = None) -> bool:
+        whose = "" if name is None else f"'{name}': "
         limit, what = longest_unscaled(model.config), ""
         if limit is not None and self.recipe.max_length > limit:
             what = (
@@ -355,17 +361,19 @@ class Task(ABC, Generic[R_co]):
             mend = "sequence_parallel_size: 1"
         if what:
             if self.share_prefix == "always":
-                raise UnsupportedModelError(what, where="share_prefix", mend=f"set share_prefix: auto, or {mend}")
-            notify(f"each completion has its own copy of the prompt: {what}")
+                raise UnsupportedModelError(
+                    whose + what, where="share_prefix", mend=f"set share_prefix: auto, or {mend}"
+                )
+            notify(f"each completion has its own copy of the prompt: {whose}{what}")
             return False
         with stream(model) as handle:
             try:
                 check_branches(handle)
             except UnsupportedModelError as error:
                 if self.share_prefix == "always":
-                    error.where = "share_prefix"
+                    error.where, error.what = "share_prefix", whose + error.what
                     raise
-                notify(f"each completion has its own copy of the prompt: {error.what}")
+                notify(f"each completion has its own copy of the prompt: {whose}{error.what}")
                 return False
         return True
 

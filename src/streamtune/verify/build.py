@@ -226,10 +226,10 @@ def _choose_trees(
 ) -> _Chosen:
     """Choose completions, as long as memory allows, with their loss in both layouts."""
     device = model_device(model)
-    with doing("checking that prompts can be shared"):
-        share = task.can_share(model, notify)
     with doing("loading the reference"):
         held = load_reference(task, model, tokenizer, device) if task.compares else None
+    with doing("checking that prompts can be shared"):
+        share = task.can_share(model, notify, beside=held)
     with doing("measuring how long a row plain autograd has room for"):
         room = _measure_scored(model, device, bf16)
     limit, why = (length, "--length") if length is not None else _fitting_length(room, device, widened)

@@ -78,7 +78,8 @@ class BatchLayout:
     """Leave completions without a gradient out; not where a loss is a mean over a micro-batch, as bnpo's is."""
     mask_truncated: bool
     flat_has_gradient: bool
-    """True if a completion whose advantage is 0 has a gradient all the same: that of a KL in the loss."""
+    """True if a completion whose advantage is 0 has a gradient all the same: that of a KL in the loss, or of a
+    teacher."""
     prompts: int | None = None
     """Prompts of a micro-batch at most: as many as meet in it where no completion is left out, so that its memory is
     what was planned. None sets no limit."""
@@ -203,17 +204,19 @@ def _trees(
 
 
 def group_metrics(groups: Sequence[Group]) -> Metrics:
-    """Return the metrics of the completions of a step, under TRL's names: sums and counts."""
+    """Return the metrics of the completions of a step, under TRL's names: sums and counts; rewards where there are."""
     rewards = [reward for group in groups for reward in group.rewards if reward is not None]
     lengths = [len(completion) for group in groups for completion in group.completions]
     truncated = [cut for group in groups for cut in group.truncated]
-    found: dict[str, tuple[float, float]] = {
-        "reward": (math.fsum(rewards), len(rewards)),
-        "reward_std": (math.fsum(group.std for group in groups), len(groups)),
-        "frac_reward_zero_std": (sum(group.flat for group in groups), len(groups)),
-        "completions/mean_length": (sum(lengths), len(lengths)),
-        "completions/clipped_ratio": (sum(truncated), len(truncated)),
-    }
+    found: dict[str, tuple[float, float]] = {}
+    if groups[0].scores:
+        found = {
+            "reward": (math.fsum(rewards), len(rewards)),
+            "reward_std": (math.fsum(group.std for group in groups), len(groups)),
+            "frac_reward_zero_std": (sum(group.flat for group in groups), len(groups)),
+        }
+    found["completions/mean_length"] = (sum(lengths), len(lengths))
+    found["completions/clipped_ratio"] = (sum(truncated), len(truncated))
     for name in groups[0].scores:
         said = [score for group in groups for score in group.scores[name] if score is not None]
         found[f"rewards/{name}/mean"] = (math.fsum(said), len(said))
@@ -257,7 +260,7 @@ class RewardScorer:
 def load_functions(
     recipe: GrpoRecipe, folder: Path, notify: Callable[[str], None] = lambda message: None
 ) -> rewards.Rewards:
-    """Load the reward functions of a recipe; modules of the user's own are looked for in ``folder``.
+    """Load the reward functions of a recipe, or none; modules of the user's own are looked for in ``folder``.
 
     Args:
         recipe: The recipe.
@@ -267,6 +270,8 @@ def load_functions(
     Raises:
         ArgumentError: One of them does not exist, or is code that is not allowed to run.
     """
+    if not recipe.reward_funcs:
+        return rewards.Rewards({}, ())
     own = own_rewards(recipe)
     if own and not recipe.allow_code:
         raise ArgumentError(

@@ -1,10 +1,11 @@
-"""The policy-gradient objective of the training loop: micro-batches of completions, and their score.
+"""The objectives of the training loop on completions: a policy gradient, or the divergence from a teacher.
 
 Shape suffixes: N completions of a micro-batch, K their target tokens, B and T as in ``train.batch``.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from streamtune import train
 from streamtune.engine import StreamHandle
 from streamtune.objectives import POLICY_LOSSES, StepTotals, policy_loss
+from streamtune.objectives.ragged import counts
+from streamtune.ops import TokenLoss
 from streamtune.recipe.grpo import GrpoRecipe
 
-__all__ = ["MeasuredBatch", "PolicyBatch", "PolicyObjective"]
+__all__ = ["DistillationObjective", "MeasuredBatch", "PolicyBatch", "PolicyObjective", "RolloutObjective"]
 
 Metrics = Mapping[str, tuple[float, float]]
 WORLD = train.World()
@@ -48,6 +51,26 @@ class PolicyBatch(train.TreeBatch):
         tensors = {name: getattr(self, name) for name in ("advantages_N", "old_K", "ref_K")}
         return replace(moved, **{name: x.to(device) for name, x in tensors.items() if x is not None})
 
+    def rows(self, weight: float) -> train.MicroBatch:
+        """Return the same sequences as rows of next tokens, of which the targets of each completion weigh ``weight``.
+
+        A target that several completions begin with has the sum of their weights.
+        """
+        share_K = weight / counts(self.row_K, self.num_rows)[self.row_K].double()
+        flat = torch.zeros(self.input_ids.numel(), dtype=share_K.dtype, device=share_K.device)
+        weights = flat.index_add(0, self.place_K, share_K).view(self.input_ids.shape)
+        fields: dict[str, Any] = {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "shift_labels": self.shift_labels,
+            "origins": self.origins,
+            "weights": weights,
+            "filler": self.filler,
+        }
+        if self.branches is not None:
+            return train.PrefixBatch(**fields, position_ids=self.branches.position_ids, branches=self.branches)
+        return train.MicroBatch(**fields, position_ids=self.position_ids)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredBatch(train.MicroBatch):
@@ -60,24 +83,17 @@ class MeasuredBatch(train.MicroBatch):
         return self
 
 
-class PolicyObjective:
-    """The loss of ``loss_type``; before it, in the steps of ``sft_steps``, supervised fine-tuning.
+class RolloutObjective(ABC):
+    """A loss on completions; before it, in the steps of ``sft_steps``, supervised fine-tuning.
 
     Args:
-        handle: The handle of the streamed policy.
+        handle: The handle of the streamed policy; None where it is not streamed.
         recipe: Gives the loss and its settings.
     """
 
-    def __init__(self, handle: StreamHandle, recipe: GrpoRecipe) -> None:
-        self.handle, self.recipe = handle, recipe
+    def __init__(self, handle: StreamHandle | None, recipe: GrpoRecipe) -> None:
+        self.recipe = recipe
         self.supervised = train.SupervisedObjective(handle)
-        self._loss: dict[str, Any] = {
-            "epsilon_low": recipe.epsilon,
-            "epsilon_high": recipe.epsilon if recipe.epsilon_high is None else recipe.epsilon_high,
-            "delta": recipe.delta,
-            "beta": 0.0 if POLICY_LOSSES[recipe.loss_type].kl_in_reward else recipe.beta,
-            "importance_level": recipe.importance_sampling_level,
-        }
 
     def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = WORLD) -> StepTotals | float:
         """Return the step's completions and target tokens, also those without gradient; if supervised, its targets."""
@@ -97,7 +113,35 @@ class PolicyObjective:
         if not isinstance(batch, PolicyBatch):
             assert not isinstance(totals, StepTotals)
             return self.supervised.score(model, batch, totals)
-        assert isinstance(totals, StepTotals), "held-out prompts come with what was measured"
+        assert totals is None or isinstance(totals, StepTotals)
+        return self._score(model, batch, totals)
+
+    @abstractmethod
+    def _score(self, model: nn.Module, batch: PolicyBatch, totals: StepTotals | None) -> train.Score:
+        """Score completions; arguments as :meth:`score`."""
+
+
+class PolicyObjective(RolloutObjective):
+    """The policy-gradient loss of ``loss_type``.
+
+    Args:
+        handle: Computes log-probs: the handle of the streamed policy.
+        recipe: Gives the loss and its settings.
+    """
+
+    def __init__(self, handle: StreamHandle, recipe: GrpoRecipe) -> None:
+        super().__init__(handle, recipe)
+        self.handle = handle
+        self._loss: dict[str, Any] = {
+            "epsilon_low": recipe.epsilon,
+            "epsilon_high": recipe.epsilon if recipe.epsilon_high is None else recipe.epsilon_high,
+            "delta": recipe.delta,
+            "beta": 0.0 if POLICY_LOSSES[recipe.loss_type].kl_in_reward else recipe.beta,
+            "importance_level": recipe.importance_sampling_level,
+        }
+
+    def _score(self, model: nn.Module, batch: PolicyBatch, totals: StepTotals | None) -> train.Score:
+        assert totals is not None, "held-out prompts come with what was measured"
         scores = self.handle.logprobs(
             targets=batch.shift_labels,
             temperature=self.recipe.temperature,
@@ -118,3 +162,33 @@ class PolicyObjective:
             **self._loss,
         )
         return train.Score(terms.loss, scores.router_loss, metrics={**batch.metrics, **terms.metrics})
+
+
+class DistillationObjective(RolloutObjective):
+    """On-policy distillation: GKD with the model's own completions alone (arXiv 2306.13649, algorithm 1, lambda = 1).
+
+        loss = 1 / N  sum_n  1 / |o_n|  sum_t  D(teacher, model)(. | prompt, o_n,<t)
+
+    with D a divergence of the distributions of the next token. No gradient goes through the drawing of completions.
+    The logits of both models exist for a chunk of the head at a time (``ops.head.token_losses``).
+
+    Args:
+        handle: The handle of the streamed policy; None computes it from ordinary logits.
+        recipe: Gives the settings.
+        loss: The divergence, as the loss of a token.
+        teacher: The model that it is from; streamed as the policy is.
+    """
+
+    def __init__(
+        self, handle: StreamHandle | None, recipe: GrpoRecipe, loss: TokenLoss, teacher: train.ModelReference
+    ) -> None:
+        super().__init__(handle, recipe)
+        self.of_tokens = train.SupervisedObjective(handle, loss, teacher)
+
+    def _score(self, model: nn.Module, batch: PolicyBatch, totals: StepTotals | None) -> train.Score:
+        """Score completions; those of held-out prompts by their mean divergence."""
+        completions = 1 if totals is None else totals.completions
+        score = self.of_tokens.score(model, batch.rows(1 / completions), 1.0)
+        if totals is not None:
+            return replace(score, metrics={**batch.metrics, **score.metrics})
+        return train.Score(score.loss, metrics=batch.metrics, held_out=[(score.loss.item(), batch.num_rows)])

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from streamtune import data, rollout, train
+from streamtune import data, rewards, rollout, train
 from streamtune.errors import OutOfMemoryError, RunError
 from streamtune.objectives import POLICY_LOSSES, group_advantages, reward_with_kl
 from streamtune.recipe.grpo import GrpoRecipe
@@ -40,7 +40,7 @@ from streamtune.tasks.grpo.groups import (
     micro_batches,
     remember_logprobs,
 )
-from streamtune.tasks.grpo.objective import MeasuredBatch
+from streamtune.tasks.grpo.objective import MeasuredBatch, PolicyBatch
 from streamtune.tasks.grpo.ranks import SharedLogprobs
 from streamtune.tasks.steps import share_out
 from streamtune.tasks.task import chat_options
@@ -119,6 +119,11 @@ class GrpoSteps:
         self.layout, self.warm, self.log, self.activity, self.device = layout, warm, log, activity, device
         self.picker = rollout.PromptPicker(len(prompts.train), choice=recipe.prompts, seed=recipe.seed)
         self.kl_in_reward = recipe.beta > 0 and POLICY_LOSSES[recipe.loss_type].kl_in_reward
+        self.why_flat = (
+            "all completions were cut off, and mask_truncated_completions leaves them out"
+            if recipe.distils
+            else "all completions of a prompt have the same reward"
+        )
         self.taken = 0
         """Steps handed out."""
         self.on_first_rollout: Callable[[], None] = lambda: None
@@ -166,14 +171,20 @@ class GrpoSteps:
                     batches[0] = replace(batches[0], metrics=more)
                 return batches
 
-    def held_out(self, part: data.EvalSet | None = None) -> Iterator[MeasuredBatch]:
-        """Measure the likeliest completion of each held-out prompt, or of those of a set, a batch at a time."""
+    def held_out(self, part: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
+        """Measure the likeliest completion of each held-out prompt, or of those of a set, a batch at a time.
+
+        With a teacher they are micro-batches, whose divergence is the held-out loss.
+        """
         prompts, size = self.prompts.validation, self.recipe.prompts_per_generation * self.recipe.num_generations
         first, stop = (0, len(prompts)) if part is None else (part.start, part.stop)
         for start in range(first, stop, size):
             asked = [prompts[index] for index in range(start, min(start + size, stop))]
             written = self._greedy(asked)
             scores = self.score(asked, [completion.token_ids for completion in written])
+            if self.recipe.distils:
+                yield from self._held_out_completions(range(start, start + len(asked)), written, scores)
+                continue
             whole = Group(
                 prompt=-1,
                 completions=[completion.token_ids for completion in written],
@@ -184,6 +195,26 @@ class GrpoSteps:
             metrics = {name: value for name, value in group_metrics([whole]).items() if name not in OF_GROUPS}
             nothing = torch.zeros(1, 1, dtype=torch.int64)
             yield MeasuredBatch(nothing, nothing, nothing, tuple(prompt.origin for prompt in asked), metrics=metrics)
+
+    def _held_out_completions(
+        self, numbers: range, written: Sequence[rollout.Completion], scores: rewards.RewardScores
+    ) -> Iterator[PolicyBatch]:
+        """Return the micro-batches of a completion of each of some held-out prompts, with their metrics."""
+        groups = [
+            Group(
+                prompt=number,
+                completions=[completion.token_ids],
+                truncated=[completion.truncated],
+                rewards=[scores.total[place]],
+                scores={name: [values[place]] for name, values in scores.by_function.items()},
+                advantages=[0.0],
+            )
+            for place, (number, completion) in enumerate(zip(numbers, written, strict=True))
+        ]
+        layout = replace(self.layout, mask_truncated=False)
+        for batch in micro_batches(groups, self.prompts.validation, layout):
+            metrics = {name: value for name, value in batch.metrics.items() if name not in OF_GROUPS}
+            yield replace(batch, metrics=metrics)
 
     def _part(self, groups: list[Group], part: int) -> list[Group]:
         """Return the groups of one of the optimizer steps that go through a rollout."""
@@ -198,11 +229,12 @@ class GrpoSteps:
             if any(any_gradient(part, self.layout) for part in self._parts(groups)):
                 self._remember_logprobs(groups)
                 return _Rollout(groups, skipped=skipped)
-            self.log.skipped(self.taken + 1)
-        flat = "all completions of a prompt have the same reward"
+            self.log.skipped(self.taken + 1, self.why_flat)
         raise RunError(
-            f"{self.recipe.skip_limit} batches in a row taught nothing: in every one of them {flat}",
-            mend="look at completions.jsonl: is the task far too hard or too easy, or does a reward say the same of "
+            f"{self.recipe.skip_limit} batches in a row taught nothing: in every one of them {self.why_flat}",
+            mend="raise max_completion_length, or delete mask_truncated_completions"
+            if self.recipe.distils
+            else "look at completions.jsonl: is the task far too hard or too easy, or does a reward say the same of "
             "everything? More num_generations, another temperature, easier prompts or sft_steps help; skip_limit says "
             "how long to try",
         )
@@ -242,6 +274,12 @@ class GrpoSteps:
         recipe, count = self.recipe, self.recipe.num_generations
         rewards_N = _numbers([reward for group in groups for reward in group.rewards])
         group_N = torch.arange(len(groups)).repeat_interleave(count)
+        if recipe.distils:  # nothing is made of the rewards: their spread is shown
+            found = group_advantages("dr_grpo", rewards_N, group_N)
+            for place, group in enumerate(groups):
+                group.advantages = [0.0] * count
+                group.flat, group.std = bool(found.flat_N[place * count]), float(found.std_N[place * count])
+            return
         if self.kl_in_reward:
             rewards_N = self._less_kl(groups, rewards_N)
         greedy_N = None
@@ -375,12 +413,10 @@ class CompletionLog:
         for place, index in rows[: self.count]:
             append_record(self.path, self._record(step, groups[place], prompts[place], index))
 
-    def skipped(self, step: int) -> None:
+    def skipped(self, step: int, why: str) -> None:
         """Note that a rollout taught nothing and is drawn anew."""
         if self.writes:
-            train.append_event(
-                self.run.events, "skip", step=step, why="all completions of a prompt have the same reward"
-            )
+            train.append_event(self.run.events, "skip", step=step, why=why)
 
     def cut(self, step: int) -> None:
         """Forget what was kept after ``step``: those steps are taken again."""

@@ -1,4 +1,4 @@
-"""Reinforcement learning from rewards, with advantages within groups of completions.
+"""Reinforcement learning from rewards, with advantages within groups of completions; or on-policy distillation.
 
 A micro-batch of a plan has ``per_device_train_batch_size`` completions of ``max_completion_length`` tokens, or of half
 the length where that leaves no prompt, over as few prompts as ``num_generations`` says.
@@ -17,14 +17,16 @@ import torch
 from torch import nn
 
 from streamtune import data, models, optim, rollout, train
+from streamtune.engine import StreamHandle
 from streamtune.model_device import model_device
 from streamtune.objectives import POLICY_LOSSES, check_policy, group_advantages
+from streamtune.ops import Divergence, TokenLoss
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.rewards import Rewards
 from streamtune.schedule import Schedule
 from streamtune.simulate.scored import Scored
 from streamtune.tasks.grpo.groups import BatchLayout, RewardScorer, load_functions
-from streamtune.tasks.grpo.objective import PolicyBatch, PolicyObjective
+from streamtune.tasks.grpo.objective import DistillationObjective, PolicyBatch, PolicyObjective
 from streamtune.tasks.grpo.ranks import SharedRewards, SharedWriter, of_all_ranks
 from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps, WarmSteps
 from streamtune.tasks.preference import tree_batch
@@ -194,8 +196,26 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
     @property
     def compares(self) -> bool:
+        """See :class:`Task`: with a teacher too, which is the reference here."""
+        return self.recipe.beta > 0 or self.recipe.distils
+
+    @property
+    def reference_name(self) -> str | None:
         """See :class:`Task`."""
-        return self.recipe.beta > 0
+        return self.recipe.teacher if self.recipe.distils else super().reference_name
+
+    @property
+    def reference_key(self) -> str:
+        """See :class:`Task`."""
+        return "teacher" if self.recipe.distils else super().reference_key
+
+    @property
+    def token_loss(self) -> TokenLoss:
+        """See :class:`Task`."""
+        recipe = self.recipe
+        if not recipe.distils:
+            return super().token_loss
+        return TokenLoss(divergence=Divergence(recipe.kd_divergence, recipe.kd_beta, recipe.kd_temperature))
 
     @property
     def temperature(self) -> float:
@@ -221,6 +241,8 @@ class Grpo(ScoringTask[GrpoRecipe]):
         prompts = self.prompts_of(batch_size)
         counts = [batch_size // prompts + (place < batch_size % prompts) for place in range(prompts)]
         trees = tuple((length - completion - 1, (completion + 1,) * count) for count in counts)
+        if recipe.distils:  # the teacher's forward is one of each step
+            return Scored(trees, share)
         # Once a rollout: of the reference, and of the policy that wrote it where it changes before the last step.
         forwards = (self.compares + recipe.needs_old_logprobs) / recipe.num_iterations
         return Scored(trees, share, entropy=True, forwards=forwards)
@@ -239,8 +261,12 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return _Prompts(prepared.train)
 
     def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
-        """See :meth:`Task.objective`. The reference's log-probs are in the batches."""
-        return PolicyObjective(scorer, self.recipe)
+        """See :meth:`Task.objective`. The reference's log-probs are in the batches; a teacher is called."""
+        if not self.recipe.distils:
+            return PolicyObjective(scorer, self.recipe)
+        assert isinstance(reference, train.ModelReference), "a teacher is a model"
+        handle = scorer if isinstance(scorer, StreamHandle) else None
+        return DistillationObjective(handle, self.recipe, self.token_loss, reference)
 
     def count_steps(self, batches: _Prompts, micro_batches: int, world: train.World) -> StepPlan:
         """Count the optimizer steps. In an epoch every prompt is completed once, for ``num_iterations`` passes."""
@@ -265,7 +291,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
             writer=writer if world.size == 1 else SharedWriter(writer, world),
             score=SharedRewards(RewardScorer(self.functions, built.tokenizer), world),
             policy=policy,
-            reference=built.reference,
+            reference=None if recipe.distils else built.reference,
             layout=self._layout(built.tokenizer, built.share),
             warm=built.prepared.warm,
             log=log,
@@ -290,7 +316,8 @@ class Grpo(ScoringTask[GrpoRecipe]):
         )
 
     def _layout(self, tokenizer: PreTrainedTokenizerBase, share: bool) -> BatchLayout:
-        recipe, loss = self.recipe, POLICY_LOSSES[self.recipe.loss_type]
+        recipe = self.recipe
+        in_loss = recipe.distils or (self.compares and not POLICY_LOSSES[recipe.loss_type].kl_in_reward)
         return BatchLayout(
             batch_size=recipe.per_device_train_batch_size,
             prompts=self.prompts_of(recipe.per_device_train_batch_size),
@@ -298,7 +325,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
             share=share,
             leave_out=recipe.loss_type != "bnpo",
             mask_truncated=recipe.mask_truncated_completions,
-            flat_has_gradient=self.compares and not loss.kl_in_reward,
+            flat_has_gradient=in_loss,
         )
 
     # --- trials and comparisons --------------------------------------------------------------------------------
@@ -310,11 +337,15 @@ class Grpo(ScoringTask[GrpoRecipe]):
         their keys and values come to the length of the trial. With ``use_vllm`` nothing is written.
         """
         recipe, device = self.recipe, trial.device
-        draw = RandomTokens(recipe, trial.model)
+        teacher = trial.reference.model if isinstance(trial.reference, train.ModelReference) else None
+        draw = RandomTokens(recipe, trial.model, teacher)
         scored = self.scored(trial.share, trial.length, trial.batch_size)
         drawn = [draw.completions(recipe, scored) for _ in self._micro_batches()]
         policy = train.ModelReference(trial.model, trial.scorer, temperature=recipe.temperature, adapters=True)
-        references = {"old_K": policy if recipe.needs_old_logprobs else None, "ref_K": trial.reference}
+        references = {
+            "old_K": policy if recipe.needs_old_logprobs else None,
+            "ref_K": None if recipe.distils else trial.reference,
+        }
         write = self._random_rollout(trial, draw)
 
         def batches() -> list[PolicyBatch]:
@@ -367,6 +398,8 @@ class Grpo(ScoringTask[GrpoRecipe]):
         advantages_N = torch.randn(sum(len(tree.completions) for tree in trees), generator=draw)
         fields = [tree_batch(trees, pad_token_id=pad_token_id, share=each) for each in (share, False)]
         shared, apart = (PolicyBatch(**each, advantages_N=advantages_N).to(device) for each in fields)
+        if self.recipe.distils:
+            return shared, apart
         policy = train.ModelReference(model, plain, temperature=self.temperature, adapters=True)
         old_K = policy.logprobs(apart)
         old_K = old_K + NOISE * torch.randn(len(old_K), generator=draw).to(device)
@@ -375,7 +408,8 @@ class Grpo(ScoringTask[GrpoRecipe]):
     def with_reference(self, batch: train.TreeBatch, reference: train.Reference) -> train.TreeBatch:
         """See :meth:`Task.with_reference`."""
         assert isinstance(batch, PolicyBatch)
-        return replace(batch, ref_K=reference.logprobs(batch)) if self.compares else batch
+        reads = self.compares and not self.recipe.distils
+        return replace(batch, ref_K=reference.logprobs(batch)) if reads else batch
 
 
 def _check_loss(recipe: GrpoRecipe) -> None:
@@ -384,6 +418,8 @@ def _check_loss(recipe: GrpoRecipe) -> None:
     Raises:
         ArgumentError: They do not; it names the key.
     """
+    if recipe.distils:  # whose keys are checked where the recipe is read
+        return
     loss = POLICY_LOSSES[recipe.loss_type]
     check_policy(
         recipe.loss_type,
