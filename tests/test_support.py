@@ -23,7 +23,14 @@ from tests.sft_kit import write_rows
 REWARD = "def low(completion_ids, **columns):\n    return [-sum(ids) / len(ids) for ids in completion_ids]\n"
 """Gives each completion of a random model another score; where all were equal nothing would be learnt."""
 
-ELSEWHERE = {"use_vllm: true", "ref_model_name_or_path: NAME", "teacher: NAME", "kd_divergence: jsd", "gkd"}
+ELSEWHERE = {
+    "use_vllm: true",
+    "ref_model_name_or_path: NAME",
+    "teacher: NAME",
+    "teacher: FILE",
+    "kd_divergence: jsd",
+    "gkd",
+}
 """Options that need an accelerator or a second model."""
 
 AT_ONCE = 8

@@ -244,13 +244,16 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             {"moe_balance": "global", "router_aux_loss_coef": 0.001},
         ),
     ),
-    "sft losses": _options(
-        {"loss_type": "dft"},
-        {"loss_type": "focal"},
-        {"label_smoothing_factor": 0.1},
-        {"z_loss_coef": 0.001},
-        {"teacher": "reference"},
-        {"kd_divergence": "jsd", "teacher": "reference"},
+    "sft losses": (
+        *_options(
+            {"loss_type": "dft"},
+            {"loss_type": "focal"},
+            {"label_smoothing_factor": 0.1},
+            {"z_loss_coef": 0.001},
+            {"teacher": "reference"},
+            {"kd_divergence": "jsd", "teacher": "reference"},
+        ),
+        Option("teacher: FILE", {"teacher": "taught.safetensors"}),
     ),
     "dpo losses": _losses(
         *("sigmoid", "robust", "hinge", "ipo", "exo_pair", "sppo_hard", "apo_zero", "apo_down", "dpop", "copg"),

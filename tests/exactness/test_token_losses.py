@@ -6,6 +6,7 @@ Padded, packed and as turns that share their beginnings; however a step is split
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamtune import RouterLoss, Schedule, data, stream
 from streamtune.engine import LossRequest
-from streamtune.ops import Divergence, TokenLoss
+from streamtune.ops import (
+    Divergence,
+    TokenLoss,
+    TopKTeacher,
+    linear_token_loss,
+    token_loss_reference,
+    top_classes,
+)
 from streamtune.tasks.sft import prefix_batch
 from streamtune.train import MicroBatch, ModelReference, SupervisedObjective
 from streamtune.train.objective import output_of, plain_token_loss
@@ -218,3 +226,115 @@ class LargestOfVocabulary(TorchDispatchMode):
         if isinstance(found, Tensor) and found.dim() > 1 and found.shape[-1] == VOCAB and found.shape[0] not in WIDTHS:
             self.rows = max(self.rows, found.numel() // VOCAB)
         return found
+
+
+# --- what a file has of a teacher ------------------------------------------------------------------------------------
+
+
+def with_top_k(step: Sequence[MicroBatch], tables: dict[str, tuple[Tensor, Tensor]]) -> list[MicroBatch]:
+    """The batches, with the likeliest tokens of each row at its targets."""
+    found = []
+    for batch in step:
+        parts = [tables[origin] for origin in batch.origins]
+        ids, logprobs = (torch.cat([part[place] for part in parts]) for place in (0, 1))
+        found.append(replace(batch, top_k=TopKTeacher.of_targets(batch.shift_labels, ids, logprobs)))
+    return found
+
+
+def class_divergence(logits: Tensor, ids: Tensor, logprobs: Tensor, asked: Divergence) -> Tensor:
+    """The divergence of k + 1 classes, written out: those of the ids, and one of all other tokens."""
+    p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / asked.temperature).softmax(-1)
+    outside = torch.ones_like(p).scatter(-1, ids, 0.0)
+    q = torch.cat([p.gather(-1, ids), (p * outside).sum(-1, keepdim=True)], -1)
+    t = logprobs.to(q.dtype).exp()
+    t = t / t.sum(-1, keepdim=True)
+    if asked.kind == "forward":
+        return (t * (t / q).log()).sum(-1)
+    if asked.kind == "reverse":
+        return (q * (q / t).log()).sum(-1)
+    m = asked.beta * t + (1 - asked.beta) * q
+    return asked.beta * (t * (t / m).log()).sum(-1) + (1 - asked.beta) * (q * (q / m).log()).sum(-1)
+
+
+def taught_by_file(layout: str, asked: Divergence, k: int, schedule: Schedule | None = None) -> None:
+    model, loss, rows = build("llama"), TokenLoss(divergence=asked), examples()
+    draw = torch.Generator().manual_seed(5)
+    tables = {}
+    for row in rows:
+        targets = int((np.asarray(row.labels)[1:] != -100).sum())
+        ids, logprobs = top_classes(3 * torch.randn(targets, VOCAB, generator=draw), k)
+        tables[row.origin] = (ids.int(), logprobs)
+    alone = [batch for row in rows for batch in batches("one", [row])]
+
+    def dense(model: Any) -> Any:
+        model.zero_grad(set_to_none=True)
+        total = torch.zeros(())
+        for batch in alone:
+            kept = batch.shift_labels != -100
+            assert batch.weights is None or batch.weights[kept].unique().numel() == 1
+            logits = model(**batch.arguments).logits[kept]
+            ids, logprobs = tables[batch.origins[0]]
+            weight = 1.0 if batch.weights is None else batch.weights[kept][0]
+            own = torch.nn.functional.cross_entropy(
+                logits.to(torch.promote_types(logits.dtype, torch.float32)), batch.shift_labels[kept], reduction="none"
+            )
+            of_teacher = class_divergence(logits, ids.long(), logprobs, asked)
+            values = asked.hard_share * own + (1 - asked.hard_share) * of_teacher
+            total = total + weight * values.sum() / sum(each.target_weight for each in alone)
+        total.backward()
+        return total.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    want = reference_of(model, dense)
+    step = with_top_k(batches(layout, rows), tables)
+    with stream(model, schedule=schedule or Schedule(chunk_size=6, head_chunk_size=5)) as handle:
+        want.check(gradients(model, SupervisedObjective(handle, loss), step))
+    want.check(gradients(model, SupervisedObjective(None, loss), with_top_k(alone, tables)))
+
+
+@pytest.mark.quick("forward-packed", "jsd-one", "reverse-left")
+@pytest.mark.parametrize("layout", ["one", "left", "split", "packed"])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_divergence_of_likeliest_tokens_is_that_of_their_classes(name: str, layout: str) -> None:
+    asked = DIVERGENCES[name]
+    taught_by_file(layout, asked, 7)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("k", [1, VOCAB - 1])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_few_or_nearly_all_of_the_tokens(name: str, k: int) -> None:
+    taught_by_file("packed", DIVERGENCES[name], k)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("choices", [{"weights": "host"}, {"levels": 2, "offload": "host"}], ids=str)
+def test_likeliest_tokens_in_other_schedules(choices: dict[str, Any]) -> None:
+    taught_by_file("packed", DIVERGENCES["jsd"], 7, Schedule(chunk_size=6, head_chunk_size=5, **choices))
+
+
+def test_classes_of_all_but_one_token_are_the_distribution() -> None:
+    """Then the divergence is that of the teacher's own logits."""
+    draw = torch.Generator().manual_seed(3)
+    logits, taught = (torch.randn(6, 11, generator=draw, dtype=torch.float64) for _ in range(2))
+    targets = torch.randint(0, 11, (6,), generator=draw)
+    ids, logprobs = top_classes(taught / 2.0, 10)
+    teacher = TopKTeacher.of_targets(targets, ids.int(), logprobs)
+    for kind in ("forward", "reverse", "jsd"):
+        loss = TokenLoss(divergence=Divergence(kind, 0.3, 2.0))  # type: ignore[arg-type]
+        of_classes = token_loss_reference(logits, targets, loss, top_k=teacher)
+        of_all = token_loss_reference(logits, targets, loss, teacher_BTV=taught)
+        assert of_classes.item() == pytest.approx(of_all.item(), rel=1e-9)
+
+
+def test_a_model_that_is_sure_has_a_gradient_without_nan() -> None:
+    """Of the tokens that are left out the probability may be below what 1 - p can tell in fp32."""
+    hidden = torch.tensor([[[60.0, 0.0]]], requires_grad=True)
+    weight = torch.eye(4, 2, requires_grad=True)
+    targets, ids = torch.tensor([[0]]), torch.tensor([[0]], dtype=torch.int32)
+    for kind in ("forward", "reverse", "jsd"):
+        loss = TokenLoss(divergence=Divergence(kind))  # type: ignore[arg-type]
+        teacher = TopKTeacher.of_targets(targets, ids, torch.tensor([[-1e-3, -6.9]]))
+        value, _ = linear_token_loss(hidden, weight, targets, loss=loss, teacher=teacher)
+        (grad,) = torch.autograd.grad(value, weight)
+        assert bool(grad.isfinite().all()), kind
+        assert value.item() > 0

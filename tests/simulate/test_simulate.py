@@ -19,7 +19,7 @@ from streamtune.engine.memory.host import is_host_storage
 from streamtune.errors import ArgumentError
 from streamtune.models import add_lora
 from streamtune.models.quantize import PACKAGES, quantize
-from streamtune.ops import Divergence, TokenLoss
+from streamtune.ops import Divergence, TokenLoss, TopKTeacher, top_classes
 from streamtune.ops.attention.attention import KEY_BLOCK
 from streamtune.optim import BlockAdamW, build_optimizer, train_largest_block
 from streamtune.optimizer_table import OPTIMIZERS, state_bytes
@@ -314,6 +314,36 @@ def test_so_it_is_with_a_teacher(autocast: bool) -> None:
     )
     assert found.peak_bytes == pytest.approx(sum(weights) + live.peak, rel=0.01)
     assert found.terms["reference"] == weights[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("autocast", [False, True])
+def test_so_it_is_with_likeliest_tokens_of_a_file(autocast: bool) -> None:
+    """Of them a chunk is on the device; the others wait on the host, and no teacher is there."""
+    make, schedule = partial(build, "qwen3", vocab_size=20_011), replace(BASE, head_chunk_size=64)
+    loss, k = TokenLoss(divergence=Divergence("reverse")), 512
+    model: Any = make("cpu").train()
+    ids = torch.randint(3, 20_011, (1, LENGTH))
+    tables = top_classes(torch.randn(LENGTH, 20_011), k)
+    taught = TopKTeacher.of_targets(ids, tables[0].int(), tables[1])
+    batch = MicroBatch(ids, torch.ones_like(ids), ids, ("rows:1",), top_k=taught)
+    with stream(model, schedule=schedule) as handle:
+        objective = SupervisedObjective(handle, loss)
+
+        def backward() -> None:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast, cache_enabled=False):
+                score = objective.score(model, batch, 1.0)
+            score.minimised.backward()
+
+        backward()  # what is made once is there
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        with LiveBytes(model, decoder_layers(model)) as live:
+            backward()
+    found = simulate(workload(make, token_loss=loss, teacher_top_k=k, autocast=autocast), schedule)
+    assert found.peak_bytes == pytest.approx(sum(p.nbytes for p in model.parameters()) + live.peak, rel=0.01)
+    held = (taught.index_BT, taught.ids_Kk, taught.logprobs_Kc)
+    assert found.host_bytes == found.host_terms["teacher"] == sum(each.nbytes for each in held)
 
 
 @pytest.mark.full

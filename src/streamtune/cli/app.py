@@ -23,6 +23,7 @@ from .plan import plan
 from .probe_max_len import probe_max_len
 from .recipes import recipes
 from .report import report
+from .teach import teach
 from .verify import verify
 
 __all__ = ["app"]
@@ -72,6 +73,7 @@ app.command("plan", cls=HelpCommand, rich_help_panel="Measuring")(plan)
 app.command("bench", cls=HelpCommand, rich_help_panel="Measuring")(bench)
 app.command("probe-max-len", cls=HelpCommand, rich_help_panel="Measuring")(probe_max_len)
 app.command("verify", cls=HelpCommand, rich_help_panel="Measuring")(verify)
+app.command("teach", cls=HelpCommand, rich_help_panel="Training")(teach)
 app.command("generate", cls=HelpCommand, rich_help_panel="Afterwards")(generate)
 app.command("eval", cls=HelpCommand, rich_help_panel="Afterwards")(evaluate)
 app.command("export", cls=HelpCommand, rich_help_panel="Afterwards")(export)

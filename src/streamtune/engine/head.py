@@ -224,8 +224,8 @@ class StreamedHead:
         if self.shards is not None and weights is not None:
             weights = self.shards.cut(weights.to(targets.device), 1, 1.0)
         options |= {"loss": asked.loss, "weights_BT": asked.weights_of(targets, weights, type(self.model).__name__)}
-        of_teacher = asked.teacher
-        with nullcontext() if of_teacher is None else of_teacher.owner.as_teacher(of_teacher, targets) as teacher:
+        of_teacher, top_k = asked.teacher, asked.top_k_of(targets.shape, self.shards, type(self.model).__name__)
+        with nullcontext(top_k) if of_teacher is None else of_teacher.owner.as_teacher(of_teacher, targets) as teacher:
             options["teacher"] = teacher
             loss, measured = self._compute(logits, targets, linear_token_loss, project_token_loss, options)
         if self.shards is not None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from streamtune.engine.lazy_logits import LazyLogits, ScoreRequest
+from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import UnsupportedModelError
-from streamtune.ops import TokenLoss
+from streamtune.labels import IGNORE_INDEX
+from streamtune.ops import TokenLoss, TopKTeacher
 
 __all__ = ["LogitsRequest", "LossRequest"]
 
@@ -23,8 +26,33 @@ class LossRequest:
     """``[B, T]`` factor of the loss of each target; None is 1"""
     teacher: LazyLogits | None = None
     """Logits of a teacher for the same tokens, from ``StreamHandle.lazy_logits``, where the loss has a divergence"""
+    top_k: TopKTeacher | None = None
+    """The likeliest tokens of a teacher at the targets of the call, in place of its logits"""
     measured: dict[str, Tensor] | None = None
     """Sums over the targets of the call, by the names of ``ops.MEASURED``, without gradient; None before the call"""
+
+    def top_k_of(self, shape: torch.Size, shards: SequenceShards | None, model: str) -> TopKTeacher | None:
+        """Return the likeliest tokens of a teacher for the tokens of this rank, or None without.
+
+        Args:
+            shape: ``[...]`` of the targets that the model's loss is of.
+            shards: The ranks that share the tokens; None where there is only this one.
+            model: The name of the model, for the error.
+
+        Raises:
+            UnsupportedModelError: The model has left out tokens since.
+        """
+        if self.top_k is None:
+            return None
+        index = self.top_k.index_BT
+        if shards is not None:
+            index = shards.cut(index, 1, IGNORE_INDEX)
+        if index.shape != shape:
+            raise UnsupportedModelError(
+                f"{model} leaves out tokens before its loss, whose teacher has been asked of all of them",
+                mend="name a model as teacher",
+            )
+        return replace(self.top_k, index_BT=index)
 
     def weights_of(self, targets: Tensor, weights: Tensor | None, model: str) -> Tensor | None:
         """Return the weights on the device of the targets.

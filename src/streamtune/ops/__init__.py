@@ -12,9 +12,11 @@ from streamtune.ops.head.token_losses import (
     Divergence,
     TeacherHead,
     TokenLoss,
+    TopKTeacher,
     linear_token_loss,
     project_token_loss,
     token_loss_reference,
+    top_classes,
 )
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "Segment",
     "TeacherHead",
     "TokenLoss",
+    "TopKTeacher",
     "first_order",
     "graph_is_kept",
     "hooks_held_back",
@@ -41,4 +44,5 @@ __all__ = [
     "token_logprobs",
     "token_loss_reference",
     "token_scores",
+    "top_classes",
 ]

@@ -9,13 +9,16 @@ from pydantic_core import PydanticCustomError
 
 from streamtune.recipe.spec import mistake
 
-__all__ = ["FOCAL_GAMMA", "KD_BETA", "distillation_mistakes", "loss_mistakes"]
+__all__ = ["FOCAL_GAMMA", "KD_BETA", "TEACHER_FILE", "distillation_mistakes", "loss_mistakes"]
 
 FOCAL_GAMMA = 2.0
 """The exponent of the focal loss where the recipe does not say."""
 
 KD_BETA = 0.5
 """The teacher's share of the mixture of the Jensen-Shannon divergence, where the recipe does not say."""
+
+TEACHER_FILE = ".safetensors"
+"""End of the name of a file with a teacher's likeliest tokens; models are folders, or names on a hub."""
 
 OF_TEACHER = {"kd_divergence": "forward", "kd_beta": KD_BETA, "kd_temperature": 1.0, "kd_hard_share": 0.0}
 """Keys of the divergence from a teacher, and their defaults."""
@@ -25,6 +28,13 @@ OF_ROWS = {"focal_gamma": FOCAL_GAMMA, "label_smoothing_factor": 0.0, "z_loss_co
 
 WITH_GKD = ("teacher", "kd_divergence", "kd_beta", "kd_temperature")
 """Those that grpo reads with ``loss_type: gkd``."""
+
+NOT_OF_A_FILE = (
+    ("streaming", True, "reads rows as training goes"),
+    ("batching", "buckets", "cuts rows into pieces"),
+    ("reasoning", "per_turn", "makes several rows of a conversation, which share their beginnings"),
+)
+"""Keys and values that go with a teacher that is a model, and not with a file, and why."""
 
 UNREAD_WITH_GKD = {
     "beta": "weighs the divergence from a reference, and gkd has that from its teacher alone",
@@ -88,6 +98,12 @@ def _mistakes_of_rollouts(recipe: Any, given: list[str]) -> Iterator[PydanticCus
             )
     if distils:
         yield from _divergence_mistakes(recipe, given)
+    if recipe.teacher_file is not None:
+        yield mistake(
+            "'teacher' is a file, which has the tokens of rows, and in grpo the model writes those that are trained on",
+            key="teacher",
+            mend="name a model",
+        )
 
 
 def distillation_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
@@ -139,6 +155,15 @@ def _divergence_mistakes(recipe: Any, given: list[str]) -> Iterator[PydanticCust
 
 def _teacher_mistakes(recipe: Any, given: list[str]) -> Iterator[PydanticCustomError]:
     yield from _divergence_mistakes(recipe, given)
+    if recipe.teacher_file is not None:
+        for key, value, why in NOT_OF_A_FILE:
+            if getattr(recipe, key) == value:
+                shown = str(value).lower() if isinstance(value, bool) else value
+                yield mistake(
+                    f"'{key}: {shown}' {why}, and 'teacher' is a file with what was said of whole rows",
+                    key=key,
+                    mend="delete the line, or name a model as teacher",
+                )
     hard = [key for key in ("loss_type", "label_smoothing_factor", "z_loss_coef") if key in given]
     hard += ["loss_type"] if recipe.loss_type != "nll" else []
     if hard and recipe.teacher is not None and recipe.kd_hard_share == 0:

@@ -18,7 +18,7 @@ from streamtune.optimizer_table import OptimizerName
 from streamtune.recipe.adapters import AdapterKind, adapter_mistakes, adapters_of_whole_weights
 from streamtune.recipe.batching import BucketSpec, batching_mistakes, turn_mistakes
 from streamtune.recipe.learning_rates import ScheduleName, learning_rate_mistakes
-from streamtune.recipe.losses import FOCAL_GAMMA, KD_BETA, loss_mistakes
+from streamtune.recipe.losses import FOCAL_GAMMA, KD_BETA, TEACHER_FILE, loss_mistakes
 from streamtune.recipe.optimizing import LearningRateGroup, optimizer_mistakes
 from streamtune.recipe.presets import with_preset
 from streamtune.recipe.sharing import CHUNK_ORDER, QUANTISED, SHARING_PRESETS, TEACHER, WholeWeights
@@ -264,7 +264,8 @@ class Recipe(Spec):
     teacher: Text | None = None
     """`sft`, and `grpo` with `loss_type: gkd`: hub name or local folder of a model with the same tokens, whose
     distribution is learnt at each token that is trained on. It is held beside the model and not trained; logits of
-    neither are ever whole."""
+    neither are ever whole. In `sft` also a file, `NAME.safetensors`, with the likeliest tokens of a teacher, which
+    `streamtune teach` wrote."""
 
     kd_divergence: Literal["forward", "reverse", "jsd"] = "forward"
     """`teacher`: Kullback-Leibler divergence of the teacher's distribution from the model's (`forward`), of the model's
@@ -592,6 +593,11 @@ class Recipe(Spec):
             )
 
     @property
+    def teacher_file(self) -> str | None:
+        """The file with what a teacher said of the rows; None where the teacher is a model, or there is none."""
+        return self.teacher if self.teacher is not None and self.teacher.endswith(TEACHER_FILE) else None
+
+    @property
     def evaluates(self) -> bool:
         """True if there are rows to evaluate on."""
         return self.val_size > 0 or bool(self.eval_datasets)
@@ -758,7 +764,7 @@ class Recipe(Spec):
         if self.quantization == "int8":
             yield QUANTISED
         yield from adapters_of_whole_weights(self)
-        if self.teacher is not None:
+        if self.teacher is not None and self.teacher_file is None:
             yield TEACHER
         if self.engine.order == "chunk":
             yield CHUNK_ORDER

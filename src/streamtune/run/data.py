@@ -31,6 +31,7 @@ from streamtune import rewards
 from streamtune.distributed import read_environment
 from streamtune.tasks import Task
 from streamtune.tasks.task import PreparedRows, row_cache
+from streamtune.tasks.taught import taught_digest
 
 __all__ = [
     "fingerprint_inputs",
@@ -251,6 +252,8 @@ def fingerprint_inputs(task: Task[Any], folder: Path, *, resumed: bool, hubs: bo
         found["start"] = models.fingerprint_model(recipe.adapter_name_or_path)
     if reference is not None and _is_at_hand(reference, hubs):
         found["reference"] = models.fingerprint_model(reference, code=recipe.trust_remote_code)
+    if recipe.teacher_file is not None:
+        found["reference"] = taught_digest(Path(recipe.teacher_file))
     if sources := rewards.reward_sources(list(task.reward_funcs), folder):
         found["rewards"] = models.fingerprint_files(sources.items())
     return {key: value for key, value in found.items() if value is not None}

@@ -383,6 +383,7 @@ def make_workload(
         completions=completions,
         token_loss=None if (loss := task_of(recipe).token_loss).is_plain else loss,
         teacher=_teacher_of(recipe, device),
+        teacher_top_k=task_of(recipe).teacher_top_k,
         reference_bytes=reference_bytes,
         optim_in_backward=recipe.optim_in_backward,
         optimizer_on_host=recipe.engine.optimizer == "host",
@@ -393,7 +394,7 @@ def make_workload(
 
 def _teacher_of(recipe: Recipe, device: torch.device) -> TeacherShape | None:
     """Return the head of the recipe's teacher, from its configuration; None without a teacher."""
-    if recipe.teacher is None:
+    if recipe.teacher is None or recipe.teacher_file is not None:
         return None
     model: Any = make_reference_blueprint(recipe, device, recipe.teacher).requires_grad_(True)
     weight = model.get_output_embeddings().weight

@@ -48,7 +48,7 @@ def load_reference(
 
     Args:
         task: The task.
-        model: The trained model.
+        model: The trained model; None where it is not at hand, and a reference is named.
         tokenizer: Its tokenizer.
         device: The reference's device.
         sharing: The ranks that will share its weights: it is on ``meta`` then, and they are provided later.
@@ -186,7 +186,8 @@ def _check_vocabulary(
     key = task.reference_key
     noun = "teacher" if key == "teacher" else "reference"
     mend = f"use a {noun} with the tokenizer of the model, such as the model it was made from"
-    ours, theirs = (m.get_input_embeddings().weight.shape[0] for m in (model, reference))
+    theirs = reference.get_input_embeddings().weight.shape[0]
+    ours = len(tokenizer) if model is None else model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > theirs:
         what = f"the {noun} '{name}' has an embedding of {theirs:,} rows, and the tokenizer {len(tokenizer):,} tokens"
         raise ArgumentError(what, where=key, mend=mend)

@@ -214,6 +214,7 @@ def _traced(
         frees_gradients=workload.optim_in_backward and workload.micro_batches == 1,
         token_loss=workload.token_loss,
         teacher=workload.teacher,
+        teacher_top_k=workload.teacher_top_k,
     )
     parts: list[Part] = []
     cells: Mapping[CellPlace, Cell] = {}
@@ -298,10 +299,11 @@ def _told(
     work["touched_bytes"] += fixed.touched
     work["moved_bytes"] += fixed.host_moved
     host += traced
-    elsewhere = {**({"layer inputs": host} if host else {}), **fixed.host}
+    taught = workload.taught_bytes
+    elsewhere = {**({"layer inputs": host} if host else {}), **fixed.host, **({"teacher": taught} if taught else {})}
     return Simulation(
         peak_bytes=total,
-        host_bytes=host + sum(fixed.host.values()),
+        host_bytes=host + sum(fixed.host.values()) + taught,
         disk_bytes=disk,
         terms=terms,
         phase=phase,

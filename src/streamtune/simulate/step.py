@@ -19,7 +19,7 @@ from streamtune.engine.memory.rooms import HostRooms
 from streamtune.engine.passes import placeholder
 from streamtune.engine.weights.waiting import waiting_parameters
 from streamtune.labels import IGNORE_INDEX
-from streamtune.ops import TeacherHead, TokenLoss
+from streamtune.ops import TeacherHead, TokenLoss, TopKTeacher
 from streamtune.ops.head.sweep import autocast_dtype, cast
 from streamtune.ops.simulated import DeviceFunctions, simulating
 from streamtune.schedule import Schedule
@@ -55,6 +55,7 @@ class Step:
         frees_gradients: Each gradient is used and freed as soon as it is there.
         token_loss: The loss of a target, where it is another than the cross entropy; of completions as of rows.
         teacher: The head that it has a divergence from.
+        teacher_top_k: The number of likeliest tokens of a teacher, where it has a divergence from these; 0 without.
     """
 
     mode: Mode
@@ -70,6 +71,7 @@ class Step:
     frees_gradients: bool = False
     token_loss: TokenLoss | None = None
     teacher: TeacherShape | None = None
+    teacher_top_k: int = 0
 
 
 def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
@@ -160,10 +162,29 @@ def _with_loss(scorer: Any, step: Step, weight: Tensor | None) -> Iterator[Calla
         assert weight is not None
         head: Any = _TeacherHead(weight)
         teacher = LazyLogits(head, hidden)
-    with scorer.with_loss(LossRequest(step.token_loss, weights, teacher)), ExitStack() as stack:
+    top_k = None if not step.teacher_top_k else _TopK.of_step(step)
+    with scorer.with_loss(LossRequest(step.token_loss, weights, teacher, top_k)), ExitStack() as stack:
         if branches is not None:
             stack.enter_context(scorer.laid_out(branches))
         yield given
+
+
+class _TopK(TopKTeacher):
+    """The likeliest tokens of a teacher, of which a chunk is on ``meta``."""
+
+    @classmethod
+    def of_step(cls, step: Step) -> _TopK:
+        """Return those of a step; they are on the host, and nothing is read from them."""
+        index = torch.empty(step.batch_size, step.length, dtype=torch.long, device="meta")
+        width = step.teacher_top_k
+        return cls(index, torch.empty(0, width, device="meta"), torch.empty(0, width + 1, device="meta"))
+
+    def known(self, chunk: Tensor | slice, device: torch.device) -> tuple[Tensor, ...]:
+        """See :meth:`TopKTeacher.known`."""
+        size = len(chunk) if isinstance(chunk, Tensor) else chunk.stop - chunk.start
+        k = self.ids_Kk.shape[1]
+        ids = torch.empty(size, k, dtype=torch.int32, device=device).long()
+        return ids, torch.empty(size, k + 1, device=device)
 
 
 class _TeacherHead:

@@ -98,6 +98,7 @@ class Workload:
         token_loss: The loss of a target of the rows, where it is another than the cross entropy; of completions where
             it is given with them, which are not scored then.
         teacher: The head of the teacher that the loss has a divergence from; its weights are of ``reference_bytes``.
+        teacher_top_k: Likeliest tokens of a teacher that a file has of each target, on the host; 0 without.
         reference_bytes: Bytes of weights that are held in addition to the model's and not trained.
         optim_in_backward: The optimizer steps each weight as soon as its gradient is there, which is then
             freed.
@@ -121,6 +122,7 @@ class Workload:
     completions: Completions | None = None
     token_loss: TokenLoss | None = None
     teacher: TeacherShape | None = None
+    teacher_top_k: int = 0
     reference_bytes: int = 0
     optim_in_backward: bool = False
     optimizer_on_host: bool = False
@@ -154,6 +156,12 @@ class Workload:
     def tokens(self) -> int:
         """Number of tokens of a sequence."""
         return self.length if self.scored is None else self.scored.length
+
+    @property
+    def taught_bytes(self) -> int:
+        """Bytes on the host of what a teacher's file has of a micro-batch in which every token is a target."""
+        k = self.teacher_top_k
+        return self.rows * self.tokens * (4 * k + 4 * (k + 1) + 8) if k else 0
 
     @property
     def shard_tokens(self) -> int:

@@ -14,6 +14,7 @@ import torch
 from streamtune import data, objectives, train
 from streamtune.errors import DataError
 from streamtune.labels import IGNORE_INDEX
+from streamtune.ops import TopKTeacher, top_classes
 from streamtune.recipe.dpo import DpoRecipe
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.recipe.schema import Recipe
@@ -54,6 +55,12 @@ class RandomTokens:
         labels = ids.roll(-1, dims=1)
         labels[:, -1] = IGNORE_INDEX
         return train.MicroBatch(ids, torch.ones_like(ids), labels, (ORIGIN,) * rows, positions)
+
+    def top_k(self, batch: train.MicroBatch, k: int) -> TopKTeacher:
+        """Likeliest tokens of a teacher at the targets of a batch."""
+        logits = torch.randn(batch.num_targets, self._vocabulary, generator=self._generator)
+        ids, logprobs = top_classes(logits, k)
+        return TopKTeacher.of_targets(batch.shift_labels, ids.int(), logprobs)
 
     def preferences(self, recipe: DpoRecipe, scored: Scored) -> PreferenceBatch:
         """Completions that are compared; the first of each prompt is the better one."""

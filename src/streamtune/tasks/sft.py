@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from streamtune.tasks.task import (
     held_back,
     row_cache,
 )
+from streamtune.tasks.taught import TaughtRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -252,7 +254,12 @@ class Sft(Task[Recipe]):
         """See :meth:`Task.batches`; of streamed rows those of the held-out ones."""
         # Without held-out rows of a stream there is nothing that the batches are of, and none is asked for.
         held: Any = prepared.held_out if isinstance(prepared, StreamedRows) else prepared
-        return Batches(held, tokenizer)
+        file = self.recipe.teacher_file
+        if file is None:
+            return Batches(held, tokenizer)
+        taught = TaughtRows.open(Path(file), self.recipe.kd_temperature)
+        taught.check(held.train, tokenizer)
+        return Batches(held, tokenizer, taught)
 
     def count_steps(self, batches: Batches, micro_batches: int, world: train.World) -> StepPlan:
         """See :meth:`Task.count_steps`; of streamed rows it is not known how many there are."""
@@ -315,13 +322,19 @@ class Sft(Task[Recipe]):
 
     @property
     def compares(self) -> bool:
-        """See :attr:`Task.compares`: with a teacher, which is the reference here."""
-        return self.recipe.teacher is not None
+        """See :attr:`Task.compares`: with a teacher that is a model, which is the reference here."""
+        return self.recipe.teacher is not None and self.recipe.teacher_file is None
 
     @property
     def reference_name(self) -> str | None:
         """See :attr:`Task.reference_name`."""
-        return self.recipe.teacher
+        return self.recipe.teacher if self.compares else None
+
+    @property
+    def teacher_top_k(self) -> int:
+        """See :attr:`Task.teacher_top_k`."""
+        file = self.recipe.teacher_file
+        return 0 if file is None else TaughtRows.open(Path(file), self.recipe.kd_temperature).k
 
     @property
     def reference_key(self) -> str:
@@ -332,7 +345,10 @@ class Sft(Task[Recipe]):
         """See :meth:`Task.random_step`."""
         teacher = trial.reference.model if isinstance(trial.reference, train.ModelReference) else None
         draw = RandomTokens(self.recipe, trial.model, teacher)
-        batches = [draw.rows(trial.batch_size, trial.length).to(trial.device) for _ in self._micro_batches()]
+        drawn = [draw.rows(trial.batch_size, trial.length) for _ in self._micro_batches()]
+        if top_k := self.teacher_top_k:
+            drawn = [replace(batch, top_k=draw.top_k(batch, top_k)) for batch in drawn]
+        batches = [batch.to(trial.device) for batch in drawn]
         return self.objective(trial.handle, trial.reference, trial.device), lambda: batches
 
 
@@ -358,6 +374,8 @@ class Batches:
     prepared: data.PreparedData
     tokenizer: PreTrainedTokenizerBase | None
     """None where batches are counted and not made."""
+    taught: TaughtRows | None = None
+    """What a teacher said of the rows to train on, where the recipe names a file of it."""
 
     @property
     def packed(self) -> bool:
@@ -401,9 +419,12 @@ class Batches:
         """Return the batch of some training units."""
         prepared = self.prepared
         if prepared.pieces is None:
-            return self.collate(
-                [self._unit(prepared.train, prepared.packs, unit) for unit in units], packed=self.packed
-            )
+            sequences = [self._unit(prepared.train, prepared.packs, unit) for unit in units]
+            batch = self.collate(sequences, packed=self.packed)
+            if self.taught is None:
+                return batch
+            rows = [example for sequence in sequences for example in sequence]
+            return replace(batch, top_k=self.taught.of(rows, batch.shift_labels))
         cut = [prepared.pieces.cut(prepared.train, unit) for unit in units]
         together = self.per_sequence(units[0])
         sequences = [cut[start : start + together] for start in range(0, len(cut), together)]

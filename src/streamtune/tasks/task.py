@@ -470,6 +470,11 @@ class Task(ABC, Generic[R_co]):
         """The loss of a target token of supervised rows."""
         return TokenLoss()
 
+    @property
+    def teacher_top_k(self) -> int:
+        """The number of a teacher's likeliest tokens that a file has of each target; 0 without such a file."""
+        return 0
+
     # --- trials and comparisons --------------------------------------------------------------------------------
 
     @abstractmethod

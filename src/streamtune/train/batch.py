@@ -13,6 +13,7 @@ from streamtune.labels import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from streamtune.engine import Branches
+    from streamtune.ops import TopKTeacher
 
 __all__ = ["MicroBatch", "PrefixBatch", "StepStream", "TreeBatch", "counted"]
 
@@ -40,6 +41,8 @@ class MicroBatch:
     """[B, T] int64 from 0 in each of the rows packed into a sequence; None where a sequence is one row"""
     weights: Tensor | None = None
     """[B, T] floats, the factor of the loss of what position t is to predict; None where all are 1"""
+    top_k: TopKTeacher | None = None
+    """The likeliest tokens of a teacher at the positions that are trained on, from a file; they stay on the host"""
     filler: bool = False
     """It is computed because other ranks compute a batch of theirs, and counts nothing."""
 

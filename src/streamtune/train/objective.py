@@ -97,7 +97,8 @@ class SupervisedObjective:
     Args:
         handle: The handle of the model, if it is streamed: the loss that its routers add is not shown.
         loss: The loss of a target.
-        teacher: The model that its divergence is from, if it has one; streamed as the model is.
+        teacher: The model that its divergence is from, if it has one; streamed as the model is. Without it batches have
+            what a teacher said.
     """
 
     def __init__(
@@ -121,9 +122,8 @@ class SupervisedObjective:
         elif self._handle is None:
             loss = plain_token_loss(model, batch, self.loss, self.teacher) / totals
         else:
-            asked = LossRequest(
-                self.loss, batch.weights, None if self.teacher is None else self.teacher.lazy_logits(batch)
-            )
+            taught = None if self.teacher is None else self.teacher.lazy_logits(batch)
+            asked = LossRequest(self.loss, batch.weights, taught, batch.top_k)
             with self._handle.with_loss(asked):
                 loss = output_of(model, batch, num_targets=totals).loss
             assert asked.measured is not None, "a call with labels computes its loss"
@@ -153,7 +153,9 @@ def plain_token_loss(
         with torch.no_grad(), evaluating(teacher.model):
             teacher_logits = teacher.model(**batch.arguments).logits
     logits = model(**batch.arguments).logits
-    return token_loss_reference(logits, batch.shift_labels, loss, batch.weights, teacher_BTV=teacher_logits)
+    return token_loss_reference(
+        logits, batch.shift_labels, loss, batch.weights, teacher_BTV=teacher_logits, top_k=batch.top_k
+    )
 
 
 def output_of(model: nn.Module, batch: MicroBatch, *, num_targets: float, **more: Any) -> Any:

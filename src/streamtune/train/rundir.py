@@ -37,7 +37,7 @@ FILES = {
     "base": "the files of the model that training started from",
     "adapter": "the files of the base that the model's adapters name",
     "start": "the files of the adapters that training started from",
-    "reference": "the files of the reference model",
+    "reference": "the files of the reference model, or the file of a teacher",
     "rewards": "the files with the source of the reward functions",
 }
 """Files that a run reads again when it goes on, by the key of their fingerprint."""

@@ -42,6 +42,7 @@ from streamtune.run.reference import load_reference, streamed
 from streamtune.schedule import Schedule
 from streamtune.simulate.scored import PlainScores
 from streamtune.tasks import Task, task_of
+from streamtune.tasks.random_batches import RandomTokens
 from streamtune.tasks.sft import prefix_batch
 from streamtune.tasks.task import ScoringTask
 from streamtune.train.objective import autocast, loss_of, output_of
@@ -200,6 +201,11 @@ def _choose_rows(
         batch = prefix_batch([window.example for window in windows]).to(device)
     elif recipe.packing:
         batch = _collate(windows, tokenizer, packed=True).to(device)
+    if top_k := task.teacher_top_k:  # of windows the file says nothing: likeliest tokens are drawn
+        taught = RandomTokens(recipe, model).top_k(alone, top_k)
+        packed = batch is not alone
+        alone = replace(alone, top_k=taught)
+        batch = replace(batch, top_k=taught.at(batch.shift_labels)) if packed else alone
     return _Chosen(
         windows=tuple(windows),
         batch=batch,
@@ -333,7 +339,7 @@ def _loss(
             if held is not None:
                 with (teacher := streamed(held, handle)).handle, autocast(device, bf16):
                     teacher_logits = teacher.lazy_logits(batch)
-            with handle.with_loss(LossRequest(token_loss, batch.weights, teacher_logits)):
+            with handle.with_loss(LossRequest(token_loss, batch.weights, teacher_logits, batch.top_k)):
                 return _cross_entropy(batch, router_loss, model, bf16)
         asked, balance = _balance(batch, router_loss, model)
         with autocast(device, bf16):
@@ -341,7 +347,9 @@ def _loss(
             with torch.no_grad():
                 wide = None if held is None else held(**batch.arguments).logits
         loss = (
-            token_loss_reference(output.logits, batch.shift_labels, token_loss, batch.weights, teacher_BTV=wide)
+            token_loss_reference(
+                output.logits, batch.shift_labels, token_loss, batch.weights, teacher_BTV=wide, top_k=batch.top_k
+            )
             / batch.target_weight
         )
         return loss + balance * output.aux_loss if balance else loss

@@ -14,6 +14,10 @@ and, with t the probabilities of a teacher, both of logits over a temperature T,
     reverse             sum_v p_v log(p_v / t_v)
     jsd                 b sum_v t_v log(t_v / m_v) + (1 - b) sum_v p_v log(p_v / m_v)      arXiv 2306.13649
 
+Where of a teacher only the probabilities t_1 .. t_k of its k likeliest tokens are known, the divergence is that of
+k + 1 classes: these tokens, and all others as one, of the probabilities 1 - sum_i t_i and 1 - sum_i p_i. It is at most
+that of all tokens, and equal to it where the others have the same proportions in both.
+
 Each is a function of one token's logits, so that its gradient is known when they are: 3 matmuls a chunk, as the plain
 cross entropy takes, and one more for a teacher, whose logits of a chunk are computed from its hidden states. Beside the
 logits of a chunk there are a few tensors of :data:`WIDENED` elements at a time.
@@ -25,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -51,9 +55,11 @@ __all__ = [
     "Divergence",
     "TeacherHead",
     "TokenLoss",
+    "TopKTeacher",
     "linear_token_loss",
     "project_token_loss",
     "token_loss_reference",
+    "top_classes",
 ]
 
 MEASURED = ("nll", "kl")
@@ -94,6 +100,52 @@ class TeacherHead:
         with torch.no_grad():
             return self.project(self.hidden_BTC.flatten(0, -2)[chunk])
 
+    def known(self, chunk: Tensor | slice, device: torch.device) -> tuple[Tensor, ...]:
+        """Return what is known of a chunk: its logits ``[n, V]``."""
+        return (self.logits(chunk),)
+
+
+@dataclass(frozen=True)
+class TopKTeacher:
+    """The likeliest next tokens of a teacher, for the target tokens of a call; on the host, and copied by the chunk.
+
+    Attributes:
+        index_BT: Which of the K each position ``[B, T]`` has, int64; -100 where nothing is predicted.
+        ids_Kk: Token ids ``[K, k]``, int32, all different in a row.
+        logprobs_Kc: Their log-probabilities, and last that of all other tokens together ``[K, k + 1]``, fp32.
+    """
+
+    index_BT: Tensor  # noqa: N815
+    ids_Kk: Tensor  # noqa: N815
+    logprobs_Kc: Tensor  # noqa: N815
+
+    @classmethod
+    def of_targets(cls, targets_BT: Tensor, ids_Kk: Tensor, logprobs_Kc: Tensor) -> TopKTeacher:
+        """Return the tables for the targets ``[B, T]``, in whose order they are: row by row, position by position."""
+        targets = targets_BT.cpu()
+        kept = targets != IGNORE_INDEX
+        index = torch.where(kept, kept.flatten().cumsum(0).view(targets.shape) - 1, IGNORE_INDEX)
+        assert int(kept.sum()) == len(ids_Kk) == len(logprobs_Kc), "a row of the tables for each target"
+        return cls(index, ids_Kk, logprobs_Kc)
+
+    def at(self, targets_BT: Tensor) -> TopKTeacher:
+        """Return the same for the same targets in another layout ``[B, T]``."""
+        return self.of_targets(targets_BT, self.ids_Kk, self.logprobs_Kc)
+
+    def known(self, chunk: Tensor | slice, device: torch.device) -> tuple[Tensor, ...]:
+        """Return the ids ``[n, k]``, int64, and the log-probabilities ``[n, k + 1]`` of a chunk of the positions."""
+        rows = self.index_BT.flatten()[chunk.cpu() if isinstance(chunk, Tensor) else chunk]
+        return self.ids_Kk[rows].to(device).long(), self.logprobs_Kc[rows].to(device)
+
+
+def top_classes(logits_nV: Tensor, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return the ids ``[n, k]`` of the likeliest tokens, and their log-probs and that of all others ``[n, k + 1]``."""
+    wide = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+    logp = (wide / temperature).log_softmax(-1)
+    top, ids = logp.topk(k, dim=-1)
+    rest = logp.scatter_(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
+    return ids, torch.cat([top, rest], -1)
+
 
 @dataclass(frozen=True)
 class TokenLoss:
@@ -127,7 +179,7 @@ class _Sweep:
     rows: TargetRows
     loss: TokenLoss
     weights_N: Tensor | None  # noqa: N815
-    teacher: TeacherHead | None
+    teacher: TeacherHead | TopKTeacher | None
     transform: Project | None
     accumulate_dtype: torch.dtype
     compute_dtype: torch.dtype | None
@@ -142,8 +194,8 @@ class _Sweep:
         weights = None if self.weights_N is None else self.weights_N[chunk]
         wide = torch.promote_types(logits_nV.dtype, torch.float32)
         sums = logits_nV.new_zeros(1 + len(MEASURED), dtype=wide)
-        teacher_nV = None if self.teacher is None else self.teacher.logits(chunk)
-        most = WIDENED if teacher_nV is None else WIDENED // 4
+        known = () if self.teacher is None else self.teacher.known(chunk, logits_nV.device)
+        most = WIDENED // 4 if known else WIDENED
         for part in blocks(len(targets), max(1, most // logits_nV.shape[1])):
             raw = logits = logits_nV[part]
             if self.transform is not None:
@@ -156,7 +208,7 @@ class _Sweep:
                 targets[part],
                 self.loss,
                 part_weights,
-                None if teacher_nV is None else teacher_nV[part].to(wide),
+                tuple(each[part].to(wide) if each.is_floating_point() else each[part] for each in known),
                 with_grad=with_grad,
             )
             sums += found
@@ -174,11 +226,14 @@ def _loss_and_grad(
     targets_n: Tensor,
     loss: TokenLoss,
     weights_n: Tensor | None,
-    teacher_nV: Tensor | None,
+    known: tuple[Tensor, ...],
     *,
     with_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sums of loss and measures of some tokens, and the gradient of their logits, in fp32 or wider."""
+    """Return the sums of loss and measures of some tokens, and the gradient of their logits, in fp32 or wider.
+
+    ``known`` is of the teacher: its logits, or ids and log-probs of its likeliest tokens.
+    """
     picked_n1 = targets_n[:, None]
     logprobs_nV = logits_nV.log_softmax(-1)
     logp_n = logprobs_nV.gather(-1, picked_n1).squeeze(-1)
@@ -193,8 +248,11 @@ def _loss_and_grad(
         of_all_n = of_all_n + 2 * loss.z_loss * log_z_n
     divergence, kl_n, kl_grad = loss.divergence, None, None
     if divergence is not None:
-        assert teacher_nV is not None, "a divergence is from a teacher"
-        kl_n, kl_grad = _divergence(logits_nV, teacher_nV, divergence, with_grad=with_grad)
+        assert known, "a divergence is from a teacher"
+        if len(known) == 1:
+            kl_n, kl_grad = _divergence(logits_nV, known[0], divergence, with_grad=with_grad)
+        else:
+            kl_n, kl_grad = _class_divergence(logits_nV, known[0], known[1], divergence, with_grad=with_grad)
         values_n = divergence.hard_share * values_n + (1 - divergence.hard_share) * kl_n
     weighted_n = values_n if weights_n is None else values_n * weights_n
     sums = torch.stack([weighted_n.sum(), -logp_n.sum(), weighted_n.new_zeros(()) if kl_n is None else kl_n.sum()])
@@ -253,6 +311,26 @@ def _divergence(
     return values, _finite(ratio.sub_(mean).mul_(p)).mul_(share / temperature)
 
 
+def _class_divergence(
+    logits_nV: Tensor, ids_nk: Tensor, logt_nc: Tensor, divergence: Divergence, *, with_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the divergence of each token over the classes of a teacher's likeliest tokens, and its gradient.
+
+    A class's log-probability is the log-sum-exp of its tokens'. So the gradient for the logit of a token is that for
+    its class, as if classes had logits, times its share of the class: 1, or ``p_v`` over that of all other tokens.
+    """
+    logp = (logits_nV / divergence.temperature).log_softmax(-1)
+    top = logp.gather(-1, ids_nk)
+    others = logp.scatter_(-1, ids_nk, -math.inf)
+    rest = others.logsumexp(-1, keepdim=True)  # not 1 - sum p, which is lost to rounding where the model is sure
+    alone = replace(divergence, temperature=1.0)
+    values, slope = _divergence(torch.cat([top, rest], -1), logt_nc, alone, with_grad=with_grad)
+    if slope is None:
+        return values, None
+    grad = _finite(others.sub_(rest).exp_()).mul_(slope[:, -1:])
+    return values, grad.scatter_(-1, ids_nk, slope[:, :-1]).div_(divergence.temperature)
+
+
 def _sum_of_divergence(p: Tensor, logp: Tensor, q: Tensor, logq: Tensor) -> Tensor:
     """Return ``sum p log(p / q)`` of each row.
 
@@ -274,7 +352,7 @@ def linear_token_loss(
     *,
     loss: TokenLoss,
     weights_BT: Tensor | None = None,
-    teacher: TeacherHead | None = None,
+    teacher: TeacherHead | TopKTeacher | None = None,
     bias_V: Tensor | None = None,
     transform: Project | None = None,
     ignore_index: int = IGNORE_INDEX,
@@ -327,7 +405,7 @@ def project_token_loss(
     *,
     loss: TokenLoss,
     weights_BT: Tensor | None = None,
-    teacher: TeacherHead | None = None,
+    teacher: TeacherHead | TopKTeacher | None = None,
     ignore_index: int = IGNORE_INDEX,
     chunk_size: int = 1024,
     num_items: Tensor | float | None = None,
@@ -350,6 +428,7 @@ def token_loss_reference(
     weights_BT: Tensor | None = None,
     *,
     teacher_BTV: Tensor | None = None,
+    top_k: TopKTeacher | None = None,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
     """Compute the slow, obvious form: the sum over the targets, of all logits at once. Autograd differentiates it."""
@@ -366,15 +445,31 @@ def token_loss_reference(
     if loss.z_loss:
         values = values + loss.z_loss * logits.to(logprobs.dtype).logsumexp(-1) ** 2
     if loss.divergence is not None:
-        assert teacher_BTV is not None, "a divergence is from a teacher"
         hard = loss.divergence.hard_share
-        values = hard * values + (1 - hard) * _dense_divergence(logits, teacher_BTV[kept], loss.divergence)
+        if top_k is not None:
+            of_teacher = _dense_class_divergence(logits, kept, top_k, loss.divergence)
+        else:
+            assert teacher_BTV is not None, "a divergence is from a teacher"
+            of_teacher = _dense_divergence(logits, teacher_BTV[kept], loss.divergence)
+        values = hard * values + (1 - hard) * of_teacher
     return (values if weights_BT is None else values * weights_BT[kept]).sum()
 
 
 def _dense_divergence(logits_NV: Tensor, teacher_NV: Tensor, divergence: Divergence) -> Tensor:
     size, wide = min(logits_NV.shape[1], teacher_NV.shape[1]), torch.promote_types(logits_NV.dtype, torch.float32)
     p, t = ((x[:, :size].to(wide) / divergence.temperature).softmax(-1) for x in (logits_NV, teacher_NV))
+    return _dense_sum(p, t, divergence)
+
+
+def _dense_class_divergence(logits_NV: Tensor, kept: Tensor, teacher: TopKTeacher, divergence: Divergence) -> Tensor:
+    wide = torch.promote_types(logits_NV.dtype, torch.float32)
+    ids, logt = teacher.known(kept.flatten().nonzero().squeeze(-1), logits_NV.device)
+    every = (logits_NV.to(wide) / divergence.temperature).softmax(-1)
+    rest = every.scatter(-1, ids, 0.0).sum(-1, keepdim=True)
+    return _dense_sum(torch.cat([every.gather(-1, ids), rest], -1), logt.to(wide).softmax(-1), divergence)
+
+
+def _dense_sum(p: Tensor, t: Tensor, divergence: Divergence) -> Tensor:
     if divergence.kind == "forward":
         return (t * (t.log() - p.log())).sum(-1)
     if divergence.kind == "reverse":

@@ -1,0 +1,198 @@
+"""``streamtune teach``, and ``sft`` with its file: what is written, what is learnt from it, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from streamtune.cli import main
+from streamtune.errors import ArgumentError, RecipeError
+from streamtune.recipe import load_recipe
+from streamtune.run.build import build_run
+from streamtune.run.device import make_schedule
+from streamtune.run.model import make_blueprint
+from streamtune.run.plan import recipe_workload
+from streamtune.simulate.simulate import simulate
+from streamtune.tasks.sft import Batches
+from streamtune.tasks.taught import row_key
+from tests.run.test_sft_losses import COMMON, make_teacher, records, write_weighed
+from tests.sft_kit import run, write_recipe
+
+K = 12
+RECIPE: dict[str, Any] = {**COMMON, "teacher": "taught.safetensors", "per_device_train_batch_size": 3}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Rows, a teacher in ``taught/final``, and what it says of them in ``taught.safetensors``."""
+    monkeypatch.chdir(tmp_path)
+    write_weighed(tmp_path, lambda number: {})
+    make_teacher(tmp_path)
+    return tmp_path
+
+
+def teach(folder: Path, *arguments: str, **keys: Any) -> int:
+    write_recipe(folder, {**COMMON, "teacher": "taught/final", **keys})
+    with pytest.raises(SystemExit) as left:
+        main(["teach", "tiny.yaml", "taught.safetensors", "--top-k", str(K), *arguments])
+    return int(left.value.code or 0)
+
+
+def test_the_file_has_the_likeliest_tokens_of_each_target(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside those of the whole logits of each row by itself; equal rows are there once."""
+    (folder / "rows.jsonl").write_text((folder / "rows.jsonl").read_text() * 2)
+    assert teach(folder, kd_temperature=2.0) == 0
+    assert "12 rows" in capsys.readouterr().out
+    found = load_file("taught.safetensors")
+    built = build_run(load_recipe(write_recipe(folder, {**RECIPE, "kd_temperature": 2.0}), []))
+    teacher = AutoModelForCausalLM.from_pretrained("taught/final")
+    assert found["starts"].tolist() == sorted(found["starts"].tolist())
+    assert len(found["ids"]) == found["starts"][-1] == len(found["logprobs"])
+    keys = {key.numpy().tobytes(): number for number, key in enumerate(found["keys"])}
+    assert len(keys) == 12
+    assert len(built.prepared.train) == 24
+    for example in built.prepared.train:
+        number = keys[row_key(example)]
+        own = slice(int(found["starts"][number]), int(found["starts"][number + 1]))
+        kept = torch.tensor(example.labels)[1:] != -100
+        with torch.no_grad():
+            logits = teacher(torch.tensor(example.input_ids)[None].long()).logits[0, :-1][kept].double()
+        want = (logits[:, : len(built.tokenizer)] / 2.0).log_softmax(-1)
+        ids, logprobs = found["ids"][own].long(), found["logprobs"][own]
+        torch.testing.assert_close(want.gather(-1, ids), logprobs[:, :-1].double(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(want.topk(K).values, logprobs[:, :-1].double(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logprobs.exp().sum(-1), torch.ones(len(ids)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [{}, {"packing": True}, {"batching": "tokens", "tokens_per_batch": 320}], ids=str)
+def test_batches_have_what_was_said_of_their_own_targets(folder: Path, layout: dict[str, Any]) -> None:
+    assert teach(folder) == 0
+    built = build_run(load_recipe(write_recipe(folder, {**RECIPE, **layout}), []))
+    batches = built.batches
+    assert isinstance(batches, Batches)
+    found, keys = load_file("taught.safetensors"), {}
+    for number, key in enumerate(found["keys"]):
+        keys[key.numpy().tobytes()] = number
+    by_origin = {
+        example.origin: found["ids"][found["starts"][number] : found["starts"][number + 1]]
+        for example in built.prepared.train
+        for number in [keys[row_key(example)]]
+    }
+    for unit in range(batches.num_train):
+        batch = batches.training([unit])
+        assert batch.top_k is not None
+        want = torch.cat([by_origin[origin] for origin in batch.origins])
+        kept = batch.shift_labels != -100
+        assert torch.equal(batch.top_k.ids_Kk[batch.top_k.index_BT[kept]], want)
+
+
+@pytest.mark.full
+def test_learns_from_the_file_and_resumes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert teach(folder) == 0
+    keys = {"kd_divergence": "jsd", "kd_hard_share": 0.25, "packing": True, "gradient_accumulation_steps": 2}
+    write_recipe(folder, {**RECIPE, **keys, "num_train_epochs": 3, "output_dir": "out"})
+    settings = ("--set", "save_steps=1", "--set", "save_total_limit=9", "--output-dir", "split")
+    curves = []
+    for more in ((), ("--resume", "split/checkpoints/step-000002")):
+        assert run(*settings, *more) == 0
+        curves.append(
+            [tuple(each.get(key) for key in ("step", "loss", "kl", "grad_norm")) for each in records("split")]
+        )
+    assert len(curves[0]) >= 3
+    assert curves[0] == curves[1]
+    assert 0 < curves[0][-1][2] < curves[0][0][2]
+    capsys.readouterr()
+    assert run("--json", "--dtype", "float32", "--length", "48", command="verify") == 0
+    assert '"exact": true' in capsys.readouterr().out
+    recipe = load_recipe("tiny.yaml", []).recipe
+    workload = recipe_workload(recipe, make_blueprint(recipe, torch.device("cpu")), 160, torch.device("cpu"))
+    bytes_of_targets = 160 * recipe.per_device_train_batch_size * (4 * K + 4 * (K + 1) + 8)
+    assert simulate(workload, make_schedule(recipe.engine)).host_terms["teacher"] == bytes_of_targets
+    assert workload.reference_bytes == 0
+    Path("taught.safetensors").rename("before.safetensors")
+    assert teach(folder, "--top-k", "9") == 0
+    write_recipe(folder, {**RECIPE, **keys, "num_train_epochs": 3, "output_dir": "out"})
+    assert run(*settings, "--resume", "split/checkpoints/step-000002") == 2
+    assert "the file of a teacher have changed" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.full
+def test_a_small_file_is_near_the_teacher_itself(folder: Path) -> None:
+    """With nearly all tokens the divergence is that of the model, whose head has more rows than there are tokens."""
+    write_recipe(folder, {**COMMON, "teacher": "taught/final"})
+    assert run("--output-dir", "model") == 0
+    with pytest.raises(SystemExit) as left:
+        main(["teach", "tiny.yaml", "taught.safetensors", "--top-k", "250"])
+    assert not left.value.code
+    write_recipe(folder, {**COMMON, "teacher": "taught.safetensors"})
+    assert run("--output-dir", "file") == 0
+    for one, other in zip(records("model"), records("file"), strict=True):
+        assert one["kl"] == pytest.approx(other["kl"], rel=0.05)
+
+
+@pytest.mark.full
+def test_another_file_is_refused(folder: Path) -> None:
+    assert teach(folder) == 0
+
+    def refusal(**keys: Any) -> str:
+        with pytest.raises(ArgumentError) as caught:
+            build_run(load_recipe(write_recipe(folder, {**RECIPE, **keys}), []))
+        assert "tiny.yaml" in caught.value.where
+        return f"{caught.value.what} {caught.value.mend}"
+
+    assert "has nothing of the row" in refusal(train_on="all")
+    assert "written with another tokenizer" in refusal(tokenizer={"train": {"vocab_size": 262}})
+    assert "was written with kd_temperature 1" in refusal(kd_temperature=2.0)
+    assert "there is no file" in refusal(teacher="nowhere.safetensors")
+    weights = next(Path("taught/final").glob("*.safetensors"))
+    assert "is not a file of `streamtune teach`" in refusal(teacher=str(weights))
+    Path("broken.safetensors").write_bytes(b"no header")
+    assert "cannot be read" in refusal(teacher="broken.safetensors")
+
+
+@pytest.mark.full
+def test_teach_refuses_what_it_cannot_write(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for keys, arguments, what in (
+        ({"reasoning": "per_turn"}, (), "'reasoning: per_turn' makes several rows of a conversation"),
+        ({"teacher": None}, (), "names no model as teacher"),
+        ({}, ("--top-k", "5000"), "give a number below"),
+    ):
+        recipe = {
+            key: value for key, value in {**COMMON, "teacher": "taught/final", **keys}.items() if value is not None
+        }
+        write_recipe(folder, recipe)
+        with pytest.raises(SystemExit) as left:
+            main(["teach", "tiny.yaml", "taught.safetensors", *arguments])
+        assert left.value.code == 2
+        assert what in " ".join(capsys.readouterr().err.split())
+        assert not list(folder.glob("*taught.safetensors*"))
+
+
+NAMED: dict[str, Any] = {"model": None, "tokenizer": None, "model_name_or_path": "taught/final"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "what"),
+    [
+        ({"batching": "buckets", "tokens_per_batch": 320}, "'batching: buckets' cuts rows into pieces"),
+        (
+            {"streaming": True, "max_steps": 2, "overlength": "drop", "num_train_epochs": None, **NAMED},
+            "'streaming: true' reads rows as training goes",
+        ),
+        ({"reasoning": "per_turn"}, "makes several rows of a conversation"),
+        ({"objective": "grpo", "loss_type": "gkd"}, "'teacher' is a file"),
+    ],
+    ids=str,
+)
+def test_refused(tmp_path: Path, lines: dict[str, Any], what: str) -> None:
+    recipe = {**COMMON, "teacher": "taught.safetensors", **lines}
+    path = write_recipe(tmp_path, {key: value for key, value in recipe.items() if value is not None})
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, [])
+    assert what in f"{caught.value.what} {caught.value.mend}"
