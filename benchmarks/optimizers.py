@@ -64,6 +64,7 @@ METHODS: Mapping[str, Method] = {
     "galore, dct": of("galore", 1e-3, 3e-3, 1e-2, 3e-2, rank=32, update_proj_gap=20, scale=1.0, projection="dct"),
     "lamb": of("lamb", 3e-3, 1e-2, 3e-2, 1e-1),
     "lion": of("lion", 3e-4, 1e-3, 3e-3, 1e-2),
+    "mezo": of("mezo", 1e-4, 3e-4, 1e-3, 3e-3, n=4),
     "muon": of("muon", 1e-3, 3e-3, 1e-2, 3e-2),
     "schedule_free": Method((3e-3, 1e-2, 3e-2, 1e-1), {"optim": "schedule_free", "lr_scheduler_type": "constant"}),
     "sgd": of("sgd", 3e-2, 1e-1, 3e-1, 1.0),

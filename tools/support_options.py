@@ -204,6 +204,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"optim": "adamw_torch_8bit"},
         {"optim": "adafactor"},
         {"optim": "lion"},
+        {"optim": "mezo"},
         {"optim": "muon"},
         {"lr_groups": [{"match": "weight", "learning_rate": 1e-6}]},
         {"lr_layer_decay": 0.9},

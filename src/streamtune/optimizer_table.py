@@ -21,13 +21,14 @@ __all__ = [
     "OptimizerName",
     "argument_mistakes",
     "check_installed",
+    "forwards_of",
     "state_bytes",
 ]
 
 OptimizerName = Literal[
     "adamw", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_torch_fp8",
-    "adafactor", "adan", "adopt", "apollo", "badam", "came", "galore", "lamb", "lion", "lion_8bit", "muon",
-    "schedule_free", "sgd", "sinkgd",
+    "adafactor", "adan", "adopt", "apollo", "badam", "came", "galore", "lamb", "lion", "lion_8bit", "mezo",
+    "muon", "schedule_free", "sgd", "sinkgd",
 ]  # fmt: skip
 
 ADAM_KEYS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
@@ -64,6 +65,8 @@ class OptimizerEntry:
     """The only type of device that it runs on, or empty."""
     one_block: bool = False
     """True if it trains one block of the weights at a time, and all others are frozen meanwhile."""
+    forward_only: bool = False
+    """True if it steps by the losses of several forwards, and there is no backward."""
     not_divided: str = ""
     """Why it is refused where ranks divide the optimizer's states (DeepSpeed, FSDP2); empty where it is not."""
 
@@ -244,6 +247,11 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         "Lion, its momentum in 8 bits, in blocks of 256",
         "bitsandbytes", _in_8_bits(1), {"betas": [0.9, 0.99]}, extra="quant", not_divided=_BLOCKS,
     ),
+    "mezo": OptimizerEntry(
+        "SGD along random directions, by two losses along each and no backward: the memory of a forward (2305.17333)",
+        "streamtune", _moments(0), {"eps": 1e-3, "n": 1}, forward_only=True,
+        not_divided="it perturbs and steps whole weights, which each rank has alike",
+    ),
     "muon": OptimizerEntry(
         "orthogonalised momentum for the matrices of layers, AdamW for the rest",
         "torch", _moments(1),
@@ -282,6 +290,17 @@ def state_bytes(name: str, shape: Shape, width: int, args: Mapping[str, Any], *,
     if entry.adamw_for_rest and not (in_layer and len(shape) == 2):
         return _adamw(shape, width, {})
     return entry.size(shape, width, {**entry.options, **args})
+
+
+def forwards_of(name: str, args: Mapping[str, Any]) -> int:
+    """Return the forwards of each micro-batch in a step of an optimizer that has no backward; 0 of any other.
+
+    Args:
+        name: A key of :data:`OPTIMIZERS`.
+        args: ``optim_args``; defaults where it has none.
+    """
+    entry = OPTIMIZERS[name]
+    return 2 * int({**entry.options, **args}["n"]) if entry.forward_only else 0
 
 
 def argument_mistakes(name: str, args: Mapping[str, Any]) -> tuple[str, str, str] | None:

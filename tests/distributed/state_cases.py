@@ -227,6 +227,8 @@ def _is_as_saved(built: Run) -> bool:
     every = built.start.world.collect((same, keys))
     together = set().union(*(found for _, found in every))
     trained = {name for name, parameter in built.model.named_parameters() if parameter.requires_grad}
+    if not saved.parameters():  # an optimizer without states
+        trained = set()
     return all(found for found, _ in every) and {name for name, key in together if key != MASTER} == trained
 
 

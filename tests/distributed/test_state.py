@@ -51,6 +51,12 @@ SETTINGS["rates"] = {
     "lr_layer_decay": 0.5,
     "lr_groups": [{"match": "embed_tokens", "learning_rate": 1e-4}, {"match": "mlp", "weight_decay": 0.3}],
 }
+LOSSES_ALONE = {"optim": "mezo", "learning_rate": 1e-4, "lr_scheduler_type": "constant"}
+SETTINGS |= {
+    "losses": LOSSES_ALONE,
+    "losses_dpo": LOSSES_ALONE,
+    "losses_together": {**LOSSES_ALONE, "sequence_parallel_size": 2},
+}
 DPO = {"objective": "dpo", "recipe": "dpo.yaml"}
 
 
@@ -113,6 +119,27 @@ def loads(folder: Path, name: str) -> None:
     assert not info["unexpected_keys"]
     last = AutoModelForCausalLM.from_pretrained(folder / name / "checkpoints" / "step-000004" / "model")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), last.parameters(), strict=True))
+
+
+@pytest.mark.full
+def test_two_ranks_that_exchange_losses_alone_step_as_one(tmp_path: Path) -> None:
+    """With rows of their own, pairs of their own, and parts of the same rows."""
+    prepare(tmp_path)
+    cases: Cases = [
+        begin(tmp_path, "one", "losses"),
+        begin(tmp_path, "ddp", "losses"),
+        go_on(tmp_path, "ddp", "ddp", "losses"),
+        go_on(tmp_path, "one", "ddp", "losses"),
+        begin(tmp_path, "one", "losses_dpo", **DPO),
+        begin(tmp_path, "ddp", "losses_dpo", **DPO),
+        begin(tmp_path, "ddp", "losses_together"),
+    ]
+    found = by_output(run_ranks(2, "tests.distributed.state_cases", cases, 600))
+    check(found, found)
+    for name in ("losses-ddp", "losses_together-ddp"):
+        assert found[name]["losses"] == pytest.approx(found["losses-one"]["losses"], rel=1e-5)
+    assert found["losses_dpo-ddp"]["losses"] == pytest.approx(found["losses_dpo-one"]["losses"], rel=1e-5)
+    assert len(set(found["losses_dpo-ddp"]["losses"])) == 4
 
 
 @pytest.mark.full

@@ -70,6 +70,26 @@ def test_killed_at_random_instants(zygotes: Zygotes, whole: Whole, tmp_path: Pat
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    "changes", [{}, {"finetuning_type": "lora"}, {"dtype": "bfloat16", "optim_args": {"eps": 1e-2}}]
+)
+def test_killed_while_weights_are_perturbed(zygotes: Zygotes, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Steps by losses alone: killed between two forwards of a step, most of the time."""
+    changes = {"optim": "mezo", "learning_rate": 1e-4, "save_steps": 2, **changes}
+    write_sft(tmp_path / "whole", **changes)
+    done = zygotes.run(tmp_path / "whole")
+    assert done.status == 0, done.output
+    want = state_of(tmp_path / "whole/runs/tiny")
+    draw, kills = random.Random(0), 0
+    for number in range(size(20, 3)):
+        folder = tmp_path / f"kill-{number}"
+        write_sft(folder, **changes)
+        kills += zygotes.run(folder, after=kill_after(draw.uniform(0.5, 1.0) * done.seconds)).status == -9
+        assert finish(zygotes, folder, (folder, want, 0.0)) == []
+    assert kills
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_killed_at_every_call_of_a_save(zygotes: Zygotes, tmp_path: Path, asynchronous: bool, whole: Whole) -> None:
     """At every open, mkdir, fsync, rename and unlink of a run that saves twice and deletes the first checkpoint."""

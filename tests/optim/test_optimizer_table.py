@@ -26,7 +26,8 @@ from streamtune.train.slices import SliceReader, write_slices
 ON_CPU = [
     pytest.param(name, marks=[] if entry.installed else pytest.mark.skip(f"{entry.library} is not installed"))
     for name, entry in OPTIMIZERS.items()
-    if entry.only_on in ("", "cpu") and not entry.one_block  # test_blocks.py has these
+    # test_blocks.py and test_zeroth_order.py have the others.
+    if entry.only_on in ("", "cpu") and not (entry.one_block or entry.forward_only)
 ]
 RATE, DECAY, STEPS = 3e-3, 0.1, 50
 QUICK = ("muon", "adafactor")
@@ -276,7 +277,7 @@ def test_steps_in_the_backward_on_the_host_and_after_a_resume_are_the_same(name:
 
 
 def test_every_entry_has_a_rule_and_says_what_is_wrong_with_options() -> None:
-    assert RULES.keys() == {name for name, entry in OPTIMIZERS.items() if not entry.one_block}
+    assert RULES.keys() == {name for name, e in OPTIMIZERS.items() if not (e.one_block or e.forward_only)}
     assert argument_mistakes("sgd", {"momentum": 0.5, "nesterov": True}) is None
     assert argument_mistakes("sgd", {"momentun": 0.5}) == (
         "momentun", "'sgd' has no option 'momentun'", "did you mean 'momentum'?",

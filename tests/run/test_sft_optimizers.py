@@ -106,6 +106,61 @@ def test_what_blocks_do_not_combine_with(folder: Path, keys: dict[str, Any], wha
         made(folder, optim="badam", **keys)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param({}, id="full"),
+        pytest.param({"finetuning_type": "lora", "lora_dropout": 0.2, "optim_args": {"n": 2}}, id="lora"),
+        pytest.param({"dtype": "bfloat16", "optim_args": {"eps": 1e-2}}, id="bfloat16"),
+    ],
+)
+def test_steps_by_losses_alone_go_on_where_they_stopped(folder: Path, keys: dict[str, Any]) -> None:
+    common = {**COMMON, **keys, "optim": "mezo", "gradient_accumulation_steps": 2, "learning_rate": 1e-4}
+    common["lr_scheduler_type"] = "constant"
+    write_recipe(folder, {**common, "output_dir": "whole"})
+    assert run() == 0
+    for steps in (3, 6):
+        write_recipe(folder, {**common, "output_dir": "parts", "max_steps": steps})
+        assert run("--allow-change", "max_steps") == 0
+    assert losses(folder, "parts") == losses(folder, "whole")
+    whole, parts = weights_of(folder, "whole"), weights_of(folder, "parts")
+    assert all(torch.equal(whole[key], parts[key]) for key in whole)
+    write_recipe(folder, {**common, "output_dir": "start", "max_steps": 1, "learning_rate": 0.0})
+    assert run() == 0
+    start = weights_of(folder, "start")
+    assert not all(torch.equal(whole[key], start[key]) for key in whole)
+
+
+@pytest.mark.full
+def test_steps_by_losses_alone_learn(folder: Path) -> None:
+    keys = {"optim": "mezo", "optim_args": {"n": 4}, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
+    write_recipe(
+        folder, {**COMMON, **keys, "max_steps": 60, "save_steps": 0, "output_dir": "run", "max_grad_norm": 0.0}
+    )
+    assert run() == 0
+    found = losses(folder, "run")
+    assert sum(found[-10:]) / 10 < sum(found[:10]) / 10 - 0.1
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"optim_in_backward": True}, "frees gradients as they come"),
+        ({"engine": {"weights": "host"}}, "while their layer computes"),
+        ({"engine": {"optimizer": "host"}}, "keeps no states"),
+        ({"deepspeed": "zero2"}, "perturbs and steps whole weights"),
+        ({"fsdp": True}, "perturbs and steps whole weights"),
+        ({"loss_type": "dft"}, "takes the probability of each token for a constant"),
+        ({"optim_args": {"eps": 0.0}}, "above 0"),
+        ({"optim_args": {"n": 0}}, "whole number of at least 1"),
+        ({"adam_beta2": 0.95}, "is AdamW's"),
+    ],
+)
+def test_what_losses_alone_do_not_combine_with(folder: Path, keys: dict[str, Any], what: str) -> None:
+    with pytest.raises(RecipeError, match=what):
+        made(folder, optim="mezo", **keys)
+
+
 @pytest.mark.full
 @pytest.mark.skipif(not OPTIMIZERS["schedule_free"].installed, reason="schedulefree is not installed")
 def test_the_average_is_saved_and_evaluated_and_training_goes_on_without_it(folder: Path) -> None:

@@ -21,7 +21,7 @@ from streamtune.models import add_lora
 from streamtune.models.quantize import PACKAGES, quantize
 from streamtune.ops import Divergence, TokenLoss, TopKTeacher, top_classes
 from streamtune.ops.attention.attention import KEY_BLOCK
-from streamtune.optim import BlockAdamW, build_optimizer, train_largest_block
+from streamtune.optim import BlockAdamW, ZerothOrderSGD, build_optimizer, train_largest_block
 from streamtune.optimizer_table import OPTIMIZERS, state_bytes
 from streamtune.schedule import Schedule
 from streamtune.simulate import LiveBytes, Mode, Simulation, Workload, simulate
@@ -32,6 +32,7 @@ from streamtune.simulate.step import _Functions, trace_step
 from streamtune.simulate.trace import Trace
 from streamtune.simulate.workload import TeacherShape
 from streamtune.train import (
+    ForwardBackend,
     HostOptimizer,
     InBackwardBackend,
     LocalBackend,
@@ -39,6 +40,7 @@ from streamtune.train import (
     ModelReference,
     SupervisedObjective,
 )
+from streamtune.train.objective import StepScore
 from tests.conformance.reducer import tiny_config
 
 LENGTH = 384
@@ -429,6 +431,47 @@ def test_so_it_is_with_a_block_of_the_weights(dtype: torch.dtype, embedding: boo
         0,
         pytest.approx((8 if dtype == torch.float32 else 12) * trained, rel=0.01),
     )
+
+
+@pytest.mark.quick("True-float32")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_so_it_is_without_a_backward(dtype: torch.dtype, tied: bool) -> None:
+    """Weights, copies of one layer and of what is outside of layers, and the forward's own."""
+    make = partial(build, "qwen3", dtype=dtype, num_hidden_layers=5, tie_word_embeddings=tied)
+
+    def optimizer(model: Any) -> ZerothOrderSGD:
+        made = build_optimizer("mezo", model.named_parameters(), learning_rate=1e-6)
+        assert isinstance(made, ZerothOrderSGD)
+        return made
+
+    model: Any = make("cpu").train()
+    backend = ForwardBackend(model, optimizer(model), decoder_layers(model))
+    ids = torch.randint(3, model.config.vocab_size, (1, LENGTH))
+
+    def take() -> StepScore:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        backend.backward(loss)
+        return StepScore(loss.item(), {})
+
+    with stream(model, schedule=BASE):
+        backend.compute(take)
+        gc.collect()
+        with LiveBytes(model, decoder_layers(model)) as live:
+            backend.compute(take)
+            backend.step(1e-6)
+    weights = held_bytes(model)
+    for micro_batches in (1, 3):
+        step = workload(make, make_optimizer=optimizer, forward_only=True, passes=2, micro_batches=micro_batches)
+        found = simulate(step, BASE)
+        assert found.peak_bytes == pytest.approx(weights + live.peak, rel=0.01)
+        assert not {"gradients", "optimizer"} & found.terms.keys()
+        assert found.terms.get("layer inputs", 0) <= LENGTH * 64 * 4  # that of one layer
+        assert found == simulate(step, BASE, full=True)
+    trained = simulate(workload(make, make_optimizer=adamw), BASE)
+    assert found.peak_bytes - weights < (trained.peak_bytes - weights) / 2
+    once = simulate(workload(make, make_optimizer=optimizer, forward_only=True), BASE)
+    assert found.work.matmul_flops == 6 * once.work.matmul_flops
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ from streamtune.optim.weightwise import (
     state_tensors,
     unpack_number,
 )
+from streamtune.optim.zeroth_order import ZerothOrderSGD, perturbed
 
 __all__ = [
     "SCHEDULES",
@@ -26,6 +27,7 @@ __all__ = [
     "NarrowStatesAdamW",
     "StatesDtype",
     "WeightwiseOptimizer",
+    "ZerothOrderSGD",
     "averaged_weights",
     "build_optimizer",
     "build_schedule",
@@ -33,6 +35,7 @@ __all__ = [
     "is_averaged",
     "pack_number",
     "pack_state",
+    "perturbed",
     "set_learning_rate",
     "state_tensors",
     "train_largest_block",

@@ -28,7 +28,7 @@ from torch import Tensor
 from streamtune.ops.simulated import kernel_device, turns
 from streamtune.optim.adamw_step import adamw_step
 
-__all__ = ["NarrowStatesAdamW", "StatesDtype", "round_stochastically"]
+__all__ = ["NarrowStatesAdamW", "StatesDtype", "pieces_of", "random_bits", "round_stochastically", "seeded"]
 
 StatesDtype = Literal["param", "float32", "bfloat16"]
 """The dtype of an optimizer's states; ``param`` is that of each weight."""
@@ -116,7 +116,7 @@ class NarrowStatesAdamW(torch.optim.Optimizer):
         whole = parameter if parameter.is_contiguous() else parameter.contiguous()
         flat = [x.detach().view(-1) for x in (whole, grad.contiguous(), *(state[key] for key in KEYS))]
         of = _StepOfWeight(group, int(state["step"].item()), self._number[id(parameter)])
-        pieces = _pieces(flat[0])
+        pieces = pieces_of(flat[0])
         if self._workers is None and len(pieces) > 1 and parameter.device.type == "cpu":
             self._workers = _PieceWorkers()
         if self._workers is not None and len(pieces) > 1 and parameter.device.type == "cpu":
@@ -182,7 +182,7 @@ class _PieceWorkers:
             pass
 
 
-def _pieces(x: Tensor) -> list[slice]:
+def pieces_of(x: Tensor) -> list[slice]:
     """Return the slices of a flat tensor that are stepped at a time."""
     size = PIECE.get(kernel_device(x.device), LARGE_PIECE)
     return [slice(start, min(start + size, len(x))) for start in range(0, len(x), size)]
@@ -197,11 +197,20 @@ def random_bits(count: int, device: torch.device, *of: int) -> Tensor:
         of: What they are drawn for: the run's seed, the step, the weight, the place in it.
     """
     pairs = torch.empty(-(-count // 2), dtype=torch.int64, device=device)
-    generator = None
-    if device.type != "meta":  # which has no values
-        digest = hashlib.blake2b(" ".join(map(str, of)).encode(), digest_size=8).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
-    return pairs.random_(-(2**63), None, generator=generator).view(torch.int32)[:count]
+    return pairs.random_(-(2**63), None, generator=seeded(device, *of)).view(torch.int32)[:count]
+
+
+def seeded(device: torch.device, *of: int) -> torch.Generator | None:
+    """Return a generator for numbers on a device; None on ``meta``, which has no values.
+
+    Args:
+        device: The device.
+        of: What is drawn for: the run's seed, the step, the weight, the place in it.
+    """
+    if device.type == "meta":
+        return None
+    digest = hashlib.blake2b(" ".join(map(str, of)).encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
 def round_stochastically(x: Tensor, bits: Tensor, *, out: Tensor) -> None:

@@ -17,6 +17,7 @@ from streamtune.names import look_up
 from streamtune.optim.blocks import BlockAdamW
 from streamtune.optim.narrow_states import NarrowStatesAdamW, StatesDtype
 from streamtune.optim.weightwise import WeightwiseOptimizer
+from streamtune.optim.zeroth_order import ZerothOrderSGD
 from streamtune.optimizer_table import OPTIMIZERS, check_installed
 
 __all__ = ["build_optimizer", "check_optimizer", "set_learning_rate"]
@@ -90,7 +91,7 @@ def build_optimizer(
                 group["lr_scale"] = scale
             if by_adamw:
                 group |= {"rule": "adamw", **adam, "fused": True}
-            elif name not in ("adamw", "badam"):
+            elif name != "adamw" and not (entry.one_block or entry.forward_only):
                 group |= {"rule": name, **given, **(adam if entry.is_adam else {}), "seed": seed}
             found.setdefault((matrices, by_adamw, scale, decay), group)["params"].append(parameter)
     groups = list(found.values())
@@ -100,6 +101,8 @@ def build_optimizer(
         if all(parameter.is_meta for _, parameter in trainable):  # a plan, which has frozen all but the largest
             optimizer.train_together()
         return optimizer
+    if entry.forward_only:
+        return ZerothOrderSGD(groups, lr=learning_rate, eps=given["eps"], directions=given["n"], seed=seed)
     if name != "adamw":
         return WeightwiseOptimizer(groups)
     return _adamw(groups, learning_rate=learning_rate, betas=betas, eps=eps, states=states, seed=seed)

@@ -62,6 +62,17 @@ SLOWED = 1.1
 SHOWN = 3
 """Alternatives that are told."""
 
+KEEPS_NOTHING: dict[str, Any] = {
+    "order": "layer",
+    "offload": "device",
+    "levels": 1,
+    "keep_kv": "no",
+    "keep_attention": "no",
+    "keep_layers": 0,
+    "stream_grads": False,
+}
+"""Choices of a step without a backward, for which nothing is stored."""
+
 
 @dataclass(frozen=True)
 class Alternative:
@@ -160,6 +171,8 @@ def choose(
     """
     written, plan = dict(fixed or {}), None
     refuse = nothing_fits if explain else _nothing_fits
+    if workload.forward_only:  # nothing is kept: a schedule is its chunks
+        written = {**KEEPS_NOTHING, **written}
     if written.get("weights") == "host":  # layers that are kept whole, or taken again for every chunk, need theirs
         written = {"keep_layers": 0, "order": "layer", **written}
     if written.get("order") != "chunk":

@@ -150,7 +150,7 @@ def _step(recipe: Recipe, trial: TrialStep, optimizer: torch.optim.Optimizer, ra
     objective, make_batches = random_step
     batches = make_batches()
     backend = local_backend(recipe, trial.model, optimizer)
-    gradients = partial(
+    once = partial(
         accumulate_gradients,
         backend,
         objective,
@@ -161,6 +161,7 @@ def _step(recipe: Recipe, trial: TrialStep, optimizer: torch.optim.Optimizer, ra
         progress=lambda activity: None,
         stop=train.StopRequest(),
     )
+    gradients = partial(backend.compute, once)
     if recipe.clip_norm == "lagged":
         backend.load_state({"norm_before": recipe.max_grad_norm})  # as after a first step, which takes two backwards
     backend.begin_step(0.0, gradients)

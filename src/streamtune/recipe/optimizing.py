@@ -72,6 +72,8 @@ def optimizer_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
         )
     if entry.one_block:
         yield from _block_mistakes(recipe, on_host)
+    if entry.forward_only:
+        yield from _forward_mistakes(recipe, on_host)
     if entry.averages and recipe.lr_scheduler_type not in ("constant", "constant_with_warmup"):
         yield mistake(
             f"'optim: {name}' averages weights in place of a rate that decays, and 'lr_scheduler_type' is "
@@ -92,6 +94,44 @@ def optimizer_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
             "'lr_groups' follow the schedule of 'learning_rate', which is 0",
             key="lr_groups",
             mend="write a learning_rate above 0; lr_groups: [{match: '*', learning_rate: 0.0}] stops the others",
+        )
+
+
+TAKEN_FOR_CONSTANT = {"dft": "the probability of each token", "kto": "the mean log-ratio of other completions"}
+"""Losses whose gradient takes a number that depends on the weights for a constant, and that number."""
+
+
+def _forward_mistakes(recipe: Any, on_host: str | None) -> Iterator[PydanticCustomError]:
+    """Yield the mistakes of a recipe that steps by losses alone."""
+    name = recipe.optim
+    if recipe.optim_args.get("eps", 1.0) <= 0:
+        yield mistake("'eps' is the size of a perturbation, above 0", key="optim_args.eps", mend="such as 1.0e-3")
+    if on_host:
+        yield mistake(
+            f"'optim: {name}' perturbs weights while their layer computes and keeps no states, and 'engine.{on_host}: "
+            "host' is for weights that are fetched and for states",
+            key="optim",
+            mend=f"delete 'engine.{on_host}', or write optim: adamw",
+        )
+    if recipe.optim_in_backward:
+        yield mistake(
+            f"'optim_in_backward' frees gradients as they come, and 'optim: {name}' has none",
+            key="optim_in_backward",
+            mend="delete the line",
+        )
+    if recipe.objective == "grpo":
+        yield mistake(
+            f"'optim: {name}' compares losses at different weights, and the loss of grpo compares the policy with "
+            "itself: its gradient depends on the weights, its value does not",
+            key="optim",
+            mend="write optim: adamw",
+        )
+    elif recipe.loss_type in TAKEN_FOR_CONSTANT:
+        yield mistake(
+            f"the gradient of 'loss_type: {recipe.loss_type}' takes {TAKEN_FOR_CONSTANT[recipe.loss_type]} for a "
+            f"constant, and in the losses that 'optim: {name}' compares it changes",
+            key="loss_type",
+            mend="write another loss_type, or optim: adamw",
         )
 
 

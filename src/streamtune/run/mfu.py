@@ -22,14 +22,16 @@ class StepFlops:
 
     Args:
         model: With its adapters.
+        forwards: Forwards of each micro-batch, where there is no backward; 0 is one forward and its backward.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, forwards: int = 0) -> None:
+        self.forwards = forwards
         self.count = FlopCount.of(model)
 
     def __call__(self, micro_batches: Sequence[train.MicroBatch]) -> int:
         """Return the operations of some micro-batches, which may be on a device."""
-        return self.count.step(span for batch in micro_batches for span in _spans(batch))
+        return self.count.step((span for batch in micro_batches for span in _spans(batch)), self.forwards)
 
 
 def _spans(batch: train.MicroBatch) -> Iterator[Span]:

@@ -23,6 +23,7 @@ from streamtune.engine import decoder_layers
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.engine.weights.waiting import waiting_parameters
 from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.optimizer_table import OPTIMIZERS, forwards_of
 from streamtune.plan.budget import Limits, device_name, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates, measure_disk
 from streamtune.plan.estimate import Simulate
@@ -387,9 +388,17 @@ def make_workload(
         reference_bytes=reference_bytes,
         optim_in_backward=recipe.optim_in_backward,
         optimizer_on_host=recipe.engine.optimizer == "host",
-        passes=2 if recipe.optim_in_backward and recipe.max_grad_norm > 0 and recipe.clip_norm == "exact" else 1,
+        passes=_passes(recipe),
+        forward_only=OPTIMIZERS[recipe.optim].forward_only,
         keep=recipe.cache,
     )
+
+
+def _passes(recipe: Recipe) -> int:
+    """Return how often each micro-batch is run in a step."""
+    if OPTIMIZERS[recipe.optim].forward_only:
+        return forwards_of(recipe.optim, recipe.optim_args)
+    return 2 if recipe.optim_in_backward and recipe.max_grad_norm > 0 and recipe.clip_norm == "exact" else 1
 
 
 def _teacher_of(recipe: Recipe, device: torch.device) -> TeacherShape | None:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from streamtune import models, optim, train
+from streamtune.adapters import base_of
 from streamtune.distributed import agree
-from streamtune.engine import SequenceParallel
+from streamtune.engine import SequenceParallel, decoder_layers
 from streamtune.errors import ArgumentError
 from streamtune.optimizer_table import OPTIMIZERS
 from streamtune.recipe.loader import LoadedRecipe
@@ -176,9 +177,12 @@ def make_backend(
             where="optim",
             mend="start one process, or write optim: adamw",
         )
+    optimizer = make_optimizer(recipe, model)
+    if isinstance(optimizer, optim.ZerothOrderSGD):
+        return train.ForwardBackend(model, optimizer, layers, world)
     from streamtune.distributed.backends.pytorch import DdpBackend
 
-    return DdpBackend(model, make_optimizer(recipe, model))
+    return DdpBackend(model, optimizer)
 
 
 def local_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
@@ -191,6 +195,8 @@ def local_backend(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optim
     """Return the backend of one device by itself."""
     if isinstance(optimizer, optim.BlockAdamW):
         return train.BlockBackend(model, optimizer)
+    if isinstance(optimizer, optim.ZerothOrderSGD):
+        return train.ForwardBackend(model, optimizer, decoder_layers(base_of(model)))
     if recipe.optim_in_backward:
         return train.InBackwardBackend(model, optimizer, recipe.max_grad_norm, lagged=recipe.clip_norm == "lagged")
     return train.LocalBackend(model, optimizer)

@@ -20,7 +20,7 @@ from streamtune import data, models, train
 from streamtune.adapters import base_of
 from streamtune.distributed import RankEnvironment, Watchdog, keep_log, read_environment
 from streamtune.errors import ArgumentError, NonFiniteError
-from streamtune.optimizer_table import OPTIMIZERS
+from streamtune.optimizer_table import OPTIMIZERS, forwards_of
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.yaml import dump_recipe
 from streamtune.run.engine import Streamed
@@ -220,6 +220,7 @@ def _train(
 ) -> train.Progressed:
     """Run the training loop, with the optimizer the recipe asks for."""
     recipe, plan, directory = run.recipe, run.plan, run.directory
+    forwards = forwards_of(recipe.optim, recipe.optim_args)
     first_step = run.first_step
     world = run.world
     if world.is_main:
@@ -241,7 +242,7 @@ def _train(
             settings=replace(
                 train_settings(recipe, plan, run.handle.schedule),
                 # Of one block at a time, the backward is another one in each block.
-                step_flops=None if OPTIMIZERS[recipe.optim].one_block else StepFlops(run.model),
+                step_flops=None if OPTIMIZERS[recipe.optim].one_block else StepFlops(run.model, forwards),
                 peak_flops=peak_of(recipe, run.device),
             ),
             run=directory,

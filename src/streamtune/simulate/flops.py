@@ -70,12 +70,19 @@ class FlopCount:
         width = heads.queries * (heads.key_dim + heads.value_dim)
         return cls(round(weights), round(trained), width, tuple(_windows(model)))
 
-    def step(self, spans: Iterable[Span]) -> int:
-        """Return the operations of training on pieces of rows, each once."""
+    def step(self, spans: Iterable[Span], forwards: int = 0) -> int:
+        """Return the operations of training on pieces of rows, each once.
+
+        Args:
+            spans: The pieces.
+            forwards: Forwards of each, where there is no backward; 0 is one forward and its backward.
+        """
         tokens = pairs = 0
         for before, own in spans:
             tokens += own
             pairs += sum(_seen(before + own, window) - _seen(before, window) for window in self.windows)
+        if forwards:
+            return forwards * 2 * (tokens * self.weights + self.width * pairs)
         return tokens * (4 * self.weights + 2 * self.trained) + 6 * self.width * pairs
 
 
@@ -87,7 +94,7 @@ def workload_flops(workload: Workload) -> int:
         spans = [span for trunk, branches in scored.trees for span in ((0, trunk), *((trunk, b) for b in branches))]
     elif scored is not None:
         spans = [(0, trunk + branch) for trunk, branches in scored.trees for branch in branches]
-    return workload.micro_batches * count.step(spans)
+    return workload.micro_batches * count.step(spans, workload.passes if workload.forward_only else 0)
 
 
 def _seen(tokens: int, window: int) -> int:

@@ -119,7 +119,9 @@ class Holdings:
         if cluster.keeps_master and cluster.zero_stage == 3:
             temporary = round(temporary * min(1.0, cluster.buckets.sub_group / max(1, cluster.divided(count, 3))))
         gradients, buckets = _gradients(model, workload, trained)
-        if workload.optim_in_backward and workload.micro_batches == 1:  # each is stepped and freed when it is there
+        if workload.forward_only:
+            gradients = 0
+        elif workload.optim_in_backward and workload.micro_batches == 1:  # each is stepped and freed when it is there
             gradients = _largest_gradients(model, [p for p in model.parameters() if p.requires_grad])
             temporary = min(temporary, gradients)
         kept = {
@@ -362,7 +364,7 @@ def _optimizer_step(model: nn.Module, workload: Workload) -> tuple[int, int, int
     optimizer: Any = workload.make_optimizer(model)
     with trace, simulating(workload.device_type):
         for parameter in model.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and not workload.forward_only:
                 parameter.grad = torch.empty_like(parameter)
         chosen = [(group.get("foreach"), group.get("fused")) for group in optimizer.param_groups]
         # Which form a step takes is chosen by the device, and torch knows no form but the plain one for ``meta``.
@@ -378,7 +380,7 @@ def _optimizer_step(model: nn.Module, workload: Workload) -> tuple[int, int, int
         optimizer.step()
     cell = trace.cells[CellPlace("optimizer")]
     peak = max(sum(moment) for moment in cell.moments)
-    gradients = trained_bytes(model)
+    gradients = 0 if workload.forward_only else trained_bytes(model)
     for parameter in model.parameters():
         parameter.grad = None
     return before - gradients, peak - before, round(cell.work[WORK.index("touched_bytes")])

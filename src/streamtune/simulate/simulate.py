@@ -15,15 +15,17 @@ tokens that there are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
+from streamtune.engine import decoder_layers
 from streamtune.kept import kept_result
 from streamtune.ops.simulated import all_turns, simulating
+from streamtune.optim import ZerothOrderSGD, perturbed
 from streamtune.schedule import Schedule, WeightTier
 from streamtune.simulate.extrapolate import Combined, Part, UnlikeError, combined, kinds_of_layers, layout_of
 from streamtune.simulate.facts import fact_of
@@ -160,7 +162,7 @@ def holdings_of(workload: Workload, weights: WeightTier = "device") -> Holdings:
     forwards = None if workload.scored is None else workload.scored.forwards
     held = (
         "holdings", workload.cluster, workload.make_optimizer, workload.device_type, workload.micro_batches, forwards,
-        weights, workload.passes, workload.optim_in_backward, workload.optimizer_on_host,
+        weights, workload.passes, workload.optim_in_backward, workload.optimizer_on_host, workload.forward_only,
     )  # fmt: skip
     return fact_of(model, held, lambda: Holdings.of(model, workload, weights))
 
@@ -205,7 +207,7 @@ def _traced(
         workload.mode,
         tokens,
         workload.rows,
-        workload.micro_batches > 1,
+        workload.micro_batches > 1 and not workload.forward_only,
         workload.autocast,
         workload.device_type,
         scored=scored,
@@ -215,6 +217,7 @@ def _traced(
         token_loss=workload.token_loss,
         teacher=workload.teacher,
         teacher_top_k=workload.teacher_top_k,
+        perturb=_perturbed(workload, model),
     )
     parts: list[Part] = []
     cells: Mapping[CellPlace, Cell] = {}
@@ -233,6 +236,15 @@ def _traced(
         parts.append(Part(longer, shorter.longer, shorter.chunks, shorter.length, shorter.share))
     found = combined(parts, layout.layers, layout.chunks, tokens)
     return found if scored is None else replace(found, work=_work_of(scored, found, alike))
+
+
+def _perturbed(workload: Workload, model: Any) -> Callable[[Any], AbstractContextManager[None]] | None:
+    """Return what perturbs the weights of the model, or of some of its layers, in a step without a backward."""
+    if not workload.forward_only or workload.make_optimizer is None:
+        return None
+    optimizer = workload.make_optimizer(model)
+    assert isinstance(optimizer, ZerothOrderSGD), "no other optimizer does without a backward"
+    return lambda some: perturbed(optimizer, some, decoder_layers(some), 0, 1)
 
 
 def _work_of(scored: Scored, step: Combined, alike: bool) -> dict[tuple[str, bool], list[float]]:

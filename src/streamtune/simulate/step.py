@@ -56,6 +56,7 @@ class Step:
         token_loss: The loss of a target, where it is another than the cross entropy; of completions as of rows.
         teacher: The head that it has a divergence from.
         teacher_top_k: The number of likeliest tokens of a teacher, where it has a divergence from these; 0 without.
+        perturb: Returns a context in which a model has perturbed weights: a step without a backward. None has one.
     """
 
     mode: Mode
@@ -72,6 +73,7 @@ class Step:
     token_loss: TokenLoss | None = None
     teacher: TeacherShape | None = None
     teacher_top_k: int = 0
+    perturb: Callable[[Any], AbstractContextManager[None]] | None = None
 
 
 def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
@@ -123,6 +125,9 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
             with autocast.region(), bf16, _as_reference(model):
                 _logprobs(scorer, step, ids, labels)
             trace.enter("forward")
+        if step.perturb is not None:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(step.perturb(model))
         with autocast.region(), bf16:
             if step.scored is None or step.token_loss is not None:
                 with _with_loss(scorer, step, teacher_weight) as given:
@@ -130,7 +135,8 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
             else:
                 loss = _logprobs(scorer, step, ids, labels).sum()
                 trace.enter("head")  # its second loop over the chunks, to tell it from the first
-        _backward(loss)
+        if step.perturb is None:
+            _backward(loss)
         trace.finish()
     return trace
 

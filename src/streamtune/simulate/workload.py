@@ -104,6 +104,7 @@ class Workload:
             freed.
         optimizer_on_host: The optimizer's states are on the host, and it steps there, wherever weights are.
         passes: Forwards and backwards of each micro-batch: 2 where a first one measures the norm.
+        forward_only: There is no backward: the optimizer steps by the losses of forwards at perturbed weights.
         keep: Keep simulations on disk, and use those that are there.
 
     Raises:
@@ -127,6 +128,7 @@ class Workload:
     optim_in_backward: bool = False
     optimizer_on_host: bool = False
     passes: int = 1
+    forward_only: bool = False
     keep: bool = False
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from streamtune.train.backend import Backend, LocalBackend
 from streamtune.train.batch import MicroBatch, PrefixBatch, StepStream, TreeBatch, counted
 from streamtune.train.blocks import BlockBackend
 from streamtune.train.checkpoint import Checkpoint, checkpoint_path, supersede
+from streamtune.train.forward_only import ForwardBackend
 from streamtune.train.guard import skipped_most
 from streamtune.train.hold import DirectoryHold
 from streamtune.train.host_optimizer import HostOptimizer
@@ -54,6 +55,7 @@ __all__ = [
     "BlockBackend",
     "Checkpoint",
     "DirectoryHold",
+    "ForwardBackend",
     "HeldOut",
     "HostOptimizer",
     "InBackwardBackend",

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from streamtune.errors import CheckpointError
 from streamtune.optim import averaged_weights, is_averaged, pack_state, set_learning_rate
+from streamtune.train.objective import StepScore
 from streamtune.train.slices import MASTER, Slice, SliceReader, share_out_whole
 
 __all__ = ["Backend", "LocalBackend", "TorchBackend", "load_optimizer_tensors", "optimizer_tensors"]
@@ -57,6 +58,14 @@ class Backend(ABC):
             learning_rate: That of the step.
             again: Computes the gradients once more, with the same rows and random numbers.
         """
+
+    def compute(self, take: Callable[[], StepScore | None]) -> StepScore | None:
+        """Compute the gradients of a step, by calls of ``take``, which goes through all its micro-batches.
+
+        Args:
+            take: Returns None where it was broken off; then this does as well.
+        """
+        return take()
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
         """Return a context for the model's call and the backward of one micro-batch, the step's ``last`` or not."""

@@ -20,7 +20,7 @@ from streamtune.train.checkpoint import Checkpoint, supersede
 from streamtune.train.guard import NextSchedule, StepGuard
 from streamtune.train.listeners import Listeners
 from streamtune.train.memory import GIB, peak_memory_bytes
-from streamtune.train.objective import Objective
+from streamtune.train.objective import Objective, StepScore
 from streamtune.train.progress import LossPlot, Progress
 from streamtune.train.records import append_event, append_record, append_records, cut_after_step, cut_events
 from streamtune.train.rng import RngState, capture_rng, restore_rng, seed_everything
@@ -31,7 +31,6 @@ from streamtune.train.slices import SliceReader
 from streamtune.train.step import (
     HeldOut,
     StepRouters,
-    StepScore,
     TrainSettings,
     accumulate_gradients,
     device_of,
@@ -236,7 +235,7 @@ def train(
             )
             learning_rate = learning_rate_at(state.step)
             backend.begin_step(learning_rate, replayed(gradients))
-            score, aux_loss = guard.attempt(gradients, backend.drop_gradients, state.step + 1)
+            score = guard.attempt(gradients, backend.drop_gradients, state.step + 1)
             if score is None:  # Stopped half-way: `position` still is where this step began.
                 backend.drop_gradients()
                 continue
@@ -276,7 +275,7 @@ def train(
             measured = {
                 "loss": score.loss,
                 **score.metrics,
-                **({} if aux_loss is None else {"aux_loss": world.sums([aux_loss])[0]}),
+                **({} if score.aux_loss is None else {"aux_loss": world.sums([score.aux_loss])[0]}),
             }
             record = {
                 "step": state.step,
@@ -333,21 +332,21 @@ def take_gradients(
     progress: Progress,
     stop: StopRequest,
     world: World,
-) -> tuple[StepScore | None, float | None]:
-    """Compute the gradients of a step once; return its loss, None where it was broken off, and its routers' loss."""
-    routers = StepRouters(handle, micro_batches, world)
-    score = accumulate_gradients(
-        backend,
-        objective,
-        micro_batches,
-        routers,
-        settings=settings,
-        step=step,
-        progress=progress.activity,
-        stop=stop,
-        world=world,
+) -> StepScore | None:
+    """Compute the gradients of a step once; return its loss, None where it was broken off."""
+    return backend.compute(
+        lambda: accumulate_gradients(
+            backend,
+            objective,
+            micro_batches,
+            StepRouters(handle, micro_batches, world),
+            settings=settings,
+            step=step,
+            progress=progress.activity,
+            stop=stop,
+            world=world,
+        )
     )
-    return score, routers.aux_loss
 
 
 def save(

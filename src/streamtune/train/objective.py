@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from streamtune.engine import LazyLogits, LossRequest, StreamHandle
+from streamtune.errors import NonFiniteError
 from streamtune.ops import TokenLoss, token_loss_reference
 from streamtune.train.batch import MicroBatch, PrefixBatch, TreeBatch, counted
 from streamtune.train.world import World
@@ -29,6 +31,7 @@ __all__ = [
     "Objective",
     "Reference",
     "Score",
+    "StepScore",
     "SupervisedObjective",
     "autocast",
     "evaluating",
@@ -62,6 +65,29 @@ class Score:
     def minimised(self) -> Tensor:
         """Scalar with graph, from which the backward starts."""
         return self.loss if self.router_loss is None else self.loss + self.router_loss
+
+
+@dataclass(frozen=True)
+class StepScore:
+    """The loss of a whole optimizer step, and the metrics of its objective."""
+
+    loss: float
+    metrics: dict[str, float]
+    not_finite: NonFiniteError | None = None
+    """Set, not raised, where the loss of a micro-batch was NaN or infinite: all ranks decide alike what follows."""
+    aux_loss: float | None = None
+    """This rank's share of the balance loss of the routers, not multiplied with its coefficient; None without one."""
+
+    @classmethod
+    def mean(cls, scores: Sequence[StepScore]) -> StepScore:
+        """Return the mean of several scores of the same micro-batches."""
+        auxiliary = [score.aux_loss for score in scores if score.aux_loss is not None]
+        return cls(
+            fmean(score.loss for score in scores),
+            {name: fmean(score.metrics[name] for score in scores) for name in scores[0].metrics},
+            next((score.not_finite for score in scores if score.not_finite is not None), None),
+            fmean(auxiliary) if auxiliary else None,
+        )
 
 
 class Objective(Protocol):

@@ -28,7 +28,7 @@ from streamtune.model_device import model_device
 from streamtune.train.backend import Backend
 from streamtune.train.batch import MicroBatch, counted
 from streamtune.train.memory import is_out_of_memory, reset_peak_memory
-from streamtune.train.objective import Objective, SumAndCount, autocast
+from streamtune.train.objective import Objective, StepScore, SumAndCount, autocast
 from streamtune.train.rng import preserve_rng
 from streamtune.train.signals import StopRequest
 from streamtune.train.world import World
@@ -36,7 +36,6 @@ from streamtune.train.world import World
 __all__ = [
     "HeldOut",
     "StepRouters",
-    "StepScore",
     "TrainSettings",
     "accumulate_gradients",
     "device_of",
@@ -84,16 +83,6 @@ class TrainSettings:
     peak_flops: float | None = None
     """FLOP/s of a device, of which ``mfu`` is a part; None where it is not known."""
     """Checkpoints to keep for their metric, besides the newest."""
-
-
-@dataclass(frozen=True)
-class StepScore:
-    """The loss of a whole optimizer step, and the metrics of its objective."""
-
-    loss: float
-    metrics: dict[str, float]
-    not_finite: NonFiniteError | None = None
-    """Set, not raised, where the loss of a micro-batch was NaN or infinite: all ranks decide alike what follows."""
 
 
 HeldOut = Mapping[str, Callable[[], Iterable[MicroBatch]]]
@@ -185,7 +174,7 @@ def accumulate_gradients(
         shown = score.loss if score.reported is None else score.reported
         total += value if shown is minimised else shown.item()
         metrics.add(score.metrics)
-    return StepScore(world.sums([total])[0], metrics.over(world).means(), wrong)
+    return StepScore(world.sums([total])[0], metrics.over(world).means(), wrong, routers.aux_loss)
 
 
 def evaluate(

@@ -1,0 +1,229 @@
+"""SGD by losses alone, without a backward: MeZO (arXiv 2305.17333, algorithm 1, and n-SPSA of its definition 1).
+
+With the loss L of all rows of a step, weights w, and z drawn from a standard normal distribution for each of n
+directions:
+
+    s = (L(w + eps z) - L(w - eps z)) / (2 eps)               the slope of the loss along z
+    w <- w - lr (mean of s z over the directions) - lr weight_decay w
+
+z is never stored. It is drawn piece by piece, by a seed made of the run's, the step, the direction, the weight and the
+place in it. E[s^2] is the square of the norm of the gradient.
+
+*What rounding does.* The paper adds eps z, subtracts 2 eps z and adds eps z, which leaves each weight off by a few
+roundings a step. Here a weight gets its own bits back (:func:`perturbed`), from copies of one layer at a time. In its
+dtype ``w + eps z`` is a rounded number, so the loss was measured along
+
+    d = (round(w + eps z) - round(w - eps z)) / (2 eps)
+
+and w is stepped along d in place of z. In fp32 the two are the same but for rounding. In bfloat16 a step is 2^-8 of a
+weight: where eps z is less than half of that, d is 0, and the weight, which had no part in the slope, stays as it is.
+Weights of bfloat16 are stepped in fp32 and rounded stochastically, since a step is far less than their precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamtune.ops.simulated import turns
+from streamtune.optim.narrow_states import pieces_of, random_bits, round_stochastically, seeded
+
+__all__ = ["ZerothOrderSGD", "perturbed"]
+
+BITS = -1
+"""Stands in a seed, in place of the number of a direction, for the bits of stochastic rounding."""
+
+
+class ZerothOrderSGD(torch.optim.Optimizer):
+    """SGD along random directions, by slopes that were measured along them. It has no state but the steps taken.
+
+    Args:
+        params: Parameters, or groups of them.
+        lr: The learning rate.
+        weight_decay: Decoupled decay.
+        eps: Times z, the distance from the weights at which losses are measured.
+        directions: Directions of a step, n.
+        seed: Of the random numbers.
+
+    Attributes:
+        steps_taken: Steps taken, a part of the seed of the next.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float = 1e-6,
+        weight_decay: float = 0.0,
+        eps: float = 1e-3,
+        directions: int = 1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "eps": eps, "directions": directions})
+        self.eps, self.directions, self.seed = eps, directions, seed
+        self.steps_taken = 0
+        every = (parameter for group in self.param_groups for parameter in group["params"])
+        self._number = {id(parameter): number for number, parameter in enumerate(every)}
+
+    def has(self, parameter: Tensor) -> bool:
+        """Return True if the optimizer trains a parameter."""
+        return id(parameter) in self._number
+
+    @torch.no_grad()
+    def perturb(self, parameter: Tensor, direction: int, sign: int) -> None:
+        """Set a weight w to w + sign eps z, rounded to its dtype.
+
+        Args:
+            parameter: The weight.
+            direction: Number of the direction, whose z it is.
+            sign: 1 or -1.
+        """
+        with _flat(parameter) as flat:
+            for piece in turns(pieces_of(flat), flat.device):
+                z = self._normal(parameter, direction, piece, flat)
+                flat[piece] = z.mul_(sign * self.eps).add_(flat[piece])
+
+    @torch.no_grad()
+    def step(self, slopes: Sequence[float] | None = None) -> None:  # type: ignore[override]
+        """Step all weights, which are those that the slopes were measured around.
+
+        Args:
+            slopes: Of each direction; None, for a simulation, is as many of 0.
+        """
+        slopes = [0.0] * self.directions if slopes is None else slopes
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                with _flat(parameter) as flat:
+                    for piece in turns(pieces_of(flat), flat.device):
+                        self._step_piece(parameter, group, piece, flat, slopes)
+        self.steps_taken += 1
+
+    def moved_share(self) -> float:
+        """Return the part of all values that are another number at w + eps z than at w - eps z, in the next step."""
+        moved = total = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                with _flat(parameter) as flat:
+                    for piece in pieces_of(flat):
+                        moved += int(self._measured(parameter, 0, piece, flat).count_nonzero())
+                        total += piece.stop - piece.start
+        return moved / max(total, 1)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Do nothing: there is no state of any weight.
+
+        Args:
+            state_dict: Not read.
+        """
+
+    def _normal(self, parameter: Tensor, direction: int, piece: slice, flat: Tensor) -> Tensor:
+        """Draw z of a piece, [n], in float32 or wider if the weight is."""
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        z = torch.empty(piece.stop - piece.start, dtype=wide, device=flat.device)
+        of = (self.seed, self.steps_taken, direction, self._number[id(parameter)], piece.start)
+        return z.normal_(generator=seeded(flat.device, *of))
+
+    def _measured(self, parameter: Tensor, direction: int, piece: slice, flat: Tensor) -> Tensor:
+        """Return d of a piece, [n], in the dtype of z: the direction in which the loss was really measured."""
+        z = self._normal(parameter, direction, piece, flat).mul_(self.eps)
+        weight = flat[piece]
+        above = (weight + z).to(weight.dtype)  # the wider of the two, and rounded as `perturb` does
+        below = z.neg_().add_(weight).to(weight.dtype)
+        return above.to(z.dtype).sub_(below).div_(2 * self.eps)
+
+    def _step_piece(
+        self, parameter: Tensor, group: Mapping[str, Any], piece: slice, flat: Tensor, slopes: Sequence[float]
+    ) -> None:
+        weight = flat[piece]
+        wide = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+        update = wide * group["weight_decay"]  # one sum, rounded once: a decay by itself is a part of a rounding
+        for direction, slope in enumerate(slopes):
+            update.add_(self._measured(parameter, direction, piece, flat), alpha=slope / len(slopes))
+        new = wide.add_(update, alpha=-group["lr"])
+        if weight.dtype == torch.bfloat16:
+            of = (self.seed, self.steps_taken, BITS, self._number[id(parameter)], piece.start)
+            round_stochastically(new, random_bits(len(new), flat.device, *of), out=weight)
+        else:
+            weight.copy_(new)
+
+
+@contextmanager
+def perturbed(
+    optimizer: ZerothOrderSGD, model: nn.Module, layers: Sequence[nn.Module], direction: int, sign: int
+) -> Iterator[None]:
+    """Let the model compute with all trained weights at w + sign eps z while inside; afterwards they have their bits.
+
+    Weights of a layer are perturbed while the layer is called, those of no layer, or of a layer and elsewhere, for as
+    long as the context is open. So there are copies of these and of one layer.
+
+    Args:
+        optimizer: Has eps, the seed, and the weights that it trains.
+        model: The model; it is called without gradients.
+        layers: Its decoder layers, each called as a module.
+        direction: Number of the direction.
+        sign: 1 or -1.
+    """
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def shift(parameters: Sequence[Tensor]) -> None:
+        for parameter in parameters:
+            if id(parameter) not in kept:
+                kept[id(parameter)] = parameter, parameter.detach().clone()
+                optimizer.perturb(parameter, direction, sign)
+
+    @torch.no_grad()
+    def put_back(parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            if (found := kept.pop(id(parameter), None)) is not None:
+                parameter.copy_(found[1])
+
+    inside, rest = _by_layer(optimizer, model, layers)
+    hooks = []
+    for layer, own in zip(layers, inside, strict=True):
+        if own:
+            hooks.append(layer.register_forward_pre_hook(lambda *_, own=own: shift(own)))
+            # First of the hooks, and also where the layer raises an error.
+            back = layer.register_forward_hook(lambda *_, own=own: put_back(own), prepend=True, always_call=True)
+            hooks.append(back)
+    try:
+        shift(rest)
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        put_back([parameter for parameter, _ in kept.values()])
+
+
+def _by_layer(
+    optimizer: ZerothOrderSGD, model: nn.Module, layers: Sequence[nn.Module]
+) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """Return the trained weights of each layer that are in no module outside of the layers, and all others."""
+    within = {id(module) for layer in layers for module in layer.modules()}
+    outside = {
+        id(parameter)
+        for module in model.modules()
+        if id(module) not in within
+        for parameter in module.parameters(recurse=False)
+    }
+    inside: list[list[Tensor]] = [
+        [p for p in layer.parameters() if optimizer.has(p) and id(p) not in outside] for layer in layers
+    ]
+    known = {id(parameter) for own in inside for parameter in own}
+    return inside, [p for p in model.parameters() if optimizer.has(p) and id(p) not in known]
+
+
+@contextmanager
+def _flat(parameter: Tensor) -> Iterator[Tensor]:
+    """Yield a weight as one row of values, [n], which are written back if it does not lie as one in memory."""
+    whole = parameter.detach()
+    if whole.is_contiguous():
+        yield whole.view(-1)
+        return
+    copy = whole.contiguous()
+    yield copy.view(-1)
+    whole.copy_(copy)
