@@ -132,6 +132,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
                 "loha",
                 "lokr",
                 "miss",
+                "paca",
             )
         ),
         Option("modules_to_save", {"modules_to_save": ["norm"], "finetuning_type": "lora"}),

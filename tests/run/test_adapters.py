@@ -18,8 +18,8 @@ from tests.run.test_dpo_cli import LORA, add
 from tests.run.test_dpo_cli import RECIPE as PAIRS
 from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe, write_rows
 
-KINDS = ("dora", "pissa", "vera", "oft")
-"""A norm, a constant part, shared buffers, and a rotation."""
+KINDS = ("dora", "pissa", "vera", "oft", "paca")
+"""A norm, a constant part, shared buffers, a rotation, and columns of the weight."""
 TINY: dict[str, Any] = {
     **RECIPE,
     "model": {"init": {**QWEN3, "tie_word_embeddings": True}},
@@ -117,7 +117,7 @@ def test_a_run_starts_from_the_adapters_of_another(folder: Path, kind: str, caps
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["pissa", "ia3"])
+@pytest.mark.parametrize("kind", ["pissa", "ia3", "paca"])
 def test_the_reference_of_preferences_is_the_model_that_training_starts_from(kind: str) -> None:
     keys = {**PAIRS, **LORA, "adapter_type": kind, "val_size": None, "eval_steps": None, "lora_dropout": None}
     recipe = {key: value for key, value in keys.items() if value is not None}

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from streamtune.engine import LossRequest, decoder_layers, stream
 from streamtune.engine.memory.host import is_host_storage
 from streamtune.errors import ArgumentError
-from streamtune.models import add_lora
+from streamtune.models import AdapterSpec, add_adapters, add_lora
 from streamtune.models.quantize import PACKAGES, quantize
 from streamtune.ops import Divergence, TokenLoss, TopKTeacher, top_classes
 from streamtune.ops.attention.attention import KEY_BLOCK
@@ -214,6 +214,21 @@ def test_so_it_is_with_adapters_on_any_base(mode: Mode, kind: str | None, dtype:
     make = partial(build_adapted, kind=kind, dtype=dtype, num_hidden_layers=2)
     found = simulate(workload(make, mode, autocast=autocast), BASE).peak_bytes
     assert found == pytest.approx(measured(make, mode, BASE, autocast=autocast), rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["plain chunks", "weights on host"])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)]
+)
+def test_so_it_is_with_trained_columns(name: str, dtype: torch.dtype, autocast: bool, tmp_path: Any) -> None:
+    def make(device: str) -> nn.Module:
+        model: Any = build("qwen3", device, dtype)
+        with torch.device(device):
+            return add_adapters(model, AdapterSpec(kind="paca", r=8))
+
+    schedule = schedule_of(name, tmp_path)
+    found = simulate(workload(make, autocast=autocast), schedule).peak_bytes
+    assert found == pytest.approx(measured(make, "stream", schedule, autocast=autocast), rel=0.01)
 
 
 @pytest.mark.full

@@ -1,16 +1,17 @@
-"""Adapters beside frozen weights, of the kinds that peft has, as a recipe names them.
+"""Adapters beside frozen weights, of the kinds that peft has and one that it has not, as a recipe names them.
 
     lora    rslora    dora     low-rank terms; scaled by alpha / sqrt(r); with a trained norm of each row (DoRA)
     pissa   olora              LoRA that starts from the leading part of each weight: of its SVD, or of its QR
     vera    ia3                trained vectors: on shared random matrices; on the outputs of layers
     oft     hra                a trained rotation of the input: in blocks; of r reflections
     loha    lokr    miss       Hadamard products; Kronecker products; sums over blocks of the input
+    paca                       some columns of each weight, drawn at random (``models/paca.py``)
 
 ``pissa`` and ``olora`` of their papers take the part ``B0 A0`` that the adapters start from away from the base, which
 then is another model in every checkpoint, as a reference, and to every reader of the adapters. Here the base stays, and
 ``- B0 A0`` is a second, constant adapter: the same function of the trained ``A`` and ``B``, without the rounding of the
 base. Both are written as one LoRA of twice the rank, ``[B, -B0] [A; A0]``, which peft puts on the model as it was, and
-taken apart again when a run goes on.
+taken apart again when a run goes on. ``paca`` is written as a LoRA whose ``A`` has a one for each column.
 """
 
 from __future__ import annotations
@@ -37,18 +38,22 @@ __all__ = [
     "AdapterSpec",
     "add_adapters",
     "add_lora",
+    "is_written_as_lora",
     "load_adapters",
     "load_lora",
     "start_from",
-    "starts_from_weights",
     "written_adapters",
 ]
 
 START = "start"
 """Name of the constant adapter that takes away what ``pissa`` and ``olora`` start from."""
+COLUMNS = "lora_A.index"
+"""End of the names of the columns that ``paca`` trains, in the state of the adapters."""
 CONSTANT = (f"lora_A.{START}.weight", f"lora_B.{START}.weight")
-LOW_RANK = ("lora", "rslora", "dora", "pissa", "olora")
+LOW_RANK = ("lora", "rslora", "dora", "pissa", "olora", "paca")
 FROM_WEIGHTS = ("pissa", "olora")
+AS_LORA = (*FROM_WEIGHTS, "paca")
+"""Kinds that are saved as another LoRA than they are trained as."""
 ON_EXPERTS = ("lora", "rslora")
 """Kinds that can be on experts that are one tensor."""
 
@@ -107,6 +112,13 @@ KINDS: dict[str, Callable[[AdapterSpec, int], dict[str, Any]]] = {
     "dora": lambda spec, seed: _lora(spec, seed, use_dora=True),
     "pissa": _lora,
     "olora": _lora,
+    "paca": lambda spec, seed: _lora(
+        spec,
+        seed,
+        lora_alpha=spec.r,
+        lora_dropout=0.0,
+        alpha_pattern=dict(spec.ranks),  # a scale of 1
+    ),
     "vera": lambda spec, seed: {
         "peft_type": "VERA",
         "r": spec.r,
@@ -178,6 +190,8 @@ def _added(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_tokens: Seq
         _refuse_for(spec, model, new_tokens)
     config = get_peft_config(options)
     _name_experts(model, spec, config)
+    if spec.kind == "paca":
+        _train_columns(model, config)
     with torch.random.fork_rng(), warnings.catch_warnings():
         # Peft gives stacked experts a rank by a pattern of its own, follows it, and then says it did not.
         warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys", category=RuntimeWarning)
@@ -378,11 +392,11 @@ def _check_ranks(adapted: Any, spec: AdapterSpec) -> None:
     too_small = {
         name: (layer, most, rank)
         for name, layer in layers.items()
-        if (rank := layer.r[layer.active_adapters[0]]) > (most := min(layer.in_features, layer.out_features))
+        if (rank := layer.r[layer.active_adapters[0]]) > (most := _most(layer, spec))
         and not hasattr(layer, "num_experts")
     }
     # Among all linear layers there may be small ones, such as gates of one row, which are none of the user's choice.
-    if isinstance(spec.target, str) and spec.kind not in FROM_WEIGHTS and len(too_small) < len(layers):
+    if isinstance(spec.target, str) and spec.kind not in AS_LORA and len(too_small) < len(layers):
         return
     for name, (layer, most, rank) in too_small.items():
         last = name.rsplit(".", 1)[-1]
@@ -392,6 +406,30 @@ def _check_ranks(adapted: Any, spec: AdapterSpec) -> None:
             where="lora_r",
             mend=f"write lora_r: {most}, or lora_rank_pattern: {{{last}: {most}}}",
         )
+
+
+def _most(layer: Any, spec: AdapterSpec) -> int:
+    """Return the largest rank of a layer's adapters: ``paca`` takes columns, the others a factor of the matrix."""
+    return int(layer.in_features if spec.kind == "paca" else min(layer.in_features, layer.out_features))
+
+
+def _train_columns(model: nn.Module, config: Any) -> None:
+    """Let peft put :class:`PacaLinear` on linear layers.
+
+    Raises:
+        ArgumentError: A weight is quantised.
+    """
+    from streamtune.models.paca import PacaLinear
+
+    for name in _linear_names(model):
+        weight: Any = model.get_submodule(name).weight
+        if not weight.is_floating_point() or type(weight) is not nn.Parameter:
+            raise ArgumentError(
+                f"adapter_type: paca changes columns of the weight of {name}, which is quantised",
+                where="adapter_type",
+                mend="write adapter_type: lora, or use the checkpoint it was made from",
+            )
+    config._register_custom_module({nn.Linear: PacaLinear, Conv1D: PacaLinear})
 
 
 def _low_rank_layers(adapted: Any) -> Iterator[tuple[str, Any]]:
@@ -460,13 +498,17 @@ def _ends(model: PreTrainedModel) -> list[str]:
     return [names[id(end)] for end in ends]
 
 
-def starts_from_weights(adapted: Any) -> bool:
-    """Return True if a model has the constant adapter of ``pissa`` and ``olora``."""
-    return any(START in layer.lora_A for _, layer in _low_rank_layers(adapted))
+def is_written_as_lora(adapted: Any) -> bool:
+    """Return True if a model has adapters of a kind that is saved as another LoRA: ``pissa``, ``olora`` or ``paca``."""
+    return any(START in layer.lora_A or _has_columns(layer) for _, layer in _low_rank_layers(adapted))
+
+
+def _has_columns(layer: Any) -> bool:
+    return any(hasattr(part, "index") for part in layer.lora_A.values())
 
 
 def written_adapters(adapted: Any, weights: Mapping[str, Tensor] | None = None) -> tuple[PeftConfig, dict[str, Tensor]]:
-    """Return the adapters of a model that :func:`starts_from_weights`, as one LoRA of twice the rank.
+    """Return the adapters of a model that :func:`is_written_as_lora`, as a LoRA on the model as it was.
 
     Args:
         adapted: The model.
@@ -477,14 +519,20 @@ def written_adapters(adapted: Any, weights: Mapping[str, Tensor] | None = None) 
     state: dict[str, Any] = dict(adapted.state_dict() if weights is None else weights)
     constant = {name: state.pop(name) for name in list(state) if name.endswith(CONSTANT)}
     found = get_peft_model_state_dict(adapted, state_dict=state, save_embedding_layers=False)
+    config = copy.deepcopy(adapted.peft_config["default"])
+    config.inference_mode = True
     for name, values in constant.items():
         key = name.replace(f".{START}.weight", ".weight")
         found[key] = torch.cat([found[key], values.to(found[key])], dim=0 if "lora_A" in name else 1)
-    config = copy.deepcopy(adapted.peft_config["default"])
-    config.r, config.lora_alpha = 2 * config.r, 2 * config.lora_alpha
-    config.rank_pattern = {key: 2 * rank for key, rank in config.rank_pattern.items()}
-    config.alpha_pattern = {key: 2 * alpha for key, alpha in config.alpha_pattern.items()}
-    config.inference_mode = True
+    if constant:
+        config.r, config.lora_alpha = 2 * config.r, 2 * config.lora_alpha
+        config.rank_pattern = {key: 2 * rank for key, rank in config.rank_pattern.items()}
+        config.alpha_pattern = {key: 2 * alpha for key, alpha in config.alpha_pattern.items()}
+    for name in [name for name in found if name.endswith(COLUMNS)]:
+        index, layer = found.pop(name), name.removesuffix(".index")
+        like = found[f"{layer.removesuffix('A')}B.weight"]
+        ones = like.new_zeros(len(index), adapted.get_submodule(f"{layer}.default").width)
+        found[f"{layer}.weight"] = ones.scatter_(1, index[:, None].to(ones.device), 1)
     return config, {name: values.contiguous() for name, values in found.items()}
 
 
@@ -502,14 +550,19 @@ def load_adapters(
     Raises:
         ArgumentError: They are a pickle.
     """
-    if spec.kind not in FROM_WEIGHTS:
+    if spec.kind not in AS_LORA:
         return load_lora(model, folder)
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
     adapted = _added(model, spec, 0, new_tokens)
-    _add_start(adapted)
     saved = load_file(_weights_in(folder))
+    if spec.kind == "paca":
+        for name in [name for name in saved if name.endswith("lora_A.weight")]:
+            saved[name.replace("lora_A.weight", COLUMNS)] = saved.pop(name).argmax(dim=1)
+        set_peft_model_state_dict(adapted, saved)
+        return adapted
+    _add_start(adapted)
     trained: dict[str, Tensor] = {}
     constant: dict[str, Tensor] = {}
     for name, values in saved.items():

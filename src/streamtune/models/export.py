@@ -30,7 +30,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from streamtune.adapters import base_of
-from streamtune.models.adapters import starts_from_weights, written_adapters
+from streamtune.models.adapters import is_written_as_lora, written_adapters
 
 __all__ = [
     "SavedTokenizer",
@@ -109,7 +109,7 @@ def save_pretrained(
         weights: From :func:`copy_weights`, not to be used afterwards; None writes the weights the model has now.
     """
     more: dict[str, Any] = {} if weights is None else {"state_dict": weights}
-    if hasattr(model, "peft_config") and starts_from_weights(model):
+    if hasattr(model, "peft_config") and is_written_as_lora(model):
         folder.mkdir(parents=True, exist_ok=True)
         config, adapters = written_adapters(model, weights)
         save_file(adapters, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -12,7 +12,9 @@ from streamtune.recipe.spec import mistake
 
 __all__ = ["ADAPTER_KEYS", "AdapterKind", "adapter_mistakes", "adapters_of_whole_weights", "unread_adapter_keys"]
 
-AdapterKind = Literal["lora", "rslora", "dora", "pissa", "olora", "vera", "ia3", "oft", "hra", "loha", "lokr", "miss"]
+AdapterKind = Literal[
+    "lora", "rslora", "dora", "pissa", "olora", "vera", "ia3", "oft", "hra", "loha", "lokr", "miss", "paca"
+]
 
 LOW_RANK = ("lora_r", "lora_alpha", "lora_dropout", "lora_rank_pattern", "lora_alpha_pattern")
 READS: dict[str, tuple[str, ...]] = {
@@ -24,13 +26,14 @@ READS: dict[str, tuple[str, ...]] = {
     "loha": ("lora_r", "lora_alpha"),
     "lokr": ("lora_r", "lora_alpha"),
     "miss": ("lora_r",),
+    "paca": ("lora_r", "lora_rank_pattern"),
 }
 """Kind of adapters -> the keys that it reads, of those that only some kinds read."""
 OF_ALL = ("lora_target", "lora_exclude", "modules_to_save", "adapter_name_or_path")
 ADAPTER_KEYS = ("adapter_type", *LOW_RANK, "oft_block_size", *OF_ALL)
 """Keys that have no effect where all weights are trained."""
-UNQUANTISED = ("pissa", "olora", "hra", "loha", "lokr")
-"""Kinds that read the weights they are on, which peft does not write out from 4 or 8 bits for them."""
+UNQUANTISED = ("pissa", "olora", "hra", "loha", "lokr", "paca")
+"""Kinds that read the weights they are on, which peft does not write out from 4 or 8 bits for them, or change them."""
 SHARED = ("lora", "rslora")
 """Kinds that start without a look at the weights, and are saved by the parameters that are trained."""
 

@@ -110,7 +110,8 @@ class Recipe(Spec):
 
     adapter_type: AdapterKind = "lora"
     """Kind of the adapters: `lora`; `rslora` (scaled by alpha / sqrt(r)), `dora`; `pissa` and `olora` (LoRA that starts
-    from the leading part of each weight); `vera`, `ia3`, `oft`, `hra`, `loha`, `lokr`, `miss`, which peft has."""
+    from the leading part of each weight); `vera`, `ia3`, `oft`, `hra`, `loha`, `lokr`, `miss`, which peft has; `paca`
+    (`lora_r` columns of each weight)."""
 
     lora_r: Annotated[int, Field(ge=1), at_most(10**5)] = 16
     """Rank of the adapters."""

@@ -1,0 +1,122 @@
+"""Train some columns of each weight: PaCA (Woo et al., arXiv 2503.01905).
+
+    y = x (W + D)',   D is zero but in r columns drawn at random,   dL/dD[:, index] = (dL/dy)' x[:, index]
+
+The layer is one product with the changed weight, where LoRA has two more after one another; of its input the backward
+needs r columns. The trained columns are kept as the difference from the base, in the dtype of adapters, and added to
+the weight for the time of a product: between products the base is as it was, so references, saves and merges find it.
+
+``D`` is ``B A`` with rows of the identity as ``A``. So peft's LoRA has all else: the layer is one, and is saved as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners import lora
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
+
+from streamtune.ops.fused import outer
+
+__all__ = ["Columns", "PacaLinear"]
+
+
+class Columns(nn.Module):
+    """The columns of the input that belong to trained columns of the weight; in the place of LoRA's ``A``.
+
+    Attributes:
+        index: ``[r]`` int64, ascending.
+    """
+
+    index: Tensor
+
+    def __init__(self, index: Tensor, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.register_buffer("index", index)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return these columns of ``x``, ``[..., r]``."""
+        return x.index_select(-1, self.index)
+
+
+class PacaLinear(lora.Linear):
+    """A linear layer of which some columns are trained: ``lora_B`` holds their difference from the base, ``[out, r]``.
+
+    The columns are drawn from torch's random state when adapters are added.
+    """
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, *, config: Any, **options: Any) -> None:
+        config.fan_in_fan_out = isinstance(base_layer, Conv1D)  # as peft says it of its own layers, and saves it
+        super().__init__(base_layer, adapter_name, config=config, **options)
+
+    def update_layer(self, adapter_name: str, r: int, *args: Any, **options: Any) -> None:
+        """Add an adapter, as peft does, with columns in the place of ``A``."""
+        super().update_layer(adapter_name, r, *args, **options)
+        index = torch.randperm(self.in_features)[:r].sort().values
+        self.lora_A[adapter_name] = Columns(index.to(self.get_base_layer().weight.device), self.in_features)
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """Return ``D`` in the layout of the weight."""
+        columns, index = self.lora_B[adapter].weight, self.lora_A[adapter].index
+        delta = columns.new_zeros(self.out_features, self.in_features).index_copy(1, index, columns)
+        return delta.T if self.fan_in_fan_out else delta
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Return ``x (W + D)' + b``, ``[..., out]``."""
+        if self.disable_adapters or self.merged:
+            plain: Tensor = super().forward(x, *args, **options)
+            return plain
+        (name,) = self.active_adapters
+        base = self.get_base_layer()
+        found: Tensor = _WithColumns.apply(
+            x, self.lora_B[name].weight, base.weight, base.bias, self.lora_A[name].index, self.fan_in_fan_out
+        )
+        return found
+
+
+class _WithColumns(torch.autograd.Function):
+    """``x (W + D)' + b`` with the gradients of ``x`` and of the columns of ``D`` that are trained."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, columns: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, is_transposed: bool
+    ) -> Tensor:
+        ctx.is_transposed, ctx.dtype = is_transposed, x.dtype
+        taken = x.index_select(-1, index) if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(taken, columns, weight, index)
+        with _added(columns, weight, index, is_transposed) as whole:
+            return linear(x, whole, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        taken, columns, weight, index = ctx.saved_tensors
+        grad_x = grad_columns = None
+        if ctx.needs_input_grad[0]:
+            with _added(columns, weight, index, ctx.is_transposed) as whole:
+                grad_x = (grad @ whole.to(grad.dtype)).to(ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_nV, taken_nr = grad.reshape(-1, grad.shape[-1]), taken.reshape(-1, taken.shape[-1])
+            grad_columns = outer(grad_nV, taken_nr.to(grad.dtype), columns.dtype)
+        return grad_x, grad_columns, None, None, None, None
+
+
+@contextmanager
+def _added(columns: Tensor, weight: Tensor, index: Tensor, is_transposed: bool) -> Iterator[Tensor]:
+    """Add the trained columns to the weight while inside, and give it as ``[out, in]``.
+
+    It is written as data: autograd would count a change of a weight that other calls have saved, and each call has the
+    same values in it for its own product.
+    """
+    whole = weight.data.T if is_transposed else weight.data
+    kept = whole.index_select(1, index)
+    whole.index_copy_(1, index, (kept + columns.detach()).to(whole.dtype))
+    try:
+        yield whole
+    finally:
+        whole.index_copy_(1, index, kept)
