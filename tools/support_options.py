@@ -118,13 +118,15 @@ GROUPS: dict[str, tuple[Option, ...]] = {
     ),
     "adapters": (
         *(
-            Option(f"adapter_type: {kind}", {"adapter_type": kind, "finetuning_type": "lora"})
+            # lora_ga takes twice the rank of singular vectors, which the tiny model's matrices have for 8.
+            Option(f"adapter_type: {kind}", {"adapter_type": kind, "finetuning_type": "lora", "lora_r": 8})
             for kind in (
                 "lora",
                 "rslora",
                 "dora",
                 "pissa",
                 "olora",
+                "lora_ga",
                 "vera",
                 "ia3",
                 "oft",

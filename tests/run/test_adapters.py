@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from safetensors import safe_open
 
@@ -18,8 +19,8 @@ from tests.run.test_dpo_cli import LORA, add
 from tests.run.test_dpo_cli import RECIPE as PAIRS
 from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe, write_rows
 
-KINDS = ("dora", "pissa", "vera", "oft", "paca")
-"""A norm, a constant part, shared buffers, a rotation, and columns of the weight."""
+KINDS = ("dora", "pissa", "lora_ga", "vera", "oft", "paca")
+"""A norm, a constant part, one of gradients, shared buffers, a rotation, and columns of the weight."""
 TINY: dict[str, Any] = {
     **RECIPE,
     "model": {"init": {**QWEN3, "tie_word_embeddings": True}},
@@ -76,6 +77,37 @@ def test_trained_resumed_and_exported(folder: Path, kind: str) -> None:
     assert saved("run") == kept
     assert streamtune("export", "run", "merged") == 0  # which compares logits with those of the model that trained
     assert run("--output-dir", "run", "--set", "adapter_type=lora") == 2
+
+
+def test_lora_ga_moves_faster_at_first(folder: Path) -> None:
+    """From the gradient of all rows, steps of SGD go further down than those of LoRA at the same rate and scale."""
+    more = {
+        "optim": "sgd",
+        "learning_rate": 1.0e-3,
+        "max_grad_norm": 0.0,
+        "save_steps": 0,
+        "lr_scheduler_type": "constant",
+    }
+    write_recipe(folder, {**TINY, **more, "adapter_type": "lora_ga", "lora_ga_rows": 12})
+    assert run("--output-dir", "ga") == 0
+    assert run("--output-dir", "rs", "--set", "adapter_type=rslora", "--set", "lora_ga_rows=8") == 0
+    ours, theirs = losses("ga"), losses("rs")
+    assert ours[0] == pytest.approx(theirs[0], abs=1e-5)  # the same model
+    assert ours[-1] < theirs[-1]
+
+
+@pytest.mark.full
+def test_two_ranks_start_lora_ga_alike(folder: Path) -> None:
+    write_recipe(folder, {**TINY, "adapter_type": "lora_ga", "train_batch_size": 2})
+    for ranks in (1, 2):
+        assert run("--output-dir", f"run{ranks}", "--nproc", str(ranks)) == 0
+    assert losses("run2") == pytest.approx(losses("run1"), abs=1e-5)
+    with (
+        safe_open("run1/final/adapter_model.safetensors", "pt") as one,
+        safe_open("run2/final/adapter_model.safetensors", "pt") as two,
+    ):
+        for name in one.keys():  # noqa: SIM118
+            torch.testing.assert_close(one.get_tensor(name), two.get_tensor(name), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.full
@@ -143,6 +175,12 @@ def test_a_reference_without_the_adapters_that_training_starts_from_is_refused(
         ({"adapter_type": "dorra"}, "did you mean 'dora'?"),
         ({"adapter_type": "hra", "finetuning_type": "qlora"}, "computes with the weights themselves"),
         ({"adapter_type": "dora", "fsdp": True}, "are made of whole weights"),
+        ({"adapter_type": "lora_ga", "sequence_parallel_size": 2}, "ranks that share a sequence have parts of it"),
+        (
+            {"adapter_type": "lora_ga", "streaming": True, "overlength": "drop", "tokenizer": {"path": "."}},
+            "draws rows from all of them",
+        ),
+        ({"adapter_type": "lora_ga", "teacher": "run/final"}, "before there is a teacher"),
         ({"modules_to_save": ["lm_head"], "deepspeed": "zero3"}, "are copies"),
     ],
 )

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from streamtune.models.adapters import AdapterSpec, add_adapters, add_lora, load_adapters, load_lora, start_from
+from streamtune.models.adapters import (
+    AdapterSpec,
+    add_adapters,
+    add_lora,
+    load_adapters,
+    load_lora,
+    start_from,
+    started_values,
+)
 from streamtune.models.blueprint import blueprint, small_like
 from streamtune.models.checkpoint_files import (
     adapter_base,
@@ -31,6 +39,7 @@ from streamtune.models.load import (
     left_out,
     load_model,
 )
+from streamtune.models.lora_ga import first_factors, start_from_factors, summed_bytes
 from streamtune.models.positions import RopeChange, position_limit, pretrained_positions
 from streamtune.models.quantize import choose_quantization, divide_packed, quantization
 from streamtune.models.sample import ask, likeliest_tokens, sample_text
@@ -71,6 +80,7 @@ __all__ = [
     "fingerprint_files",
     "fingerprint_model",
     "fingerprint_tokenizer",
+    "first_factors",
     "init_model",
     "is_folder",
     "left_out",
@@ -94,6 +104,9 @@ __all__ = [
     "set_chat_template",
     "small_like",
     "start_from",
+    "start_from_factors",
+    "started_values",
+    "summed_bytes",
     "train_tokenizer",
     "use_special_tokens",
     "write_shards",

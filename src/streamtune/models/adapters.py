@@ -2,16 +2,18 @@
 
     lora    rslora    dora     low-rank terms; scaled by alpha / sqrt(r); with a trained norm of each row (DoRA)
     pissa   olora              LoRA that starts from the leading part of each weight: of its SVD, or of its QR
+    lora_ga                    LoRA that starts from the leading part of each weight's gradient (``models/lora_ga.py``)
     vera    ia3                trained vectors: on shared random matrices; on the outputs of layers
     oft     hra                a trained rotation of the input: in blocks; of r reflections
     loha    lokr    miss       Hadamard products; Kronecker products; sums over blocks of the input
     paca                       some columns of each weight, drawn at random (``models/paca.py``)
 
-``pissa`` and ``olora`` of their papers take the part ``B0 A0`` that the adapters start from away from the base, which
-then is another model in every checkpoint, as a reference, and to every reader of the adapters. Here the base stays, and
-``- B0 A0`` is a second, constant adapter: the same function of the trained ``A`` and ``B``, without the rounding of the
-base. Both are written as one LoRA of twice the rank, ``[B, -B0] [A; A0]``, which peft puts on the model as it was, and
-taken apart again when a run goes on. ``paca`` is written as a LoRA whose ``A`` has a one for each column.
+``pissa``, ``olora`` and ``lora_ga`` of their papers take the part ``B0 A0`` that the adapters start from away from the
+base, which then is another model in every checkpoint, as a reference, and to every reader of the adapters. Here the
+base stays, and ``- B0 A0`` is a second, constant adapter: the same function of the trained ``A`` and ``B``, without the
+rounding of the base. They are written as one LoRA of twice the rank, ``[B, -B0] [A; A0]``, which peft puts on the model
+as it was, and taken apart again when a run goes on. ``paca`` is written as a LoRA whose ``A`` has a one for each
+column.
 """
 
 from __future__ import annotations
@@ -41,18 +43,22 @@ __all__ = [
     "is_written_as_lora",
     "load_adapters",
     "load_lora",
+    "low_rank_layers",
+    "set_start",
     "start_from",
+    "started_values",
     "written_adapters",
 ]
 
 START = "start"
-"""Name of the constant adapter that takes away what ``pissa`` and ``olora`` start from."""
+"""Name of the constant adapter that takes away what ``pissa``, ``olora`` and ``lora_ga`` start from."""
 COLUMNS = "lora_A.index"
 """End of the names of the columns that ``paca`` trains, in the state of the adapters."""
 CONSTANT = (f"lora_A.{START}.weight", f"lora_B.{START}.weight")
-LOW_RANK = ("lora", "rslora", "dora", "pissa", "olora", "paca")
+LOW_RANK = ("lora", "rslora", "dora", "pissa", "olora", "lora_ga", "paca")
 FROM_WEIGHTS = ("pissa", "olora")
-AS_LORA = (*FROM_WEIGHTS, "paca")
+WITH_START = (*FROM_WEIGHTS, "lora_ga")
+AS_LORA = (*WITH_START, "paca")
 """Kinds that are saved as another LoRA than they are trained as."""
 ON_EXPERTS = ("lora", "rslora")
 """Kinds that can be on experts that are one tensor."""
@@ -112,6 +118,7 @@ KINDS: dict[str, Callable[[AdapterSpec, int], dict[str, Any]]] = {
     "dora": lambda spec, seed: _lora(spec, seed, use_dora=True),
     "pissa": _lora,
     "olora": _lora,
+    "lora_ga": lambda spec, seed: _lora(spec, seed, use_rslora=True),
     "paca": lambda spec, seed: _lora(
         spec,
         seed,
@@ -157,7 +164,7 @@ def add_adapters(
 
     Args:
         model: The base; changed in place. On ``meta`` no weight is decomposed.
-        spec: The adapters.
+        spec: The adapters. Those of ``lora_ga`` change nothing until :mod:`streamtune.models.lora_ga` starts them.
         seed: Of their random start. The caller's random state is left as it was.
         new_tokens: Tokens whose rows in the embedding and the head are trained beside the adapters.
 
@@ -170,6 +177,10 @@ def add_adapters(
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(seed)
             _start_from_weights(adapted, spec)
+    elif spec.kind in WITH_START:
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(seed)
+            _add_start(adapted)
     return adapted
 
 
@@ -379,7 +390,7 @@ def _check_ranks(adapted: Any, spec: AdapterSpec) -> None:
     """
     if spec.kind not in LOW_RANK:
         return
-    layers = dict(_low_rank_layers(adapted))
+    layers = dict(low_rank_layers(adapted))
     for where, patterns in (("lora_rank_pattern", spec.ranks), ("lora_alpha_pattern", spec.alphas)):
         for pattern in patterns:
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in layers):
@@ -401,16 +412,17 @@ def _check_ranks(adapted: Any, spec: AdapterSpec) -> None:
     for name, (layer, most, rank) in too_small.items():
         last = name.rsplit(".", 1)[-1]
         raise ArgumentError(
-            f"adapters of rank {rank} are larger than the matrix of {name}, "
-            f"{layer.out_features:,} x {layer.in_features:,}",
+            f"adapters of rank {rank} are larger than {'half of ' if spec.kind == 'lora_ga' else ''}the matrix of "
+            f"{name}, {layer.out_features:,} x {layer.in_features:,}",
             where="lora_r",
             mend=f"write lora_r: {most}, or lora_rank_pattern: {{{last}: {most}}}",
         )
 
 
 def _most(layer: Any, spec: AdapterSpec) -> int:
-    """Return the largest rank of a layer's adapters: ``paca`` takes columns, the others a factor of the matrix."""
-    return int(layer.in_features if spec.kind == "paca" else min(layer.in_features, layer.out_features))
+    """Return the largest rank of a layer's adapters: as many as there are columns (``paca``), or singular vectors."""
+    found: int = layer.in_features if spec.kind == "paca" else min(layer.in_features, layer.out_features)
+    return found // 2 if spec.kind == "lora_ga" else found
 
 
 def _train_columns(model: nn.Module, config: Any) -> None:
@@ -432,7 +444,7 @@ def _train_columns(model: nn.Module, config: Any) -> None:
     config._register_custom_module({nn.Linear: PacaLinear, Conv1D: PacaLinear})
 
 
-def _low_rank_layers(adapted: Any) -> Iterator[tuple[str, Any]]:
+def low_rank_layers(adapted: Any) -> Iterator[tuple[str, Any]]:
     """Yield peft's layers with LoRA, by the name of the module in the base."""
     from peft.tuners.lora import LoraLayer
 
@@ -448,7 +460,7 @@ def _start_from_weights(adapted: Any, spec: AdapterSpec) -> None:
         ArgumentError: The weights are quantised.
     """
     _add_start(adapted)
-    for name, layer in _low_rank_layers(adapted):
+    for name, layer in low_rank_layers(adapted):
         weight = layer.get_base_layer().weight
         if weight.device.type == "meta":
             continue
@@ -468,11 +480,23 @@ def _start_from_weights(adapted: Any, spec: AdapterSpec) -> None:
         else:  # OLoRA: B = Q, A = R
             q, r = torch.linalg.qr(weight)
             down, up = r[:rank] / scale**0.5, q[:, :rank] / scale**0.5
-        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-        a.copy_(down)
-        b.copy_(up)
-        layer.lora_A[START].weight.copy_(a)
-        layer.lora_B[START].weight.copy_(-b)
+        set_start(layer, down, up)
+
+
+def set_start(layer: Any, down: Tensor, up: Tensor) -> None:
+    """Start the adapters of a layer from ``A0`` ``[r, in]`` and ``B0`` ``[out, r]``, and take ``B0 A0`` away again."""
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    a.copy_(down)
+    b.copy_(up)
+    layer.lora_A[START].weight.copy_(a)
+    layer.lora_B[START].weight.copy_(-b)
+
+
+def started_values(adapted: Any) -> Iterator[Tensor]:
+    """Yield all that :func:`set_start` writes into, layer by layer."""
+    for _, layer in low_rank_layers(adapted):
+        for parts in (layer.lora_A, layer.lora_B):
+            yield from (parts[name].weight for name in ("default", START))
 
 
 def _add_start(adapted: Any) -> None:
@@ -480,7 +504,7 @@ def _add_start(adapted: Any) -> None:
     plain = copy.deepcopy(adapted.peft_config["default"])
     plain.lora_dropout, plain.modules_to_save, plain.trainable_token_indices = 0.0, None, None
     adapted.add_adapter(START, plain)
-    for _, layer in _low_rank_layers(adapted):
+    for _, layer in low_rank_layers(adapted):
         for part in (layer.lora_A[START], layer.lora_B[START]):
             values = part.weight.detach()
             del part.weight
@@ -499,8 +523,8 @@ def _ends(model: PreTrainedModel) -> list[str]:
 
 
 def is_written_as_lora(adapted: Any) -> bool:
-    """Return True if a model has adapters of a kind that is saved as another LoRA: ``pissa``, ``olora`` or ``paca``."""
-    return any(START in layer.lora_A or _has_columns(layer) for _, layer in _low_rank_layers(adapted))
+    """Return True if a model has adapters of a kind that is saved as another LoRA than it is trained as."""
+    return any(START in layer.lora_A or _has_columns(layer) for _, layer in low_rank_layers(adapted))
 
 
 def _has_columns(layer: Any) -> bool:
@@ -525,9 +549,11 @@ def written_adapters(adapted: Any, weights: Mapping[str, Tensor] | None = None) 
         key = name.replace(f".{START}.weight", ".weight")
         found[key] = torch.cat([found[key], values.to(found[key])], dim=0 if "lora_A" in name else 1)
     if constant:
-        config.r, config.lora_alpha = 2 * config.r, 2 * config.lora_alpha
+        # The scale stays: alpha / r, or alpha / sqrt(r).
+        more = 2**0.5 if config.use_rslora else 2
+        config.r, config.lora_alpha = 2 * config.r, more * config.lora_alpha
         config.rank_pattern = {key: 2 * rank for key, rank in config.rank_pattern.items()}
-        config.alpha_pattern = {key: 2 * alpha for key, alpha in config.alpha_pattern.items()}
+        config.alpha_pattern = {key: more * alpha for key, alpha in config.alpha_pattern.items()}
     for name in [name for name in found if name.endswith(COLUMNS)]:
         index, layer = found.pop(name), name.removesuffix(".index")
         like = found[f"{layer.removesuffix('A')}B.weight"]
@@ -544,7 +570,7 @@ def load_adapters(
     Args:
         model: The base.
         folder: With the adapters, as a run saves them.
-        spec: The adapters as they were added. Of kinds that start from the weights the file has both parts.
+        spec: The adapters as they were added. Of kinds with a constant part the file has both parts.
         new_tokens: As they were added.
 
     Raises:

@@ -13,12 +13,14 @@ from streamtune.recipe.spec import mistake
 __all__ = ["ADAPTER_KEYS", "AdapterKind", "adapter_mistakes", "adapters_of_whole_weights", "unread_adapter_keys"]
 
 AdapterKind = Literal[
-    "lora", "rslora", "dora", "pissa", "olora", "vera", "ia3", "oft", "hra", "loha", "lokr", "miss", "paca"
+    "lora", "rslora", "dora", "pissa", "olora", "lora_ga", "vera", "ia3", "oft", "hra", "loha", "lokr", "miss", "paca"
 ]
 
 LOW_RANK = ("lora_r", "lora_alpha", "lora_dropout", "lora_rank_pattern", "lora_alpha_pattern")
+LORA_GA = ("lora_ga_rows", "lora_ga_gamma")
 READS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("lora", "rslora", "dora", "pissa", "olora"), LOW_RANK),
+    "lora_ga": (*LOW_RANK, *LORA_GA),
     "vera": ("lora_r", "lora_dropout"),
     "ia3": (),
     "oft": ("oft_block_size",),
@@ -30,10 +32,12 @@ READS: dict[str, tuple[str, ...]] = {
 }
 """Kind of adapters -> the keys that it reads, of those that only some kinds read."""
 OF_ALL = ("lora_target", "lora_exclude", "modules_to_save", "adapter_name_or_path")
-ADAPTER_KEYS = ("adapter_type", *LOW_RANK, "oft_block_size", *OF_ALL)
+OF_KINDS = (*LOW_RANK, *LORA_GA, "oft_block_size")
+ADAPTER_KEYS = ("adapter_type", *OF_KINDS, *OF_ALL)
 """Keys that have no effect where all weights are trained."""
-UNQUANTISED = ("pissa", "olora", "hra", "loha", "lokr", "paca")
-"""Kinds that read the weights they are on, which peft does not write out from 4 or 8 bits for them, or change them."""
+UNQUANTISED = ("pissa", "olora", "lora_ga", "hra", "loha", "lokr", "paca")
+"""Kinds that change the weights they are on, need their gradients, or read them, which peft does not write out from 4
+or 8 bits for them."""
 SHARED = ("lora", "rslora")
 """Kinds that start without a look at the weights, and are saved by the parameters that are trained."""
 
@@ -43,7 +47,7 @@ def unread_adapter_keys(recipe: Any) -> dict[str, str]:
     given = [key for key in ADAPTER_KEYS if key in recipe.model_fields_set]
     if recipe.finetuning_type == "full":
         return dict.fromkeys(given, "finetuning_type: full")
-    unread = [key for key in given if key in (*LOW_RANK, "oft_block_size") and key not in READS[recipe.adapter_type]]
+    unread = [key for key in given if key in OF_KINDS and key not in READS[recipe.adapter_type]]
     return dict.fromkeys(unread, f"adapter_type: {recipe.adapter_type}")
 
 
@@ -59,6 +63,8 @@ def adapter_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
             mend="write finetuning_type: lora, or one of: "
             + ", ".join(f"adapter_type: {kind}" for kind in READS if kind not in UNQUANTISED),
         )
+    if recipe.adapter_type == "lora_ga":
+        yield from _without_gradients(recipe)
     if recipe.adapter_name_or_path is not None:
         decided = [key for key in ADAPTER_KEYS if key in recipe.model_fields_set and key != "adapter_name_or_path"]
         for key in decided:
@@ -67,6 +73,31 @@ def adapter_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
                 key=key,
                 mend="delete one of the two lines",
             )
+
+
+def _without_gradients(recipe: Any) -> Iterator[PydanticCustomError]:
+    """Yield what ``lora_ga`` cannot be together with: what has no gradient of rows before the first step."""
+    mend = "write adapter_type: lora"
+    if recipe.objective != "sft":
+        what = (
+            f"'adapter_type: lora_ga' starts from the gradient of rows that are trained on, and {recipe.objective} has"
+        )
+        yield mistake(
+            f"{what} a reference, or completions that are not written yet",
+            key="adapter_type",
+            mend=f"{mend}, or pissa",
+        )
+    elif recipe.streaming:
+        what = "'adapter_type: lora_ga' draws rows from all of them, and 'streaming' reads rows as training goes"
+        yield mistake(what, key="adapter_type", mend=f"{mend}, or delete streaming")
+    elif recipe.teacher is not None:
+        what = "'adapter_type: lora_ga' computes gradients before there is a teacher"
+        yield mistake(what, key="adapter_type", mend=f"{mend}, or delete teacher")
+    elif recipe.sequence_parallel_size > 1:
+        what = (
+            "'adapter_type: lora_ga' computes gradients on one rank, and ranks that share a sequence have parts of it"
+        )
+        yield mistake(what, key="adapter_type", mend=f"{mend}, or delete sequence_parallel_size")
 
 
 def adapters_of_whole_weights(recipe: Any) -> Iterator[WholeWeights]:

@@ -110,8 +110,8 @@ class Recipe(Spec):
 
     adapter_type: AdapterKind = "lora"
     """Kind of the adapters: `lora`; `rslora` (scaled by alpha / sqrt(r)), `dora`; `pissa` and `olora` (LoRA that starts
-    from the leading part of each weight); `vera`, `ia3`, `oft`, `hra`, `loha`, `lokr`, `miss`, which peft has; `paca`
-    (`lora_r` columns of each weight)."""
+    from the leading part of each weight), `lora_ga` (of its gradient); `vera`, `ia3`, `oft`, `hra`, `loha`, `lokr`,
+    `miss`, which peft has; `paca` (`lora_r` columns of each weight)."""
 
     lora_r: Annotated[int, Field(ge=1), at_most(10**5)] = 16
     """Rank of the adapters."""
@@ -136,6 +136,13 @@ class Recipe(Spec):
         dict[Text, Annotated[float, Field(gt=0), at_most(10**6)]], Field(default_factory=dict)
     ]
     """Another `lora_alpha` for some modules, by a pattern of the end of their name: `{o_proj: 8}`."""
+
+    lora_ga_rows: Annotated[int, Field(ge=1), at_most(10**4)] = 8
+    """`adapter_type: lora_ga`: rows, drawn by the seed, of whose gradient the adapters start. Gradients of several rows
+    are summed on the host."""
+
+    lora_ga_gamma: Annotated[float, Field(gt=0), at_most(10**9)] = 16.0
+    """`adapter_type: lora_ga`: the first values of the adapters are divided by its square root."""
 
     oft_block_size: Annotated[int, Field(ge=2), at_most(10**5)] = 32
     """`adapter_type: oft`: size of the blocks that inputs are rotated in."""
@@ -602,6 +609,11 @@ class Recipe(Spec):
     def evaluates(self) -> bool:
         """True if there are rows to evaluate on."""
         return self.val_size > 0 or bool(self.eval_datasets)
+
+    @property
+    def starts_from_gradients(self) -> bool:
+        """True if adapters start from gradients of rows, which a run computes before its first step."""
+        return self.finetuning_type == "lora" and self.adapter_type == "lora_ga"
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Recipe:

@@ -6,10 +6,12 @@ from collections.abc import Collection
 from contextlib import ExitStack, nullcontext
 
 from streamtune import models, train
+from streamtune.engine import StreamHandle
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import make_sources, make_tokenizer_together, prepare_together
 from streamtune.run.device import blame_recipe, check_host_memory
 from streamtune.run.engine import place_on_host, plan_and_stream
+from streamtune.run.first_factors import start_from_rows
 from streamtune.run.model import make_model, make_trial_model
 from streamtune.run.reference import kept_logps, load_reference, make_reference
 from streamtune.run.start import Doing, start_run, tell_of_model
@@ -79,6 +81,13 @@ def build_run(
                 share = task.can_share(
                     make_trial_model(recipe, model, start.device), notify, beside=held if whole else None
                 )
+        batches = task.batches(prepared, tokenizer, share=share)
+
+        def first(handle: StreamHandle) -> None:
+            if recipe.starts_from_gradients and start.checkpoint is None and not dry_run:
+                with doing("computing the gradients that adapters start from"):
+                    start_from_rows(recipe, task, model, handle, batches, start.world)
+
         streamed = plan_and_stream(
             start,
             model,
@@ -86,10 +95,10 @@ def build_run(
             completions=task.own_completions(prepared, longest, share=share),
             reference_bytes=0 if held is None else device_held_bytes(held),
             dry_run=dry_run,
+            first=first,
             notify=notify,
             doing=doing,
         )
-        batches = task.batches(prepared, tokenizer, share=share)
         reference: train.Reference | None
         if task.precomputes and not dry_run:
             assert isinstance(batches, PreferenceBatches), "only preferences have log-probs that are kept"

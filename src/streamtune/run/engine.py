@@ -81,6 +81,7 @@ def plan_and_stream(
     completions: Completions | None,
     reference_bytes: int,
     dry_run: bool,
+    first: Callable[[StreamHandle], None],
     notify: Notify,
     doing: Doing,
 ) -> Streamed:
@@ -93,6 +94,7 @@ def plan_and_stream(
         completions: The completions of a micro-batch, where the objective scores completions.
         reference_bytes: Of a second model that is held and not trained.
         dry_run: Plan a fixed schedule too: a dry run is there to show what it would hold.
+        first: Called with the streamed model, before a backend has it.
         notify: See :data:`streamtune.tasks.task.Notify`.
         doing: See :data:`streamtune.run.start.Doing`.
 
@@ -133,6 +135,7 @@ def plan_and_stream(
     handle = stream_model(recipe, model, schedule, sequence_ranks(recipe, world))
     with doing("checking that this model streams exactly"):
         _check_streams(start, model, handle, notify)
+    first(handle)
     with doing("setting up the optimizer"):  # after the checks: ranks that share the weights have them no longer whole
         backend = make_backend(recipe, model, handle.layers, world, start.device)
     if schedule is not None and not dry_run and schedule.uses_host:
