@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, T
 
 from streamtune.errors import ArgumentError
 from streamtune.models import add_lora, choose_quantization, count_parameters, init_model, load_lora, load_model
-from streamtune.models.quantize import PACKAGES, quantization, quantize
+from streamtune.models.quantize import PACKAGES, left_whole, quantization, quantize
 from streamtune.simulate import LiveBytes
 from streamtune.simulate.memory import held_tensors
+from streamtune.sizes import show_size
 
 CPU = torch.device("cpu")
 CONFIG: dict[str, Any] = {
@@ -96,6 +97,18 @@ def test_it_is_counted_as_what_it_stands_for_and_takes_fewer_bytes(kind: str) ->
     before, after = (sum(t.untyped_storage().nbytes() for t in held_tensors(m)) for m in (plain, model))
     saved = (before - after) / linear
     assert {"int8": 2.95, "nf4": 3.4}[kind] < saved < {"int8": 3.0, "nf4": 3.5}[kind]
+
+
+def test_experts_in_one_tensor_are_told_with_their_bytes(kind: str) -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+               "decoder_sparse_step": 1}  # fmt: skip
+    model = make(kind, config=experts, dtype="bfloat16")
+    size = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    assert size == 2 * 4 * 3 * 64 * 64 * 2  # of two layers, four experts, three matrices
+    note = left_whole(add_lora(model, r=4))
+    assert note is not None
+    assert f"stay in bfloat16: {show_size(size)} of" in note
+    assert left_whole(make(kind)) is left_whole(make(config=experts)) is None
 
 
 def test_its_weights_are_not_taken_for_activations(kind: str) -> None:

@@ -41,7 +41,7 @@ from streamtune.models.load import (
 )
 from streamtune.models.lora_ga import first_factors, start_from_factors, summed_bytes
 from streamtune.models.positions import RopeChange, position_limit, pretrained_positions
-from streamtune.models.quantize import choose_quantization, divide_packed, quantization
+from streamtune.models.quantize import choose_quantization, divide_packed, left_whole, quantization
 from streamtune.models.sample import ask, likeliest_tokens, sample_text
 from streamtune.models.tokenizer import (
     CHATML_TEMPLATE,
@@ -84,6 +84,7 @@ __all__ = [
     "init_model",
     "is_folder",
     "left_out",
+    "left_whole",
     "likeliest_tokens",
     "load_adapters",
     "load_lora",

@@ -28,11 +28,12 @@ import torch
 from torch import nn
 
 from streamtune.errors import ArgumentError
+from streamtune.sizes import show_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["choose_quantization", "divide_packed", "logical_size", "quantization", "quantize"]
+__all__ = ["choose_quantization", "divide_packed", "left_whole", "logical_size", "quantization", "quantize"]
 
 PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
 """The package that each kind needs; the extra ``streamtune[quant]`` installs both."""
@@ -98,6 +99,23 @@ def quantization(model: nn.Module) -> str | None:
             return "int8"
     quantizer = getattr(model, "hf_quantizer", None)
     return None if quantizer is None else str(quantizer.quantization_config.quant_method.value)
+
+
+def left_whole(model: nn.Module) -> str | None:
+    """Return a note if a quantised model has experts in tensors that no quantisation here packs, else None."""
+    if quantization(model) is None:
+        return None
+    parts = (module for module in model.modules() if not isinstance(module, nn.Conv1d))
+    own = [p for module in parts for p in module.parameters(recurse=False)]
+    stacked = [p for p in own if p.ndim == 3 and p.is_floating_point() and not p.requires_grad]
+    if not stacked:
+        return None
+    size, whole = sum(p.nbytes for p in stacked), sum(p.nbytes for p in model.parameters())
+    dtype = str(stacked[0].dtype).removeprefix("torch.")
+    return (
+        f"linear layers are quantised; experts in one tensor a layer stay in {dtype}: {show_size(size)} of the model's "
+        f"{show_size(whole)}"
+    )
 
 
 def logical_size(parameter: torch.Tensor) -> int:
