@@ -139,6 +139,24 @@ def test_what_is_chosen_fits_and_nothing_that_fits_is_faster(workload: Workload,
         assert not step.fits or step.step_seconds >= 0.98 * plan.step_seconds, other.describe()
 
 
+def test_an_estimate_that_errs_for_long_chunks_leaves_shorter_ones_as_they_are(workload: Workload, known: Any):
+    long = replace(workload, length=16 * LENGTH)
+    sampled = {2048, 8192}  # what the estimator simulates; longer chunks are extrapolated
+
+    def erring(asked: Workload, schedule: Schedule) -> Simulation:
+        found = known(asked, schedule)
+        if schedule.chunk_size in sampled or schedule.chunk_size < max(sampled):
+            return found
+        more = {name: size + (1 << 30) for name, size in found.phases.items()}
+        return replace(found, peak_bytes=found.peak_bytes + (1 << 30), phases=more)
+
+    limits = Limits(int(1.5 * known(long, Schedule(8192, 256, offload="host")).peak_bytes), 1 << 34, margin=0.0)
+    fixed = {"keep_layers": 0, "offload": "host"}
+    plan = choose(long, limits, RATES, fixed=fixed, simulate=erring)
+    assert plan.schedule.chunk_size == max(sampled)
+    assert plan.step_seconds < evaluate_schedule(long, smallest_schedule(limits, fixed), limits, RATES).step_seconds
+
+
 @pytest.mark.full
 def test_more_memory_is_never_slower(workload: Workload, known: Any):
     plans = [choose(workload, Limits(size, 1 << 30), RATES, simulate=known) for size in budgets(workload, known)]

@@ -102,13 +102,23 @@ class Space:
             yield Schedule(**chosen)
 
 
-def candidates(space: Space, estimator: Estimator, limits: Limits) -> Iterator[Candidate]:
-    """Yield every schedule to consider, with its estimate; also those that do not fit ``limits``, for the error.
+def candidates(
+    space: Space, estimator: Estimator, limits: Limits, rooms: Mapping[int, Limits] | None = None
+) -> Iterator[Candidate]:
+    """Yield every schedule to consider, with its estimate; also those that do not fit, for the error.
 
     Spare memory of the device is filled: by layers kept whole, which saves their recomputation, or by layer inputs that
     need not be offloaded.
+
+    Args:
+        space: The schedules.
+        estimator: Estimates their figures.
+        limits: The memory.
+        rooms: The memory for chunks of some sizes, where it is less than ``limits``.
     """
+    whole = limits
     for schedule in space.combinations():
+        limits = (rooms or {}).get(schedule.chunk_size, whole)
         plain = Candidate(schedule, estimator.estimate(schedule))
         sized = [] if space.fixed.get("device_layers") else [plain]
         if schedule.offload != "device" and (schedule.levels == 1 or not sized):

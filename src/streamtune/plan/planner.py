@@ -3,7 +3,7 @@
 1. A few simulations give what every choice adds to the memory and to the work of a step (``estimate``).
 2. All combinations are sized to the available memory (``choices``) and sorted by predicted time (``rates``).
 3. The first that is estimated to fit is simulated itself, at its real length. If it does not fit, the memory to plan
-   with is reduced by what the estimate left out, and step 2 is repeated.
+   with is reduced for chunks of its size by what the estimate left out, and step 2 is repeated.
 
 The schedule that is returned has been simulated; its alternatives are estimates.
 """
@@ -230,17 +230,22 @@ def _choose_in_layer_order(
         given=space.given,
     )
     tried: dict[Schedule, Simulation] = {}
-    room, found = limits, None
+    rooms: dict[int, Limits] = {}  # by chunk size: an estimate of long chunks says nothing of short ones
+    found = None
     while found is None and len(tried) < MOST_TRIED:
-        ranked = _ranked(space, estimator, room, pace)
-        best = next((c for c in ranked if c.excess(room) <= 0 and c.schedule not in tried), None)
+        ranked = _ranked(space, estimator, limits, pace, rooms)
+        best = next(
+            (c for c in ranked if c.excess(rooms.get(c.schedule.chunk_size, limits)) <= 0 and c.schedule not in tried),
+            None,
+        )
         if best is None:
             break
         simulation = tried[best.schedule] = simulate(workload, best.schedule)
         if excess_of(simulation, limits) <= 0:
             found = best
         else:
-            room = _less(room, best, simulation)
+            size = best.schedule.chunk_size
+            rooms[size] = _less(rooms.get(size, limits), best, simulation)
     if found is None:
         ranked = _ranked(space, estimator, limits, pace)
         found = _least_excess(ranked, limits, workload, simulate, tried)
@@ -327,9 +332,19 @@ def _nothing_recomputed(space: Space, workload: Workload, simulate: Simulate) ->
 # --- the order --------------------------------------------------------------------------------------------------------
 
 
-def _ranked(space: Space, estimator: Estimator, room: Limits, pace: Pace) -> list[Candidate]:
-    """Return all candidates, the fastest first; of two that are about as fast, the plainer first."""
-    return sorted(candidates(space, estimator, room), key=lambda candidate: _score(candidate, pace))
+def _ranked(
+    space: Space, estimator: Estimator, limits: Limits, pace: Pace, rooms: Mapping[int, Limits] | None = None
+) -> list[Candidate]:
+    """Return all candidates, the fastest first; of two that are about as fast, the plainer first.
+
+    Args:
+        space: The schedules there are.
+        estimator: Estimates their figures.
+        limits: The memory that spare parts of are filled.
+        pace: Predicts seconds.
+        rooms: The memory for chunks of some sizes, where it is less.
+    """
+    return sorted(candidates(space, estimator, limits, rooms), key=lambda candidate: _score(candidate, pace))
 
 
 def _seconds(candidate: Candidate, pace: Pace) -> float:
