@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -115,6 +115,31 @@ def total_error(got: Gradients, truth: Gradients) -> float:
     return float(difference / torch.stack([g.norm() for g in truth.values()]).norm())
 
 
+def excesses(pairs: Mapping[str, Errors], constant: float = ROUNDING) -> dict[str, Errors]:
+    """Return the errors that break the rule."""
+    return {
+        name: pair for name, pair in pairs.items() if not pair.excess <= constant / (1 + (name == "whole gradient"))
+    }
+
+
+def mean_errors(draws: Sequence[Mapping[str, Errors]]) -> dict[str, Errors]:
+    """Return the mean errors over several batches of one model, for where rounding grows and one batch says little."""
+    count = len(draws)
+    return {
+        name: Errors(
+            sum(pairs[name].ours for pairs in draws) / count,
+            sum(pairs[name].plain for pairs in draws) / count,
+            pair.entries,
+        )
+        for name, pair in draws[0].items()
+    }
+
+
+def told(wrong: Mapping[str, Errors]) -> str:
+    """Return errors, a line each."""
+    return "\n".join(f"{name}: {pair}" for name, pair in wrong.items())
+
+
 @dataclass(frozen=True)
 class Reference:
     """Loss and gradients of plain autograd: in fp64, and in the dtype that is tested."""
@@ -146,10 +171,8 @@ class Reference:
             The largest of our errors of a parameter's gradient, for tables.
         """
         pairs = self.compare(found)
-        wrong = {
-            name: pair for name, pair in pairs.items() if not pair.excess <= constant / (1 + (name == "whole gradient"))
-        }
-        assert not wrong, f"{what}\n" + "\n".join(f"{name}: {pair}" for name, pair in wrong.items())
+        wrong = excesses(pairs, constant)
+        assert not wrong, f"{what}\n" + told(wrong)
         return max((pair.ours for name, pair in pairs.items() if name in self.truth[1]), default=0.0)
 
 

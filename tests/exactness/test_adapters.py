@@ -15,7 +15,7 @@ from streamtune.models.adapters import FROM_WEIGHTS, KINDS
 from streamtune.models.quantize import quantize
 from streamtune.recipe.adapters import READS, UNQUANTISED
 from streamtune.schedule import Schedule
-from tests.precision_kit import Float64, Reference, in_float64
+from tests.precision_kit import Errors, Float64, Reference, excesses, in_float64, mean_errors, told
 
 from .families import batch, build, gradients, reference
 from .test_quantised import rounded
@@ -44,11 +44,24 @@ def moved(model: Any, seed: int = 3) -> Any:
 
 
 def check(model: Any) -> None:
-    """Streamed gradients are as near to fp64 as torch's own."""
-    inputs = batch("multiturn", rows=2, length=29)
-    want = reference(model, inputs)
-    with streamtune.stream(model, chunk_size=8):
-        want.check(gradients(model, inputs))
+    """Streamed gradients are as near to fp64 as torch's own: of a batch, or in the mean of eight.
+
+    Where rounding grows through a model, that of one batch is 0.6 to 2.6 times torch's by chance, on one processor or
+    another (pissa on gemma3_text: 1.2 in the mean).
+    """
+
+    def drawn(shift: int) -> dict[str, Errors]:
+        inputs = batch("multiturn", rows=2, length=29)
+        inputs["input_ids"] = inputs["input_ids"].roll(shift, dims=1)
+        want = reference(model, inputs)
+        with streamtune.stream(model, chunk_size=8):
+            return want.compare(gradients(model, inputs))
+
+    draws = [drawn(0)]
+    if excesses(draws[0]):
+        draws += [drawn(shift) for shift in range(1, 8)]
+    wrong = excesses(mean_errors(draws))
+    assert not wrong, told(wrong)
 
 
 def test_a_recipe_names_the_kinds_that_there_are() -> None:
