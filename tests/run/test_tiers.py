@@ -105,22 +105,33 @@ def test_the_memory_of_a_cpu_is_the_hosts(folder: Path):
     assert place_recipe(recipe, 256, torch.device("cpu")) is recipe
 
 
-def test_a_run_that_goes_on_keeps_its_place(folder: Path):
-    def start(device: str, tiers: dict[str, str] | None) -> tuple[Start, list[str]]:
-        write_recipe(folder, sized(device))
-        said: list[str] = []
-        with start_run(load_recipe("tiny.yaml"), "never", said.append, dry_run=True) as begun:
-            begun = replace(begun, device=CUDA)
-            if tiers is not None:
-                begun = replace(begun, checkpoint=train.Checkpoint(folder, {"identity": {"tiers": tiers}}))
-            sources = make_sources(begun.loaded)
-            tokenizer = make_tokenizer_together(begun.world, begun.recipe, sources, None, said.append)
-            prepared = prepare_together(begun.task, begun.world, sources, tokenizer, said.append)
-            return place_on_host(begun, prepared, begun.task.longest(prepared), said.append), said
+def begun(recipe: dict[str, Any], folder: Path, tiers: dict[str, str] | None = None) -> tuple[Start, list[str]]:
+    """The start of a run on an accelerator, placed; ``tiers`` are those of the run that it resumes."""
+    write_recipe(folder, recipe)
+    said: list[str] = []
+    with start_run(load_recipe("tiny.yaml"), "never", said.append, dry_run=True) as start:
+        start = replace(start, device=CUDA)
+        if tiers is not None:
+            start = replace(start, checkpoint=train.Checkpoint(folder, {"identity": {"tiers": tiers}}))
+        sources = make_sources(start.loaded)
+        tokenizer = make_tokenizer_together(start.world, start.recipe, sources, None, said.append)
+        prepared = prepare_together(start.task, start.world, sources, tokenizer, said.append)
+        return place_on_host(start, prepared, start.task.longest(prepared), said.append), said
 
-    first, said = start("330MiB", None)
+
+def test_a_run_that_goes_on_keeps_its_place(folder: Path):
+    first, said = begun(sized("330MiB"), folder)
     assert first.recipe.engine.optimizer == first.task.recipe.engine.optimizer == "host"
     assert first.identity["tiers"] == {"weights": "auto", "optimizer": "host"}
     assert any("engine: {optimizer: host}" in each for each in said)
-    assert start("640MiB", first.identity["tiers"])[0].recipe.engine.optimizer == "host"
-    assert start("640MiB", None)[0].recipe.engine.optimizer == "auto"
+    assert begun(sized("640MiB"), folder, first.identity["tiers"])[0].recipe.engine.optimizer == "host"
+    assert begun(sized("640MiB"), folder)[0].recipe.engine.optimizer == "auto"
+
+
+def test_a_model_that_cannot_be_made_is_left_to_what_loads_it(folder: Path):
+    (folder / "unknown").mkdir()
+    (folder / "unknown" / "config.json").write_text('{"model_type": "of_tomorrow"}')
+    recipe = {key: value for key, value in sized("128MiB").items() if key != "model"}
+    start, said = begun({**recipe, "model_name_or_path": "unknown"}, folder)
+    assert start.recipe.engine.weights == "auto"
+    assert not any("engine:" in each for each in said)

@@ -9,7 +9,7 @@ from typing import Any
 
 from streamtune import models, train
 from streamtune.engine import StreamHandle
-from streamtune.errors import ArgumentError
+from streamtune.errors import ArgumentError, UserError
 from streamtune.plan.planner import Plan
 from streamtune.run.baselines import baseline_bytes
 from streamtune.run.cluster import cluster_here
@@ -63,9 +63,12 @@ def place_on_host(start: Start, prepared: PreparedRows, longest: int, notify: No
         return task.own_completions(prepared, longest, share=share)
 
     before = start.checkpoint.state["identity"].get(TIERS) if start.checkpoint is not None else None
-    chosen = placed_before(recipe, before) or place_recipe(
-        recipe, task.planned_length(longest), start.device, completions
-    )
+    try:
+        chosen = placed_before(recipe, before) or place_recipe(
+            recipe, task.planned_length(longest), start.device, completions
+        )
+    except (UserError, RuntimeError):  # a model that cannot be made on meta; what is wrong with it loading it says
+        return start
     if (note := describe_tiers(recipe, chosen)) is None:
         return start
     notify(note)
