@@ -200,6 +200,7 @@ def _is_slowed(plan: Plan, workload: Workload) -> bool:
 
 
 def _nothing_fits(*_: Any) -> NothingFitsError:
+    """Return the error alone, where nobody reads what would help."""
     return NothingFitsError("no schedule fits", where="max_length")
 
 

@@ -109,9 +109,9 @@ class SimulatedTrials:
     """The recipe's; None where the planner picks one."""
     env: dict[str, Any]
     used: dict[Shape, PlacedStep] = field(default_factory=dict)
-    """The tier that each shape was told in: the first that it fits in, or the one it lacks least in."""
+    """The place that the outcome of each shape is of: the first that it fits in, or the one that it exceeds least."""
     _too_large: dict[int, int] = field(default_factory=dict)
-    """Tokens of the smallest shape that did not fit in a tier, by its number."""
+    """Tokens of the smallest shape that did not fit in a place, by its number; larger ones are not tried there."""
 
     def __call__(self, shape: Shape, tell: Callable[[str], None]) -> Outcome:
         """Return the outcome of a simulated step of a shape."""
@@ -132,7 +132,7 @@ class SimulatedTrials:
                 tried.append((excess, tier, replace(self._judged(step, found, schedule), step_seconds=None)))
                 if excess <= 0:
                     break
-                self._too_large[number] = size
+                self._too_large[number] = min(size, self._too_large.get(number, size))
         _, self.used[shape], outcome = min(tried, key=lambda each: each[0])
         return outcome
 

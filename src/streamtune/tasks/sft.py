@@ -375,7 +375,7 @@ class Batches:
     tokenizer: PreTrainedTokenizerBase | None
     """None where batches are counted and not made."""
     taught: TaughtRows | None = None
-    """What a teacher said of the rows to train on, where the recipe names a file of it."""
+    """Likeliest tokens of a teacher for the rows to train on, read from the recipe's file; None without one."""
 
     @property
     def packed(self) -> bool:
