@@ -95,7 +95,7 @@ class OutOfMemoryError(RunError):
 
 
 class StorageError(RunError):
-    """The file that holds layer inputs or prepared rows cannot be written or read."""
+    """The file that holds layer inputs, prepared rows or likeliest tokens cannot be written or read."""
 
 
 class CheckpointError(RunError):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from streamtune.cli import main
-from streamtune.errors import ArgumentError, RecipeError
+from streamtune.errors import ArgumentError, RecipeError, StorageError
 from streamtune.recipe import load_recipe
 from streamtune.run.build import build_run
 from streamtune.run.device import make_schedule
@@ -19,7 +19,8 @@ from streamtune.run.model import make_blueprint
 from streamtune.run.plan import recipe_workload
 from streamtune.simulate.simulate import simulate
 from streamtune.tasks.sft import Batches
-from streamtune.tasks.taught import row_key
+from streamtune.tasks.taught import TaughtWriter, row_key
+from tests.engine.test_disk import largest_file
 from tests.run.test_sft_losses import COMMON, make_teacher, records, write_weighed
 from tests.sft_kit import run, write_recipe
 
@@ -157,6 +158,13 @@ def test_another_file_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_disk_without_room_is_told_and_nothing_is_left(tmp_path: Path) -> None:
+    with largest_file(4096), pytest.raises(StorageError, match="has no room for") as caught:
+        TaughtWriter(tmp_path / "taught.safetensors", [1000] * 4, {"k": "8"})
+    assert "--top-k" in caught.value.mend
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_teach_refuses_what_it_cannot_write(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for keys, arguments, what in (
         ({"reasoning": "per_turn"}, (), "'reasoning: per_turn' makes several rows of a conversation"),

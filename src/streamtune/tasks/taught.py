@@ -30,9 +30,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from streamtune import data
-from streamtune.errors import ArgumentError
+from streamtune.errors import ArgumentError, StorageError
 from streamtune.labels import IGNORE_INDEX
 from streamtune.ops import TopKTeacher
+from streamtune.sizes import show_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -182,6 +183,29 @@ def taught_digest(path: Path) -> str:
     return _facts(path)["digest"]
 
 
+def _reserve(path: Path, header: bytes, size: int) -> None:
+    """Make a file of ``size`` bytes that begins with ``header``, all of them on disk: a mapping of others would end the
+    process where the disk is full.
+
+    Raises:
+        StorageError: There is no room for it, or it cannot be written.
+    """
+    try:
+        with path.open("wb") as file:
+            file.write(header)
+            file.flush()
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            file.truncate(size)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise StorageError(
+            f"{path.parent} has no room for {show_size(size)}: {error.strerror}",
+            where="OUT",
+            mend="free some space, name another folder, or ask for fewer tokens (--top-k)",
+        ) from error
+
+
 class TaughtWriter:
     """Writes the rows of a file, one after the other.
 
@@ -206,9 +230,7 @@ class TaughtWriter:
         self.path, self.partial = path, path.with_name(f".{path.name}.partial")
         header = self._header()
         sizes = {name: int(np.prod(shape)) * dtype.itemsize for name, (_, dtype, shape) in self.shapes.items()}
-        with self.partial.open("wb") as file:
-            file.write(header)
-            file.truncate(len(header) + sum(sizes.values()))
+        _reserve(self.partial, header, len(header) + sum(sizes.values()))
         self.parts: dict[str, Any] = {}
         offset = len(header)
         for name in self.order:
