@@ -15,6 +15,7 @@ from tests.faults.kit import (
     KILL,
     TEAR,
     WRITE,
+    Done,
     Zygotes,
     complete_checkpoints,
     differences,
@@ -37,6 +38,19 @@ def finish(zygotes: Zygotes, folder: Path, whole: Whole) -> list[str]:
     return found
 
 
+def run_killed_within(zygotes: Zygotes, folder: Path, seconds: float, **changes: Any) -> Done:
+    """Start a run and kill it after `seconds`; where it was over by then (it ran faster than the run that was
+    timed), start it again from nothing and kill it at half that time."""
+    write_sft(folder, **changes)
+    done = zygotes.run(folder, after=kill_after(seconds))
+    while done.status == 0:
+        shutil.rmtree(folder)
+        write_sft(folder, **changes)
+        seconds /= 2
+        done = zygotes.run(folder, after=kill_after(seconds))
+    return done
+
+
 def test_killed_at_random_instants(zygotes: Zygotes, whole: Whole, tmp_path: Path) -> None:
     """Half of them inside a save, some in the middle of a write; a third of the runs are killed more than once."""
     trials = size(200, 4)
@@ -50,17 +64,16 @@ def test_killed_at_random_instants(zygotes: Zygotes, whole: Whole, tmp_path: Pat
     def trial(number: int) -> tuple[int, list[str]]:
         draw = random.Random(number)
         folder = tmp_path / f"kill-{number}"
-        write_sft(folder)
+        if number % 2 == 0:
+            write_sft(folder)
         kills = 0
         for _ in range(draw.choice((1, 1, 2))):
             if number % 2:
                 seconds = draw.uniform(0.0, whole[2])
-                done = zygotes.run(folder, after=kill_after(seconds))
-                while done.status == 0 and not kills:  # faster than the run that was timed: killed too late
-                    shutil.rmtree(folder)
-                    write_sft(folder)
-                    seconds /= 2
+                if kills:
                     done = zygotes.run(folder, after=kill_after(seconds))
+                else:
+                    done = run_killed_within(zygotes, folder, seconds)
             else:
                 place = (str(folder / prefix), ALL, draw.randint(1, counted), draw.choice((KILL, TEAR)), 0, "", "")
                 done = zygotes.run(folder, arm=place)
@@ -86,13 +99,12 @@ def test_killed_while_weights_are_perturbed(zygotes: Zygotes, tmp_path: Path, ch
     done = zygotes.run(tmp_path / "whole")
     assert done.status == 0, done.output
     want = state_of(tmp_path / "whole/runs/tiny")
-    draw, kills = random.Random(0), 0
+    draw = random.Random(0)
     for number in range(size(20, 3)):
         folder = tmp_path / f"kill-{number}"
-        write_sft(folder, **changes)
-        kills += zygotes.run(folder, after=kill_after(draw.uniform(0.5, 1.0) * done.seconds)).status == -9
+        killed = run_killed_within(zygotes, folder, draw.uniform(0.5, 1.0) * done.seconds, **changes)
+        assert killed.status == -9, killed.output
         assert finish(zygotes, folder, (folder, want, 0.0)) == []
-    assert kills
 
 
 @pytest.mark.full
