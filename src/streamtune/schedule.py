@@ -87,8 +87,9 @@ class Schedule:
         order: The outer loop of the backward. ``layer`` takes all chunks of a layer, then the layer before, and stores
             the input of every layer. ``chunk`` takes all layers of a chunk, then the chunk before: it stores the input
             of the first layer, and the keys and values (or states) of every layer, with their gradients in the
-            backward. ``keep_kv`` is then ``device`` or ``host``; ``levels=1`` holds the activations of a chunk in all
-            layers at once, and ``levels=2`` in ``segment_size`` of them (one, by default), for one more forward.
+            backward. ``keep_kv`` is then ``device`` or ``host``, for states too; ``levels=1`` holds the activations of
+            a chunk in all layers at once, and ``levels=2`` in ``segment_size`` of them (one, by default), for one more
+            forward.
         weights: The memory in which the weights of layers, embedding and head wait while they are not used. ``host``
             moves them to the CPU's memory; each layer is copied to the device ahead of its forward and its backward,
             and its gradient to the host, where the optimizer then steps. Trained weights beside frozen ones (adapters)

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamtune.engine import LossRequest, decoder_layers, stream
+from streamtune.engine.cache import ChunkCache
 from streamtune.engine.memory.host import is_host_storage
 from streamtune.errors import ArgumentError
 from streamtune.models import AdapterSpec, add_adapters, add_lora
@@ -175,6 +176,49 @@ def test_so_it_is_for_families_that_are_built_otherwise(family: str) -> None:
     schedule = Schedule(chunk_size=16, head_chunk_size=16)
     found = simulate(replace(workload(make), length=96), schedule).peak_bytes
     assert found == pytest.approx(measured(make, "stream", schedule, length=96), rel=0.03)
+
+
+@pytest.mark.quick("mamba2")
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("levels", [1, 2])
+def test_states_wait_on_the_host_with_keys(family: str, levels: int) -> None:
+    """In the order of chunks: with twice the chunks the device holds what it held, but for what follows the row."""
+
+    def make(device: str) -> nn.Module:
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(tiny_config(family))
+
+    here = Schedule(chunk_size=16, head_chunk_size=16, order="chunk", levels=levels, offload="host", stream_grads=True)
+    away = replace(here, keep_kv="host")
+    for length in (96, 192):
+        found = simulate(replace(workload(make), length=length), away)
+        assert found.peak_bytes == pytest.approx(measured(make, "stream", away, length=length), rel=0.03)
+    states = carried_bytes(make("cpu"), 16)
+    assert states > 0
+    held = simulate(replace(workload(make), length=192), here)
+    assert held.peak_bytes - found.peak_bytes > 8 * states  # of ten borders, and of the chunk that is computed
+    assert found.host_bytes - held.host_bytes > 10 * states
+    model: Any = make("cpu").train()
+    with stream(model, schedule=away) as handle:
+        ids = torch.randint(3, model.config.vocab_size, (1, length))
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        assert found.host_bytes == pytest.approx(handle.tiers.host.peak_bytes, rel=0.03)
+
+
+def carried_bytes(model: Any, size: int) -> int:
+    """Bytes of the states of all layers after one chunk."""
+    found: dict[tuple[int, Any], int] = {}
+
+    def kept(self: Any, key: Any, state: Any) -> None:
+        keep(self, key, state)
+        found[id(self.states), key] = state.nbytes
+
+    keep = ChunkCache._keep
+    with pytest.MonkeyPatch.context() as patch, stream(model, schedule=Schedule(chunk_size=size, head_chunk_size=size)):
+        patch.setattr(ChunkCache, "_keep", kept)
+        ids = torch.randint(3, model.config.vocab_size, (1, 2 * size))
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return sum(found.values())
 
 
 @pytest.mark.parametrize("mode", ["plain", "checkpoint"])

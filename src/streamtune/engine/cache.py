@@ -247,7 +247,7 @@ class ChunkCache(Cache):
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Return True if earlier tokens of the row left a state."""
         after = self._place[0]
-        return after is not None and (self.exchange is not None or bool(self.states.after.get(after)))
+        return after is not None and (self.exchange is not None or self.states.known(after))
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return True: a chunk of one token must not take the decoding path, which writes its state in place."""
@@ -268,14 +268,12 @@ class ChunkCache(Cache):
             return None
         if self.pass_name == "store":
             self.states.receive(after, key)
-        state = self.states.after.get(after, {}).get(key)
-        if state is None:
+        state = self.state_leaves.get(key)  # one tensor for all that the chunk reads of a state
+        if state is None and (state := self.states.before(after, key)) is None:
             return None
-        if self.pass_name == "replay" and state.is_floating_point():
-            if key not in self.state_leaves:
-                self.state_leaves[key] = state.detach().requires_grad_()
-                self.states.watch(self._own, after, key, self.state_leaves[key])
-            state = self.state_leaves[key]
+        if self.pass_name == "replay" and state.is_floating_point() and key not in self.state_leaves:
+            state = self.state_leaves[key] = state.detach().requires_grad_()
+            self.states.watch(self._own, after, key, state)
         start = self.chunk.start if self.exchange is None else self.exchange.start
         return state if rows is None or start not in rows.starts else rows.without_begun(state, start)
 

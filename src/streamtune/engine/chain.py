@@ -141,7 +141,8 @@ class _Link:
         self.sums = [GradientSum(p, stream.widen) for p in self.parameters]
 
     def load(self, chunk: slice) -> None:
-        """Bring what the layer reads of earlier chunks, where it waits in pieces."""
+        """Bring what the layer reads of earlier chunks, where it waits elsewhere."""
+        self.stream.states.prefetch(chunk)
         if self.stream.pieces is not None:
             call = self.stream.call
             notify_chunk(self.layer, chunk, "load")

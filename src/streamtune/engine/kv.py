@@ -153,12 +153,16 @@ class States:
     """The states of one layer call at the chunk boundaries, and their gradients.
 
     ``after[t]`` holds the states after the first t tokens. It has no entry where all sequences begin a packed row.
+    With a tier, states wait there from the end of the forward's chunks that begin with them.
     """
 
     def __init__(self, rows: PackedRows | None = None) -> None:
         self.rows = rows
         self.met = False
         """True if the layer has any."""
+        self.tier: Tier | None = None
+        """The tier in which states wait for the backward; None leaves them on the device."""
+        self.away: dict[int, dict[StateKey, Block]] = {}
         self.after: dict[int, dict[StateKey, Tensor]] = {}
         self.grads: dict[int, dict[StateKey, Tensor]] = {}
 
@@ -181,7 +185,27 @@ class States:
         """Begin a pass over the chunks, forward or backward."""
 
     def end(self) -> None:
-        """End a pass."""
+        """End a pass: what waits in a tier is no longer on the device."""
+        if self.tier is not None:
+            self.tier.settle()
+            self.after.clear()
+
+    def before(self, after: int, key: StateKey) -> Tensor | None:
+        """Return a state after so many tokens, brought to the device if it waits elsewhere; None if there is none."""
+        known = self.after.get(after, {})
+        if key in known or (block := self.away.get(after, {}).get(key)) is None:
+            return known.get(key)
+        return block.get()
+
+    def known(self, after: int) -> bool:
+        """Return True if there is a state after so many tokens."""
+        return bool(self.after.get(after) or self.away.get(after))
+
+    def prefetch(self, chunk: slice) -> None:
+        """Begin to bring the states that a chunk begins with back to the device."""
+        after, _ = self.place(chunk)
+        for block in () if after is None else self.away.get(after, {}).values():
+            block.prefetch()
 
     def receive(self, after: int | None, key: StateKey) -> None:
         """Provide a state that a chunk begins with, if there is one."""
@@ -190,10 +214,14 @@ class States:
         """Keep a state for the chunks that begin with it."""
         notify_tensors("state", state)
         if self.rows is None or self.rows.carries_on(position):
-            self.after.setdefault(position, {})[key] = state.clone()  # a view would keep the whole chunk
+            own = self.after.setdefault(position, {})[key] = state.clone()  # a view would keep the whole chunk
+            if self.tier is not None:
+                self.away.setdefault(position, {})[key] = self.tier.put(own)
 
     def close(self, after: int | None, position: int) -> None:
         """End the forward of a chunk."""
+        if self.tier is not None and self.rows is None and after is not None:  # no other chunk begins with its states
+            self.after.pop(after, None)
 
     def handed_to_ranks(self, position: int, key: StateKey, state: Tensor) -> Tensor | None:
         """Return an output whose backward is the gradient that a state gets from other ranks; None without any."""
@@ -225,6 +253,10 @@ class States:
 
     def free(self) -> None:
         """Free the states and their gradients."""
+        for blocks in self.away.values():
+            for block in blocks.values():
+                block.free()
+        self.away.clear()
         self.after.clear()
         self.grads.clear()
 

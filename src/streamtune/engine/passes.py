@@ -215,6 +215,8 @@ class LayerStream:
         begin = RandomState.now(self.device) if self.rows else None
         if for_backward:
             self._keep_input(inputs[0])
+        if for_backward and self.chained and self.schedule.keep_kv == "host" and len(self.chunks) > 1:
+            self.states.tier = self._tier("host")
         self.states.begin(backward=False)
         for chunk in self.chunks:
             if for_backward:
@@ -239,8 +241,8 @@ class LayerStream:
         for waiting in (self.z_in, self.kept):
             if isinstance(waiting, StoredTensor | KeptAttention):
                 waiting.tier.settle()
-        self.states.end()
         self.owner.narrow_states = self.states.narrower_than(inputs[0].dtype)
+        self.states.end()
         shared = [buffer for index in self.filled.values() for buffer in self.kv.pairs[index]]
         self._keep_rest(for_backward, again=False, shared=bool(shared))
         return z + shared
