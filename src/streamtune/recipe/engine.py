@@ -81,8 +81,9 @@ class EngineSpec(Spec):
     order: Literal[Auto, Order] = "auto"
     """Outer loop of the backward. `layer` takes all chunks of a layer and stores every layer's input; `chunk` takes
     all layers of a chunk and stores every layer's keys and values, with their gradients, and one layer input. With
-    `chunk`, `keep_kv` is device or host (also for the states of recurrent layers), `offload` is where that input is, and `levels: 2` holds the activations
-    of a chunk in `segment_size` layers (without planner: 1) instead of all. Without planner: layer."""
+    `chunk`, `keep_kv` is device or host (also for the states of recurrent layers), `offload` is where that input is,
+    and `levels: 2` holds the activations of a chunk in `segment_size` layers (without planner: 1) instead of all.
+    Without planner: layer."""
 
     weights: Literal[Auto, WeightTier] = "auto"
     """Memory in which weights wait while they are not used. `host`: those of layers, embedding and head are in the
