@@ -27,8 +27,8 @@ __all__ = [
 
 OptimizerName = Literal[
     "adamw", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_torch_fp8",
-    "adafactor", "adan", "adopt", "apollo", "badam", "came", "galore", "lamb", "lion", "lion_8bit", "mezo",
-    "muon", "schedule_free", "sgd", "sinkgd",
+    "adafactor", "adan", "adopt", "apollo", "badam", "badam_ratio", "came", "galore", "lamb", "lion", "lion_8bit",
+    "mezo", "muon", "natural_galore", "schedule_free", "sgd", "sinkgd",
 ]  # fmt: skip
 
 ADAM_KEYS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
@@ -159,6 +159,17 @@ def _galore(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
     return STEP + 2 * rank * max(shape) * width + stored
 
 
+def _natural_galore(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+    low_rank = len(shape) == 2 and args["rank"] < min(shape)
+    return _galore(shape, width, args) + (args["history"] * args["rank"] * max(shape) * width if low_rank else 0)
+
+
+def _badam_ratio(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+    """Return the size of a part of a weight: two moments and, of a narrower weight, a copy in float32."""
+    count = _count(shape)
+    return STEP + 4 * min(count, max(1, round(args["update_ratio"] * count))) * (2 + (width < 4))
+
+
 _WHOLE_MATRICES = "it needs whole matrices, and a rank has a part of each"
 _BLOCKS = "its states are quantised in blocks of whole weights, and a rank has a part of each"
 _AVERAGE = "its average is of whole weights, and a rank has a part of each"
@@ -221,6 +232,11 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
          "include_lm_head": False, "blocks": []},
         is_adam=True, one_block=True, not_divided="the weights that are trained change, and ranks divide them once",
     ),
+    "badam_ratio": OptimizerEntry(
+        "AdamW on a part of each weight's values at a time; gradients are of all (2404.02827)",
+        "streamtune", _badam_ratio, {"update_ratio": 0.01, "switch_block_every": 50},
+        is_adam=True, not_divided="it trains a part of a whole weight, and a rank has a part of each",
+    ),
     "came": OptimizerEntry(
         "Adafactor with momentum, guided by its confidence (2307.02047)",
         "pytorch_optimizer", _came,
@@ -257,6 +273,12 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         "torch", _moments(1),
         {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": "match_rms_adamw"},
         adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
+    ),
+    "natural_galore": OptimizerEntry(
+        "galore, with the natural gradient of the last projected gradients (2410.16029)",
+        "streamtune", _natural_galore,
+        {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection": "svd", "history": 8, "damping": 1.0},
+        is_adam=True, adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
     ),
     "schedule_free": OptimizerEntry(
         "AdamW with an average of the weights, which is evaluated and saved, in place of a decaying rate (2405.15682)",
@@ -314,6 +336,9 @@ def argument_mistakes(name: str, args: Mapping[str, Any]) -> tuple[str, str, str
             return key, f"'{name}' has no option '{key}'", did_you_mean(key, options) or listed
         if not _is_like(value, options[key]):
             return key, f"'{key}' of '{name}' takes {_kind(options[key])}; found {value!r}", f"such as {options[key]}"
+        if key in MOST and not 0 < value <= MOST[key]:
+            most = "" if math.isinf(MOST[key]) else f" and at most {MOST[key]:g}"
+            return key, f"'{key}' of '{name}' is above 0{most}; found {value!r}", f"such as {options[key]}"
         known = CHOICES.get(key, ())
         if known and value not in known:
             *others, last = (f"'{choice}'" for choice in known)
@@ -321,6 +346,9 @@ def argument_mistakes(name: str, args: Mapping[str, Any]) -> tuple[str, str, str
             return key, f"'{key}' is {shown}; found {value!r}", did_you_mean(str(value), known) or "write one of them"
     return None
 
+
+MOST = {"damping": math.inf, "update_ratio": 1.0}
+"""Options that are above 0, and the largest value of each."""
 
 CHOICES = {
     "adjust_lr_fn": ("original", "match_rms_adamw"),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from streamtune.errors import ArgumentError
 from streamtune.ops.simulated import simulating
 from streamtune.optim import build_optimizer, set_learning_rate, state_tensors
+from streamtune.optim.ratio import _start
 from streamtune.optim.rules import RULES
 from streamtune.optim.sinkgd import normalize_rows_and_columns
 from streamtune.optimizer_table import OPTIMIZERS, argument_mistakes, check_installed, state_bytes
@@ -58,7 +59,9 @@ class Net(nn.Module):
 
 ARGS: dict[str, dict[str, Any]] = {
     "apollo": {"rank": 8, "update_proj_gap": 20},
+    "badam_ratio": {"update_ratio": 0.25, "switch_block_every": 4},
     "galore": {"rank": 3, "update_proj_gap": 7, "scale": 0.5},
+    "natural_galore": {"rank": 3, "update_proj_gap": 7, "scale": 0.5, "history": 3, "damping": 0.5},
 }
 """Options of the tests: a projection that is changed within their steps."""
 
@@ -126,6 +129,7 @@ def theirs(model: Net, name: str) -> list[torch.optim.Optimizer]:
             ),
             adamw(groups(parts[1]), lr=RATE),
         ],
+        "badam_ratio": lambda: [Parts(every)],
         "came": lambda: [library.CAME(every, lr=RATE)],
         "galore": galore,
         "lamb": lambda: [library.Lamb(every, lr=RATE, weight_decouple=False, max_grad_norm=0.0)],
@@ -135,6 +139,7 @@ def theirs(model: Net, name: str) -> list[torch.optim.Optimizer]:
             torch.optim.Muon(parts[0], lr=RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw"),
             adamw(groups(parts[1]), lr=RATE),
         ],
+        "natural_galore": lambda: [NaturalGaLore(parts[0]), adamw(groups(parts[1]), lr=RATE)],
         "schedule_free": lambda: [schedule_free(every)],
         "sgd": lambda: [torch.optim.SGD(every, lr=RATE, momentum=0.9)],
         "sinkgd": lambda: [Sinkhorn(parts[0]), adamw(groups(parts[1]), lr=RATE)],
@@ -168,6 +173,78 @@ class Sinkhorn(torch.optim.Optimizer):
                 x = n**0.5 * x / x.norm(dim=1, keepdim=True)
                 x = m**0.5 * x / x.norm(dim=0, keepdim=True)
             p.copy_((1 - self.param_groups[0]["lr"] * DECAY) * p.double() - self.param_groups[0]["lr"] * x)
+
+
+class Adam:
+    """AdamW's two moments by their formula, in float64, with their bias corrected."""
+
+    def __init__(self) -> None:
+        self.count, self.first, self.second = 0, torch.zeros(()), torch.zeros(())
+
+    def moments(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        self.count += 1
+        self.first = 0.9 * self.first + 0.1 * grad
+        self.second = 0.999 * self.second + 0.001 * grad**2
+        return self.first / (1 - 0.9**self.count), self.second / (1 - 0.999**self.count)
+
+
+class NaturalGaLore(torch.optim.Optimizer):
+    """The natural gradient by the inverse of the whole Fisher matrix, in float64; no library has it."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": RATE})
+        self.taken = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        args, rate = ARGS["natural_galore"], self.param_groups[0]["lr"]
+        for p in self.param_groups[0]["params"]:
+            state, grad = self.state[p], p.grad.double()
+            wide = p.shape[0] < p.shape[1]
+            if self.taken % args["update_proj_gap"] == 0:
+                left, _, right = torch.linalg.svd(p.grad, full_matrices=False)
+                state["P"] = (left[:, :3] if wide else right[:3].T).double()
+                state["known"] = []
+                state.setdefault("adam", Adam())
+            projected = (grad.T if wide else grad) @ state["P"]
+            known = state["known"] = [*state["known"], projected.flatten()][-args["history"] :]
+            ridge = args["damping"] * sum(float(x @ x) for x in known) / len(known)
+            fisher = torch.stack([torch.outer(x, x) for x in known]).mean(0) + ridge * torch.eye(projected.numel())
+            natural = ridge * torch.linalg.solve(fisher, projected.flatten()).view_as(projected)
+            first, second = state["adam"].moments(natural)
+            corrected = (1 - 0.999 ** state["adam"].count) ** 0.5
+            # eps is added before the bias of the second moment is corrected, as in GaLore.
+            update = first / (second.sqrt() + 1e-8 / corrected) @ state["P"].T * args["scale"]
+            moved = p.double() - rate * (update.T if wide else update)
+            p.copy_((1 - rate * DECAY) * moved)
+        self.taken += 1
+
+
+class Parts(torch.optim.Optimizer):
+    """Torch's AdamW on masked weights, made anew for each turn; the parts are those of ours."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": RATE})
+        self.taken = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        args, number = ARGS["badam_ratio"], 0
+        turn, fresh = divmod(self.taken, args["switch_block_every"])
+        for group in self.param_groups:
+            for p in group["params"]:
+                number += 1
+                size = max(1, round(args["update_ratio"] * p.numel()))
+                start = _start(p.numel() - size, number, turn)
+                if not fresh:
+                    state = self.state[p] = {"part": nn.Parameter(p.flatten()[start : start + size].clone())}
+                    state["adamw"] = torch.optim.AdamW([state["part"]], weight_decay=group["weight_decay"])
+                state = self.state[p]
+                state["part"].grad = p.grad.flatten()[start : start + size].clone()
+                set_theirs(state["adamw"], group["lr"])
+                state["adamw"].step()
+                p.view(-1)[start : start + size] = state["part"]
+        self.taken += 1
 
 
 def rate_at(step: int) -> float:
@@ -290,6 +367,11 @@ def test_every_entry_has_a_rule_and_says_what_is_wrong_with_options() -> None:
     for args in ({"nesterov": 1}, {"momentum": True}, {"momentum": "0.9"}, {"momentum": float("nan")}):
         assert argument_mistakes("sgd", args) is not None
     assert argument_mistakes("muon", {"adjust_lr_fn": "none"}) is not None
+    assert argument_mistakes("badam_ratio", {"update_ratio": 1.5}) == (
+        "update_ratio", "'update_ratio' of 'badam_ratio' is above 0 and at most 1; found 1.5", "such as 0.01",
+    )  # fmt: skip
+    assert argument_mistakes("natural_galore", {"damping": 0.0}) is not None
+    assert argument_mistakes("natural_galore", {"damping": 7.5, "history": 20}) is None
     assert "adam_beta1" in (argument_mistakes("adamw", {"betas": [0.9, 0.95]}) or ("", "", ""))[2]
 
 

@@ -20,6 +20,16 @@ Steps and moments of a weight are its own, so that weights may be stepped in any
 
 A projection is of the whole gradient: chunks of a sequence are added up before. Vectors, and matrices that the rank
 makes no smaller, are stepped by AdamW as they are.
+
+:class:`NaturalGaLoreAdamW` takes the moments of a natural gradient in place of R (arXiv 2410.16029): R multiplied by
+the inverse of the empirical Fisher matrix of the last projected gradients r_1 ... r_s (as vectors, R the last of them),
+which Woodbury's identity gives by a system of s equations:
+
+    F = 1/s sum_i r_i r_i^T + lambda I,   lambda = damping * 1/s sum_i |r_i|^2
+    lambda F^-1 r = r - G^T (s lambda I + G G^T)^-1 G r,   with the rows r_i^T of G [s, m r]
+
+The factor lambda keeps the size of a step where the damping is large: then it is GaLore's. What is remembered begins
+anew with each projection, whose columns mean something else.
 """
 
 from __future__ import annotations
@@ -31,7 +41,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["GaLoreAdamW", "Projection", "cosine_columns", "cosine_transform", "randomized_columns"]
+__all__ = [
+    "GaLoreAdamW",
+    "NaturalGaLoreAdamW",
+    "Projection",
+    "cosine_columns",
+    "cosine_transform",
+    "randomized_columns",
+]
 
 Projection = Literal["svd", "randomized", "dct"]
 """The way in which a projection is made."""
@@ -96,7 +113,7 @@ class GaLoreAdamW(torch.optim.Optimizer):
             if parameter.is_meta or int(state["step"]) % group["update_proj_gap"] == 0:
                 state["projection"] = self._projection(grad, group, state, wide=wide)
             columns = self._columns_of(state["projection"], grad)
-            grad = grad @ columns
+            grad = self._direction(grad @ columns, state, group)
         if "exp_avg" not in state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
         state["step"] += 1
@@ -113,6 +130,10 @@ class GaLoreAdamW(torch.optim.Optimizer):
         parameter.add_(update, alpha=-rate)
         if group["weight_decay"]:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
+
+    def _direction(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        """Return what the moments are of, from the projected gradient ``[m, r]``: here that itself."""
+        return grad
 
     def _projection(self, grad: Tensor, group: dict[str, Any], state: dict[str, Any], *, wide: bool) -> Tensor:
         """Return P ``[n, r]`` of a gradient ``[m, n]``, or the numbers of the transform's columns, int64 ``[r]``.
@@ -146,6 +167,36 @@ class GaLoreAdamW(torch.optim.Optimizer):
     def _columns_of(self, projection: Tensor, grad: Tensor) -> Tensor:
         """Return P ``[n, r]``."""
         return projection if projection.dim() == 2 else self._transform(grad)[:, projection]
+
+
+class NaturalGaLoreAdamW(GaLoreAdamW):
+    """GaLore with the natural gradient of the last steps.
+
+    Args:
+        params: Parameters, or groups of them.
+        history: s, the projected gradients that are remembered for each matrix, the latest among them.
+        damping: Part of the mean square of their norms that is added to the Fisher matrix.
+        options: Those of :class:`GaLoreAdamW`.
+    """
+
+    def __init__(self, params: Iterable[Any], *, history: int = 8, damping: float = 1.0, **options: Any) -> None:
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            group.setdefault("history", history)
+            group.setdefault("damping", damping)
+
+    def _direction(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        """Return ``lambda F^-1 r`` of the projected gradient ``[m, r]``, and remember that one."""
+        size = group["history"]
+        if "history" not in state:
+            state["history"] = torch.zeros(size, *grad.shape, dtype=grad.dtype, device=grad.device)
+        since = size - 1 if grad.is_meta else int(state["step"]) % group["update_proj_gap"]
+        state["history"][since % size] = grad
+        known = state["history"][: since + 1].flatten(1).float()
+        products = known @ known.T
+        damped = products + group["damping"] * products.trace() * torch.eye(len(known), device=grad.device)
+        weights = torch.linalg.solve_ex(damped, products[:, since % size])[0].nan_to_num()  # 0 of gradients that are 0
+        return grad - (weights @ known).view_as(grad).to(grad.dtype)
 
 
 def randomized_columns(grad: Tensor, rank: int, seed: int) -> Tensor:

@@ -74,7 +74,7 @@ def build_optimizer(
         key: tuple(value) if isinstance(value, list) else value for key, value in {**entry.options, **args}.items()
     }
     adam = {"betas": betas, "eps": eps}
-    if name == "galore":
+    if "projection" in entry.options:
         _check_rank(given["rank"], [p for own, p in trainable if p.ndim == 2 and is_in_layer(own)])
     names = {id(parameter): own for own, parameter in trainable}
     found: dict[Any, ParamGroup] = {}

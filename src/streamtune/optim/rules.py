@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.optim.galore import GaLoreAdamW
+from streamtune.optim.galore import GaLoreAdamW, NaturalGaLoreAdamW
+from streamtune.optim.ratio import RatioAdamW
 from streamtune.optim.sinkgd import SinkGD
 
 __all__ = ["RULES", "Rule"]
@@ -155,6 +156,14 @@ def _galore(params: list[nn.Parameter], options: Options) -> torch.optim.Optimiz
     return GaLoreAdamW(params, **options)
 
 
+def _natural_galore(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+    return NaturalGaLoreAdamW(params, **options)
+
+
+def _badam_ratio(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+    return RatioAdamW(params, **options)
+
+
 def _clip_of_adopt(step: int) -> float:
     """Return the bound of the authors: their first update, which is the library's second step, is bounded by 1."""
     return max(step - 1, 1) ** 0.25
@@ -177,6 +186,7 @@ RULES: dict[str, Rule] = {
     "apollo": Rule(
         _apollo, runs_on_meta=False, begin=lambda number: {"seed": number}, objects={"projector": _projector}
     ),
+    "badam_ratio": Rule(_badam_ratio, begin=lambda number: {"seed": number}),
     "came": Rule(_of_pytorch_optimizer("CAME"), _STEP),
     "galore": Rule(_galore, begin=lambda number: {"seed": number}),
     # Gradients are clipped by the norm of all of them before, which a weight by itself does not have. Its plain form
@@ -185,6 +195,7 @@ RULES: dict[str, Rule] = {
     "lion": Rule(_of_pytorch_optimizer("Lion"), _STEP),
     "lion_8bit": Rule(_of_bitsandbytes("Lion8bit"), shared=_TABLES),
     "muon": Rule(_muon),
+    "natural_galore": Rule(_natural_galore, begin=lambda number: {"seed": number}),
     "schedule_free": Rule(_schedule_free, {"k": 0, "weight_sum": 0.0, "lr_max": -1.0}, average=_average),
     "sgd": Rule(_sgd),
     "sinkgd": Rule(_sinkgd),
