@@ -56,6 +56,7 @@ METHODS: Mapping[str, Method] = {
     "adopt": of("adopt", 1e-3, 3e-3, 1e-2, 3e-2),
     "apollo": of("apollo", 1e-3, 3e-3, 1e-2, 3e-2, rank=32, update_proj_gap=20),
     "badam": of("badam", 3e-3, 1e-2, 3e-2, 1e-1, switch_block_every=6, include_embedding=True),
+    "badam_ratio": of("badam_ratio", 3e-3, 1e-2, 3e-2, 1e-1, update_ratio=0.25, switch_block_every=6),
     "came": of("came", 3e-4, 1e-3, 3e-3, 1e-2),
     "galore": of("galore", 1e-3, 3e-3, 1e-2, 3e-2, rank=32, update_proj_gap=20, scale=1.0),
     "galore, randomized": of(
@@ -66,6 +67,9 @@ METHODS: Mapping[str, Method] = {
     "lion": of("lion", 3e-4, 1e-3, 3e-3, 1e-2),
     "mezo": of("mezo", 1e-4, 3e-4, 1e-3, 3e-3, n=4),
     "muon": of("muon", 1e-3, 3e-3, 1e-2, 3e-2),
+    "natural_galore": of(
+        "natural_galore", 1e-3, 3e-3, 1e-2, 3e-2, rank=32, update_proj_gap=20, scale=1.0, history=8, damping=1.0
+    ),
     "schedule_free": Method((3e-3, 1e-2, 3e-2, 1e-1), {"optim": "schedule_free", "lr_scheduler_type": "constant"}),
     "sgd": of("sgd", 3e-2, 1e-1, 3e-1, 1.0),
     "sinkgd": of("sinkgd", 1e-3, 3e-3, 1e-2, 3e-2),
