@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -336,19 +337,50 @@ def argument_mistakes(name: str, args: Mapping[str, Any]) -> tuple[str, str, str
             return key, f"'{name}' has no option '{key}'", did_you_mean(key, options) or listed
         if not _is_like(value, options[key]):
             return key, f"'{key}' of '{name}' takes {_kind(options[key])}; found {value!r}", f"such as {options[key]}"
-        if key in MOST and not 0 < value <= MOST[key]:
-            most = "" if math.isinf(MOST[key]) else f" and at most {MOST[key]:g}"
-            return key, f"'{key}' of '{name}' is above 0{most}; found {value!r}", f"such as {options[key]}"
+        low, high = LIMITS.get(f"{name}.{key}", LIMITS.get(key, (-math.inf, math.inf)))
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            return key, f"'{key}' of '{name}' is from {low:g} to {high:g}; found {value!r}", f"such as {options[key]}"
+        if key == "blocks" and (wrong := next(filter(None, map(_wrong_pattern, value)), None)):
+            return key, wrong, "write part of a name, such as mlp"
         known = CHOICES.get(key, ())
         if known and value not in known:
             *others, last = (f"'{choice}'" for choice in known)
             shown = f"{', '.join(others)} or {last}"
             return key, f"'{key}' is {shown}; found {value!r}", did_you_mean(str(value), known) or "write one of them"
+    found = {**options, **args}
+    if found.get("nesterov") and "dampening" in found and (found["momentum"] == 0 or found["dampening"] != 0):
+        return "nesterov", "Nesterov momentum is one above 0, without dampening", "write momentum: 0.9, dampening: 0.0"
     return None
 
 
-MOST = {"damping": math.inf, "update_ratio": 1.0}
-"""Options that are above 0, and the largest value of each."""
+SMALLEST, LARGEST = 1e-12, 10**9
+LIMITS: dict[str, tuple[float, float]] = {
+    "adafactor.clip_threshold": (1.0, LARGEST),
+    "beta2_decay": (-10.0, 0.0),
+    "block_size": (1, 2**20),
+    "clip_threshold": (SMALLEST, LARGEST),
+    "dampening": (0.0, 1.0),
+    "damping": (SMALLEST, LARGEST),
+    "eps": (0.0, 1.0),
+    "eps1": (0.0, 1.0),
+    "eps2": (0.0, 1.0),
+    "history": (1, 1024),
+    "iterations": (1, 1000),
+    "layers_per_block": (1, LARGEST),
+    "mezo.eps": (1e-6, 1.0),
+    "momentum": (0.0, 1.0),
+    "n": (1, 10**6),
+    "ns_steps": (1, 99),
+    "r": (0.0, 100.0),
+    "rank": (1, 2**20),
+    "scale": (SMALLEST, LARGEST),
+    "switch_block_every": (1, LARGEST),
+    "update_proj_gap": (1, LARGEST),
+    "update_ratio": (SMALLEST, 1.0),
+    "weight_lr_power": (0.0, 100.0),
+}
+"""The smallest and the largest value of options, by name, or by optimizer and name. Others fail in the library, or
+nothing is trained."""
 
 CHOICES = {
     "adjust_lr_fn": ("original", "match_rms_adamw"),
@@ -365,12 +397,24 @@ def _is_like(value: Any, default: Any) -> bool:
     if default == []:
         return isinstance(value, list) and all(isinstance(each, str) and each for each in value)
     if isinstance(default, list):
-        return isinstance(value, list) and len(value) == len(default) and all(0 <= beta < 1 for beta in value)
+        return isinstance(value, list) and len(value) == len(default) and all(map(_is_rate, value))
     if isinstance(default, int):
         return isinstance(value, int) and value > 0
     if isinstance(default, float):
         return isinstance(value, (int, float)) and math.isfinite(value)
     return isinstance(value, str)
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
+
+
+def _wrong_pattern(pattern: str) -> str | None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return f"'{pattern}' is not a regular expression: {error}"
+    return None
 
 
 def _kind(default: Any) -> str:

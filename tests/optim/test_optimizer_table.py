@@ -368,11 +368,45 @@ def test_every_entry_has_a_rule_and_says_what_is_wrong_with_options() -> None:
         assert argument_mistakes("sgd", args) is not None
     assert argument_mistakes("muon", {"adjust_lr_fn": "none"}) is not None
     assert argument_mistakes("badam_ratio", {"update_ratio": 1.5}) == (
-        "update_ratio", "'update_ratio' of 'badam_ratio' is above 0 and at most 1; found 1.5", "such as 0.01",
+        "update_ratio", "'update_ratio' of 'badam_ratio' is from 1e-12 to 1; found 1.5", "such as 0.01",
     )  # fmt: skip
     assert argument_mistakes("natural_galore", {"damping": 0.0}) is not None
     assert argument_mistakes("natural_galore", {"damping": 7.5, "history": 20}) is None
     assert "adam_beta1" in (argument_mistakes("adamw", {"betas": [0.9, 0.95]}) or ("", "", ""))[2]
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("sgd", {"nesterov": True, "momentum": 0}),
+    ("sgd", {"nesterov": True, "dampening": 0.5}),
+    ("sgd", {"momentum": -1}),
+    ("muon", {"ns_steps": 100}),
+    ("adafactor", {"eps2": -1.0}),
+    ("adafactor", {"clip_threshold": 0.0}),
+    ("adafactor", {"beta2_decay": 5.0}),
+    ("adan", {"eps": -1.0}),
+    ("adan", {"betas": ["a", "b", "c"]}),
+    ("adopt", {"betas": [None, 0.9]}),
+    ("apollo", {"rank": 10**30}),
+    ("apollo", {"scale": -1.0}),
+    ("schedule_free", {"r": 1e300}),
+    ("mezo", {"n": 10**30}),
+    ("mezo", {"eps": 1e-300}),
+    ("badam", {"blocks": ["["]}),
+]
+"""What a library refuses by an error of its own, or trains nothing with."""
+
+
+@pytest.mark.parametrize(("name", "args"), WRONG)
+def test_an_option_that_the_library_would_refuse_is_a_mistake(name: str, args: dict[str, Any]) -> None:
+    key, what, mend = argument_mistakes(name, args) or ("", "", "")
+    assert key in args
+    assert what
+    assert mend
+
+
+@pytest.mark.parametrize("name", [name for name, entry in OPTIMIZERS.items() if entry.options])
+def test_defaults_are_no_mistake(name: str) -> None:
+    assert argument_mistakes(name, OPTIMIZERS[name].options) is None
 
 
 def test_a_library_that_is_not_installed_is_named_with_the_line_that_installs_it(monkeypatch: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from streamtune import models
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.optimizer_table import OPTIMIZERS
 from streamtune.recipe import load_recipe
@@ -88,6 +90,36 @@ def test_blocks_are_trained_in_turn_and_go_on_where_they_stopped(folder: Path) -
     assert losses(folder, "parts") == losses(folder, "whole")
     whole, parts = weights_of(folder, "whole"), weights_of(folder, "parts")
     assert all(torch.equal(whole[key], parts[key]) for key in whole)
+
+
+def test_a_checkpoint_that_is_written_late_has_the_weights_of_its_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block that is trained while the copy is written was frozen when it was made."""
+    common = {**COMMON, "optim": "badam", "optim_args": {"switch_block_every": 1}, "learning_rate": 1e-2}
+    common |= {"max_steps": 4, "save_steps": 1, "save_total_limit": 4}
+    write_recipe(folder, {**common, "output_dir": "at-once", "save_async": False})
+    assert run() == 0
+    save = models.save_pretrained
+
+    def late(*args: Any, **more: Any) -> None:
+        if more.get("weights") is not None:
+            time.sleep(0.5)
+        save(*args, **more)
+
+    monkeypatch.setattr(models, "save_pretrained", late)
+    write_recipe(folder, {**common, "output_dir": "late"})
+    assert run() == 0
+    for step in range(1, 5):
+        paths = (folder / name / f"checkpoints/step-{step:06}/model/model.safetensors" for name in ("at-once", "late"))
+        want, got = map(load_file, paths)
+        assert all(torch.equal(got[key], want[key]) for key in want), step
+
+
+def test_blocks_by_names_are_planned_and_trained(folder: Path) -> None:
+    args = {"blocks": ["mlp", "self_attn", "layers.1"], "switch_block_every": 1}
+    write_recipe(folder, {**COMMON, "optim": "badam", "optim_args": args, "max_steps": 2, "engine": {}})
+    assert run() == 0
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from safetensors.torch import save_file
@@ -71,17 +71,22 @@ class SavedTokenizer:
             (folder / name).write_bytes(content)
 
 
-def copy_weights(model: nn.Module) -> dict[str, Any]:
+def copy_weights(model: nn.Module, trained: Sequence[nn.Parameter] | None = None) -> dict[str, Any]:
     """Copy the state of ``model`` to the host as it is now, except frozen weights, which are returned uncopied.
 
     A shared weight is copied once, and is shared in the copy.
+
+    Args:
+        model: The model.
+        trained: The weights that may change while the copy is used; None are those that require a gradient now.
     """
+    changing = {id(p) for p in trained or (p for p in model.parameters() if p.requires_grad)}
     copies: dict[int, torch.Tensor] = {}
 
     def copied(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if isinstance(value, nn.Parameter) and not value.requires_grad:
+        if isinstance(value, nn.Parameter) and id(value) not in changing:
             return value.detach()
         if id(value) not in copies:
             copies[id(value)] = value.detach().to("cpu", copy=True)

@@ -33,6 +33,9 @@ SwitchMode = Literal["random", "ascending", "descending", "fixed"]
 NUMBERED = re.compile(r"^(.*?\.)?(\d+)\.")
 """The part of a parameter's name up to the first number: that of its layer."""
 
+EVERY_NAME = "."
+"""A pattern of a block of all parameters."""
+
 EMBEDDING = re.compile(r"embed|wte|word_embeddings")
 
 
@@ -173,6 +176,11 @@ class BlockAdamW(torch.optim.Optimizer):
         first = self._start if self._start is not None else count - 1 if self.switch_mode == "descending" else 0
         step = {"ascending": 1, "descending": -1, "fixed": 0}[self.switch_mode]
         return (first + step * turn) % count
+
+    @property
+    def every_parameter(self) -> list[nn.Parameter]:
+        """The parameters of all blocks, and others that it was built over."""
+        return [parameter for group in self._everything for _, parameter in group]
 
     def train_together(self) -> None:
         """Make one block of all that it was built over: to measure or to plan the step that takes the most."""

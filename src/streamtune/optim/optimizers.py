@@ -14,7 +14,7 @@ from torch import nn
 
 from streamtune.errors import ArgumentError
 from streamtune.names import look_up
-from streamtune.optim.blocks import BlockAdamW
+from streamtune.optim.blocks import EVERY_NAME, BlockAdamW
 from streamtune.optim.narrow_states import NarrowStatesAdamW, StatesDtype
 from streamtune.optim.weightwise import WeightwiseOptimizer
 from streamtune.optim.zeroth_order import ZerothOrderSGD
@@ -97,10 +97,9 @@ def build_optimizer(
     groups = list(found.values())
     if entry.one_block:
         named = [{**group, "params": [(names[id(p)], p) for p in group["params"]]} for group in groups]
-        optimizer = BlockAdamW(named, lr=learning_rate, betas=betas, eps=eps, seed=seed, **given)
         if all(parameter.is_meta for _, parameter in trainable):  # a plan, which has frozen all but the largest
-            optimizer.train_together()
-        return optimizer
+            given["blocks"] = (EVERY_NAME,)
+        return BlockAdamW(named, lr=learning_rate, betas=betas, eps=eps, seed=seed, **given)
     if entry.forward_only:
         return ZerothOrderSGD(groups, lr=learning_rate, eps=given["eps"], directions=given["n"], seed=seed)
     if name != "adamw":

@@ -341,7 +341,10 @@ def _finish(run: Run, step: int, writer: train.ModelWriter, listeners: train.Lis
 
 
 def _make_writer(run: Run) -> train.ModelWriter:
-    saved = [p for p in run.model.parameters() if p.requires_grad or run.recipe.finetuning_type == "full"]
+    trained = [p for p in run.model.parameters() if p.requires_grad]
+    if isinstance(run.backend, train.BlockBackend):  # what is frozen now is trained while a copy is being written
+        trained = run.backend.optimizer.every_parameter
+    saved = list(run.model.parameters()) if run.recipe.finetuning_type == "full" else trained
     num_bytes = sum(models.count_weights(parameter) * parameter.element_size() for parameter in saved)
     tokenizer = models.SavedTokenizer(run.tokenizer)
     if run.shares_weights:
@@ -362,7 +365,7 @@ def _make_writer(run: Run) -> train.ModelWriter:
 
     def snapshot() -> Callable[[Path], None]:
         tokenizer.read()  # here and once: a tokenizer is not for two threads
-        return partial(models.save_pretrained, run.model, tokenizer, weights=models.copy_weights(run.model))
+        return partial(models.save_pretrained, run.model, tokenizer, weights=models.copy_weights(run.model, trained))
 
     return train.ModelWriter(write, num_bytes, snapshot)
 
