@@ -42,6 +42,12 @@ def test_matches_transformers_behind_the_warm_up(name: str, options: dict[str, A
         theirs.step()
 
 
+def test_power_of_whole_numbers_is_one_of_floats() -> None:
+    """Whole numbers of millions of digits took for ever."""
+    options = {"batch_size": 1, "tokens_per_step": 10**15, "a": 1, "b": 10}
+    assert build_schedule("power", learning_rate=1.0, total_steps=10**12, options=options)(10**11) == 1.0
+
+
 def test_power_depends_on_tokens_and_not_on_how_they_are_cut_into_steps() -> None:
     """``min(peak, batch a tokens^b)``: a batch twice as large has twice the rate at the same number of tokens."""
     options = {"batch_size": 64, "tokens_per_step": 1e6, "decay_ratio": 0.2}

@@ -277,6 +277,8 @@ def _describe_steps(run: Run) -> str:
     steps = plan.total_steps - supervised
     epochs = "" if plan.steps_per_epoch is None else f" ({steps / plan.steps_per_epoch:.3g} epochs)"
     warmup = f" after {plan.warmup_steps:,} of warm-up" if plan.warmup_steps else ""
+    if plan.warmup_steps >= plan.total_steps:
+        warmup += ", more steps than the run has"
     first = f"{supervised:,} supervised, then " if supervised else ""
     return (
         f"{first}{steps:,}{epochs} of {size}; {describe_optimizer(recipe)}, "

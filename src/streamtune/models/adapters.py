@@ -199,6 +199,8 @@ def _added(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_tokens: Seq
     else:
         options["target_modules"] = _linear_targets(model, spec)
         _refuse_for(spec, model, new_tokens)
+        if spec.kind in ("hra", "loha", "lokr", "miss"):
+            _check_rank([model.get_submodule(name) for name in options["target_modules"]], spec)
     config = get_peft_config(options)
     _name_experts(model, spec, config)
     if spec.kind == "paca":
@@ -408,7 +410,8 @@ def _check_ranks(adapted: Any, spec: AdapterSpec) -> None:
     }
     # Among all linear layers there may be small ones, such as gates of one row, which are none of the user's choice.
     if isinstance(spec.target, str) and spec.kind not in AS_LORA and len(too_small) < len(layers):
-        return
+        named = [name for name in too_small if any(re.match(rf"(.*\.)?({pattern})$", name) for pattern in spec.ranks)]
+        too_small = {name: too_small[name] for name in named}
     for name, (layer, most, rank) in too_small.items():
         last = name.rsplit(".", 1)[-1]
         raise ArgumentError(
@@ -416,6 +419,22 @@ def _check_ranks(adapted: Any, spec: AdapterSpec) -> None:
             f"{name}, {layer.out_features:,} x {layer.in_features:,}",
             where="lora_r",
             mend=f"write lora_r: {most}, or lora_rank_pattern: {{{last}: {most}}}",
+        )
+
+
+def _check_rank(layers: Sequence[Any], spec: AdapterSpec) -> None:
+    """Refuse a rank, or a number of reflections, above the size of every layer: nothing is gained by it.
+
+    Raises:
+        ArgumentError: It names the size.
+    """
+    sizes = [(layer.in_features, layer.out_features) for layer in layers if hasattr(layer, "in_features")]
+    most = max((size for pair in sizes for size in pair), default=spec.r)
+    if spec.r > most:
+        raise ArgumentError(
+            f"adapters of rank {spec.r:,} are larger than every matrix: the largest has {most:,} rows or columns",
+            where="lora_r",
+            mend="write a rank far below that, such as 16",
         )
 
 

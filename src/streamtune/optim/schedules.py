@@ -121,7 +121,7 @@ def _power(
     decay = min(at.steps, math.ceil(decay_ratio * total))
 
     def before_decay(step: int) -> float:
-        tokens = (step + at.warmup_steps + 1) * tokens_per_step
+        tokens = float((step + at.warmup_steps + 1) * tokens_per_step)
         return float(min(1.0, batch_size * a * tokens**b / at.learning_rate))
 
     begun = at.step - (at.steps - decay)

@@ -29,7 +29,7 @@ ScheduleName = Literal[
 Range = tuple[float, float] | tuple[str, ...]
 """Least and largest value of a number, or the words that are known."""
 
-RATE, PART, CYCLES, STEPS, ANY = (0.0, 1.0), (0.0, 1.0), (0.0, 1e6), (0.0, 1e12), (-1e9, 1e9)
+RATE, PART, CYCLES, STEPS = (0.0, 1.0), (0.0, 1.0), (0.0, 1e6), (0.0, 1e12)
 
 OPTIONS: Mapping[str, Mapping[str, Range]] = {
     "cosine": {"num_cycles": CYCLES},
@@ -49,7 +49,7 @@ OPTIONS: Mapping[str, Mapping[str, Range]] = {
     },
     "power": {
         "a": (0.0, 1e9),
-        "b": ANY,
+        "b": (-10.0, 10.0),
         "batch_size": (1.0, 1e12),
         "tokens_per_step": (1.0, 1e15),
         "decay_ratio": PART,
