@@ -161,6 +161,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"batching": "tokens", "tokens_per_batch": 8192},
         {"batching": "buckets", "tokens_per_batch": 8192},
         {"reasoning": "per_turn"},
+        {"select_rows": "colm"},
         {"share_prefix": "always"},
     ),
     "engine": _options(

@@ -229,8 +229,9 @@ def state_of(run: Path) -> dict[str, Any]:
     }
     kept = {key: checkpoint.state[key] for key in ("step", "progressed", "stream", "rng")}
     found = {"tensors": tensors, "state": kept, "metrics": read_lines(run / "metrics.jsonl")}
-    if (run / "completions.jsonl").exists():
-        found["completions"] = read_lines(run / "completions.jsonl")
+    for name in ("completions", "selected"):
+        if (run / f"{name}.jsonl").exists():
+            found[name] = read_lines(run / f"{name}.jsonl")
     return found
 
 

@@ -108,6 +108,24 @@ def test_killed_while_weights_are_perturbed(zygotes: Zygotes, tmp_path: Path, ch
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("changes", [{}, {"finetuning_type": "lora"}])
+def test_killed_while_rows_are_chosen(zygotes: Zygotes, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """The rows of a step are chosen again, by the same weights and moments: the same rows."""
+    changes = {"select_rows": "colm", "select_from": 3, "max_steps": 8, "num_train_epochs": 1.0, **changes}
+    write_sft(tmp_path / "whole", **changes)
+    done = zygotes.run(tmp_path / "whole")
+    assert done.status == 0, done.output
+    want = state_of(tmp_path / "whole/runs/tiny")
+    assert [line["step"] for line in want["selected"]] == list(range(1, 9))
+    draw = random.Random(1)
+    for number in range(size(20, 3)):
+        folder = tmp_path / f"kill-{number}"
+        killed = run_killed_within(zygotes, folder, draw.uniform(0.4, 1.0) * done.seconds, **changes)
+        assert killed.status == -9, killed.output
+        assert finish(zygotes, folder, (folder, want, 0.0)) == []
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_killed_at_every_call_of_a_save(zygotes: Zygotes, tmp_path: Path, asynchronous: bool, whole: Whole) -> None:
     """At every open, mkdir, fsync, rename and unlink of a run that saves twice and deletes the first checkpoint."""

@@ -140,6 +140,7 @@ def _document(planned: RecipePlan) -> dict[str, Any]:
         "length": planned.length,
         "tokens": planned.tokens,
         "objective": planned.loaded.recipe.objective,
+        "select_seconds": planned.select_seconds,
         "completions": None if planned.scored is None else asdict(planned.scored),
         "device": planned.device_name,
         "here": planned.here,
@@ -246,8 +247,11 @@ def _describe_device(planned: RecipePlan) -> str:
 
 
 def _describe_time(planned: RecipePlan) -> str:
-    seconds = planned.plan.step_seconds
+    choosing = planned.select_seconds
+    seconds = planned.plan.step_seconds + choosing
     text = f"about {show_seconds(seconds)} a step, {planned.tokens / seconds:,.0f} tokens/s"
+    if choosing:
+        text += f"; {show_seconds(choosing)} of it to choose one of {planned.loaded.recipe.draws} rows that are drawn"
     if planned.scored is not None and planned.scored.forwards:
         text += ", forward passes without gradient included"
     return f"{text}, without the rollout" if planned.loaded.recipe.objective == "grpo" else text

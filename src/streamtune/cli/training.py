@@ -273,6 +273,8 @@ def _describe_steps(run: Run) -> str:
     size = f"{rows} {unit}{'s' if rows > 1 else ''}"
     if recipe.tokens_per_batch is not None:
         size = f"at most {recipe.tokens_per_batch:,} tokens in {unit}s"
+    if recipe.draws > 1:
+        size += f", chosen among {recipe.draws * rows}"
     supervised = plan.supervised_steps
     steps = plan.total_steps - supervised
     epochs = "" if plan.steps_per_epoch is None else f" ({steps / plan.steps_per_epoch:.3g} epochs)"

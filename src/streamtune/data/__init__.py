@@ -19,6 +19,7 @@ from streamtune.data.batches.collate import (
 )
 from streamtune.data.batches.completions import CollatedTrees, collate_trees
 from streamtune.data.batches.measure import BatchFacts, EpochLayout, concat_squares, lay_out
+from streamtune.data.batches.medoids import Choice, choose_rows, small_sources
 from streamtune.data.batches.mixture import Mixture
 from streamtune.data.batches.pieces import Pieces, cut_rows
 from streamtune.data.batches.prefixes import collate_prefixes
@@ -68,6 +69,7 @@ __all__ = [
     "Batch",
     "BatchFacts",
     "ChatOptions",
+    "Choice",
     "CollatedTrees",
     "CompletionReport",
     "DataReport",
@@ -94,6 +96,7 @@ __all__ = [
     "Tree",
     "assign_rows",
     "bucket_steps",
+    "choose_rows",
     "collate",
     "collate_packed",
     "collate_prefixes",
@@ -112,5 +115,6 @@ __all__ = [
     "prepare_preferences",
     "prepare_prompts",
     "prepare_unpaired",
+    "small_sources",
     "token_steps",
 ]

@@ -21,6 +21,7 @@ from streamtune.recipe.learning_rates import ScheduleName, learning_rate_mistake
 from streamtune.recipe.losses import FOCAL_GAMMA, KD_BETA, TEACHER_FILE, loss_mistakes
 from streamtune.recipe.optimizing import LearningRateGroup, optimizer_mistakes
 from streamtune.recipe.presets import with_preset
+from streamtune.recipe.selecting import SELECT_FROM, select_mistakes
 from streamtune.recipe.sharing import CHUNK_ORDER, QUANTISED, SHARING_PRESETS, TEACHER, WholeWeights
 from streamtune.recipe.spec import Count, Fraction, Rows, Spec, Steps, Text, at_most, mistake
 from streamtune.recipe.streaming import SHUFFLE_BUFFER, streaming_mistakes
@@ -248,6 +249,15 @@ class Recipe(Spec):
     buckets: BucketSpec | None = None
     """`batching: buckets`: order of the lengths and smallest length: `{curriculum: grow-p2, cycles: 8, min_length: 64}`
     (dataset decomposition, arXiv 2405.13226)."""
+
+    select_rows: Literal["colm"] | None = None
+    """`sft`: train a step on a few rows that stand for many (`colm`, arXiv 2407.19580). `select_from` times the rows of
+    a step are drawn, each is run forward, and of each dataset those are chosen whose gradients are nearest to all; rows
+    of datasets smaller than the mean are kept. `selected.jsonl` has the choices."""
+
+    select_from: Annotated[int, Field(ge=2), at_most(10**4)] = SELECT_FROM
+    """`select_rows`: times the rows of a step that are drawn for it. An epoch draws each row once, and one of so many
+    is trained."""
 
     val_size: Annotated[float, Field(ge=0), at_most(10**12)] = 0.0
     """Rows of `datasets` held out for evaluation: a fraction below 1, or a number of rows. Beside `eval_datasets` they
@@ -611,6 +621,11 @@ class Recipe(Spec):
         return self.val_size > 0 or bool(self.eval_datasets)
 
     @property
+    def draws(self) -> int:
+        """Times the rows of a step that are drawn for it; 1 where all that are drawn are trained on."""
+        return 1 if self.select_rows is None else self.select_from
+
+    @property
     def starts_from_gradients(self) -> bool:
         """True if adapters start from gradients of rows, which a run computes before its first step."""
         return self.finetuning_type == "lora" and self.adapter_type == "lora_ga"
@@ -623,6 +638,7 @@ class Recipe(Spec):
         check_eval_sets(self.eval_datasets)
         rules = (
             batching_mistakes,
+            select_mistakes,
             turn_mistakes,
             streaming_mistakes,
             loss_mistakes,

@@ -41,6 +41,7 @@ from streamtune.run.model import make_blueprint, make_optimizer, make_reference_
 from streamtune.run.tiers import first_that_fits, placements
 from streamtune.schedule import GIVEN, Schedule
 from streamtune.simulate.cluster import Cluster
+from streamtune.simulate.flops import sketch_flops
 from streamtune.simulate.memory import device_held_bytes, distinct_bytes, held_bytes
 from streamtune.simulate.meta_operators import meta_copy
 from streamtune.simulate.scored import Completions, Scored
@@ -97,6 +98,8 @@ class RecipePlan:
         wider: The rows that more ranks to a sequence would allow, where the recipe leaves that open.
         flops: Operations of a step that the model asks for, of all ranks (``simulate.flops``).
         peak_flops: FLOP/s of one device by its data sheet, or by the recipe; None where it is not known.
+        select_flops: Operations of a rank by which the rows of a step are chosen; 0 where all that are drawn are
+            trained on.
     """
 
     loaded: LoadedRecipe
@@ -114,6 +117,13 @@ class RecipePlan:
     wider: tuple[Wider, ...] = ()
     flops: int = 0
     peak_flops: float | None = None
+    select_flops: int = 0
+
+    @property
+    def select_seconds(self) -> float:
+        """Time in which the rows of a step are chosen, at the rate of the step's own operations."""
+        work = self.plan.simulation.work
+        return self.plan.step_seconds * self.select_flops / max(1, work.matmul_flops + work.attention_flops)
 
     @property
     def computed_flops(self) -> int:
@@ -193,7 +203,15 @@ def plan_recipe(
         wider=wider,
         flops=cluster.data_size * chosen.flops,
         peak_flops=recipe.peak_flops or (target.matmul_flops if target else peak_of(recipe, here)),
+        select_flops=_select_flops(recipe, workload),
     )
+
+
+def _select_flops(recipe: Recipe, workload: Workload) -> int:
+    """Return the operations by which a rank compares its share of the rows that are drawn for a step."""
+    if recipe.select_rows is None:
+        return 0
+    return recipe.draws * workload.batch_size * workload.micro_batches * sketch_flops(workload)
 
 
 def _fastest(

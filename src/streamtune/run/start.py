@@ -72,7 +72,7 @@ SHAPE_KEYS = frozenset(
 LATER_KEYS = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "default_system", "chat_template_kwargs",
               "rope_scaling", "rope_theta", "truncate_side", "split_at", "split_overlap", "mix_by", "special_tokens",
               "added_tokens", "batching", "tokens_per_batch", "buckets", "streaming", "shuffle_buffer",
-              "clip_norm", "optim_states", "optim_args", "lr_groups", "lr_layer_decay",
+              "select_rows", "select_from", "clip_norm", "optim_states", "optim_args", "lr_groups", "lr_layer_decay",
               "focal_gamma", "label_smoothing_factor", "z_loss_coef", "teacher", "kd_divergence", "kd_beta",
               "kd_temperature", "kd_hard_share", "lr_scheduler_kwargs", "lr_scaling",
               "lr_scaling_base", "adapter_type", "lora_exclude", "lora_rank_pattern", "lora_alpha_pattern",
@@ -288,8 +288,8 @@ def start_run(
                 taken.append(hold)
             identity = directory.read_identity()
             if identity is not None and resume != "never":
-                of_steps = (directory.metrics, directory.samples, directory.path / "completions.jsonl")
-                train.check_records(of_steps, directory.events)
+                of_rows = (directory.selected, directory.path / "completions.jsonl")
+                train.check_records((directory.metrics, directory.samples, *of_rows), directory.events)
             found = train.find_checkpoint(directory, resume, notify)
             files = fingerprint_tokenizer_files(recipe)
             return identity, None if found is None else (found.path, found.state), files, date.today().isoformat()

@@ -262,7 +262,8 @@ def _train(
 def _step_times(run: Run, progress: train.Progress) -> StepTimes | None:
     """Return what compares the time of steps with the plan; None where a step is not what is planned, or not alone."""
     plan, recipe = run.streamed.memory, run.recipe
-    if plan is None or run.world.size > 1 or recipe.objective == "grpo":  # whose steps have a rollout
+    more = recipe.objective == "grpo" or recipe.select_rows is not None  # a rollout, or a choice of rows
+    if plan is None or run.world.size > 1 or more:
         return None
 
     def say(step: int, text: str, figures: dict[str, float]) -> None:

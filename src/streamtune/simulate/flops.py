@@ -20,7 +20,7 @@ out. What a schedule really computes is ``Work.matmul_flops + Work.attention_flo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -30,7 +30,7 @@ from streamtune.models import count_weights
 from streamtune.simulate.shard import WINDOWS, heads_of
 from streamtune.simulate.workload import Workload
 
-__all__ = ["FlopCount", "Span", "workload_flops"]
+__all__ = ["FlopCount", "Span", "sketch_flops", "workload_flops"]
 
 Span = tuple[int, int]
 """Tokens that a piece of a row sees before it, and its own: ``(0, T)`` is a row, ``(trunk, branch)`` a completion."""
@@ -95,6 +95,22 @@ def workload_flops(workload: Workload) -> int:
     elif scored is not None:
         spans = [(0, trunk + branch) for trunk, branches in scored.trees for branch in branches]
     return workload.micro_batches * count.step(spans, workload.passes if workload.forward_only else 0)
+
+
+def sketch_flops(workload: Workload) -> int:
+    """Return the operations of the sketch of a row, as long as those of the workload (``train.sketch``).
+
+    It is a forward of the model, and of a teacher that is called; the gradient that the head hands on; and the backward
+    of the last layer, which computes its forward again.
+    """
+    model: Any = workload.make_model()
+    count, head = FlopCount.of(model), model.get_output_embeddings()
+    row, last = [(0, workload.length)], decoder_layers(model)[-1]
+    of_last = sum(count_weights(p) for p in last.parameters() if p.dim() > 1 or hasattr(p, "quant_state"))
+    attends = replace(count, weights=round(of_last * _expert_part(model)), trained=0, windows=count.windows[-1:])
+    of_head = 2 * workload.length * (0 if head is None else count_weights(head.weight))
+    of_teacher = 0 if workload.teacher is None else workload.length * workload.teacher.flops
+    return count.step(row, 1) + attends.step(row) + round(of_head) + of_teacher
 
 
 def _seen(tokens: int, window: int) -> int:

@@ -26,6 +26,7 @@ from streamtune.recipe.batching import BucketSpec
 from streamtune.recipe.schema import Recipe
 from streamtune.tasks.cost import RowCost
 from streamtune.tasks.random_batches import RandomTokens
+from streamtune.tasks.selected import SKETCH, SelectedSteps
 from streamtune.tasks.steps import StepPlan, first_epoch
 from streamtune.tasks.streamed import SAMPLED, StreamedRows, StreamReport, StreamSteps, record_bad_rows
 from streamtune.tasks.task import (
@@ -40,6 +41,7 @@ from streamtune.tasks.task import (
     row_cache,
 )
 from streamtune.tasks.taught import TaughtRows
+from streamtune.train.sketch import RowSketch, value_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -179,7 +181,7 @@ class Sft(Task[Recipe]):
         self, prepared: data.PreparedData | StreamedRows, *, try_packing: bool = True
     ) -> data.BatchFacts | None:
         """See :meth:`Task.batch_facts`."""
-        if isinstance(prepared, StreamedRows):
+        if isinstance(prepared, StreamedRows) or self.recipe.select_rows is not None:
             return None
         recipe, batches = self.recipe, Batches(prepared, None)
         epoch, pieces, tokens = first_epoch(batches, recipe), prepared.pieces, batches.lengths()
@@ -230,6 +232,8 @@ class Sft(Task[Recipe]):
             check_packing(handle)
         if self.per_turn:
             self._check_turns(handle)
+        if self.recipe.select_rows is not None:
+            value_weights(handle.layers)
 
     def _check_turns(self, handle: StreamHandle) -> None:
         """Check that rows which share their beginnings are computed as each alone.
@@ -271,6 +275,8 @@ class Sft(Task[Recipe]):
 
     def make_steps(self, built: Built) -> train.StepStream:
         """See :meth:`Task.make_steps`."""
+        if self.recipe.select_rows is not None:
+            return self._selected_steps(built)
         if not self.recipe.streaming:
             return super().make_steps(built)
         batches = built.batches
@@ -284,10 +290,37 @@ class Sft(Task[Recipe]):
         built.closing.callback(steps.close)
         return steps
 
+    def _selected_steps(self, built: Built) -> SelectedSteps:
+        """Return steps on rows that are chosen among those that are drawn."""
+        recipe, prepared = self.recipe, built.prepared
+        mixture = prepared.mixture
+        return SelectedSteps(
+            built.batches,
+            recipe,
+            built.world,
+            RowCost.of_model(built.model),
+            sketch=RowSketch(
+                built.model,
+                built.handle,
+                self.objective(built.handle, built.reference, built.device),
+                device=built.device,
+                size=SKETCH,
+                seed=recipe.seed,
+                bf16=recipe.bf16,
+            ),
+            bounds=prepared.bounds,
+            sizes=np.diff(prepared.bounds).tolist() if mixture is None else mixture.visits,
+            origin=lambda row: prepared.train[row].origin,
+            path=built.directory.selected,
+            taken=built.first_step,
+        )
+
     def training(self, built: Built) -> Training:
         """See :meth:`Task.training`."""
         training = super().training(built)
         steps = training.steps
+        if isinstance(steps, SelectedSteps):
+            return replace(training, begin=steps.begin)
         if not isinstance(steps, StreamSteps):
             return training
 

@@ -7,6 +7,7 @@ output_dir/
   loss.png        checkpoints/         final/          the trained model, in Hugging Face format
   plan.json       what was predicted   data.json       counts and lengths of the rows
   bad_rows.json   rows that were left out as faulty, where there are any
+  selected.jsonl  the rows that were chosen for each step, where they are
   report.html     all of that on a page, written at the end
   deepspeed.json  its configuration with every value in force, where DeepSpeed trains
   .lock           held by the process that trains, see ``hold``
@@ -108,6 +109,11 @@ class RunDirectory:
         return self.path / "bad_rows.json"
 
     @property
+    def selected(self) -> Path:
+        """The rows that were chosen for each step, where a recipe says ``select_rows``."""
+        return self.path / "selected.jsonl"
+
+    @property
     def report(self) -> Path:
         """The page about the run."""
         return self.path / "report.html"
@@ -170,7 +176,7 @@ class RunDirectory:
             ArgumentError: One of its files or folders is a symbolic link, or something else than a file or folder.
         """
         texts = [self.identity, self.recipe, self.deepspeed, self.metrics, self.events, self.loss_plot]
-        texts += [self.plan, self.data, self.bad_rows, self.report, self.samples, self.trackers]
+        texts += [self.plan, self.data, self.bad_rows, self.report, self.samples, self.trackers, self.selected]
         texts += [self.path / LOCK, self.path / "completions.jsonl"]
         folders = [self.checkpoints, self.final, self.path / "logs", self.path / "vllm"]
         folders += [self.path / name for name in ("tensorboard", "wandb", "mlflow", "trackio")]

@@ -1,0 +1,178 @@
+"""The gradient of one row, in a few hundred numbers: by these, rows are compared (``tasks.selected``).
+
+It is the gradient of the row's mean loss with respect to the value projection of the last layer that has one
+(CoLM, arXiv 2407.19580, section 4.3, which estimates it from two forwards). Only that weight asks for a gradient: the
+layers below it run forward without a graph, chunk by chunk, and the backward ends at the weight. Logits exist for one
+chunk of tokens at a time.
+
+With Adam's moments m, v of the weight it is the step that Adam would take for the row alone (section 4.2):
+
+    ((b1 m + (1 - b1) g) / (1 - b1^t))  /  (sqrt((b2 v + (1 - b2) g^2) / (1 - b2^t)) + eps)
+
+The result is projected. Its n entries are put into k groups at random, and each group is summed with random signs, a
+count sketch: products of two sketches are, in the mean over the draws, those of the gradients, and so are distances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamtune.engine import StreamHandle
+from streamtune.errors import UnsupportedModelError
+from streamtune.train.batch import MicroBatch
+from streamtune.train.objective import Objective, autocast, evaluating
+from streamtune.train.rng import preserve_rng
+
+__all__ = ["Projection", "RowSketch", "adam_step", "value_weights"]
+
+VALUES = ("v_proj", "value", "kv_b_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
+"""Names of modules that compute values, or values beside keys or queries."""
+
+Weights = Mapping[str, nn.Parameter]
+
+
+def value_weights(layers: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Return the trained weights of the value projection of the last layer that has some, by their names in it.
+
+    Args:
+        layers: The decoder layers, with their adapters.
+
+    Raises:
+        UnsupportedModelError: No layer has a trained weight there.
+    """
+    for layer in reversed(layers):
+        found = {
+            name: parameter
+            for name, parameter in layer.named_parameters()
+            if parameter.requires_grad and not set(VALUES).isdisjoint(name.split("."))
+        }
+        if found:
+            return found
+    raise UnsupportedModelError(
+        f"rows are compared by the gradient of the last value projection, and {type(layers[-1]).__name__} has no "
+        f"trained weight in a module named {', '.join(VALUES)}",
+        where="select_rows",
+        mend="add it to lora_target, or delete the line",
+    )
+
+
+class Projection:
+    """A random projection of n numbers to at most k, drawn from a seed; it is kept on the host.
+
+    Args:
+        count: n.
+        size: k.
+        seed: The same seed draws the same projection.
+    """
+
+    def __init__(self, count: int, size: int, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        self.size = min(size, count)
+        self.order_n = torch.randperm(count, generator=draw).to(torch.int32)
+        self.signs_n = torch.randint(0, 2, (count,), generator=draw, dtype=torch.int8) * 2 - 1
+
+    def __call__(self, values_n: Tensor) -> Tensor:
+        """Return the projection ``[k]`` of values ``[n]``, on their device and in their dtype."""
+        order_n, signs_n = self.order_n.to(values_n.device), self.signs_n.to(values_n.device)
+        signed_n = values_n.index_select(0, order_n) * signs_n
+        missing = -len(signed_n) % self.size
+        return nn.functional.pad(signed_n, (0, missing)).view(self.size, -1).sum(1)
+
+
+class RowSketch:
+    """Computes sketches of rows with the current weights of a streamed model, which is in evaluation mode meanwhile.
+
+    Args:
+        model: The model that is called, streamed.
+        handle: Its own.
+        objective: The loss of a row.
+        device: Of the model.
+        size: Numbers of a sketch.
+        seed: Of the projection.
+        bf16: Run the forward under bfloat16 autocast.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        handle: StreamHandle,
+        objective: Objective,
+        *,
+        device: torch.device,
+        size: int,
+        seed: int,
+        bf16: bool = False,
+    ) -> None:
+        self.model, self.handle, self.objective, self.device, self.bf16 = model, handle, objective, device, bf16
+        self.weights: Weights = value_weights(handle.layers)
+        self.project = Projection(sum(weight.numel() for weight in self.weights.values()), size, seed)
+        self.optimizer: torch.optim.Optimizer | None = None
+        """Whose moments scale the gradient, if it keeps any of the weights; None does not scale it."""
+
+    def __call__(self, batch: MicroBatch) -> Tensor:
+        """Return the sketch ``[k]`` of a batch of one row, fp32 (fp64 of weights in fp64) on the host.
+
+        Dropout is off and no router loss is added; the random state is left as it was. Gradients that were accumulated
+        before are left alone, and hooks on them are not called.
+        """
+        batch = batch.to(self.device)
+        totals = self.objective.totals([batch])
+        if not totals:  # a row of weight 0 trains nothing
+            return torch.zeros(self.project.size)
+        with preserve_rng(), evaluating(self.model), self.handle.routers.silenced(), _alone(self.model, self.weights):
+            with autocast(self.device, self.bf16):
+                loss = self.objective.score(self.model, batch, totals).loss
+            weights = list(self.weights.values())
+            grads = torch.autograd.grad(loss, weights, allow_unused=True)
+        with torch.no_grad():
+            scaled = [
+                self._scaled(weight, torch.zeros_like(weight) if grad is None else grad).flatten()
+                for weight, grad in zip(weights, grads, strict=True)
+            ]
+            return self.project(torch.cat(scaled)).cpu()
+
+    def _scaled(self, weight: nn.Parameter, grad: Tensor) -> Tensor:
+        grad = grad if grad.dtype == torch.float64 else grad.float()
+        if self.optimizer is None:
+            return grad
+        state = self.optimizer.state.get(weight, {})
+        group = next((g for g in self.optimizer.param_groups if any(p is weight for p in g["params"])), {})
+        return adam_step(grad, state, group)
+
+
+def adam_step(grad: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
+    """Return Adam's step for a gradient, without the learning rate; the gradient where there are no moments of it.
+
+    Args:
+        grad: The gradient of a weight; the result has its shape and dtype.
+        state: The optimizer's state of the weight: ``exp_avg``, ``exp_avg_sq`` and ``step`` are read.
+        group: The options of its group: ``betas`` and ``eps`` are read.
+    """
+    moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")]
+    whole = all(isinstance(x, Tensor) and x.shape == grad.shape and x.is_floating_point() for x in moments)
+    if not whole or "step" not in state or "betas" not in group or "eps" not in group:
+        return grad
+    (beta1, beta2), step = group["betas"], float(state["step"]) + 1
+    mean, square = (x.to(grad.device, grad.dtype) for x in moments if x is not None)
+    mean = mean.mul(beta1).add_(grad, alpha=1 - beta1).div_(1 - beta1**step)
+    square = square.mul(beta2).addcmul_(grad, grad, value=1 - beta2).div_(1 - beta2**step)
+    return mean / square.sqrt_().add_(group["eps"])
+
+
+@contextmanager
+def _alone(model: nn.Module, weights: Weights) -> Iterator[None]:
+    """Let no parameter but ``weights`` ask for a gradient inside."""
+    mine = {id(weight) for weight in weights.values()}
+    others: Iterable[nn.Parameter] = [p for p in model.parameters() if p.requires_grad and id(p) not in mine]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
