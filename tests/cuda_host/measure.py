@@ -53,7 +53,16 @@ GEMMA2_9B = {
     "final_logit_softcapping": 30.0,
 }
 MISTRAL_7B = {**QWEN3_8B, "vocab_size": 32768, "intermediate_size": 14336, "sliding_window": 1024}
-SHAPES = {"qwen3": QWEN3_8B, "gemma2": GEMMA2_9B, "mistral": MISTRAL_7B}
+LFM2: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "vocab_size": 65536,
+}
+"""Three layers of it: convolutions, which leave a state to later chunks, around attention."""
+SHAPES = {"qwen3": QWEN3_8B, "gemma2": GEMMA2_9B, "mistral": MISTRAL_7B, "lfm2": LFM2}
 COMMON = {
     "max_position_embeddings": 1 << 20,
     "tie_word_embeddings": False,

@@ -29,6 +29,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "two levels": {"levels": 2, "offload": "host", "device_layers": 1},
     "gradients in place": {"offload": "host", "stream_grads": True},
     "disk": {"offload": "disk"},
+    "order of chunks": {"order": "chunk", "keep_kv": "host", "offload": "host", "stream_grads": True},
     "weights on the host": {"weights": "host"},
     "weights and inputs on the host": {"weights": "host", "levels": 2, "offload": "host", "stream_grads": True},
 }
@@ -102,6 +103,8 @@ def main(mutants: list[str]) -> None:
     for name, settings in SCHEDULES.items():
         races = [race_of(model, settings, batch) for batch in (1, 2)]
         found[name] = next((race for race in races if race is not None), None)
+    settings = SCHEDULES["order of chunks"]  # convolutions leave states to later chunks
+    found["states"] = race_of(make({"family": "lfm2", "layers": 3, "config": SMALL}, "cuda"), settings, batch=1)
     print(json.dumps(found))
 
 

@@ -30,6 +30,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "disk": {"offload": "disk"},
     "two levels": {"levels": 2},
     "gradients in place": {"stream_grads": True},
+    "order of chunks": {"order": "chunk", "keep_kv": "host", "offload": "host", "stream_grads": True},
     "weights on the host": {"weights": "host"},
     "weights and inputs on the host": {"weights": "host", "levels": 2, "offload": "host"},
 }
@@ -168,7 +169,10 @@ def test_an_optimizer_on_the_host_waits_for_gradients(runtime: dict[str, str]) -
     assert beside == {kind for kind in races if not kind.startswith("after")}
 
 
-ON_DEVICE = ("plain chunks", "host", "attention on the host", "two levels", "gradients in place", "disk")
+ON_DEVICE = (
+    "plain chunks", "host", "attention on the host", "two levels", "gradients in place", "disk", "order of chunks",
+    "states",
+)  # fmt: skip
 """Schedules whose weights are on the device."""
 UNTOUCHED = {
     "get": ("plain chunks", "weights on the host"),
