@@ -45,6 +45,14 @@ def test_what_matches_nothing_or_does_not_fit(choices: dict[str, Any], where: st
     assert mend in caught.value.mend
 
 
+def test_a_row_of_zeros_has_no_direction() -> None:
+    model = build("qwen3")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight[3] = 0
+    with pytest.raises(ArgumentError, match=r"1 of .*layers\.1\.self_attn\.o_proj are all zeros"):
+        add_adapters(model, AdapterSpec(kind="dora"))
+
+
 def test_a_copy_of_an_end_that_is_shared_is_for_low_rank_alone() -> None:
     with pytest.raises(ArgumentError, match="shares its weight"):
         add_adapters(build("qwen3", tie_word_embeddings=True), AdapterSpec(kind="ia3", whole=["embed_tokens"]))

@@ -219,6 +219,8 @@ def _added(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_tokens: Seq
                 mend="name other layers in lora_target, or write adapter_type: lora",
             ) from error
     _check_ranks(adapted, spec)
+    if spec.kind == "dora":
+        _check_lengths(adapted)
     return adapted
 
 
@@ -420,6 +422,24 @@ def _check_ranks(adapted: Any, spec: AdapterSpec) -> None:
             where="lora_r",
             mend=f"write lora_r: {most}, or lora_rank_pattern: {{{last}: {most}}}",
         )
+
+
+def _check_lengths(adapted: Any) -> None:
+    """Refuse DoRA on a weight with a row of zeros, by whose length it divides.
+
+    Raises:
+        ArgumentError: It names the layer.
+    """
+    for name, layer in low_rank_layers(adapted):
+        lengths = layer.lora_magnitude_vector["default"].weight
+        zeros = 0 if lengths.is_meta else int((lengths == 0).sum())
+        if zeros:
+            raise ArgumentError(
+                f"DoRA divides by the length of each row of a weight, and {zeros:,} of {name} are all zeros (such as "
+                "that of a padding token)",
+                where="adapter_type",
+                mend="leave it out of lora_target, or write adapter_type: lora",
+            )
 
 
 def _check_rank(layers: Sequence[Any], spec: AdapterSpec) -> None:
