@@ -67,6 +67,17 @@ def test_a_run_ends_where_the_metric_gets_no_better(folder: Path, capsys: pytest
     events = [json.loads(line) for line in (folder / "early" / "events.jsonl").read_text().splitlines()]
     assert events[-1]["event"] == "finish"
     assert events[-1]["early"]
+    assert run(*settings, "--set", "early_stopping_patience=4") == 0
+    assert "Done early, after step 5 of 9" in capsys.readouterr().out
+    assert [each["step"] for each in records("early") if "loss" in each] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.full
+def test_a_metric_that_no_evaluation_has_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_recipe(folder, {**COMMON, **EARLY, "metric_for_best_model": "eval_los", "max_steps": 2})
+    assert run("--output-dir", "told") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no metric 'eval_los' to stop early by; did you mean 'eval_loss'?" in said
 
 
 def test_a_preset_sets_what_the_recipe_does_not(folder: Path) -> None:

@@ -133,6 +133,8 @@ def train(
     listeners = Listeners() if listeners is None else listeners
     seed_everything(settings.seed, world.rank)
     state = Progressed() if resume_from is None else resume(resume_from, backend, steps, settings.seed, world)
+    if state.not_better < settings.early_stopping_patience:  # it was raised since
+        state = replace(state, ended_early=False)
     if world.is_main:  # only now: the checkpoint is loaded whole
         if resume_from is not None:
             supersede(run.checkpoints, state.step)
@@ -410,7 +412,9 @@ def tell_missing_metric(settings: TrainSettings, latest: Mapping[str, Any], step
     """Show a note if checkpoints are to be kept for a metric that is not measured."""
     name = settings.metric_for_best_model
     if name is not None and name not in latest:
-        progress.note(step, f"there is no metric '{name}' to keep checkpoints for; {did_you_mean(name, latest)}")
+        what = "keep checkpoints for" if settings.early_stopping_patience == 0 else "stop early by"
+        known = did_you_mean(name, latest) or f"there are {', '.join(latest)}"
+        progress.note(step, f"there is no metric '{name}' to {what}; {known}")
 
 
 def is_due(step: int, every: int) -> bool:
