@@ -183,7 +183,7 @@ def test_steps_by_losses_alone_learn(folder: Path) -> None:
         ({"deepspeed": "zero2"}, "perturbs and steps whole weights"),
         ({"fsdp": True}, "perturbs and steps whole weights"),
         ({"loss_type": "dft"}, "takes the probability of each token for a constant"),
-        ({"optim_args": {"eps": 0.0}}, "above 0"),
+        ({"optim_args": {"eps": 0.0}}, "from 1e-06 to 1; found 0"),
         ({"optim_args": {"n": 0}}, "whole number of at least 1"),
         ({"adam_beta2": 0.95}, "is AdamW's"),
     ],

@@ -104,8 +104,6 @@ TAKEN_FOR_CONSTANT = {"dft": "the probability of each token", "kto": "the mean l
 def _forward_mistakes(recipe: Any, on_host: str | None) -> Iterator[PydanticCustomError]:
     """Yield the mistakes of a recipe that steps by losses alone."""
     name = recipe.optim
-    if recipe.optim_args.get("eps", 1.0) <= 0:
-        yield mistake("'eps' is the size of a perturbation, above 0", key="optim_args.eps", mend="such as 1.0e-3")
     if on_host:
         yield mistake(
             f"'optim: {name}' perturbs weights while their layer computes and keeps no states, and 'engine.{on_host}: "
