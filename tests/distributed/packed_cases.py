@@ -24,11 +24,17 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
     ``written`` is that of weights whose values, written out in a layer's call, are those of before.
     """
-    model: Any = build("qwen3", hidden_size=64, intermediate_size=128).to(getattr(torch, case["dtype"])).train()
+    model: Any = (
+        build(case.get("family", "qwen3"), hidden_size=64, intermediate_size=128)
+        .to(getattr(torch, case["dtype"]))
+        .train()
+    )
     quantize(model, "nf4", torch.device("cpu"))
     model = models.add_lora(model, r=4, alpha=8, dropout=0.0, target="all-linear", seed=0)
     whole = {name: copy.deepcopy(module) for name, module in _packed(model)}
     size = sum(module.weight.nbytes for module in whole.values())
+    experts = {name: copy.deepcopy(x) for name, x in model.named_parameters() if isinstance(x, models.PackedExperts)}
+    size += sum(x.parts()[0].nbytes for x in experts.values())
     handle = streamtune.stream(model, chunk_size=8)
     recipe = recipe_for(case["engine"], dtype=case["dtype"], finetuning_type="qlora")
     backend = make_backend(recipe, model, handle.layers, World(torch.distributed.get_rank(), 2))
@@ -42,14 +48,27 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             written.append(torch.equal(type(module).forward(module, eye), type(module).forward(whole[name], eye)))
 
         module.register_forward_pre_hook(streamtune.chunkwise(compare))
+    for name in experts:
+
+        def compare_experts(module: nn.Module, args: Any, name: str = name) -> None:
+            was, now = experts[name], module._parameters.get(name.rpartition(".")[2])
+            if now is None:  # peft parametrizes it for the call
+                now = module.parametrizations[name.rpartition(".")[2]].original  # type: ignore[index, union-attr]
+            same.append(torch.equal(_bytes(now.parts()[0]), _bytes(was.parts()[0])))
+            written.append(torch.equal(now.written(), was.written()))
+
+        owner = model.get_submodule(name.rpartition(".")[0])
+        owner.register_forward_pre_hook(streamtune.chunkwise(compare_experts))
     ids = torch.randint(3, VOCAB, (1, 30), generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         backend.backward(backend.model(input_ids=ids, labels=ids).loss)
         backend.clip_gradients(1.0)
         backend.step(1e-3)
     held = sum(_held(module.weight) for _, module in _packed(model))
+    held += sum(_held(model.get_parameter(name)) for name in experts)
     backend.close()
-    return {"same": same, "written": written, "part": held / size, "scales": _scales(whole) / size}
+    scales = _scales(whole) + sum(part.nbytes for x in experts.values() for part in x.parts()[1:3])
+    return {"same": same, "written": written, "part": held / size, "scales": scales / size}
 
 
 def _packed(model: nn.Module) -> list[tuple[str, Any]]:

@@ -21,6 +21,10 @@ MORE: list[dict[str, Any]] = [
     {"engine": "fsdp", "finetuning": "qlora", "settings": DEEP, "schedule": AWAY},
     {"engine": "zero3", "finetuning": "qlora", "settings": DEEP, "schedule": AWAY},
     {"engine": "zero3", "finetuning": "qlora", "sequence": 2, "form": "ulysses"},
+    {"engine": "fsdp", "finetuning": "qlora", "family": "mixtral", "accumulation": 2},
+    {"engine": "zero3", "finetuning": "qlora", "family": "mixtral"},
+    {"engine": "ddp", "finetuning": "qlora", "family": "mixtral"},
+    {"engine": "zero2", "finetuning": "qlora", "family": "mixtral"},
 ]
 
 
@@ -32,8 +36,9 @@ def test_two_ranks_have_the_gradient_of_one(cases: list[dict[str, Any]]) -> None
 @pytest.mark.full
 def test_a_rank_holds_a_part_and_gathers_the_same_bits() -> None:
     cases = [{"engine": engine, "dtype": dtype} for engine in ("fsdp", "zero3") for dtype in ("float32", "bfloat16")]
+    cases += [{"engine": engine, "dtype": "bfloat16", "family": "mixtral"} for engine in ("fsdp", "zero3")]
     for case, found in run_ranks(2, "tests.distributed.packed_cases", cases).items():
-        assert len(found["same"]) == len(found["written"]) > 14, case
+        assert len(found["same"]) == len(found["written"]) > 11, case
         assert all(found["same"]), case
         assert all(found["written"]), case
         assert found["part"] == pytest.approx(0.5, abs=0.01), case

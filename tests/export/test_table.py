@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from streamtune.export import ExportOptions, export_model
-from streamtune.export.merge import dequantised
+from streamtune.export.merge import dequantised, is_quantised
 from streamtune.models.quantize import PACKAGES, quantize
 from tests.precision_kit import relative
 
@@ -84,7 +84,7 @@ def peft_merged(folder: Path, family: str, kind: str, dtype: torch.dtype) -> Any
         quantize(quantised, kind, CPU)
         with torch.no_grad():
             for name, weight in values(quantised):
-                base.get_submodule(name).weight.copy_(weight)
+                base.get_parameter(name).copy_(weight)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         adapted = PeftModel.from_pretrained(base, str(folder / "run/final"), autocast_adapter_dtype=False)
@@ -95,8 +95,7 @@ def peft_merged(folder: Path, family: str, kind: str, dtype: torch.dtype) -> Any
 
 
 def values(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights that a quantised model stands for, in fp64, by the name of their layer."""
-    for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if type(weight).__name__ in ("Int8Tensor", "Params4bit"):
+    """The weights that a quantised model stands for, in fp64, by their names."""
+    for name, weight in model.named_parameters():
+        if is_quantised(weight):
             yield name, dequantised(weight, torch.float32).double()

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
+import streamtune
 from streamtune.errors import ArgumentError
-from streamtune.models import add_lora, choose_quantization, count_parameters, init_model, load_lora, load_model
+from streamtune.models import (
+    PackedExperts,
+    add_lora,
+    choose_quantization,
+    count_parameters,
+    init_model,
+    load_lora,
+    load_model,
+)
+from streamtune.models.packed import pack_experts
 from streamtune.models.quantize import PACKAGES, left_whole, quantization, quantize
 from streamtune.simulate import LiveBytes
 from streamtune.simulate.memory import held_tensors
@@ -99,16 +110,109 @@ def test_it_is_counted_as_what_it_stands_for_and_takes_fewer_bytes(kind: str) ->
     assert {"int8": 2.95, "nf4": 3.4}[kind] < saved < {"int8": 3.0, "nf4": 3.5}[kind]
 
 
-def test_experts_in_one_tensor_are_told_with_their_bytes(kind: str) -> None:
-    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
-               "decoder_sparse_step": 1}  # fmt: skip
-    model = make(kind, config=experts, dtype="bfloat16")
-    size = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+           "decoder_sparse_step": 1}  # fmt: skip
+
+
+def test_experts_in_one_tensor_are_quantised_too(kind: str) -> None:
+    plain, model = make(config=EXPERTS, dtype="bfloat16"), make(kind, config=EXPERTS, dtype="bfloat16")
+    packed = [x for x in model.parameters() if isinstance(x, PackedExperts)]
+    assert len(packed) == 4
+    assert left_whole(model) is None
+    assert count_parameters(model).total == count_parameters(plain).total
+    whole = sum(x.nbytes for name, x in plain.named_parameters() if ".experts." in name)
+    size = sum(part.untyped_storage().nbytes() for x in packed for part in x.parts())
+    size -= len(packed) * 1024 if kind == "nf4" else 0  # bitsandbytes' table
+    assert size / whole == pytest.approx({"int8": 0.5 + 1 / 64, "nf4": 0.25 + 1 / 128}[kind], rel=0.01)
+
+
+def test_experts_of_a_checkpoint_that_came_quantised_are_told_with_their_bytes(kind: str) -> None:
+    model = make(config=EXPERTS, dtype="bfloat16")
+    experts = {name: x for name, x in model.named_parameters() if ".experts." in name}
+    quantize(model, kind, CPU)
+    for name, x in experts.items():  # as the quantisers of transformers leave them
+        module, _, key = name.rpartition(".")
+        model.get_submodule(module)._parameters[key] = x.requires_grad_(False)
+    size = sum(x.nbytes for x in experts.values())
     assert size == 2 * 4 * 3 * 64 * 64 * 2  # of two layers, four experts, three matrices
     note = left_whole(add_lora(model, r=4))
     assert note is not None
     assert f"stay in bfloat16: {show_size(size)} of" in note
-    assert left_whole(make(kind)) is left_whole(make(config=experts)) is None
+    assert left_whole(make(kind)) is left_whole(make(config=EXPERTS)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 96, 64), (3, 5, 7), (300, 16, 32)])
+def test_packed_experts_are_written_out_where_they_are_used(
+    kind: str, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """The whole, one expert and some of them are the same bits; each expert is rounded by itself."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    packed: Any = nn.Parameter(pack_experts(weight, kind, CPU), requires_grad=False)
+    whole = packed.written()
+    assert type(packed) is PackedExperts
+    assert isinstance(packed, nn.Parameter)
+    assert type(whole) is Tensor
+    assert (packed.shape, packed.dtype) == (whole.shape, whole.dtype) == (weight.shape, dtype)
+    assert (whole - weight).norm() < {"int8": 0.01, "nf4": 0.11}[kind] * weight.norm()
+    for index in (0, -1, 2, torch.tensor(1), slice(1, 3), torch.tensor([2, 0])):
+        assert torch.equal(packed[index], whole[index])
+    for index in range(3):
+        alone = pack_experts(weight[index : index + 1], kind, CPU)
+        if kind == "int8":  # the scales of nf4 are rounded together
+            assert torch.equal(alone[0], whole[index])
+    assert torch.equal(packed.transpose(1, 2), whole.transpose(1, 2))
+    right = whole.new_ones(shape[0], shape[2], shape[2])
+    assert torch.equal(torch.baddbmm(packed, whole, right), torch.baddbmm(whole, whole, right))
+
+
+def test_nf4_experts_are_what_bitsandbytes_makes_of_them() -> None:
+    functional = pytest.importorskip("bitsandbytes").functional
+    weight = torch.randn(5, 48, 64, generator=torch.Generator().manual_seed(0))
+    values, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    assert torch.equal(pack_experts(weight, "nf4", CPU).written(), functional.dequantize_4bit(values, state))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_int8_experts_have_a_scale_for_each_output(transposed: bool) -> None:
+    weight = torch.ones(2, 4, 6)
+    outputs = weight.transpose(1, 2) if transposed else weight
+    outputs[:, 1] *= 1000
+    packed = pack_experts(weight, "int8", CPU, transposed=transposed)
+    torch.testing.assert_close(packed.written(), weight, rtol=1e-6, atol=0)
+    assert (pack_experts(weight, "int8", CPU, transposed=not transposed).written() - weight).abs().max() > 0.5
+
+
+def test_packed_experts_move_widen_and_are_copied(kind: str) -> None:
+    model = make(kind, config=EXPERTS, dtype="bfloat16")
+    name = next(name for name, x in model.named_parameters() if isinstance(x, PackedExperts))
+    bits = model.get_parameter(name).written()
+    twin = copy.deepcopy(model)
+    other: Any = twin.get_parameter(name)
+    assert not {x.data_ptr() for x in other.parts()} & {x.data_ptr() for x in model.get_parameter(name).parts()}
+    wide = twin.float().get_parameter(name)
+    assert wide is other
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide.written(), bits.float())  # the numbers that the model computes with, not better ones
+    twin.get_submodule(name.rpartition(".")[0]).to("meta")
+    moved: Any = twin.get_parameter(name)
+    assert all(part.device.type == "meta" for part in moved.parts())
+    assert moved.written().shape == bits.shape
+    with pytest.raises(TypeError, match="packed experts are frozen"):
+        model.get_parameter(name).set_(bits)
+
+
+def test_experts_are_written_out_for_one_layer_at_a_time(kind: str) -> None:
+    """In a forward and backward of the streamed model, with the experts of one layer's chunk at most."""
+    model = add_lora(make(kind, config={**EXPERTS, "num_hidden_layers": 4, "moe_intermediate_size": 512}), r=4)
+    ids = torch.arange(3, 51)[None]
+    layer = 4 * 3 * 64 * 512 * 4
+    with streamtune.stream(model, chunk_size=16):
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad(set_to_none=False)
+        with LiveBytes(model, model.get_base_model().model.layers) as bytes_:
+            model(input_ids=ids, labels=ids).loss.backward()
+    assert layer < bytes_.peak < 2.5 * layer  # packed and with the adapters' product: no two of four layers
 
 
 def test_its_weights_are_not_taken_for_activations(kind: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from torch import Tensor
 
 from streamtune.errors import ArgumentError, UnsupportedModelError
@@ -21,6 +23,7 @@ from streamtune.train import MicroBatch, StopRequest, SupervisedObjective
 from streamtune.train.step import StepRouters, accumulate_gradients
 from tests.exactness.families import BOUND, worst
 from tests.precision_kit import Float64, Reference, in_float64
+from tests.run.test_adapters import losses, streamtune
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
 
 MIXTRAL = {
@@ -267,3 +270,35 @@ def test_layers_for_multi_token_prediction_are_said_to_be_left_out(
     assert run("--dry-run") == 0
     said = " ".join(capsys.readouterr().err.split())
     assert said.count("the checkpoint has layers for multi-token prediction (num_nextn_predict_layers: 1)") == 1
+
+
+@pytest.mark.quick("nf4")
+@pytest.mark.parametrize(("kind", "package"), [("int8", "torchao"), ("nf4", "bitsandbytes")])
+def test_adapters_on_experts_in_few_bits(
+    folder: Path, kind: str, package: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trained, resumed to the same bits, verified, evaluated and merged."""
+    pytest.importorskip(package)
+    keys = {"finetuning_type": "qlora", "quantization": kind, "lora_r": 4, "learning_rate": 1e-2}
+    write_recipe(folder, {**ROUTED, **keys, "max_steps": 4, "save_steps": 2, "num_train_epochs": 4})
+    assert run("--output-dir", "run") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"linear layers and experts in {kind} on cpu" in printed
+    assert "merge it first" in printed
+    assert "stay in" not in printed
+    before, kept = losses("run"), Path("run/final/adapter_model.safetensors").read_bytes()
+    assert ".mlp.experts." in json.dumps(list(load_file("run/final/adapter_model.safetensors")))
+    for gone in ("run/checkpoints/step-000004", "run/final"):
+        shutil.rmtree(gone)
+    assert run("--output-dir", "run") == 0
+    assert losses("run") == before
+    assert Path("run/final/adapter_model.safetensors").read_bytes() == kept
+    assert streamtune("verify", "tiny.yaml", "--length", "64") == 0
+    assert streamtune("export", "run", "merged") == 0  # which compares logits with those of the model that trained
+    capsys.readouterr()
+    found = []
+    for model in ("run", "merged"):
+        assert streamtune("eval", model, "tiny.yaml", "--json") == 0
+        found.append(json.loads(capsys.readouterr().out)["splits"])
+    ours, theirs = ([split["loss"] for split in each.values()] for each in found)
+    assert theirs == pytest.approx(ours, rel=1e-4)

@@ -275,16 +275,18 @@ def test_so_it_is_with_trained_columns(name: str, dtype: torch.dtype, autocast: 
     assert found == pytest.approx(measured(make, "stream", schedule, autocast=autocast), rel=0.01)
 
 
-@pytest.mark.full
+@pytest.mark.quick("qwen3_moe-dtype0-False-nf4-stream")
 @pytest.mark.parametrize("mode", ["checkpoint", "stream"])
+@pytest.mark.parametrize("kind", [None, "int8", "nf4"])
 @pytest.mark.parametrize(
     ("family", "dtype", "autocast"),
     [("qwen3_moe", torch.bfloat16, False), ("qwen3_moe", torch.float32, True), ("qwen3_next", torch.bfloat16, False)],
 )
 def test_so_it_is_with_adapters_on_experts_of_one_tensor(
-    family: str, dtype: torch.dtype, autocast: bool, mode: Mode
+    family: str, dtype: torch.dtype, autocast: bool, kind: str | None, mode: Mode
 ) -> None:
-    make = partial(build_adapted, family=family, dtype=dtype, num_hidden_layers=4 if family == "qwen3_next" else 2)
+    layers = 4 if family == "qwen3_next" else 2
+    make = partial(build_adapted, family=family, kind=kind, dtype=dtype, num_hidden_layers=layers)
     found = simulate(workload(make, mode, autocast=autocast), BASE).peak_bytes
     assert found == pytest.approx(measured(make, mode, BASE, autocast=autocast), rel=0.01)
 
@@ -301,6 +303,22 @@ def test_what_a_quantised_base_takes_on_an_accelerator(kind: str) -> None:
     assert packed.work.matmul_flops == plain.work.matmul_flops
     layer = inside  # bytes of one of the two layers, written out in bf16
     assert plain.peak_bytes - saved < packed.peak_bytes < plain.peak_bytes - saved + 1.1 * layer
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_what_quantised_experts_take_on_an_accelerator(kind: str) -> None:
+    """The bytes of the packed weights of all layers, and of those of one layer, written out in bf16."""
+    shape = {**WIDE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    make = partial(build_adapted, "meta", family="qwen3_moe", **shape)
+    plain, packed = (simulate(Workload(partial(make, kind=each), LENGTH), BASE) for each in (None, kind))
+    layers = decoder_layers(build("qwen3_moe", "meta", **shape))
+    inside = sum(p.numel() for layer in layers for p in layer.parameters())
+    saved = plain.terms["weights"] - packed.terms["weights"]
+    bytes_of_one = {"int8": 1, "nf4": 0.5 + 1 / 64}[kind]
+    assert saved == pytest.approx((2 - bytes_of_one) * inside, rel=0.02)
+    assert packed.work.matmul_flops == plain.work.matmul_flops
+    layer = 2 * inside / len(layers)
+    assert plain.peak_bytes - saved <= packed.peak_bytes < plain.peak_bytes - saved + 1.1 * layer
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -205,6 +205,8 @@ def _print_banner(run: Run) -> None:
 
 
 def _describe_model(run: Run) -> str:
+    from streamtune import models
+
     total, trainable = run.parameters.total, run.parameters.trainable
     trained = "all trained" if trainable == total else f"{trainable:,} ({trainable / total:.2%}) trained"
     if OPTIMIZERS[run.recipe.optim].one_block:
@@ -212,7 +214,8 @@ def _describe_model(run: Run) -> str:
     base = base_of(run.model)
     dtype = str(base.dtype).removeprefix("torch.")
     if run.start.quantization is not None:
-        dtype += f", linear layers in {run.start.quantization}"
+        experts = " and experts" if models.has_packed_experts(run.model) else ""
+        dtype += f", linear layers{experts} in {run.start.quantization}"
     autocast = ", computed in bfloat16" if run.recipe.bf16 else ""
     return f"{type(base).__name__}, {_short(total)} parameters, {trained}; {dtype}{autocast} on {run.device}"
 
@@ -320,7 +323,7 @@ def _print_outcome(run: Run, outcome: RunOutcome) -> None:
         rows.append(("curves", f"{folder / drawn[0]}" + "".join(f", {name}" for name in drawn[1:])))
     if outcome.finished:
         rows.append(("model", str(run.directory.final)))
-        rows.append(("load it", f"{_loader(run)}.from_pretrained({_load_arguments(run)})"))
+        rows.append(("load it", _how_to_load(run)))
         rows.append(("use it", f"streamtune generate {folder}; streamtune export {folder} OUT"))
         again = run.directory.recipe
         rows.append(("verify", f"streamtune verify {again}: is the streamed gradient that of plain autograd?"))
@@ -364,14 +367,15 @@ def _title(run: Run, outcome: RunOutcome) -> Text:
     return Text("Done", style="bold green")
 
 
-def _loader(run: Run) -> str:
-    return "AutoPeftModelForCausalLM" if run.recipe.finetuning_type != "full" else "AutoModelForCausalLM"
+def _how_to_load(run: Run) -> str:
+    """Return the call that loads the model: for adapters on a quantised base, with its quantisation."""
+    from streamtune import models
 
-
-def _load_arguments(run: Run) -> str:
-    """Return the arguments of ``from_pretrained``: for adapters on a quantised base, its quantisation too."""
+    if models.has_packed_experts(run.model):
+        return "merge it first: transformers loads a quantised base without the quantisation of its experts"
+    loader = "AutoPeftModelForCausalLM" if run.recipe.finetuning_type != "full" else "AutoModelForCausalLM"
     quantized = f", quantization_config={QUANTIZED[run.start.quantization]}" if run.start.quantization else ""
-    return f'"{run.directory.final}"{quantized}'
+    return f'{loader}.from_pretrained("{run.directory.final}"{quantized})'
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

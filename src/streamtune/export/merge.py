@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from streamtune.adapters import base_of
 from streamtune.errors import ArgumentError
+from streamtune.models import PackedExperts
 
 __all__ = [
     "adapted_modules",
@@ -31,8 +32,8 @@ __all__ = [
     "must_untie",
 ]
 
-QUANTISED = ("Params4bit", "Int8Tensor")
-"""Classes of a quantised weight: of bitsandbytes, and of torchao."""
+QUANTISED = ("Params4bit", "Int8Tensor", "PackedExperts")
+"""Classes of a quantised weight: of bitsandbytes, of torchao, and of experts that are one tensor."""
 
 
 def is_quantised(weight: Any) -> bool:
@@ -41,7 +42,9 @@ def is_quantised(weight: Any) -> bool:
 
 
 def dequantised(weight: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the weight that a quantised one stands for, ``[out, in]``, computed in ``dtype`` from its parts."""
+    """Return the weight that a quantised one stands for, of its shape, computed in ``dtype`` from its parts."""
+    if isinstance(weight, PackedExperts):
+        return weight.written(dtype)
     if type(weight).__name__ == "Params4bit":
         from bitsandbytes.functional import dequantize_4bit
 

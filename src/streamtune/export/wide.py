@@ -111,7 +111,11 @@ def _wide(modules: list[nn.Module], rounding: WeightChange | None) -> Iterator[N
                 if is_quantised(x):
                     value = dequantised(x)
                     value = rounding.move(value, sizes.get(key, value)) if rounding is not None and moved else value
-                    plain[id(module)] = _plain_linear(module, value)
+                    if value.dim() == 3:  # experts: whatever module has them computes with any tensor
+                        undone.callback(module._parameters.__setitem__, key, x)
+                        module._parameters[key] = nn.Parameter(value, requires_grad=False)
+                    else:
+                        plain[id(module)] = _plain_linear(module, value)
                 elif x.is_floating_point() and (moved or x.dtype.itemsize < 4):
                     undone.callback(setattr, x, "data", x.data)
                     value = x.data.float()

@@ -40,6 +40,7 @@ from streamtune.models.load import (
     load_model,
 )
 from streamtune.models.lora_ga import first_factors, start_from_factors, summed_bytes
+from streamtune.models.packed import PackedExperts, has_packed_experts
 from streamtune.models.positions import RopeChange, position_limit, pretrained_positions
 from streamtune.models.quantize import choose_quantization, divide_packed, left_whole, quantization
 from streamtune.models.sample import ask, likeliest_tokens, sample_text
@@ -57,6 +58,7 @@ __all__ = [
     "CHATML_TEMPLATE",
     "AdapterSpec",
     "Deferred",
+    "PackedExperts",
     "ParameterCount",
     "RopeChange",
     "SavedTokenizer",
@@ -81,6 +83,7 @@ __all__ = [
     "fingerprint_model",
     "fingerprint_tokenizer",
     "first_factors",
+    "has_packed_experts",
     "init_model",
     "is_folder",
     "left_out",

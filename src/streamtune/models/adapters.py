@@ -661,7 +661,9 @@ def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
     from peft import PeftModel
 
     _weights_in(folder)
-    return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+    with warnings.catch_warnings():  # as where they were added
+        warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys", category=RuntimeWarning)
+        return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
 
 
 def start_from(model: PreTrainedModel, folder: str) -> PeftModel:

@@ -45,7 +45,7 @@ def blueprint(
         vocab_size: Size of the vocabulary where ``source`` is keys and has none among them.
         dtype: Of the weights; ``auto`` is the checkpoint's own, and float32 for a configuration.
         trust_remote_code: Allow code that comes with the checkpoint to run.
-        quantization: ``nf4`` or ``int8`` of the frozen linear layers; None leaves them.
+        quantization: ``nf4`` or ``int8`` of frozen layers and experts; None leaves them.
         rope: A change to the positions of the configuration.
         new_tokens: Rows for tokens beyond those of a checkpoint.
 

@@ -149,7 +149,7 @@ def load_model(
         dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
         device: Where the weights go.
         trust_remote_code: Allow code that comes with the checkpoint to run.
-        quantization: ``nf4`` or ``int8`` of the frozen linear layers, see ``models.quantize``; None leaves them.
+        quantization: ``nf4`` or ``int8`` of frozen layers and experts, see ``models.quantize``; None leaves them.
         allow_pickle: Allow weights in a pickle, of which tensors are read and nothing else.
         rope: A change to the positions of the checkpoint's configuration.
 
@@ -238,7 +238,7 @@ def init_model(
         dtype: Of the weights; ``auto`` is float32.
         device: Where the weights go. They are drawn on the CPU, so they do not depend on it.
         seed: Of the draw. The caller's random state is left as it was.
-        quantization: ``nf4`` or ``int8`` of the frozen linear layers, see ``models.quantize``; None leaves them.
+        quantization: ``nf4`` or ``int8`` of frozen layers and experts, see ``models.quantize``; None leaves them.
         rope: A change to the positions of the configuration.
 
     Raises:

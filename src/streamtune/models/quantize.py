@@ -4,10 +4,11 @@
     nf4   bitsandbytes: 4 bits to a weight in blocks of 64, the blocks' scales in 8 bits ("double quantisation").
           CUDA, and the CPU through the same package.
 
-The weight of every ``nn.Linear`` but the head is quantised, as in the paper. Embedding, norms, biases and
-experts kept as one 3-D tensor stay as they are. One layer after the other goes to the device and is quantised there, so
-the device never holds the unquantised model. Forward and backward compute in the dtype of the activations, with the
-weights written out anew in each call: a product with the rounded weights, the same for a chunk as for the sequence.
+The weight of every ``nn.Linear`` but the head is quantised, as in the paper, and so are experts that are one 3-D tensor
+a layer (:mod:`streamtune.models.packed`). Embedding, norms and biases stay as they are. One layer after the other goes
+to the device and is quantised there, so the device never holds the unquantised model. Forward and backward compute in
+the dtype of the activations, with the weights written out anew in each call: a product with the rounded weights, the
+same for a chunk as for the sequence.
 
 peft's ``prepare_model_for_kbit_training`` is not used. It turns on gradient checkpointing, which streaming replaces,
 and casts the rest of a bitsandbytes base to fp32: twice the bytes for embedding and head, norms that give fp32 to
@@ -28,6 +29,7 @@ import torch
 from torch import nn
 
 from streamtune.errors import ArgumentError
+from streamtune.models.packed import PackedExperts, divide_experts, pack_experts
 from streamtune.sizes import show_size
 
 if TYPE_CHECKING:
@@ -61,14 +63,14 @@ def choose_quantization(kind: str, device: torch.device) -> str:
 
 
 def quantize(model: PreTrainedModel, kind: str, device: torch.device) -> None:
-    """Quantise the linear layers of ``model`` in place and freeze them; they move to ``device``, the rest stays.
+    """Quantise the linear layers and the experts of ``model`` in place and freeze them; they move to ``device``.
 
     A model that came quantised from its checkpoint is left as it is.
 
     Args:
         model: A model whose weights are loaded, on the CPU.
         kind: ``nf4`` or ``int8``.
-        device: The device of the quantised weights.
+        device: The device of the quantised weights; the others stay where they are.
 
     Raises:
         ArgumentError: The model has no linear layers, or came in another quantisation.
@@ -102,20 +104,39 @@ def quantization(model: nn.Module) -> str | None:
 
 
 def left_whole(model: nn.Module) -> str | None:
-    """Return a note if a quantised model has experts in tensors that no quantisation here packs, else None."""
+    """Return a note if a quantised model has experts in one tensor that are not quantised, else None.
+
+    That is so where it came quantised from its checkpoint, or keeps them in fp32.
+    """
     if quantization(model) is None:
         return None
-    parts = (module for module in model.modules() if not isinstance(module, nn.Conv1d))
-    own = [p for module in parts for p in module.parameters(recurse=False)]
-    stacked = [p for p in own if p.ndim == 3 and p.is_floating_point() and not p.requires_grad]
+    stacked = [p for _, _, p in stacked_experts(model) if type(p) is nn.Parameter and not p.requires_grad]
     if not stacked:
         return None
-    size, whole = sum(p.nbytes for p in stacked), sum(p.nbytes for p in model.parameters())
+    size, whole = sum(p.nbytes for p in stacked), sum(_nbytes(p) for p in model.parameters())
     dtype = str(stacked[0].dtype).removeprefix("torch.")
     return (
         f"linear layers are quantised; experts in one tensor a layer stay in {dtype}: {show_size(size)} of the model's "
         f"{show_size(whole)}"
     )
+
+
+def _nbytes(parameter: torch.Tensor) -> int:
+    """Return the bytes that hold a parameter, without the scales of its blocks."""
+    if isinstance(parameter, PackedExperts):
+        return sum(part.nbytes for part in parameter.parts())
+    packed: torch.Tensor = getattr(parameter, "qdata", parameter)  # of torchao's int8, whose wrapper has no bytes
+    return packed.nbytes
+
+
+def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Yield the experts that are one 3-D tensor of a layer: their name, the module that has them, and the tensor."""
+    for name, module in model.named_modules():
+        if "expert" not in f"{name}.{type(module).__name__}".lower() or isinstance(module, nn.modules.conv._ConvNd):
+            continue
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.dim() == 3 and parameter.is_floating_point():
+                yield f"{name}.{key}", module, parameter
 
 
 def logical_size(parameter: torch.Tensor) -> int:
@@ -157,6 +178,14 @@ def divide_packed(model: nn.Module, *, keeps_objects: bool) -> None:
             weight.data, weight.quant_storage = packed, dtype
         else:  # bitsandbytes finds the scales with the module when the weight has none
             held.weight = nn.Parameter(packed, requires_grad=False)
+    divided: set[int] = set()
+    for module in list(model.modules()):  # wrappers of adapters before what they wrap
+        inner: Any = module
+        while isinstance(below := getattr(inner, "base_layer", None), nn.Module):
+            inner = below
+        if id(inner) not in divided and any(isinstance(x, PackedExperts) for x in inner._parameters.values()):
+            divided.add(id(inner))
+            divide_experts(module, dtype)
 
 
 def _convert(model: PreTrainedModel, kind: str, device: torch.device) -> None:
@@ -169,13 +198,34 @@ def _convert(model: PreTrainedModel, kind: str, device: torch.device) -> None:
         _to_int8(model, [linear for _, linear in linears], device)
     else:
         _to_nf4(model, linears, device)
+    wide, width = _kept_wide(model), model.config.get_text_config(decoder=True).hidden_size
+    for name, module, parameter in list(stacked_experts(model)):
+        if wide.isdisjoint(name.split(".")):
+            key = name.rpartition(".")[2]
+            packed = pack_experts(
+                parameter, kind, device, transposed=_outputs_last(module, key, parameter.shape, width)
+            )
+            module._parameters[key] = nn.Parameter(packed, requires_grad=False)
+
+
+def _outputs_last(module: nn.Module, key: str, shape: torch.Size, width: int) -> bool:
+    """Return True for experts ``[E, in, out]``: as their class says, or by the width of the model if it does not."""
+    if (said := getattr(module, "is_transposed", None)) is not None:
+        return bool(said)
+    first, last = (shape[2], shape[1]) if key.startswith("down") else (shape[1], shape[2])
+    return first == width != last
+
+
+def _kept_wide(model: PreTrainedModel) -> set[str]:
+    """Return parts of the names of weights that the model keeps in fp32."""
+    return {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
 
 
 def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     """Yield each ``nn.Linear`` with its name, but the head, any tied to the embedding, and those kept in fp32."""
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     kept = {id(module.weight) for module in ends if hasattr(module, "weight")}
-    names = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    names = _kept_wide(model)
     for name, module in model.named_modules():
         if type(module) is nn.Linear and id(module.weight) not in kept and names.isdisjoint(name.split(".")):
             yield name, module

@@ -105,9 +105,9 @@ class Recipe(Spec):
     """Train every weight, or low-rank adapters beside frozen weights, which `qlora` keeps in 8 or 4 bits."""
 
     quantization: Literal["auto", "nf4", "int8"] = "auto"
-    """Of the frozen linear layers, with `finetuning_type: qlora`: `nf4` (4 bits, bitsandbytes) or `int8` (torchao);
-    `auto` is nf4 on an accelerator and where ranks divide the weights (`zero3`, `fsdp`), else int8. Embedding, norms
-    and head keep their dtype."""
+    """Of the frozen linear layers and experts, with `finetuning_type: qlora`: `nf4` (4 bits, bitsandbytes) or `int8`
+    (torchao); `auto` is nf4 on an accelerator and where ranks divide the weights (`zero3`, `fsdp`), else int8.
+    Embedding, norms and head keep their dtype."""
 
     adapter_type: AdapterKind = "lora"
     """Kind of the adapters: `lora`; `rslora` (scaled by alpha / sqrt(r)), `dora`; `pissa` and `olora` (LoRA that starts

@@ -305,7 +305,7 @@ class Setup:
     world: train.World
     """The ranks that train together."""
     quantization: str | None
-    """``nf4`` or ``int8``: of the frozen linear layers."""
+    """``nf4`` or ``int8``: of frozen linear layers and experts."""
     shares_weights: bool
     """True if each rank holds a part of the weights."""
     micro_batches: int

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from streamtune import models
 from streamtune.engine.memory.tiers import is_host_storage
 from streamtune.engine.observe import observed
 
@@ -170,6 +171,10 @@ class LiveBytes(TorchDispatchMode):
         self.activation_peak = max(self.activation_peak, temporary)
 
     def _meet(self, tensor: Tensor) -> None:
+        if isinstance(tensor, models.PackedExperts):
+            for part in tensor.parts():
+                self._meet(part)
+            return
         if is_traceable_wrapper_subclass(tensor):  # quantised states of torchao: the wrapper has no bytes
             for name in tensor.__tensor_flatten__()[0]:
                 self._meet(getattr(tensor, name))
@@ -196,6 +201,9 @@ def held_tensors(model: nn.Module) -> Iterator[Tensor]:
     todo: list[Tensor] = [*model.parameters(), *model.buffers()]
     while todo:
         tensor = todo.pop()
+        if isinstance(tensor, models.PackedExperts):
+            yield from tensor.parts()
+            continue
         if is_traceable_wrapper_subclass(tensor):  # torchao: int8 values and scales; the wrapper has no bytes
             todo += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
             continue
@@ -216,7 +224,8 @@ def scales_bytes(model: nn.Module) -> int:
     packed = [x for x in model.parameters() if getattr(x, "quant_state", None) is not None]
     own = {_address(x) for x in packed}
     tensors = [x for p in packed for x in _with_scales(p) if _address(x) not in own]
-    return distinct_bytes(tensors)
+    experts = [x for x in model.parameters() if isinstance(x, models.PackedExperts)]
+    return distinct_bytes([*tensors, *(part for p in experts for part in p.parts()[1:])])
 
 
 def held_bytes(model: nn.Module) -> int:

@@ -30,6 +30,7 @@ from torch._ops import OpOverloadPacket
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamtune.errors import ArgumentError, UnsupportedModelError
+from streamtune.models import PackedExperts
 from streamtune.ops.simulated import autocast_kind
 
 __all__ = [
@@ -393,7 +394,7 @@ def _on_meta(tensor: Tensor, parameter: bool) -> Tensor:
         packed = torch.empty_like(tensor.detach().as_subclass(Tensor), device="meta")
         kind: Any = type(tensor)
         return _with_state(kind(packed, requires_grad=tensor.requires_grad, bnb_quantized=True), tensor, state)
-    if is_traceable_wrapper_subclass(tensor):
+    if is_traceable_wrapper_subclass(tensor) or isinstance(tensor, PackedExperts):
         moved = tensor.detach().to("meta")
     else:
         moved = torch.empty_like(tensor.detach(), device="meta")

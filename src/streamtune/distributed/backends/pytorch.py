@@ -38,6 +38,9 @@ class DdpBackend(TorchBackend):
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(module, optimizer)
         device = next(module.parameters()).device
+        # Packed on each rank from the same weights; they are no tensors that could be sent.
+        packed = [name for name, p in module.named_parameters() if type(p).__name__ == "PackedExperts"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, packed)
         self.engine = DistributedDataParallel(
             module, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
         )

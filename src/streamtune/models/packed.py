@@ -1,0 +1,424 @@
+"""Experts that are one tensor ``[E, M, N]`` a layer, frozen in 8 or 4 bits.
+
+    nf4   blocks of 64 weights of one expert, the blocks' scales in 8 bits, as bitsandbytes has linear layers (QLoRA,
+          Dettmers et al., arXiv 2305.14314)
+    int8  symmetric, one scale to an output channel of an expert, in the dtype of the weights
+
+A :class:`PackedExperts` takes the place of the parameter: it has its shape and dtype, and a function of torch that is
+given one gets the weights written out, a tensor that lives as long as the function or autograd needs it. One expert,
+``experts[i]``, is written out alone. So whatever multiplies with experts does so as before: loops over them, grouped
+and batched products, and peft, which adds the product of its factors to the tensor in each call.
+
+``bitsandbytes.nn.parametrize`` does the same by a parametrization of the module. Peft has adapters on such tensors by
+a second one, added and removed in each call. With both on one tensor, peft 0.21 leaves its own behind after a call, and
+the next one raises (``only Tensors of floating point dtype can require gradients``).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Codes", "PackedExperts", "divide_experts", "has_packed_experts", "pack_experts"]
+
+BLOCK = 64
+"""Weights with a scale of their own, in nf4."""
+OUTER = 256
+"""Scales of blocks that share a scale."""
+MOST = 1 << 30
+"""Weights that are passed to bitsandbytes at once: it counts them in 32 bits."""
+
+
+class Codes(Protocol):
+    """Weights of experts, packed."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the weights, ``[E, M, N]``."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights that were packed, in which they are written out."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parts."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors that it is made of."""
+
+    def written(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Return the weights of experts ``first`` to ``last``, ``[last - first, M, N]``, computed in ``dtype``."""
+
+    def moved(self, device: torch.device) -> Codes:
+        """Return the same on another device."""
+
+
+@dataclass(frozen=True)
+class Int8Codes:
+    """Integers of -127 to 127 and their scales."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    codes: Tensor
+    """``[E, M, N]``, int8."""
+    scales: Tensor
+    """``[E, M, 1]``, or ``[E, 1, N]`` where the outputs come last; of ``dtype``."""
+
+    @classmethod
+    def of(cls, weight: Tensor, device: torch.device, *, transposed: bool) -> Int8Codes:
+        """Pack ``[E, M, N]``, one expert after another on ``device``; outputs are along M, ``transposed`` along N."""
+        along = 0 if transposed else 1
+        count, rows, columns = weight.shape
+        codes = torch.empty(weight.shape, dtype=torch.int8, device=device)
+        shape = (count, 1, columns) if transposed else (count, rows, 1)
+        scales = torch.empty(shape, dtype=weight.dtype, device=device)
+        least = torch.finfo(weight.dtype).tiny
+        for index in range(count if device.type != "meta" else 0):
+            one = weight[index].to(device)
+            scale = (one.abs().amax(along, keepdim=True).float() / 127).to(weight.dtype).clamp_min(least)
+            scales[index] = scale
+            codes[index] = (one.float() / scale.float()).round_().clamp_(-127, 127)
+        return cls(weight.shape, weight.dtype, codes, scales)
+
+    @property
+    def device(self) -> torch.device:
+        """See :class:`Codes`."""
+        return self.codes.device
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See :class:`Codes`."""
+        return self.codes, self.scales
+
+    def written(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """See :class:`Codes`."""
+        return self.codes[first:last] * self.scales[first:last].to(dtype)
+
+    def moved(self, device: torch.device) -> Int8Codes:
+        """See :class:`Codes`."""
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device))
+
+
+@dataclass(frozen=True)
+class Nf4Codes:
+    """Places in the table of nf4, two in a byte, with scales of blocks, which are packed in 8 bits again.
+
+    The weights of an expert are filled up with zeros to whole blocks, so that each expert has its own.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    codes: Tensor
+    """``[E, P / 2]``, uint8; P is M N, filled up."""
+    scales: Tensor
+    """``[E P / 64]``, uint8: places in ``table``."""
+    outer: Tensor
+    """``[E P / 64 / 256]``, fp32: the scales of the scales."""
+    table: Tensor
+    """``[256]``, fp32."""
+    offset: Tensor
+    """The mean of the scales, which is added to them again."""
+
+    @classmethod
+    def of(cls, weight: Tensor, device: torch.device) -> Nf4Codes:
+        """Pack ``[E, M, N]``, some experts after others on ``device``."""
+        from bitsandbytes import functional
+
+        count, size = weight.shape[0], weight.shape[1:].numel()
+        padded = -(-size // BLOCK) * BLOCK
+        step = max(1, (1 << 26) // padded)
+        codes, scales = [], []
+        if device.type == "meta":
+            step = count
+            # It makes its table of values for the first tensor there is, and keeps it: that one must be real.
+            functional.quantize_4bit(torch.zeros(BLOCK, BLOCK), quant_type="nf4", compress_statistics=True)
+        for first in range(0, count, step):
+            some = weight[first : first + step].detach().to(device).reshape(-1, size)
+            some = torch.nn.functional.pad(some, (0, padded - size))
+            packed, state = functional.quantize_4bit(some, blocksize=BLOCK, quant_type="nf4")
+            codes.append(packed.view(-1, padded // 2))
+            scales.append(state.absmax)
+        whole = torch.cat(scales)
+        offset = whole.mean()
+        places, state = functional.quantize_blockwise(whole - offset, blocksize=OUTER)
+        return cls(weight.shape, weight.dtype, torch.cat(codes), places, state.absmax, state.code, offset)
+
+    @property
+    def device(self) -> torch.device:
+        """See :class:`Codes`."""
+        return self.codes.device
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See :class:`Codes`."""
+        return self.codes, self.scales, self.outer, self.table, self.offset
+
+    def written(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """See :class:`Codes`."""
+        padded, size = 2 * self.codes.shape[1], self.shape[1:].numel()
+        narrow = dtype if dtype.itemsize <= 4 else torch.float32
+        step = max(1, MOST // padded)
+        found = [self._written(at, min(at + step, last), narrow) for at in range(first, last, step)]
+        whole = found[0] if len(found) == 1 else torch.cat(found)
+        return whole[:, :size].reshape(last - first, *self.shape[1:]).to(dtype)
+
+    def _written(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        from bitsandbytes import functional
+
+        padded = 2 * self.codes.shape[1]
+        blocks = slice(first * padded // BLOCK, last * padded // BLOCK)
+        state = functional.QuantState(
+            absmax=self._scales(blocks),
+            shape=torch.Size((last - first, padded)),
+            dtype=dtype,
+            blocksize=BLOCK,
+            quant_type="nf4",
+        )
+        # As a column: a row would come back transposed.
+        found: Tensor = functional.dequantize_4bit(self.codes[first:last].view(-1, 1), state)
+        return found
+
+    def _scales(self, blocks: slice) -> Tensor:
+        """Return the scales of some blocks, in fp32; a factor that many share is at the index of theirs."""
+        outer = slice(blocks.start // OUTER, -(-blocks.stop // OUTER))
+        factors = self.outer[outer].repeat_interleave(OUTER)[blocks.start - outer.start * OUTER :]
+        values = self.table[self.scales[blocks].int()]
+        return values.mul_(factors[: len(values)]).add_(self.offset)
+
+    def moved(self, device: torch.device) -> Nf4Codes:
+        """See :class:`Codes`."""
+        names = ("codes", "scales", "outer", "table", "offset")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+
+class PackedExperts(Tensor):
+    """The weights of experts ``[E, M, N]``, packed: a frozen tensor that is written out where it is computed with.
+
+    Args:
+        codes: The packed weights.
+        dtype: As which the weights are written out: those of ``codes.dtype``, the same numbers where it is wider.
+    """
+
+    codes: Codes
+
+    @staticmethod
+    def __new__(cls, codes: Codes, dtype: torch.dtype | None = None) -> PackedExperts:
+        """Make a tensor without bytes of its own."""
+        made: PackedExperts = Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=dtype or codes.dtype, device=codes.device, requires_grad=False
+        )
+        made.codes = codes
+        return made
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Return the tensors that hold the packed weights."""
+        return self.codes.tensors()
+
+    def written(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return all weights; in ``dtype`` computed from their parts, without the rounding to the model's."""
+        count = self.codes.shape[0]
+        if dtype is None:
+            return self.some(0, count)
+        with torch.no_grad():
+            return self.codes.written(0, count, dtype)
+
+    def some(self, first: int, last: int) -> Tensor:
+        """Return the weights of experts ``first`` to ``last``."""
+        with torch.no_grad():
+            return self.codes.written(first, last, self.codes.dtype).to(self.dtype)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PackedExperts({tuple(self.shape)}, {self.dtype}, {type(self.codes).__name__}, {self.device})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer what is asked of a parameter without its values; call all else with the weights written out."""
+        kwargs = kwargs or {}
+        if (own := OWN.get(func)) is not None:
+            return own(*args, **kwargs)
+        if not _is_about(func):
+            args, kwargs = _written(args), {key: _written(item) for key, item in kwargs.items()}
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call operators below autograd with the weights written out; ``detach`` gives another of its kind."""
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return _like(args[0])
+        if func is torch.ops.aten.set_.source_Tensor:  # torch functions that write in place come here at once
+            return _set(*args)
+        return func(*_written(args), **{key: _written(item) for key, item in (kwargs or {}).items()})
+
+
+def pack_experts(weight: Tensor, kind: str, device: torch.device, *, transposed: bool = False) -> PackedExperts:
+    """Pack the weights of experts on ``device``, which never holds them whole.
+
+    Args:
+        weight: ``[E, M, N]``, of a floating-point dtype.
+        kind: ``nf4`` or ``int8``.
+        device: Of the packed weights; ``meta`` packs nothing.
+        transposed: The outputs of an expert are along N.
+    """
+    with torch.no_grad():
+        if kind == "int8":
+            return PackedExperts(Int8Codes.of(weight.detach(), device, transposed=transposed))
+        return PackedExperts(Nf4Codes.of(weight.detach(), device))
+
+
+def has_packed_experts(model: nn.Module) -> bool:
+    """Return True if a model has experts that are packed, or that ranks divide."""
+    return any(isinstance(x, PackedExperts) for module in model.modules() for x in module._parameters.values()) or any(
+        "packed_experts" in vars(module) for module in model.modules()
+    )
+
+
+def _written(item: Any) -> Any:
+    if isinstance(item, PackedExperts):
+        return item.written()
+    return type(item)(map(_written, item)) if type(item) in (tuple, list) else item
+
+
+def _is_about(func: Any) -> bool:
+    """Return True for a function that asks for the form of a tensor, or for its place in autograd."""
+    if func in ABOUT:
+        return True
+    attribute = getattr(getattr(func, "__self__", None), "__name__", None)
+    return getattr(func, "__name__", "") in ("__get__", "__set__") and attribute not in VALUES
+
+
+ABOUT = {
+    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride,
+    Tensor.storage_offset, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_inference,
+    Tensor.get_device, Tensor.requires_grad_, Tensor.__len__, Tensor.__hash__, torch.is_floating_point,
+    torch.is_complex, torch.is_inference, torch.numel,
+}  # fmt: skip
+"""Functions that do not ask for values."""
+VALUES = {"T", "mT", "H", "mH", "real", "imag"}
+"""Attributes that do."""
+
+
+def _to(tensor: PackedExperts, *args: Any, **kwargs: Any) -> PackedExperts:
+    others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]  # ``to(other)``
+    if others:
+        return _like(tensor, others[0].dtype, others[0].device)
+    device, dtype, _, _ = torch._C._nn._parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})
+    return _like(tensor, dtype, device)
+
+
+def _like(tensor: PackedExperts, dtype: torch.dtype | None = None, device: torch.device | None = None) -> PackedExperts:
+    codes = tensor.codes if device is None or device == tensor.device else tensor.codes.moved(device)
+    return PackedExperts(codes, dtype or tensor.dtype)
+
+
+def _set_data(tensor: PackedExperts, value: PackedExperts) -> None:
+    """Take over the weights of another, as ``module.to()`` and casts in place do."""
+    with torch._C.DisableTorchFunctionSubclass():
+        Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
+    tensor.codes = value.codes
+
+
+def _set(tensor: PackedExperts, value: Tensor) -> PackedExperts:
+    """Return ``tensor.set_(value)``: peft parametrizes the tensor for a call, and torch then sets it to itself.
+
+    Raises:
+        TypeError: They are other weights.
+    """
+    if not isinstance(value, PackedExperts) or value.codes is not tensor.codes:
+        raise TypeError("packed experts are frozen: they cannot be set to other values")
+    return tensor
+
+
+def _copied(tensor: PackedExperts, memo: dict[int, Any]) -> PackedExperts:
+    """Copy for ``copy.deepcopy``, as a parameter if it was one."""
+    made = PackedExperts(copy.deepcopy(tensor.codes, memo), tensor.dtype)
+    if getattr(tensor, "_is_param", False):
+        made._is_param = True
+    memo[id(tensor)] = made
+    return made
+
+
+def _item(tensor: PackedExperts, index: Any) -> Tensor:
+    """Return ``tensor[index]``: of one expert, or of several that follow one another, no more than these."""
+    count = tensor.codes.shape[0]
+    if isinstance(index, Tensor) and index.dim() == 0 and not index.is_floating_point() and index.dtype != torch.bool:
+        index = int(index)
+    if type(index) is int and -count <= index < count:
+        return tensor.some(index % count, index % count + 1)[0]
+    if isinstance(index, slice) and index.step in (None, 1):
+        first, last, _ = index.indices(count)
+        if first < last:
+            return tensor.some(first, last)
+    found: Tensor = tensor.written()[index]
+    return found
+
+
+OWN: dict[Any, Callable[..., Any]] = {
+    Tensor.__getitem__: _item,
+    Tensor.__deepcopy__: _copied,
+    Tensor.data.__get__: lambda tensor, *_: _like(tensor),  # type: ignore[attr-defined]
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.detach: _like,
+    Tensor.clone: lambda tensor, **_: _like(tensor),
+    Tensor.to: _to,
+    Tensor.cpu: lambda tensor, *_, **__: _to(tensor, "cpu"),
+    Tensor.cuda: lambda tensor, *args, **__: _to(tensor, *(args or ("cuda",))),
+    Tensor.double: lambda tensor, *_, **__: _to(tensor, torch.float64),
+    Tensor.float: lambda tensor, *_, **__: _to(tensor, torch.float32),
+    Tensor.half: lambda tensor, *_, **__: _to(tensor, torch.float16),
+    Tensor.bfloat16: lambda tensor, *_, **__: _to(tensor, torch.bfloat16),
+    Tensor.__repr__: lambda tensor, **_: PackedExperts.__repr__(tensor),
+}
+"""Functions that give another packed tensor, or less than all weights."""
+
+
+def divide_experts(outer: nn.Module, dtype: torch.dtype) -> None:
+    """Let ranks divide the packed weights of experts, as numbers of ``dtype`` of the same bits.
+
+    Hooks around each call put the packed tensors back, made of the numbers that were gathered for it. The scales stay
+    whole on each rank, with the module.
+
+    Args:
+        outer: The module that has the experts, or the outermost wrapper of adapters around it; changed in place.
+        dtype: Of the model's other weights.
+    """
+    inner: Any = _innermost(outer)
+    inner.packed_experts, inner.divided_experts = {}, {}
+    for key, packed in list(inner._parameters.items()):
+        if not isinstance(packed, PackedExperts):
+            continue
+        codes: Any = packed.codes
+        inner.packed_experts[key] = replace(codes, codes=codes.codes.new_empty(0)), packed.dtype
+        numbers = codes.codes.view(-1).view(dtype)[:, None]
+        inner._parameters[key] = nn.Parameter(numbers, requires_grad=False)
+    outer.register_forward_pre_hook(_put_together)
+    outer.register_forward_hook(_take_apart, always_call=True)
+
+
+def _innermost(module: Any) -> Any:
+    while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
+        module = inner
+    return module
+
+
+def _put_together(module: nn.Module, *_: Any) -> None:
+    inner = _innermost(module)
+    for key, (codes, dtype) in inner.packed_experts.items():
+        numbers = inner.divided_experts[key] = inner._parameters[key]
+        bits = numbers.detach().reshape(-1).view(torch.uint8).view(codes.shape[0], -1)
+        packed = PackedExperts(replace(codes, codes=bits), dtype)
+        inner._parameters[key] = nn.Parameter(packed, requires_grad=False)
+
+
+def _take_apart(module: nn.Module, *_: Any) -> None:
+    inner = _innermost(module)
+    inner._parameters.update(inner.divided_experts)
+    inner.divided_experts.clear()
