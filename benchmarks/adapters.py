@@ -2,11 +2,13 @@
 
     python -m benchmarks.adapters loss BASE [--kinds lora,dora] [--seeds 3] [--steps 15]
     python -m benchmarks.adapters cost [--kinds lora,dora] [--pairs 3]
+    python -m benchmarks.adapters loftq BASE
 
 ``loss`` trains adapters on BASE, the model of the quickstart, with its data, by ``streamtune sft``: every kind the same
 rows for a seed. ``cost`` simulates a step of Qwen3-8B in bf16 (32,768 tokens, chunks of 4,096) with its optimizer,
 and measures the processor time of forward and backward of a small model on this CPU: each step stands between two with
-LoRA and is divided by their mean; the median of these ratios is shown.
+LoRA and is divided by their mean; the median of these ratios is shown. ``loftq`` compares quantised weights with those
+of BASE, and the logits of 1,024 random tokens, where adapters start.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ import streamtune
 from benchmarks.chunk_order import GIB, SMALL, adamw
 from streamtune import Schedule
 from streamtune.cli import main as command
-from streamtune.models import AdapterSpec, add_adapters
-from streamtune.models.adapters import KINDS
+from streamtune.models import AdapterSpec, add_adapters, load_model, loftq_start
+from streamtune.models.adapters import KINDS, ON_QUANTISED, low_rank_layers
+from streamtune.models.quantize import dequantised
 from streamtune.simulate import Workload, simulate
 
 QWEN3_8B: dict[str, Any] = {
@@ -127,12 +130,36 @@ def show_costs(kinds: list[str], pairs: int) -> None:
         print(f"| `{kind}` | {count:,} | {memory:.1f} | {spread} |", flush=True)
 
 
+@torch.no_grad()
+def show_starts(base: str) -> None:
+    """Print a table of the distances of quantised models from the model, with adapters as they start."""
+    plain = load_model(base)
+    weights = dict(plain.named_parameters())
+    ids = torch.randint(0, plain.config.vocab_size, (4, 256), generator=torch.Generator().manual_seed(0))
+    want = plain(input_ids=ids).logits
+    print("| base | rank | loftq_iter | weights | logits |\n|---|---:|---:|---:|---:|", flush=True)
+    for kind in ("nf4", "int8"):
+        for rank, iterations in ((16, 0), (16, 1), (16, 2), (16, 5), (64, 1), (64, 5)):
+            spec = AdapterSpec(kind="loftq" if iterations else "lora", r=rank)
+            change = loftq_start(spec, iterations=iterations, seed=0) if iterations else None
+            model = add_adapters(load_model(base, quantization=kind, change=change), spec)
+            error = size = 0.0
+            for name, layer in low_rank_layers(model):
+                weight = weights[f"{name}.weight"]
+                added = layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+                error += float((weight - dequantised(layer.get_base_layer().weight) - added).square().sum())
+                size += float(weight.square().sum())
+            off = float((model(input_ids=ids).logits - want).norm() / want.norm())
+            named = (kind, rank, iterations) if iterations else (kind, "", "")
+            print(f"| {' | '.join(map(str, named))} | {(error / size) ** 0.5:.4f} | {off:.4f} |", flush=True)
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("loss", "cost"))
+    parser.add_argument("what", choices=("loss", "cost", "loftq"))
     parser.add_argument("base", nargs="?", default="runs/quickstart/final")
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--kinds", default=",".join(kind for kind in KINDS if kind not in ON_QUANTISED))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--pairs", type=int, default=3)
@@ -141,6 +168,8 @@ def main() -> None:
     kinds = given.kinds.split(",")
     if given.what == "loss":
         show_losses(given.base, kinds, given.seeds, given.steps, given.folder)
+    elif given.what == "loftq":
+        show_starts(given.base)
     else:
         show_costs(kinds, given.pairs)
 

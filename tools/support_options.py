@@ -137,6 +137,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
                 "paca",
             )
         ),
+        Option("adapter_type: loftq", {"adapter_type": "loftq", "finetuning_type": "qlora"}),
         Option("modules_to_save", {"modules_to_save": ["norm"], "finetuning_type": "lora"}),
     ),
     "quantised": (

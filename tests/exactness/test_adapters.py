@@ -11,7 +11,7 @@ import torch
 import streamtune
 from streamtune.export.merge import merged_weights
 from streamtune.models import AdapterSpec, add_adapters, load_adapters, save_pretrained
-from streamtune.models.adapters import FROM_WEIGHTS, KINDS
+from streamtune.models.adapters import FROM_WEIGHTS, KINDS, ON_QUANTISED
 from streamtune.models.quantize import quantize
 from streamtune.recipe.adapters import READS, UNQUANTISED
 from streamtune.schedule import Schedule
@@ -22,6 +22,8 @@ from .test_quantised import rounded
 
 FAMILIES = ("llama", "qwen3", "gemma3_text", "phi3", "gpt_neox", "mistral")
 CPU = torch.device("cpu")
+ON_WHOLE = [kind for kind in KINDS if kind not in ON_QUANTISED]
+"""Kinds that can be on whole weights; the other is in tests/models/test_loftq.py."""
 
 
 def adapted(kind: str, family: str = "llama", *, quantization: str | None = None, **choices: Any) -> Any:
@@ -70,13 +72,13 @@ def test_a_recipe_names_the_kinds_that_there_are() -> None:
 
 @pytest.mark.quick("dora-qwen3", "pissa-llama")
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ON_WHOLE)
 def test_gradients_of_every_kind_and_family(kind: str, family: str) -> None:
     check(adapted(kind, family))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in UNQUANTISED])
+@pytest.mark.parametrize("kind", [kind for kind in ON_WHOLE if kind not in UNQUANTISED])
 @pytest.mark.parametrize("quantization", ["int8", "nf4"])
 def test_gradients_on_a_quantised_base(kind: str, quantization: str) -> None:
     pytest.importorskip({"int8": "torchao", "nf4": "bitsandbytes"}[quantization])
@@ -180,7 +182,7 @@ def test_the_leading_part_of_a_weight() -> None:
 
 
 @pytest.mark.quick("vera", "pissa")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ON_WHOLE)
 def test_saved_and_loaded_to_the_same_bits(kind: str, tmp_path: Path) -> None:
     model = adapted(kind)
     save_pretrained(model, Nothing(), tmp_path)
@@ -203,7 +205,7 @@ class Nothing:
 
 @pytest.mark.full
 @pytest.mark.parametrize("quantization", [None, "int8", "nf4"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ON_WHOLE)
 def test_merged_weights_give_the_same_logits(kind: str, quantization: str | None) -> None:
     if quantization is not None:
         pytest.importorskip({"int8": "torchao", "nf4": "bitsandbytes"}[quantization])

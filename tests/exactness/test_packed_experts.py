@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import streamtune
-from streamtune.export.merge import dequantised, is_quantised
 from streamtune.models import AdapterSpec, PackedExperts, add_adapters
-from streamtune.models.quantize import PACKAGES, left_whole, quantize
+from streamtune.models.quantize import PACKAGES, dequantised, is_quantised, left_whole, quantize
 from streamtune.schedule import Schedule
 from tests.precision_kit import Float64, Reference, in_float64, total_error
 

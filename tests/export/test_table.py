@@ -13,8 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from streamtune.export import ExportOptions, export_model
-from streamtune.export.merge import dequantised, is_quantised
-from streamtune.models.quantize import PACKAGES, quantize
+from streamtune.models.quantize import PACKAGES, dequantised, is_quantised, quantize
 from tests.precision_kit import relative
 
 from .cases import ARCHITECTURES, CPU, make_base, truth, write_run

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from tests.exactness.families import build
-from tests.exactness.test_adapters import Nothing, moved
+from tests.exactness.test_adapters import ON_WHOLE, Nothing, moved
 
 from streamtune.errors import ArgumentError
 from streamtune.models import AdapterSpec, add_adapters, save_pretrained, start_from
-from streamtune.models.adapters import AS_LORA, KINDS
+from streamtune.models.adapters import AS_LORA
 
 
 def names_of(model: Any) -> set[str]:
@@ -90,7 +90,7 @@ def test_a_model_with_parameters_of_layers_themselves() -> None:
 
 
 @pytest.mark.quick("pissa", "vera")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ON_WHOLE)
 def test_on_meta_they_have_the_same_parameters(kind: str) -> None:
     def shapes(model: Any) -> dict[str, Any]:
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -106,7 +106,7 @@ def test_on_meta_they_have_the_same_parameters(kind: str) -> None:
 
 
 @pytest.mark.quick("lora", "olora")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ON_WHOLE)
 def test_start_from_adapters(kind: str, tmp_path: Path) -> None:
     model = moved(add_adapters(build("qwen3"), AdapterSpec(kind=kind, r=4, block_size=8)))
     save_pretrained(model, Nothing(), tmp_path)

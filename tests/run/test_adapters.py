@@ -174,6 +174,7 @@ def test_a_reference_without_the_adapters_that_training_starts_from_is_refused(
     [
         ({"adapter_type": "dorra"}, "did you mean 'dora'?"),
         ({"adapter_type": "hra", "finetuning_type": "qlora"}, "computes with the weights themselves"),
+        ({"adapter_type": "loftq"}, "keeps them whole"),
         ({"adapter_type": "dora", "fsdp": True}, "are made of whole weights"),
         ({"adapter_type": "lora_ga", "sequence_parallel_size": 2}, "ranks that share a sequence have parts of it"),
         (
@@ -197,3 +198,55 @@ def test_keys_without_effect_are_named(folder: Path) -> None:
     notes = " ".join(load_recipe(str(path)).notes)
     assert "'lora_r' has no effect with adapter_type: ia3" in notes
     assert "'oft_block_size' has no effect with adapter_type: ia3" in notes
+
+
+@pytest.mark.quick("1")
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_loftq_is_trained_resumed_evaluated_and_exported(
+    folder: Path, iterations: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    keys = {"finetuning_type": "qlora", "quantization": "nf4", "loftq_iter": iterations, "val_size": 3}
+    write_recipe(folder, {**TINY, **keys, "adapter_type": "loftq"})
+    assert run("--output-dir", "run") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("(loftq_iter)" in printed) == (iterations > 1)
+    assert ("quantization_config=" in printed) == (iterations == 1)
+    before, kept = losses("run"), saved("run")
+    for gone in ("run/checkpoints/step-000004", "run/final"):
+        shutil.rmtree(gone)
+    assert run("--output-dir", "run") == 0
+    assert losses("run") == before
+    assert saved("run") == kept
+    assert run("--output-dir", "run", "--set", f"loftq_iter={iterations + 1}") == 2
+    assert streamtune("verify", "tiny.yaml", "--length", "64") == 0
+    assert streamtune("plan", "tiny.yaml") == 0
+    assert streamtune("export", "run", "merged") == 0  # which compares logits with those of the model that trained
+    assert streamtune("export", "run", "apart", "--onto", "original") == 2
+    assert "the original one lacks nothing" in " ".join(capsys.readouterr().err.split())
+    found = []
+    for model in ("run", "merged"):
+        assert streamtune("eval", model, "tiny.yaml", "--json") == 0
+        found.append(json.loads(capsys.readouterr().out)["splits"])
+    ours, theirs = ([split["loss"] for split in each.values()] for each in found)
+    assert theirs == pytest.approx(ours, rel=1e-4)
+
+
+@pytest.mark.full
+def test_two_ranks_start_loftq_alike(folder: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    keys = {"finetuning_type": "qlora", "quantization": "nf4", "adapter_type": "loftq", "loftq_iter": 2}
+    write_recipe(folder, {**TINY, **keys, "train_batch_size": 2})
+    for ranks in (1, 2):
+        assert run("--output-dir", f"run{ranks}", "--nproc", str(ranks)) == 0
+    assert losses("run2") == pytest.approx(losses("run1"), abs=1e-5)
+    first, second = (Path(f"run{ranks}/final/loftq.safetensors").read_bytes() for ranks in (1, 2))
+    assert first == second
+
+
+def test_preferences_from_loftq_need_a_reference(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torchao")
+    keys = {"finetuning_type": "qlora", "quantization": "int8", "adapter_type": "loftq"}
+    path = write_recipe(folder, {**PAIRS, **LORA, **keys})
+    assert streamtune("dpo", str(path), "--output-dir", "run") == 2
+    assert "make up for the quantisation" in " ".join(capsys.readouterr().err.split())

@@ -59,6 +59,7 @@ DECIDES_SINCE = {
     "lora_exclude",
     "lora_rank_pattern",
     "lora_alpha_pattern",
+    "loftq_iter",
     "oft_block_size",
     "modules_to_save",
     "label_smoothing_factor",

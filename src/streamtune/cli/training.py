@@ -373,6 +373,8 @@ def _how_to_load(run: Run) -> str:
 
     if models.has_packed_experts(run.model):
         return "merge it first: transformers loads a quantised base without the quantisation of its experts"
+    if models.taken_of(base_of(run.model)):
+        return "merge it first: the base is quantised from weights that were changed (loftq_iter)"
     loader = "AutoPeftModelForCausalLM" if run.recipe.finetuning_type != "full" else "AutoModelForCausalLM"
     quantized = f", quantization_config={QUANTIZED[run.start.quantization]}" if run.start.quantization else ""
     return f'{loader}.from_pretrained("{run.directory.final}"{quantized})'

@@ -85,7 +85,7 @@ def load_evaluated(
     dtype = None if own or recipe.dtype == "auto" else recipe.dtype
     base, unknown = _base(trained, recipe, notify)
     if unknown:
-        made = make_reference_model(recipe, tokenizer, device)
+        made = make_reference_model(recipe, tokenizer, device, change=models.QuantisedBefore.of(Path(trained.folder)))
         model = models.load_lora(made, Path(trained.folder)).requires_grad_(False).eval()
         return EvaluatedModel(model, adapters=True)
     quantization = trained.quantization

@@ -249,6 +249,13 @@ def _check(trained: TrainedModel, options: ExportOptions, notify: Notify) -> Non
         )
     if options.onto == "original" and trained.quantization is None:
         notify("the base was not quantised while the adapters trained, so --onto original changes nothing")
+    if options.onto == "original" and trained.settings.get("adapter_type") == "loftq":
+        raise ArgumentError(
+            "adapters of kind loftq make up for what quantisation took from the base, and the original one lacks "
+            "nothing",
+            where="--onto",
+            mend="leave --onto out: they are merged into the base as they trained on it",
+        )
     if options.onto == "original" and trained.quantization is not None:
         notify(
             f"the adapters trained on the base in {trained.quantization}; merged into the original one they make "

@@ -10,7 +10,6 @@ The model itself is left as it is:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,40 +19,15 @@ from torch import Tensor, nn
 
 from streamtune.adapters import base_of
 from streamtune.errors import ArgumentError
-from streamtune.models import PackedExperts
+from streamtune.models.quantize import dequantised, is_quantised
 
 __all__ = [
     "adapted_modules",
-    "dequantised",
     "inner_module",
-    "is_quantised",
     "merged_parameters",
     "merged_weights",
     "must_untie",
 ]
-
-QUANTISED = ("Params4bit", "Int8Tensor", "PackedExperts")
-"""Classes of a quantised weight: of bitsandbytes, of torchao, and of experts that are one tensor."""
-
-
-def is_quantised(weight: Any) -> bool:
-    """Return True if a parameter holds packed or scaled integers."""
-    return type(weight).__name__ in QUANTISED
-
-
-def dequantised(weight: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the weight that a quantised one stands for, of its shape, computed in ``dtype`` from its parts."""
-    if isinstance(weight, PackedExperts):
-        return weight.written(dtype)
-    if type(weight).__name__ == "Params4bit":
-        from bitsandbytes.functional import dequantize_4bit
-
-        state = copy.copy(weight.quant_state)
-        state.dtype = dtype  # else the weight is rounded to the dtype that it was quantised from
-        found: Tensor = dequantize_4bit(weight.data, state).to(dtype)
-        return found
-    values: Tensor = weight.qdata.to(dtype) * weight.scale.to(dtype)
-    return values
 
 
 def merged_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

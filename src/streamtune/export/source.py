@@ -251,12 +251,13 @@ def load_trained(
         return model.requires_grad_(False).eval(), tokenizer
     if quantization is not None:
         models.choose_quantization(quantization, torch.device(device))  # refuses where its package is missing
+    change = models.QuantisedBefore.of(Path(trained.folder)) if quantization is not None else None
     name = resolve_base(trained, base, notify)
     if is_trained_base(trained, base) is False:
         notify(f"{base} is not the model that these adapters trained on: the result is another model")
     wanted = dtype or (recipe.dtype if recipe is not None else str(trained.settings.get("dtype") or "auto"))
     if name is None:
-        made: Any = _made_again(trained, tokenizer, wanted, device, quantization)
+        made: Any = _made_again(trained, tokenizer, wanted, device, quantization, change)
     else:
         made = models.load_model(
             name,
@@ -266,6 +267,7 @@ def load_trained(
             quantization=quantization,
             allow_pickle=recipe is not None and recipe.allow_pickle,
             rope=models.RopeChange.of(trained.settings),
+            change=change,
         )
         rows, wanted_rows = made.get_input_embeddings().weight.shape[0], _rows_of_tokens(Path(trained.folder))
         if wanted_rows > rows:  # of new tokens, whose values come with the adapters
@@ -390,7 +392,14 @@ def load_trained_tokenizer(
     return models.load_tokenizer(name, trust_remote_code=trust_remote_code)
 
 
-def _made_again(trained: TrainedModel, tokenizer: Any, dtype: str, device: str, quantization: str | None) -> Any:
+def _made_again(
+    trained: TrainedModel,
+    tokenizer: Any,
+    dtype: str,
+    device: str,
+    quantization: str | None,
+    change: models.QuantisationChange | None,
+) -> Any:
     """Make the base of adapters again, from the configuration and the seed of their run.
 
     Raises:
@@ -412,6 +421,7 @@ def _made_again(trained: TrainedModel, tokenizer: Any, dtype: str, device: str, 
         seed=int(trained.settings["seed"]),
         quantization=quantization,
         rope=models.RopeChange.of(trained.settings),
+        change=change,
     )
 
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from streamtune.adapters import base_of
 from streamtune.engine import decoder_layers
-from streamtune.export.merge import adapted_modules, dequantised, inner_module, is_quantised, merged_parameters
+from streamtune.export.merge import adapted_modules, inner_module, merged_parameters
+from streamtune.models.quantize import dequantised, is_quantised
 
 __all__ = ["Rounding", "WeightChange", "widened"]
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from streamtune import interrupts, models
 from streamtune.adapters import base_of, is_of_adapters
 from streamtune.errors import ArgumentError, RunError
-from streamtune.export.merge import is_quantised, merged_weights, must_untie
-from streamtune.models.quantize import logical_size
+from streamtune.export.merge import merged_weights, must_untie
+from streamtune.models.quantize import is_quantised, logical_size
 from streamtune.sizes import show_size
 from streamtune.train.staging import free_bytes
 
@@ -174,6 +174,8 @@ def write_adapters(source: Path, tokenizer: Any, folder: Path, base: str | None)
     """
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copyfile(source / name, folder / name)
+    if (source / models.LOFTQ_FILE).is_file():
+        shutil.copyfile(source / models.LOFTQ_FILE, folder / models.LOFTQ_FILE)
     if base is not None:
         settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         settings["base_model_name_or_path"] = base

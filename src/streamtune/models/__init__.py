@@ -8,6 +8,7 @@ from streamtune.models.adapters import (
     add_lora,
     load_adapters,
     load_lora,
+    loftq_start,
     start_from,
     started_values,
 )
@@ -39,6 +40,7 @@ from streamtune.models.load import (
     left_out,
     load_model,
 )
+from streamtune.models.loftq import LOFTQ_FILE, QuantisationChange, QuantisedBefore, taken_of
 from streamtune.models.lora_ga import first_factors, start_from_factors, summed_bytes
 from streamtune.models.packed import PackedExperts, has_packed_experts
 from streamtune.models.positions import RopeChange, position_limit, pretrained_positions
@@ -56,10 +58,13 @@ from streamtune.models.tokens import add_rows, add_tokens, new_tokens, use_speci
 
 __all__ = [
     "CHATML_TEMPLATE",
+    "LOFTQ_FILE",
     "AdapterSpec",
     "Deferred",
     "PackedExperts",
     "ParameterCount",
+    "QuantisationChange",
+    "QuantisedBefore",
     "RopeChange",
     "SavedTokenizer",
     "adapter_base",
@@ -93,6 +98,7 @@ __all__ = [
     "load_lora",
     "load_model",
     "load_tokenizer",
+    "loftq_start",
     "new_tokens",
     "phantom_weights",
     "position_limit",
@@ -111,6 +117,7 @@ __all__ = [
     "start_from_factors",
     "started_values",
     "summed_bytes",
+    "taken_of",
     "train_tokenizer",
     "use_special_tokens",
     "write_shards",

@@ -3,6 +3,7 @@
     lora    rslora    dora     low-rank terms; scaled by alpha / sqrt(r); with a trained norm of each row (DoRA)
     pissa   olora              LoRA that starts from the leading part of each weight: of its SVD, or of its QR
     lora_ga                    LoRA that starts from the leading part of each weight's gradient (``models/lora_ga.py``)
+    loftq                      LoRA that starts from what quantisation takes from each weight (``models/loftq.py``)
     vera    ia3                trained vectors: on shared random matrices; on the outputs of layers
     oft     hra                a trained rotation of the input: in blocks; of r reflections
     loha    lokr    miss       Hadamard products; Kronecker products; sums over blocks of the input
@@ -32,6 +33,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.models import loftq
+from streamtune.models.loftq import LoftqStart
 
 if TYPE_CHECKING:  # it imports every quantiser there is: two seconds that only adapters are worth
     from peft import PeftConfig, PeftModel
@@ -43,6 +46,7 @@ __all__ = [
     "is_written_as_lora",
     "load_adapters",
     "load_lora",
+    "loftq_start",
     "low_rank_layers",
     "set_start",
     "start_from",
@@ -55,11 +59,13 @@ START = "start"
 COLUMNS = "lora_A.index"
 """End of the names of the columns that ``paca`` trains, in the state of the adapters."""
 CONSTANT = (f"lora_A.{START}.weight", f"lora_B.{START}.weight")
-LOW_RANK = ("lora", "rslora", "dora", "pissa", "olora", "lora_ga", "paca")
+LOW_RANK = ("lora", "rslora", "dora", "pissa", "olora", "lora_ga", "loftq", "paca")
 FROM_WEIGHTS = ("pissa", "olora")
 WITH_START = (*FROM_WEIGHTS, "lora_ga")
 AS_LORA = (*WITH_START, "paca")
 """Kinds that are saved as another LoRA than they are trained as."""
+ON_QUANTISED = ("loftq",)
+"""Kinds that start where the base is quantised."""
 ON_EXPERTS = ("lora", "rslora")
 """Kinds that can be on experts that are one tensor."""
 
@@ -119,6 +125,7 @@ KINDS: dict[str, Callable[[AdapterSpec, int], dict[str, Any]]] = {
     "pissa": _lora,
     "olora": _lora,
     "lora_ga": lambda spec, seed: _lora(spec, seed, use_rslora=True),
+    "loftq": _lora,
     "paca": lambda spec, seed: _lora(
         spec,
         seed,
@@ -181,7 +188,31 @@ def add_adapters(
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(seed)
             _add_start(adapted)
+    elif spec.kind == "loftq" and next(model.parameters()).device.type != "meta":
+        factors = loftq.first_values(model)
+        with torch.no_grad():
+            for name, layer in low_rank_layers(adapted):
+                if name in factors:  # what is not quantised has nothing to make up for
+                    layer.lora_A["default"].weight.copy_(factors[name][0])
+                    layer.lora_B["default"].weight.copy_(factors[name][1])
     return adapted
+
+
+def loftq_start(spec: AdapterSpec, *, iterations: int, seed: int) -> LoftqStart:
+    """Return the change by which a model is quantised for adapters of kind ``loftq``.
+
+    Args:
+        spec: The adapters that :func:`add_adapters` will add.
+        iterations: Of quantisation and decomposition, for each layer.
+        seed: Of the decompositions.
+    """
+
+    def layers(model: PreTrainedModel) -> dict[str, tuple[int, float]]:
+        with torch.device("meta"):
+            adapted = _added(loftq.on_meta(model), spec, seed, ())
+        return {name: (layer.r["default"], layer.scaling["default"]) for name, layer in low_rank_layers(adapted)}
+
+    return LoftqStart(layers, iterations=iterations, seed=seed)
 
 
 def _added(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_tokens: Sequence[int]) -> PeftModel:
@@ -411,7 +442,7 @@ def _check_ranks(adapted: Any, spec: AdapterSpec) -> None:
         and not hasattr(layer, "num_experts")
     }
     # Among all linear layers there may be small ones, such as gates of one row, which are none of the user's choice.
-    if isinstance(spec.target, str) and spec.kind not in AS_LORA and len(too_small) < len(layers):
+    if isinstance(spec.target, str) and spec.kind not in (*AS_LORA, *ON_QUANTISED) and len(too_small) < len(layers):
         named = [name for name in too_small if any(re.match(rf"(.*\.)?({pattern})$", name) for pattern in spec.ranks)]
         too_small = {name: too_small[name] for name in named}
     for name, (layer, most, rank) in too_small.items():
@@ -692,6 +723,12 @@ def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
     if config.is_prompt_learning or changed.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
         kind = "a learnt prompt" if config.is_prompt_learning else f"adapters of {changed}, whose base was changed"
         raise ArgumentError(f"{folder} holds {kind}", where=key, mend="convert them to LoRA with peft")
+    if (path / loftq.LOFTQ_FILE).is_file():
+        raise ArgumentError(
+            f"the adapters in {folder} (loftq_iter) belong to weights that were changed before they were quantised",
+            where=key,
+            mend=f"merge them, `streamtune export {folder} OUT`, and name OUT as the model",
+        )
     config.inference_mode = False
     try:
         with warnings.catch_warnings():

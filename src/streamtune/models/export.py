@@ -31,6 +31,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from streamtune.adapters import base_of
 from streamtune.models.adapters import is_written_as_lora, written_adapters
+from streamtune.models.loftq import keep_taken
 
 __all__ = [
     "SavedTokenizer",
@@ -124,6 +125,7 @@ def save_pretrained(
     if hasattr(model, "peft_config"):  # rows of new tokens are among the adapters: the whole table is not needed
         more["save_embedding_layers"] = False
     model.save_pretrained(folder, **more)
+    keep_taken(base_of(model), folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
+from streamtune.models.loftq import QuantisationChange
 from streamtune.models.positions import RopeChange, position_limit, pretrained_positions
 from streamtune.models.quantize import logical_size, quantize
 from streamtune.models.recorded import NotRecordedError
@@ -141,6 +142,7 @@ def load_model(
     quantization: str | None = None,
     allow_pickle: bool = False,
     rope: RopeChange | None = None,
+    change: QuantisationChange | None = None,
 ) -> PreTrainedModel:
     """Load a checkpoint, by hub name or from a local folder.
 
@@ -152,6 +154,7 @@ def load_model(
         quantization: ``nf4`` or ``int8`` of frozen layers and experts, see ``models.quantize``; None leaves them.
         allow_pickle: Allow weights in a pickle, of which tensors are read and nothing else.
         rope: A change to the positions of the checkpoint's configuration.
+        change: Of weights before they are quantised.
 
     Raises:
         ArgumentError: There is no such checkpoint, it is not safe to read (``models.safety``), it lacks
@@ -182,7 +185,7 @@ def load_model(
     check_dtypes(name_or_path, config)
     check_finite(model, name_or_path)
     if quantization is not None:  # before the weights are copied: those of the file are read layer by layer
-        quantize(model, quantization, torch.device(device))
+        quantize(model, quantization, torch.device(device), change=change)
     return _own_weights(model.to(device))
 
 
@@ -228,6 +231,7 @@ def init_model(
     seed: int,
     quantization: str | None = None,
     rope: RopeChange | None = None,
+    change: QuantisationChange | None = None,
 ) -> PreTrainedModel:
     """Build a model from a configuration, with random weights. Needs no download.
 
@@ -240,6 +244,7 @@ def init_model(
         seed: Of the draw. The caller's random state is left as it was.
         quantization: ``nf4`` or ``int8`` of frozen layers and experts, see ``models.quantize``; None leaves them.
         rope: A change to the positions of the configuration.
+        change: Of weights before they are quantised.
 
     Raises:
         ArgumentError: An unknown model type or key, a wrong value, a vocabulary smaller than the tokenizer's, or a
@@ -255,7 +260,7 @@ def init_model(
         model = AutoModelForCausalLM.from_config(hf_config, dtype=chosen)
     check_finite(model, where="model.init")
     if quantization is not None:
-        quantize(model, quantization, torch.device(device))
+        quantize(model, quantization, torch.device(device), change=change)
     return model.to(device)
 
 

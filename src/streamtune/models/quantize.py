@@ -21,6 +21,7 @@ There is no int4. torchao's 4-bit kernels have no backward (``aten::_weight_int4
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -29,16 +30,28 @@ import torch
 from torch import nn
 
 from streamtune.errors import ArgumentError
+from streamtune.models.loftq import LoftqStart, QuantisationChange
 from streamtune.models.packed import PackedExperts, divide_experts, pack_experts
 from streamtune.sizes import show_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["choose_quantization", "divide_packed", "left_whole", "logical_size", "quantization", "quantize"]
+__all__ = [
+    "choose_quantization",
+    "dequantised",
+    "divide_packed",
+    "is_quantised",
+    "left_whole",
+    "logical_size",
+    "quantization",
+    "quantize",
+]
 
 PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
 """The package that each kind needs; the extra ``streamtune[quant]`` installs both."""
+QUANTISED = ("Params4bit", "Int8Tensor", "PackedExperts")
+"""Classes of a quantised weight: of bitsandbytes, of torchao, and of experts that are one tensor."""
 
 
 def choose_quantization(kind: str, device: torch.device) -> str:
@@ -62,7 +75,9 @@ def choose_quantization(kind: str, device: torch.device) -> str:
     return chosen
 
 
-def quantize(model: PreTrainedModel, kind: str, device: torch.device) -> None:
+def quantize(
+    model: PreTrainedModel, kind: str, device: torch.device, *, change: QuantisationChange | None = None
+) -> None:
     """Quantise the linear layers and the experts of ``model`` in place and freeze them; they move to ``device``.
 
     A model that came quantised from its checkpoint is left as it is.
@@ -71,13 +86,26 @@ def quantize(model: PreTrainedModel, kind: str, device: torch.device) -> None:
         model: A model whose weights are loaded, on the CPU.
         kind: ``nf4`` or ``int8``.
         device: The device of the quantised weights; the others stay where they are.
+        change: Of the weights of linear layers before they are quantised; None quantises them as they are.
 
     Raises:
-        ArgumentError: The model has no linear layers, or came in another quantisation.
+        ArgumentError: The model has no linear layers, or came in another quantisation, or quantised where its weights
+            are to be changed.
     """
     before = quantization(model)
+    if before is not None and change is not None:
+        raise ArgumentError(
+            f"the weights of this checkpoint are quantised already ({before}), and adapters of kind loftq start from "
+            "what that took from them",
+            where="adapter_type",
+            mend="use the checkpoint they were made from, or write adapter_type: lora",
+        )
     if before is None:
-        _convert(model, kind, device)
+        if isinstance(change, LoftqStart):
+            change.prepare(model)
+        _convert(model, kind, device, change)
+        if change is not None:
+            change.finish(model)
     elif before != kind:
         raise ArgumentError(
             f"the weights of this checkpoint are quantised already ({before}), and {kind} is asked for",
@@ -146,6 +174,26 @@ def logical_size(parameter: torch.Tensor) -> int:
     return whole if state is None else state.shape.numel()
 
 
+def is_quantised(weight: Any) -> bool:
+    """Return True if a parameter holds packed or scaled integers."""
+    return type(weight).__name__ in QUANTISED
+
+
+def dequantised(weight: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the weight that a quantised one stands for, of its shape, computed in ``dtype`` from its parts."""
+    if isinstance(weight, PackedExperts):
+        return weight.written(dtype)
+    if type(weight).__name__ == "Params4bit":
+        from bitsandbytes.functional import dequantize_4bit
+
+        state = copy.copy(weight.quant_state)
+        state.dtype = dtype  # else the weight is rounded to the dtype that it was quantised from
+        found: torch.Tensor = dequantize_4bit(weight.data, state).to(dtype)
+        return found
+    values: torch.Tensor = weight.qdata.to(dtype) * weight.scale.to(dtype)
+    return values
+
+
 def divide_packed(model: nn.Module, *, keeps_objects: bool) -> None:
     """Let ranks divide the 4-bit weights of a model: as numbers of the dtype of its other weights, of the same bits.
 
@@ -188,16 +236,16 @@ def divide_packed(model: nn.Module, *, keeps_objects: bool) -> None:
             divide_experts(module, dtype)
 
 
-def _convert(model: PreTrainedModel, kind: str, device: torch.device) -> None:
+def _convert(model: PreTrainedModel, kind: str, device: torch.device, change: QuantisationChange | None) -> None:
     linears = list(_linears(model))
     if not linears:
         raise ArgumentError(
             f"{type(model).__name__} has no nn.Linear layers to quantise", where="finetuning_type", mend="write lora"
         )
     if kind == "int8":
-        _to_int8(model, [linear for _, linear in linears], device)
+        _to_int8(model, linears, device, change)
     else:
-        _to_nf4(model, linears, device)
+        _to_nf4(model, linears, device, change)
     wide, width = _kept_wide(model), model.config.get_text_config(decoder=True).hidden_size
     for name, module, parameter in list(stacked_experts(model)):
         if wide.isdisjoint(name.split(".")):
@@ -231,23 +279,43 @@ def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
             yield name, module
 
 
-def _to_int8(model: Any, linears: list[nn.Linear], device: torch.device) -> None:
+def _to_int8(
+    model: Any, linears: list[tuple[str, nn.Linear]], device: torch.device, change: QuantisationChange | None
+) -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
     from transformers import TorchAoConfig
     from transformers.quantizers import AutoHfQuantizer
 
     config = Int8WeightOnlyConfig(set_inductor_config=False)
-    for linear in linears:
-        quantize_(linear.to(device).requires_grad_(False), config)
+
+    def quantise(weight: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        alone = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        alone.weight = nn.Parameter(weight.clone(), requires_grad=False)
+        quantize_(alone, config)
+        return alone.weight, dequantised(alone.weight)
+
+    for name, linear in linears:
+        linear.to(device).requires_grad_(False)
+        if change is None:
+            quantize_(linear, config)
+        else:
+            linear.weight = change.quantised(name, linear.weight.data, quantise)
     # As from_pretrained leaves it: peft asks here how to quantise again what it merges.
     model.hf_quantizer = AutoHfQuantizer.from_config(TorchAoConfig(config), pre_quantized=False)
 
 
-def _to_nf4(model: Any, linears: list[tuple[str, nn.Linear]], device: torch.device) -> None:
+def _to_nf4(
+    model: Any, linears: list[tuple[str, nn.Linear]], device: torch.device, change: QuantisationChange | None
+) -> None:
     import bitsandbytes
 
+    settings = {"quant_type": "nf4", "compress_statistics": True}
+
+    def quantise(weight: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        packed = bitsandbytes.nn.Params4bit(weight, requires_grad=False, **settings).to(device)
+        return packed, dequantised(packed)
+
     for name, linear in linears:
-        settings = {"quant_type": "nf4", "compress_statistics": True}
         quantised = bitsandbytes.nn.Linear4bit(
             linear.in_features,
             linear.out_features,
@@ -256,7 +324,10 @@ def _to_nf4(model: Any, linears: list[tuple[str, nn.Linear]], device: torch.devi
             device="meta",
             **settings,
         )
-        quantised.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, **settings)
+        if change is None:
+            quantised.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, **settings)
+        else:
+            quantised.weight = change.quantised(name, linear.weight.data.to(device), quantise)
         quantised.bias = linear.bias
         parent, _, last = name.rpartition(".")
         if device.type == "meta":  # which is no place it quantises for

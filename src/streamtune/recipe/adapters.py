@@ -13,14 +13,30 @@ from streamtune.recipe.spec import mistake
 __all__ = ["ADAPTER_KEYS", "AdapterKind", "adapter_mistakes", "adapters_of_whole_weights", "unread_adapter_keys"]
 
 AdapterKind = Literal[
-    "lora", "rslora", "dora", "pissa", "olora", "lora_ga", "vera", "ia3", "oft", "hra", "loha", "lokr", "miss", "paca"
+    "lora",
+    "rslora",
+    "dora",
+    "pissa",
+    "olora",
+    "lora_ga",
+    "loftq",
+    "vera",
+    "ia3",
+    "oft",
+    "hra",
+    "loha",
+    "lokr",
+    "miss",
+    "paca",
 ]
 
 LOW_RANK = ("lora_r", "lora_alpha", "lora_dropout", "lora_rank_pattern", "lora_alpha_pattern")
 LORA_GA = ("lora_ga_rows", "lora_ga_gamma")
+LOFTQ = ("loftq_iter",)
 READS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("lora", "rslora", "dora", "pissa", "olora"), LOW_RANK),
     "lora_ga": (*LOW_RANK, *LORA_GA),
+    "loftq": (*LOW_RANK, *LOFTQ),
     "vera": ("lora_r", "lora_dropout"),
     "ia3": (),
     "oft": ("oft_block_size",),
@@ -32,7 +48,7 @@ READS: dict[str, tuple[str, ...]] = {
 }
 """Kind of adapters -> the keys that it reads, of those that only some kinds read."""
 OF_ALL = ("lora_target", "lora_exclude", "modules_to_save", "adapter_name_or_path")
-OF_KINDS = (*LOW_RANK, *LORA_GA, "oft_block_size")
+OF_KINDS = (*LOW_RANK, *LORA_GA, *LOFTQ, "oft_block_size")
 ADAPTER_KEYS = ("adapter_type", *OF_KINDS, *OF_ALL)
 """Keys that have no effect where all weights are trained."""
 UNQUANTISED = ("pissa", "olora", "lora_ga", "hra", "loha", "lokr", "paca")
@@ -62,6 +78,13 @@ def adapter_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
             key="adapter_type",
             mend="write finetuning_type: lora, or one of: "
             + ", ".join(f"adapter_type: {kind}" for kind in READS if kind not in UNQUANTISED),
+        )
+    if recipe.finetuning_type == "lora" and recipe.adapter_type == "loftq":
+        yield mistake(
+            "'adapter_type: loftq' starts from what quantisation takes from the weights, and 'finetuning_type: lora' "
+            "keeps them whole",
+            key="adapter_type",
+            mend="write finetuning_type: qlora, or adapter_type: pissa, which starts from the weights themselves",
         )
     if recipe.adapter_type == "lora_ga":
         yield from _without_gradients(recipe)

@@ -111,8 +111,8 @@ class Recipe(Spec):
 
     adapter_type: AdapterKind = "lora"
     """Kind of the adapters: `lora`; `rslora` (scaled by alpha / sqrt(r)), `dora`; `pissa` and `olora` (LoRA that starts
-    from the leading part of each weight), `lora_ga` (of its gradient); `vera`, `ia3`, `oft`, `hra`, `loha`, `lokr`,
-    `miss`, which peft has; `paca` (`lora_r` columns of each weight)."""
+    from the leading part of each weight), `lora_ga` (of its gradient), `loftq` (of what `qlora` takes from it); `vera`,
+    `ia3`, `oft`, `hra`, `loha`, `lokr`, `miss`, which peft has; `paca` (`lora_r` columns of each weight)."""
 
     lora_r: Annotated[int, Field(ge=1), at_most(10**5)] = 16
     """Rank of the adapters."""
@@ -144,6 +144,10 @@ class Recipe(Spec):
 
     lora_ga_gamma: Annotated[float, Field(gt=0), at_most(10**9)] = 16.0
     """`adapter_type: lora_ga`: the first values of the adapters are divided by its square root."""
+
+    loftq_iter: Annotated[int, Field(ge=1), at_most(100)] = 1
+    """`adapter_type: loftq`: how often each weight is quantised without what its adapters start from. From 2 on the
+    quantised base is one of its own, and what was taken from the weights is saved with the adapters."""
 
     oft_block_size: Annotated[int, Field(ge=2), at_most(10**5)] = 32
     """`adapter_type: oft`: size of the blocks that inputs are rotated in."""
@@ -629,6 +633,12 @@ class Recipe(Spec):
     def starts_from_gradients(self) -> bool:
         """True if adapters start from gradients of rows, which a run computes before its first step."""
         return self.finetuning_type == "lora" and self.adapter_type == "lora_ga"
+
+    @property
+    def starts_from_quantisation(self) -> bool:
+        """True if adapters start from what quantisation takes from the weights."""
+        qlora = self.finetuning_type == "qlora" and self.adapter_name_or_path is None
+        return qlora and self.adapter_type == "loftq"
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Recipe:

@@ -85,7 +85,8 @@ def _make_model(
     if new and sharing is not None and (adapters or checkpoint is None):
         _refuse_new_tokens(recipe, tokenizer, new)
     name = str(checkpoint.model_dir) if checkpoint is not None and not adapters else recipe.model_name_or_path
-    model = _base_model(recipe, device, len(tokenizer), _ids(tokenizer), name=name, sharing=sharing)
+    change = _change(recipe) if checkpoint is None else models.QuantisedBefore.of(checkpoint.model_dir)
+    model = _base_model(recipe, device, len(tokenizer), _ids(tokenizer), name=name, sharing=sharing, change=change)
     if new and (adapters or checkpoint is None):
         models.add_rows(model, len(tokenizer), new)
     models.use_special_tokens(model, tokenizer, recipe.special_tokens.model_dump())
@@ -105,6 +106,7 @@ def make_reference_model(
     *,
     name: str | None = None,
     sharing: train.World | None = None,
+    change: models.QuantisationChange | None = None,
 ) -> Any:
     """Make the model as it is when training starts, or the model ``name``; without adapters, and not from a checkpoint.
 
@@ -116,7 +118,7 @@ def make_reference_model(
         _refuse_new_tokens(recipe, tokenizer, new)
     name = name or recipe.model_name_or_path
     there = _loaded_on(recipe, device)
-    model = _base_model(recipe, there, len(tokenizer), _ids(tokenizer), name=name, sharing=sharing)
+    model = _base_model(recipe, there, len(tokenizer), _ids(tokenizer), name=name, sharing=sharing, change=change)
     if new:
         models.add_rows(model, len(tokenizer), new)
     return _placed(recipe, model, device)
@@ -206,7 +208,7 @@ def make_model_alone(recipe: Recipe, device: torch.device) -> Any:
     Raises:
         ArgumentError: The model cannot be made.
     """
-    base = _base_alone(recipe, _loaded_on(recipe, device), recipe.model_name_or_path)
+    base = _base_alone(recipe, _loaded_on(recipe, device), recipe.model_name_or_path, _change(recipe))
     return _placed(recipe, _adapted(recipe, base), device)
 
 
@@ -220,11 +222,13 @@ def make_reference_alone(recipe: Recipe, device: torch.device, name: str | None)
     return _placed(recipe, model, device).requires_grad_(False).eval()
 
 
-def _base_alone(recipe: Recipe, device: torch.device, name: str | None) -> Any:
+def _base_alone(
+    recipe: Recipe, device: torch.device, name: str | None, change: models.QuantisationChange | None = None
+) -> Any:
     size = _asked_vocabulary(recipe) or 0
     if recipe.model is not None:
         size = recipe.model.init.get("vocab_size", size)
-    return _base_model(recipe, device, size, {}, name=name)
+    return _base_model(recipe, device, size, {}, name=name, change=change)
 
 
 def make_reference_blueprint(recipe: Recipe, device: torch.device, name: str | None) -> Any:
@@ -363,6 +367,7 @@ def _base_model(
     *,
     name: str | None,
     sharing: train.World | None = None,
+    change: models.QuantisationChange | None = None,
 ) -> Any:
     """Make the model of that name, or a new one; without adapters."""
     quantization = choose_quantization(recipe, device)
@@ -391,6 +396,7 @@ def _base_model(
             quantization=quantization,
             allow_pickle=recipe.allow_pickle,
             rope=_rope(recipe),
+            change=change,
         )
     assert recipe.model is not None, "the schema asks for a model"
     return models.init_model(
@@ -402,7 +408,15 @@ def _base_model(
         seed=recipe.seed,
         quantization=quantization,
         rope=_rope(recipe),
+        change=change,
     )
+
+
+def _change(recipe: Recipe) -> models.QuantisationChange | None:
+    """Return the change of weights before they are quantised that new adapters of this recipe start from."""
+    if not recipe.starts_from_quantisation:
+        return None
+    return models.loftq_start(_adapters(recipe), iterations=recipe.loftq_iter, seed=recipe.seed)
 
 
 def _rope(recipe: Recipe) -> models.RopeChange | None:

@@ -35,6 +35,7 @@ from streamtune.tasks.task import Notify
 __all__ = [
     "Setup",
     "check_layout",
+    "check_start",
     "config_values",
     "device_of_rank",
     "fill_model",
@@ -345,7 +346,7 @@ def resolve(loaded: LoadedRecipe, notify: Notify) -> Setup:
     """
     recipe = loaded.recipe
     task = TASKS[recipe.objective].of_run(recipe, loaded.path.parent, notify)
-    _check_start(task)
+    check_start(task)
     device = device_of_rank(choose_device(recipe.device))
     if recipe.deterministic:
         train.use_deterministic_kernels()
@@ -358,14 +359,23 @@ def resolve(loaded: LoadedRecipe, notify: Notify) -> Setup:
     return Setup(loaded, task, device, world, quantization, shares, accumulation(recipe, world))
 
 
-def _check_start(task: Task[Any]) -> None:
+def check_start(task: Task[Any]) -> None:
     """Refuse to compare with the model without its adapters where training starts with adapters that are trained.
 
     Raises:
         ArgumentError: It would.
     """
+    if not task.compares or task.reference_name is not None:
+        return
+    if task.recipe.starts_from_quantisation:
+        raise ArgumentError(
+            "training starts from adapters that make up for the quantisation of the base, and its reference would be "
+            "the model without them",
+            where="adapter_type",
+            mend=f"write ref_model_name_or_path: {task.recipe.model_name_or_path or 'NAME'}, or adapter_type: lora",
+        )
     given = task.recipe.adapter_name_or_path if task.recipe.finetuning_type != "full" else None
-    if given is None or not task.compares or task.reference_name is not None:
+    if given is None:
         return
     raise ArgumentError(
         f"training starts from the adapters in {given}, and its reference would be the model without them",

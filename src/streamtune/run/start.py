@@ -62,8 +62,8 @@ FREE_KEYS = frozenset(
 SHAPE_KEYS = frozenset(
     {
         "model", "finetuning_type", "adapter_type", "lora_r", "lora_alpha", "lora_dropout", "lora_target",
-        "lora_exclude", "lora_rank_pattern", "lora_alpha_pattern", "lora_ga_rows", "lora_ga_gamma", "oft_block_size",
-        "modules_to_save", "adapter_name_or_path",
+        "lora_exclude", "lora_rank_pattern", "lora_alpha_pattern", "lora_ga_rows", "lora_ga_gamma", "loftq_iter",
+        "oft_block_size", "modules_to_save", "adapter_name_or_path",
     }
 )  # fmt: skip
 """Keys that cannot change, for a checkpoint brings what they decide: a new value would be written down and not used."""
@@ -76,7 +76,8 @@ LATER_KEYS = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "defaul
               "focal_gamma", "label_smoothing_factor", "z_loss_coef", "teacher", "kd_divergence", "kd_beta",
               "kd_temperature", "kd_hard_share", "lr_scheduler_kwargs", "lr_scaling",
               "lr_scaling_base", "adapter_type", "lora_exclude", "lora_rank_pattern", "lora_alpha_pattern",
-              "lora_ga_rows", "lora_ga_gamma", "oft_block_size", "modules_to_save", "adapter_name_or_path")  # fmt: skip
+              "lora_ga_rows", "lora_ga_gamma", "loftq_iter", "oft_block_size", "modules_to_save",
+              "adapter_name_or_path")  # fmt: skip
 """Keys that are compared once they are given: runs were started before there were such keys."""
 
 

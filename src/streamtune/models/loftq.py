@@ -1,0 +1,201 @@
+"""Adapters that start from what quantisation takes from the weights: LoftQ (Li et al., arXiv 2310.08659).
+
+For each quantised layer with an adapter of rank r, scaled by s, the paper's algorithm 1 alternates
+
+    Q = quantised(W - s B A),    s B A = the r largest singular values of W - Q
+
+from ``A = B = 0``, so that ``Q + s B A`` is nearer to W than the quantised W is. Q is made by the quantiser that the
+layer has, and written out as the layer computes with it. Of the iterations the one whose ``|W - (Q + s B A)|`` is the
+smallest is kept: beyond the first few the error may rise again.
+
+With one iteration Q is the quantised W, which every other run has too. After more it is that of ``W - s B A`` with the
+``s B A`` of the iteration before. These are small, and are saved with the adapters (:data:`LOFTQ_FILE`): a resume and
+an export quantise the same weights again, and decompose nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from streamtune.errors import ArgumentError
+
+__all__ = ["LOFTQ_FILE", "LoftqStart", "QuantisationChange", "QuantisedBefore", "keep_taken", "taken_of"]
+
+LOFTQ_FILE = "loftq.safetensors"
+"""What is taken from the weights before they are quantised, beside the adapters; absent where nothing is."""
+FACTORS = "_streamtune_loftq_factors"
+TAKEN = "_streamtune_loftq_taken"
+
+Quantise = Callable[[Tensor], tuple[Any, Tensor]]
+"""Returns the quantised weight, and the same written out in fp32, ``[out, in]``."""
+Factors = dict[str, tuple[Tensor, Tensor]]
+"""Name of a layer -> ``A`` ``[r, in]`` and ``B`` ``[out, r]``, in fp32 on the CPU."""
+
+
+class QuantisationChange(Protocol):
+    """A change of weights before they are quantised."""
+
+    def quantised(self, name: str, weight: Tensor, quantise: Quantise) -> Any:
+        """Return the quantised weight of a layer.
+
+        Args:
+            name: Of the layer in the model.
+            weight: ``[out, in]``, on the device of the quantised one.
+            quantise: The model's quantiser.
+        """
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Note in the model what adapters and checkpoints need, once all layers are quantised."""
+
+
+class LoftqStart:
+    """Quantises layers by LoftQ and finds what their adapters start from.
+
+    Args:
+        layers: Finds the layers with adapters: name -> rank and scale.
+        iterations: T of the paper.
+        seed: Of the decompositions.
+    """
+
+    def __init__(
+        self,
+        layers: Callable[[PreTrainedModel], Mapping[str, tuple[int, float]]],
+        *,
+        iterations: int,
+        seed: int,
+    ) -> None:
+        self._find, self._iterations, self._seed = layers, iterations, seed
+        self._layers: Mapping[str, tuple[int, float]] = {}
+        self._factors: Factors = {}
+        self._taken: Factors = {}
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Find the layers, before any is quantised."""
+        self._layers = self._find(model)
+
+    @torch.no_grad()
+    def quantised(self, name: str, weight: Tensor, quantise: Quantise) -> Any:
+        """See :class:`QuantisationChange`."""
+        if name not in self._layers:
+            return quantise(weight)[0]
+        rank, scale = self._layers[name]
+        wide = weight.float()
+        taken: tuple[Tensor, Tensor] | None = None
+        best: tuple[float, Any, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor]] | None = None
+        for _ in range(self._iterations):
+            packed, written = quantise(weight if taken is None else _less(weight, taken))
+            rest = wide - written
+            down, up = _leading(rest, rank, self._seed)
+            error = float((rest - up @ down).norm())
+            if best is None or error < best[0]:
+                best = error, packed, taken, (down, up)
+            taken = down, up
+        assert best is not None
+        _, packed, before, (down, up) = best
+        root = scale**0.5
+        self._factors[name] = (down / root).cpu(), (up / root).cpu()
+        if before is not None:
+            self._taken[name] = before[0].cpu(), before[1].cpu()
+        return packed
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """See :class:`QuantisationChange`."""
+        setattr(model, FACTORS, self._factors)
+        setattr(model, TAKEN, self._taken)
+
+
+class QuantisedBefore:
+    """Quantises layers as a run did, from what it took from the weights.
+
+    Args:
+        taken: Name of a layer -> ``A`` and ``s B``.
+    """
+
+    def __init__(self, taken: Factors) -> None:
+        self._taken = taken
+
+    @classmethod
+    def of(cls, folder: Path) -> QuantisedBefore | None:
+        """Return the change of the adapters in a folder; None where there is none."""
+        from safetensors.torch import load_file
+
+        if not (folder / LOFTQ_FILE).is_file():
+            return None
+        saved = load_file(folder / LOFTQ_FILE)
+        names = {name.rpartition(".")[0] for name in saved}
+        return cls({name: (saved[f"{name}.A"], saved[f"{name}.B"]) for name in sorted(names)})
+
+    @torch.no_grad()
+    def quantised(self, name: str, weight: Tensor, quantise: Quantise) -> Any:
+        """See :class:`QuantisationChange`."""
+        taken = self._taken.get(name)
+        return quantise(weight if taken is None else _less(weight, taken))[0]
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """See :class:`QuantisationChange`."""
+        setattr(model, TAKEN, self._taken)
+
+
+def first_values(model: PreTrainedModel) -> Factors:
+    """Return what the adapters start from, once; the model keeps it no longer.
+
+    Raises:
+        ArgumentError: The model was not quantised by :class:`LoftqStart`.
+    """
+    if not hasattr(model, FACTORS):
+        raise ArgumentError(
+            "adapters of kind loftq start from the difference between the weights and their quantised form, and this "
+            "model has not both",
+            where="adapter_type",
+            mend="write finetuning_type: qlora and name a checkpoint that is not quantised, or adapter_type: lora",
+        )
+    found: Factors = getattr(model, FACTORS)
+    delattr(model, FACTORS)
+    return found
+
+
+def taken_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of :data:`LOFTQ_FILE` of a model without wrappers; none where nothing was taken."""
+    taken: Factors = getattr(model, TAKEN, {})
+    return {f"{name}.{key}": x for name, pair in taken.items() for key, x in zip("AB", pair, strict=True)}
+
+
+def keep_taken(model: nn.Module, folder: Path) -> None:
+    """Write :data:`LOFTQ_FILE` into a folder of saved adapters, where something was taken from the weights."""
+    from safetensors.torch import save_file
+
+    if taken := taken_of(model):
+        save_file({name: x.contiguous() for name, x in taken.items()}, folder / LOFTQ_FILE)
+
+
+def on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model without values."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for x in (*module._parameters.values(), *module._buffers.values()):
+            if x is not None and id(x) not in memo:
+                moved = torch.empty_like(x.detach(), device="meta")
+                memo[id(x)] = nn.Parameter(moved, requires_grad=False) if isinstance(x, nn.Parameter) else moved
+    return copy.deepcopy(model, memo)
+
+
+def _less(weight: Tensor, taken: tuple[Tensor, Tensor]) -> Tensor:
+    """Return ``W - B A`` in the dtype of W."""
+    down, up = (x.to(weight.device) for x in taken)
+    return (weight.float() - up @ down).to(weight.dtype)
+
+
+def _leading(rest: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return ``A`` ``[r, in]`` and ``B`` ``[out, r]`` whose product has the largest singular values of ``rest``."""
+    with torch.random.fork_rng(devices=[rest.device] if rest.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        u, s, v = torch.svd_lowrank(rest, q=min(2 * rank, *rest.shape), niter=8)
+    root = s[:rank].sqrt()
+    return root[:, None] * v[:, :rank].T, u[:, :rank] * root
