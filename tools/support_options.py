@@ -231,6 +231,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"use_vllm": True},
         {"repetition_penalty": 1.1},
         {"prompts": "pass_rate"},
+        {"allocation": "gvm"},
         {"num_iterations": 2},
         {"sft_steps": 2},
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +83,18 @@ def write_grpo(folder: Path, **changes: Any) -> None:
     (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
 
 
+GVM = {"allocation": "gvm", "num_generations": 4, "per_device_train_batch_size": 8, "pass_reward": 0.6}
+"""Groups of unequal size."""
+
 CASES = {
     "sft-0": ("sft", write_long_sft, 0),
     "sft-2": ("sft", write_long_sft, 2),
     "dpo-0": ("dpo", write_dpo, 0),
     "dpo-2": ("dpo", write_dpo, 2),
     "grpo": ("grpo", write_grpo, 0),
+    "grpo-gvm": ("grpo", partial(write_grpo, **GVM), 0),
 }
-FAST = {"sft-2": (5,), "dpo-2": (7,), "grpo": (6,)}
+FAST = {"sft-2": (5,), "dpo-2": (7,), "grpo": (6,), "grpo-gvm": (7,)}
 
 
 @pytest.mark.quick("sft-2")

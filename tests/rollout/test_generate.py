@@ -116,6 +116,29 @@ def test_rows_written_at_a_time_are_bounded() -> None:
     assert bounded == writer(model).write(asked, 6, greedy)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_each_prompt_has_as_many_completions_as_are_asked_of_it(family: str) -> None:
+    """In one batch of caches that are repeated unevenly, and in several of bounded width."""
+    model = build(family)
+    asked, greedy = prompts(3, 15, 1, 8), Sampling(max_completion_length=7, temperature=0.0)
+    counts = [2, 5, 1, 3]
+    alone = [plain(model, prompt, count, greedy) for prompt, count in zip(asked, counts, strict=True)]
+    widths: list[int] = []
+    embedding = model.get_input_embeddings()
+    hook = embedding.register_forward_pre_hook(lambda module, inputs: widths.append(inputs[0].shape[0]))
+    for most in (16, 4):
+        widths.clear()
+        written = writer(model, max_rows=most).write(asked, counts, greedy)
+        assert [[completion.token_ids for completion in group] for group in written] == alone
+        assert max(widths) <= most
+    hook.remove()
+    drawn = Sampling(max_completion_length=7)
+    torch.manual_seed(3)
+    equal = writer(model).write(asked, 3, drawn)
+    torch.manual_seed(3)
+    assert writer(model).write(asked, [3] * 4, drawn) == equal
+
+
 def test_a_prompt_is_read_once_and_in_chunks() -> None:
     model = build("qwen3")
     shapes: list[tuple[int, ...]] = []

@@ -34,11 +34,14 @@ class Dice:
     """Writes completions of one to four tokens from torch's generator: a real draw, without a model."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[int, int, float]] = []
+        self.asked: list[tuple[int, int | tuple[int, ...], float]] = []
 
-    def write(self, prompts: Sequence[list[int]], count: int, sampling: Sampling) -> list[list[Completion]]:
-        self.asked.append((len(prompts), count, sampling.temperature))
-        rows = [[torch.randint(3, 9, (int(torch.randint(1, 5, ())),)).tolist() for _ in range(count)] for _ in prompts]
+    def write(
+        self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
+    ) -> list[list[Completion]]:
+        counts = [count] * len(prompts) if isinstance(count, int) else count
+        self.asked.append((len(prompts), count if isinstance(count, int) else tuple(count), sampling.temperature))
+        rows = [[torch.randint(3, 9, (int(torch.randint(1, 5, ())),)).tolist() for _ in range(own)] for own in counts]
         return [[Completion(ids, truncated=len(ids) == 4) for ids in group] for group in rows]
 
 
@@ -82,7 +85,14 @@ def steps(folder: Path, judge: Any = None, **settings: Any) -> GrpoSteps:
         warm=None,
         log=CompletionLog(train.RunDirectory(folder), Letters(), 2),  # type: ignore[arg-type]
         device=torch.device("cpu"),
+        gradient=norm_of if recipe.allocation == "gvm" else None,
     )
+
+
+def norm_of(batch: train.TreeBatch) -> float:
+    """Another number for each prompt, and a little of its completion."""
+    assert batch.num_rows == 1
+    return float(batch.input_ids[0, 0] - 9) + 0.01 * len(batch.row_K)
 
 
 def seen(batches: Sequence[train.MicroBatch]) -> list[Any]:
@@ -183,6 +193,71 @@ def test_running_out_of_memory_while_writing_says_what_to_lower(tmp_path: Path) 
     with pytest.raises(OutOfMemoryError, match="6 at a time of up to 514 tokens") as raised:
         stream.next_step()
     assert "per_device_generation_batch_size" in raised.value.mend
+
+
+GVM = {"allocation": "gvm", "num_generations": 4, "per_device_train_batch_size": 8, "pass_reward": 3.0}
+
+
+def test_completions_are_divided_by_what_was_seen(tmp_path: Path) -> None:
+    """Of six prompts two with passes; after the first visits the one with the larger gradient has more."""
+    stream = steps(tmp_path / "run", **GVM, gradient_accumulation_steps=3)
+    stream.score = lambda prompts, ids: RewardScores(
+        scores := [
+            float(len(own)) if PROMPTS.index(p) in (1, 4) else 0.5 * len(own)
+            for p, own in zip(prompts, ids, strict=True)
+        ],
+        {"length": list(scores)},
+    )
+    torch.manual_seed(3)
+    for _ in range(6):
+        stream.next_step()
+    asked = [count for _, count, _ in stream.writer.asked]  # type: ignore[attr-defined]
+    assert asked[0] == 4, "nothing is known of any prompt"
+    for counts in asked[1:]:
+        assert isinstance(counts, tuple)
+        assert (sum(counts), min(counts)) == (24, 2)
+    assert stream.current is not None
+    last = {group.prompt: len(group.completions) for group in stream.current.groups}
+    assert last[4] > last[1] > 2
+    assert [last[prompt] for prompt in (0, 2, 3, 5)] == [2] * 4
+    assert set(stream.state_dict()["norms"]) == {"1", "4"}
+    record = train.read_records(stream.log.path)
+    assert len(record) == 12, "two of each rollout"
+
+
+def test_every_prompt_counts_the_same_however_many_completions_it_has(tmp_path: Path) -> None:
+    """The mean over the completions of a step is the mean over prompts of their means."""
+    stream = steps(tmp_path / "run", **GVM, gradient_accumulation_steps=3, loss_type="rloo")
+    torch.manual_seed(1)
+    for _ in range(4):
+        stream.next_step()
+    assert stream.current is not None
+    groups = stream.current.groups
+    assert len({len(group.completions) for group in groups}) > 1
+    for group in groups:
+        rewards = torch.tensor(group.rewards, dtype=torch.float64)
+        others = (rewards.sum() - rewards) / (len(rewards) - 1)
+        want = (rewards - others) * 4 / len(rewards)
+        torch.testing.assert_close(torch.tensor(group.advantages, dtype=torch.float64), want, rtol=1e-5, atol=1e-6)
+
+
+def test_unequal_groups_resume_anywhere(tmp_path: Path) -> None:
+    """In the middle of a rollout of several steps, each of as many completions as with equal groups."""
+    settings = {**GVM, "num_iterations": 2, "steps_per_generation": 3}
+    whole = steps(tmp_path / "whole", **settings)
+    torch.manual_seed(5)
+    taken, states = [], []
+    for _ in range(14):
+        batches = whole.next_step()
+        assert sum(len(b.advantages_N) for b in batches) + batches[0].silent_rows == 8  # type: ignore[attr-defined]
+        taken.append(seen(batches))
+        states.append((json.loads(json.dumps(whole.state_dict())), torch.get_rng_state()))
+    assert any(isinstance(count, tuple) for _, count, _ in whole.writer.asked)  # type: ignore[attr-defined]
+    for at in (1, 5, 7, 11):
+        resumed = steps(tmp_path / f"at-{at}", **settings)
+        resumed.load_state_dict(states[at][0])
+        torch.set_rng_state(states[at][1])
+        assert [seen(resumed.next_step()) for _ in range(13 - at)] == taken[at + 1 :]
 
 
 def test_rewards_nobody_gave_count_in_no_mean() -> None:

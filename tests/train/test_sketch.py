@@ -11,13 +11,15 @@ from tests.exactness.families import VOCAB, build
 from tests.precision_kit import Float64, assert_as_precise, in_float64
 from torch import Tensor, nn
 
+from streamtune.data import Tree
 from streamtune.engine import decoder_layers, stream
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import TokenLoss
 from streamtune.schedule import Schedule
 from streamtune.simulate.memory import LiveBytes
-from streamtune.train import MicroBatch, SupervisedObjective
-from streamtune.train.sketch import Projection, RowSketch, adam_step, value_weights
+from streamtune.tasks.preference import tree_batch
+from streamtune.train import MicroBatch, SupervisedObjective, TreeBatch
+from streamtune.train.sketch import CompletionGradient, Projection, RowSketch, adam_step, value_weights
 
 SCHEDULES = {
     "layers": Schedule(chunk_size=8, head_chunk_size=5),
@@ -201,3 +203,33 @@ def test_it_holds_less_than_the_step_of_the_same_row(adapters: bool, schedule: S
         with LiveBytes(handle.model, handle.layers) as training:
             sketch.objective.score(model, row, sketch.objective.totals([row])).minimised.backward()
     assert 0 < choosing.peak < training.peak
+
+
+def a_completion(length: int = 21, prompt: int = 9) -> TreeBatch:
+    ids = torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(4)).tolist()
+    tree = Tree(ids[:prompt], [ids[prompt:]], None, "rows.jsonl:1")
+    return TreeBatch(**tree_batch([tree], pad_token_id=0, share=False))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "adapters"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_norm_of_a_completion_is_that_of_plain_autograd(family: str, temperature: float) -> None:
+    model: Any = adapted("qwen3") if family == "adapters" else build(family)
+    batch = a_completion()
+
+    def plain(model: Any) -> Tensor:
+        weights = list(value_weights(decoder_layers(getattr(model, "base_model", model))).values())
+        model.eval()
+        logits = model(input_ids=batch.input_ids, use_cache=False).logits / temperature
+        loss = nn.functional.cross_entropy(logits[0], batch.shift_labels[0], ignore_index=-100, reduction="sum")
+        found = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, weights)]).double().norm()
+        model.train()
+        return found.reshape(1)
+
+    with Float64():
+        truth = plain(in_float64(model))
+    torch32 = plain(model)
+    with stream(model, chunk_size=8) as handle:
+        norm = CompletionGradient(model, handle, temperature=temperature, device=CPU)
+        found = torch.tensor([norm(batch)], dtype=torch.float64)
+    assert_as_precise(found, torch32, truth, family)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from streamtune.optimizer_table import OPTIMIZERS
 from streamtune.recipe.dpo import refuse_sequences_of_rows
 from streamtune.recipe.losses import distillation_mistakes
 from streamtune.recipe.schema import Recipe
@@ -91,8 +92,14 @@ class GrpoRecipe(Recipe):
     """Choice of the next prompts: each once an epoch; `pass_rate` those more often that the model solves now and then;
     `middle` mostly those that a quarter to three quarters of the completions solve (arXiv 2504.03380)."""
 
+    allocation: Literal["equal", "gvm"] = "equal"
+    """Completions of each prompt: `num_generations`, or with `gvm` that many on average, divided so that the gradient
+    varies least (GVM, arXiv 2505.02391): more of prompts with large gradients and a low pass rate, of those that no
+    completion solves two. Advantages are scaled so that every prompt counts the same."""
+
     pass_reward: float = 1.0
-    """A completion passes where its reward is at least this; read with `prompts: pass_rate` and `middle`."""
+    """A completion passes where its reward is at least this; read with `prompts: pass_rate` and `middle`, and with
+    `allocation: gvm`."""
 
     skip_limit: Count = 20
     """Batches in a row in which all rewards of every group are equal, so that there is nothing to learn: each is
@@ -196,6 +203,30 @@ class GrpoRecipe(Recipe):
                 mend="write 2 or more, or loss_type: remax, which compares with the likeliest completion",
             )
         return self
+
+    @model_validator(mode="after")
+    def _allocation_agrees(self) -> GrpoRecipe:
+        for key, what, mend in self._against_unequal_groups() if self.allocation != "equal" else ():
+            raise mistake(f"'allocation: {self.allocation}' {what}", key=key, mend=mend)
+        return self
+
+    def _against_unequal_groups(self) -> Iterator[tuple[str, str, str]]:
+        """Yield each key that groups of unequal size do not combine with, why, and how to mend it."""
+        if self.num_generations < 3:
+            why = "gives each prompt two completions or more, so there is nothing to divide"
+            yield "num_generations", why, "write num_generations: 8"
+        if self.beta and self.loss_type not in ("rloo", "remax"):
+            why = "makes prompts count the same by their advantages, and 'beta' adds a divergence that has none"
+            yield "beta", why, "delete the line, or write loss_type: rloo, which has it in its rewards"
+        if self.deepspeed is not None or self.fsdp:
+            key = "fsdp" if self.fsdp else "deepspeed"
+            yield key, "computes gradients of single completions, of whole weights", f"delete '{key}'"
+        if self.sequence_parallel_size > 1:
+            why = "computes gradients of single completions, of which each rank has a part"
+            yield "sequence_parallel_size", why, "write sequence_parallel_size: 1"
+        if OPTIMIZERS[self.optim].one_block:
+            why = "computes gradients of one weight at any time, and the optimizer trains it in one block of many"
+            yield "optim", why, "write optim: adamw"
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> GrpoRecipe:

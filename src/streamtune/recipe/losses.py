@@ -44,6 +44,7 @@ UNREAD_WITH_GKD = {
     "delta": "clips ratios of probabilities, which gkd does not have",
     "importance_sampling_level": "is of ratios of probabilities, which gkd does not have",
     "scale_rewards": "is of advantages, and gkd makes none of its rewards: they are reported",
+    "allocation": "is of the variance of a policy gradient, and gkd has none: it learns from its teacher",
 }
 """Keys of a policy-gradient loss that ``loss_type: gkd`` does not read, and why."""
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from streamtune.rollout.allocate import LEAST, GradientNorms, allocate, variance_score
 from streamtune.rollout.generate import TransformersWriter, end_tokens
 from streamtune.rollout.select import PROMPT_CHOICES, PassRates, PromptPicker
 from streamtune.rollout.vllm import VllmWriter, check_vllm
 from streamtune.rollout.writer import Completion, Sampling, Writer, WritingStopped
 
 __all__ = [
+    "LEAST",
     "PROMPT_CHOICES",
     "Completion",
+    "GradientNorms",
     "PassRates",
     "PromptPicker",
     "Sampling",
@@ -17,6 +20,8 @@ __all__ = [
     "VllmWriter",
     "Writer",
     "WritingStopped",
+    "allocate",
     "check_vllm",
     "end_tokens",
+    "variance_score",
 ]

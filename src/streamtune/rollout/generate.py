@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -68,29 +69,33 @@ class TransformersWriter:
         self.shares_prompts = _keeps_only_keys(self.model)
         """True if a prompt is read once; False if it is repeated for each of its completions."""
 
-    def write(self, prompts: Sequence[list[int]], count: int, sampling: Sampling) -> list[list[Completion]]:
+    def write(
+        self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
+    ) -> list[list[Completion]]:
         """See :class:`streamtune.rollout.Writer`. Bit for bit the same on the CPU from the same random state."""
         written: list[list[Completion]] = [[] for _ in prompts]
+        counts = [count] * len(prompts) if isinstance(count, int) else list(count)
         # A penalty on what stands in a row already would count its padding.
         padded = self.longest is not None or (self.shares_prompts and sampling.repetition_penalty == 1.0)
         with torch.no_grad(), self._writing(sampling), self.computing():
-            for batch in _batches(prompts, at_a_time=max(1, self.max_rows // count), padded=padded):
-                for repeats in _parts(count, self.max_rows):
-                    rows = self._rows([prompts[index] for index in batch], repeats)
-                    for place, index in enumerate(batch):
-                        written[index] += rows[place * repeats : (place + 1) * repeats]
+            for batch in _batches(prompts, counts, max_rows=self.max_rows, padded=padded):
+                repeats = [own for _, own in batch]
+                rows = iter(self._rows([prompts[index] for index, _ in batch], repeats))
+                for index, own in batch:
+                    written[index] += islice(rows, own)
         return written
 
-    def _rows(self, prompts: Sequence[list[int]], repeats: int) -> list[Completion]:
-        """Return ``repeats`` completions of each prompt, those of one prompt next to each other."""
+    def _rows(self, prompts: Sequence[list[int]], repeats: Sequence[int]) -> list[Completion]:
+        """Return so many completions of each prompt, those of one prompt next to each other."""
         ids_PT, mask_PT = self._padded(prompts)
         cache = self._read(ids_PT, mask_PT) if self.shares_prompts and ids_PT.shape[1] > 1 else None
         given: dict[str, Any] = {}
+        repeats_P: Any = torch.tensor(repeats, device=ids_PT.device)
         if cache is not None:
-            if repeats > 1:
-                cache.batch_repeat_interleave(repeats)
+            if max(repeats) > 1:
+                cache.batch_repeat_interleave(repeats[0] if len(set(repeats)) == 1 else repeats_P)
             given["past_key_values"] = cache
-        ids_NT, mask_NT = ids_PT.repeat_interleave(repeats, dim=0), mask_PT.repeat_interleave(repeats, dim=0)
+        ids_NT, mask_NT = ids_PT.repeat_interleave(repeats_P, dim=0), mask_PT.repeat_interleave(repeats_P, dim=0)
         output: Any = self.model.generate(
             input_ids=ids_NT,
             attention_mask=mask_NT,
@@ -193,14 +198,23 @@ class _WhenAsked(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.stop(), dtype=torch.bool, device=input_ids.device)
 
 
-def _batches(prompts: Sequence[list[int]], *, at_a_time: int, padded: bool) -> Iterator[list[int]]:
-    """Yield batches of at most ``at_a_time`` prompt numbers, longest first; of one length each unless ``padded``."""
-    batch: list[int] = []
+def _batches(
+    prompts: Sequence[list[int]], counts: Sequence[int], *, max_rows: int, padded: bool
+) -> Iterator[list[tuple[int, int]]]:
+    """Yield batches of at most ``max_rows`` rows: numbers of prompts, each with how many of its completions.
+
+    The longest prompts come first; those of a batch are of one length unless ``padded``, and no more than fit where all
+    have the mean of the counts. Completions of a prompt that are more than a batch are in several.
+    """
+    batch: list[tuple[int, int]] = []
+    at_a_time = max(1, max_rows * len(prompts) // max(1, sum(counts)))
     for index in sorted(range(len(prompts)), key=lambda index: (-len(prompts[index]), index)):
-        if batch and (len(batch) == at_a_time or not (padded or len(prompts[index]) == len(prompts[batch[0]]))):
-            yield batch
-            batch = []
-        batch.append(index)
+        for part in _parts(counts[index], max_rows):
+            full = len(batch) == at_a_time or sum(own for _, own in batch) + part > max_rows
+            if batch and (full or not (padded or len(prompts[index]) == len(prompts[batch[0][0]]))):
+                yield batch
+                batch = []
+            batch.append((index, part))
     if batch:
         yield batch
 

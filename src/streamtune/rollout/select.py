@@ -41,6 +41,14 @@ class PassRates:
         passed, tried = self._counts.get(prompt, (0.0, 0.0))
         return (passed + 1.0) / (tried + 2.0)
 
+    def passed(self, prompt: int) -> float | None:
+        """Return the part of a prompt's completions that passed, without the pass and failure that a rate begins with.
+
+        None for one not seen yet.
+        """
+        passed, tried = self._counts.get(prompt, (0.0, 0.0))
+        return passed / tried if tried else None
+
     def weight(self, prompt: int, *, middle: bool = False) -> float:
         """Return the weight with which a prompt is drawn; with ``middle`` one for all rates in the middle."""
         rate = self.rate(prompt)
@@ -69,11 +77,13 @@ class PromptPicker:
         num_prompts: Number of prompts.
         choice: ``uniform``, ``pass_rate`` or ``middle``.
         seed: Seed of the draws.
+        counts: Keep pass rates where the choice does not read them, too.
     """
 
-    def __init__(self, num_prompts: int, *, choice: str, seed: int) -> None:
+    def __init__(self, num_prompts: int, *, choice: str, seed: int, counts: bool = False) -> None:
         assert choice in PROMPT_CHOICES
         self.num_prompts, self.choice, self.seed = num_prompts, choice, seed
+        self.counts = counts or choice != "uniform"
         self.drawn = 0
         """Prompts drawn so far."""
         self.rates = PassRates()
@@ -85,8 +95,8 @@ class PromptPicker:
         return picked
 
     def observe(self, prompt: int, *, passed: int, tried: int) -> None:
-        """Add the results of a prompt's completions; ``uniform`` keeps none."""
-        if self.choice != "uniform":
+        """Add the results of a prompt's completions, where pass rates are kept."""
+        if self.counts:
             self.rates.observe(prompt, passed=passed, tried=tried)
 
     def _in_turn(self, count: int) -> list[int]:

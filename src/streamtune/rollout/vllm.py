@@ -74,25 +74,31 @@ class VllmWriter:
             gpu_memory_utilization=memory_fraction,
         )
 
-    def write(self, prompts: Sequence[list[int]], count: int, sampling: Sampling) -> list[list[Completion]]:
+    def write(
+        self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
+    ) -> list[list[Completion]]:
         """See :class:`streamtune.rollout.Writer`. The seed comes from torch's generator."""
         with torch.no_grad():
             weights = policy_weights(self.model)
             self._engine.apply_model(lambda module: module.load_weights(weights) and None)
         self._engine.reset_prefix_cache()  # what it remembers of prompts is of the weights before
-        parameters = self._parameters(
-            n=count,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            max_tokens=sampling.max_completion_length,
-            stop_token_ids=sorted(self.end_token_ids),
-            seed=int(torch.randint(2**31 - 1, ())),
-        )
+        common: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "max_tokens": sampling.max_completion_length,
+            "stop_token_ids": sorted(self.end_token_ids),
+            "seed": int(torch.randint(2**31 - 1, ())),
+        }
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        answers = self._engine.generate(asked, parameters, use_tqdm=False)
+        each = (
+            self._parameters(n=count, **common)
+            if isinstance(count, int)
+            else [self._parameters(n=own, **common) for own in count]
+        )
+        answers = self._engine.generate(asked, each, use_tqdm=False)
         return [[ended(list(one.token_ids), self.end_token_ids) for one in answer.outputs] for answer in answers]
 
 

@@ -44,12 +44,14 @@ class WritingStopped(Exception):  # noqa: N818 (nothing is wrong: somebody asked
 class Writer(Protocol):
     """Completes prompts with the model as it is now."""
 
-    def write(self, prompts: Sequence[list[int]], count: int, sampling: Sampling) -> list[list[Completion]]:
+    def write(
+        self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
+    ) -> list[list[Completion]]:
         """Return ``count`` completions of each prompt.
 
         Args:
             prompts: Token ids, each at least one.
-            count: Completions of each prompt.
+            count: Completions of each prompt: the same number, or one for each.
             sampling: How to draw. Random numbers come from torch's global generators, so that a run that goes on from
                 a checkpoint draws the same.
 

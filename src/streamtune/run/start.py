@@ -77,7 +77,7 @@ LATER_KEYS = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "defaul
               "kd_temperature", "kd_hard_share", "lr_scheduler_kwargs", "lr_scaling",
               "lr_scaling_base", "adapter_type", "lora_exclude", "lora_rank_pattern", "lora_alpha_pattern",
               "lora_ga_rows", "lora_ga_gamma", "loftq_iter", "oft_block_size", "modules_to_save",
-              "adapter_name_or_path")  # fmt: skip
+              "adapter_name_or_path", "allocation")  # fmt: skip
 """Keys that are compared once they are given: runs were started before there were such keys."""
 
 
@@ -390,7 +390,8 @@ def _identify(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[
     if recipe.objective != "grpo":  # elsewhere it decides about callbacks alone, which change no result
         del compared["allow_code"]
     for key in LATER_KEYS:
-        if getattr(recipe, key) == type(recipe).model_fields[key].get_default(call_default_factory=True):
+        field = type(recipe).model_fields.get(key)  # some are of one objective
+        if field is not None and getattr(recipe, key) == field.get_default(call_default_factory=True):
             del compared[key]
     newer = (
         "sample_steps",

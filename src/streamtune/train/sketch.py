@@ -15,7 +15,7 @@ count sketch: products of two sketches are, in the mean over the draws, those of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from streamtune.engine import StreamHandle
 from streamtune.errors import UnsupportedModelError
-from streamtune.train.batch import MicroBatch
+from streamtune.train.batch import MicroBatch, TreeBatch
 from streamtune.train.objective import Objective, autocast, evaluating
 from streamtune.train.rng import preserve_rng
 
-__all__ = ["Projection", "RowSketch", "adam_step", "value_weights"]
+__all__ = ["CompletionGradient", "Projection", "RowSketch", "adam_step", "value_weights"]
 
 VALUES = ("v_proj", "value", "kv_b_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
 """Names of modules that compute values, or values beside keys or queries."""
@@ -36,11 +36,12 @@ VALUES = ("v_proj", "value", "kv_b_proj", "qkv_proj", "query_key_value", "c_attn
 Weights = Mapping[str, nn.Parameter]
 
 
-def value_weights(layers: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+def value_weights(layers: Sequence[nn.Module], key: str = "select_rows") -> dict[str, nn.Parameter]:
     """Return the trained weights of the value projection of the last layer that has some, by their names in it.
 
     Args:
         layers: The decoder layers, with their adapters.
+        key: The key of the recipe that asks for them.
 
     Raises:
         UnsupportedModelError: No layer has a trained weight there.
@@ -54,9 +55,9 @@ def value_weights(layers: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
         if found:
             return found
     raise UnsupportedModelError(
-        f"rows are compared by the gradient of the last value projection, and {type(layers[-1]).__name__} has no "
-        f"trained weight in a module named {', '.join(VALUES)}",
-        where="select_rows",
+        f"the gradient of the last value projection is computed, and {type(layers[-1]).__name__} has no trained weight "
+        f"in a module named {', '.join(VALUES)}",
+        where=key,
         mend="add it to lora_target, or delete the line",
     )
 
@@ -124,17 +125,15 @@ class RowSketch:
         totals = self.objective.totals([batch])
         if not totals:  # a row of weight 0 trains nothing
             return torch.zeros(self.project.size)
-        with preserve_rng(), evaluating(self.model), self.handle.routers.silenced(), _alone(self.model, self.weights):
+
+        def loss() -> Tensor:
             with autocast(self.device, self.bf16):
-                loss = self.objective.score(self.model, batch, totals).loss
-            weights = list(self.weights.values())
-            grads = torch.autograd.grad(loss, weights, allow_unused=True)
+                return self.objective.score(self.model, batch, totals).loss
+
+        grads = _gradients(self.model, self.handle, self.weights, loss)
         with torch.no_grad():
-            scaled = [
-                self._scaled(weight, torch.zeros_like(weight) if grad is None else grad).flatten()
-                for weight, grad in zip(weights, grads, strict=True)
-            ]
-            return self.project(torch.cat(scaled)).cpu()
+            pairs = zip(self.weights.values(), grads, strict=True)
+            return self.project(torch.cat([self._scaled(weight, grad).flatten() for weight, grad in pairs])).cpu()
 
     def _scaled(self, weight: nn.Parameter, grad: Tensor) -> Tensor:
         grad = grad if grad.dtype == torch.float64 else grad.float()
@@ -143,6 +142,46 @@ class RowSketch:
         state = self.optimizer.state.get(weight, {})
         group = next((g for g in self.optimizer.param_groups if any(p is weight for p in g["params"])), {})
         return adam_step(grad, state, group)
+
+
+class CompletionGradient:
+    """Computes the norm of the gradient of ``-log p`` of a completion, of the weights that a sketch is of.
+
+    Args:
+        model: The model that is called, streamed.
+        handle: Its own.
+        temperature: What logits are divided by.
+        device: Of the model.
+        bf16: Run the forward under bfloat16 autocast.
+    """
+
+    def __init__(
+        self, model: Any, handle: StreamHandle, *, temperature: float, device: torch.device, bf16: bool = False
+    ) -> None:
+        self.model, self.handle, self.temperature, self.device, self.bf16 = model, handle, temperature, device, bf16
+        self.weights: Weights = value_weights(handle.layers)
+
+    def __call__(self, batch: TreeBatch) -> float:
+        """Return the norm for a batch of one completion; as :class:`RowSketch`, it leaves the model as it was."""
+        batch = batch.to(self.device)
+
+        def loss() -> Tensor:
+            with autocast(self.device, self.bf16):
+                scores = self.handle.logprobs(
+                    targets=batch.shift_labels, temperature=self.temperature, model=self.model, **batch.arguments
+                )
+            return -batch.ragged(scores.logprobs).sum()
+
+        grads = _gradients(self.model, self.handle, self.weights, loss)
+        return float(torch.stack([grad.double().norm() for grad in grads]).norm())
+
+
+def _gradients(model: Any, handle: StreamHandle, weights: Weights, loss: Callable[[], Tensor]) -> list[Tensor]:
+    """Return the gradients of a loss with respect to ``weights``, zeros where it has none; nothing else is computed."""
+    with preserve_rng(), evaluating(model), handle.routers.silenced(), _alone(model, weights):
+        grads = torch.autograd.grad(loss(), list(weights.values()), allow_unused=True)
+    pairs = zip(weights.values(), grads, strict=True)
+    return [torch.zeros_like(weight) if grad is None else grad for weight, grad in pairs]
 
 
 def adam_step(grad: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:

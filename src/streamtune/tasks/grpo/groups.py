@@ -29,6 +29,7 @@ __all__ = [
     "group_metrics",
     "load_functions",
     "micro_batches",
+    "passing_completion",
     "remember_logprobs",
 ]
 
@@ -96,6 +97,23 @@ class BatchLayout:
 def any_gradient(groups: Sequence[Group], layout: BatchLayout) -> bool:
     """Return True if a completion of a step has a gradient."""
     return not all(layout.silent(group, index) for group in groups for index in range(len(group.completions)))
+
+
+def passing_completion(
+    group: Group, pass_reward: float, prompts: Sequence[data.Prompt], layout: BatchLayout
+) -> PolicyBatch | None:
+    """Return the first completion of a group that passed and is trained on, as a batch; None if there is none.
+
+    Args:
+        group: With its advantages.
+        pass_reward: The least reward of one that passes.
+        prompts: All that are trained on.
+        layout: The layout of micro-batches.
+    """
+    for index, reward in enumerate(group.rewards):
+        if reward is not None and reward >= pass_reward and layout.counts(group, index):
+            return _batch([group], prompts, [(0, index)], layout)
+    return None
 
 
 def micro_batches(groups: Sequence[Group], prompts: Sequence[data.Prompt], layout: BatchLayout) -> list[PolicyBatch]:
@@ -215,6 +233,9 @@ def group_metrics(groups: Sequence[Group]) -> Metrics:
             "reward_std": (math.fsum(group.std for group in groups), len(groups)),
             "frac_reward_zero_std": (sum(group.flat for group in groups), len(groups)),
         }
+    sizes = {len(group.completions) for group in groups}
+    if len(sizes) > 1:
+        found["completions/fewest"], found["completions/most"] = (min(sizes), 1), (max(sizes), 1)
     found["completions/mean_length"] = (sum(lengths), len(lengths))
     found["completions/clipped_ratio"] = (sum(truncated), len(truncated))
     for name in groups[0].scores:

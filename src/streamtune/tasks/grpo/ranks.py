@@ -65,7 +65,7 @@ class SharedWriter:
         self.writer, self.world = writer, world
 
     def write(
-        self, prompts: Sequence[list[int]], count: int, sampling: rollout.Sampling
+        self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: rollout.Sampling
     ) -> list[list[rollout.Completion]]:
         """See :class:`streamtune.rollout.Writer`."""
         if self.world.size == 1:
@@ -73,7 +73,8 @@ class SharedWriter:
 
         def complete(mine: list[int]) -> list[list[tuple[list[int], bool]] | None]:
             try:
-                written = self.writer.write([prompts[i] for i in mine], count, sampling)
+                counts = count if isinstance(count, int) else [count[i] for i in mine]
+                written = self.writer.write([prompts[i] for i in mine], counts, sampling)
             except rollout.WritingStopped:  # no failure: it is to reach every rank as what it is
                 return [None] * len(mine)
             return [[(each.token_ids, each.truncated) for each in completions] for completions in written]

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from streamtune.tasks.grpo.groups import (
     any_gradient,
     group_metrics,
     micro_batches,
+    passing_completion,
     remember_logprobs,
 )
 from streamtune.tasks.grpo.objective import MeasuredBatch, PolicyBatch
@@ -49,7 +50,7 @@ from streamtune.train.records import append_record, cut_after_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-from itertools import islice
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -63,6 +64,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["CompletionLog", "GrpoSteps", "WarmSteps"]
+
+UNSEEN = 0.5
+"""Pass rate of a prompt that was not asked yet."""
+
+T = TypeVar("T")
 
 OF_GROUPS = ("reward_std", "frac_reward_zero_std")
 """Metrics of several completions of a prompt, which one completion does not have."""
@@ -90,6 +96,7 @@ class GrpoSteps:
         policy: The current policy.
         reference: The reference; None where the loss has no KL.
         layout: The layout of micro-batches.
+        gradient: Computes the gradient norm of a completion; None where all prompts have as many completions.
         warm: The supervised steps before; None where there are none.
         log: Writes samples of the completions.
         device: The device of the policy and the reference.
@@ -110,6 +117,7 @@ class GrpoSteps:
         warm: train.StepStream | None,
         log: CompletionLog,
         device: torch.device,
+        gradient: Callable[[train.TreeBatch], float] | None = None,
         world: train.World = train.World(),  # noqa: B008 (frozen)
         activity: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -117,7 +125,10 @@ class GrpoSteps:
         self.writer, self.score, self.policy, self.reference = writer, score, policy, reference
         self.world, self.shared = world, SharedLogprobs(world)
         self.layout, self.warm, self.log, self.activity, self.device = layout, warm, log, activity, device
-        self.picker = rollout.PromptPicker(len(prompts.train), choice=recipe.prompts, seed=recipe.seed)
+        self.gradient, self.norms = gradient, rollout.GradientNorms()
+        self.picker = rollout.PromptPicker(
+            len(prompts.train), choice=recipe.prompts, seed=recipe.seed, counts=gradient is not None
+        )
         self.kl_in_reward = recipe.beta > 0 and POLICY_LOSSES[recipe.loss_type].kl_in_reward
         self.why_flat = (
             "all completions were cut off, and mask_truncated_completions leaves them out"
@@ -216,8 +227,8 @@ class GrpoSteps:
             metrics = {name: value for name, value in batch.metrics.items() if name not in OF_GROUPS}
             yield replace(batch, metrics=metrics)
 
-    def _part(self, groups: list[Group], part: int) -> list[Group]:
-        """Return the groups of one of the optimizer steps that go through a rollout."""
+    def _part(self, groups: list[T], part: int) -> list[T]:
+        """Return the groups, or what is of each, of one of the optimizer steps that go through a rollout."""
         parts = self.recipe.steps_per_rollout
         return groups[len(groups) * part // parts : len(groups) * (part + 1) // parts]
 
@@ -239,22 +250,22 @@ class GrpoSteps:
             "how long to try",
         )
 
-    def _parts(self, groups: list[Group]) -> list[list[Group]]:
+    def _parts(self, groups: list[T]) -> list[list[T]]:
         return [self._part(groups, part) for part in range(self.recipe.steps_per_rollout)]
 
     def _write_and_score(self) -> list[Group]:
         """Write and score completions of the next prompts; return their groups, with advantages."""
-        recipe, count = self.recipe, self.recipe.num_generations
+        recipe = self.recipe
         numbers = self.picker.next(recipe.prompts_per_generation)
         prompts = [self.prompts.train[number] for number in numbers]
-        self.activity(f"writing {len(prompts) * count} completions")
-        written = self._write(prompts, count, self.sampling)
+        counts = self._counts(numbers)
+        self.activity(f"writing {sum(counts)} completions")
+        written = self._write(prompts, counts[0] if len(set(counts)) == 1 else counts, self.sampling)
         self.activity("scoring completions")
-        asked = [prompt for prompt in prompts for _ in range(count)]
+        asked = [prompt for prompt, own in zip(prompts, written, strict=True) for _ in own]
         scores = self.score(asked, [completion.token_ids for group in written for completion in group])
         groups = []
-        for place, (number, completions) in enumerate(zip(numbers, written, strict=True)):
-            own = slice(place * count, (place + 1) * count)
+        for number, completions, own in zip(numbers, written, _slices(counts), strict=True):
             groups.append(
                 Group(
                     prompt=number,
@@ -265,20 +276,54 @@ class GrpoSteps:
                 )
             )
             passed = sum(reward is not None and reward >= recipe.pass_reward for reward in scores.total[own])
-            self.picker.observe(number, passed=passed, tried=count)
+            self.picker.observe(number, passed=passed, tried=len(completions))
         self._set_advantages(groups, prompts)
+        self._observe_gradients(groups)
         self.log.wrote(self.taken + 1, groups, prompts)
         return groups
 
+    def _counts(self, numbers: Sequence[int]) -> list[int]:
+        """Return the completions of each prompt. Those of an optimizer step are as many together as if all were equal.
+
+        Args:
+            numbers: Of the prompts.
+        """
+        equal = self.recipe.num_generations
+        if self.gradient is None:
+            return [equal] * len(numbers)
+        counts = []
+        for part in self._parts(list(numbers)):
+            rates = [self.picker.rates.passed(number) for number in part]
+            scores = [
+                rollout.variance_score(UNSEEN if rate is None else rate, self.norms.norm(number))
+                for rate, number in zip(rates, part, strict=True)
+            ]
+            counts += rollout.allocate(scores, equal * len(part))
+        return counts
+
+    def _observe_gradients(self, groups: list[Group]) -> None:
+        """Measure the gradient norm of a completion of each prompt that has one which passed, for later rollouts."""
+        if self.gradient is None:
+            return
+        found = [passing_completion(g, self.recipe.pass_reward, self.prompts.train, self.layout) for g in groups]
+        passed = [(group, batch) for group, batch in zip(groups, found, strict=True) if batch is not None]
+        if not passed:
+            return
+        self.activity("gradient norms")
+        norm = self.gradient
+        norms = self.shared(lambda batch: [norm(batch)], len(passed), lambda number: passed[number][1])
+        for (group, _), (value,) in zip(passed, norms, strict=True):
+            self.norms.observe(group.prompt, value)
+
     def _set_advantages(self, groups: list[Group], prompts: Sequence[data.Prompt]) -> None:
-        recipe, count = self.recipe, self.recipe.num_generations
+        recipe, counts = self.recipe, [len(group.completions) for group in groups]
         rewards_N = _numbers([reward for group in groups for reward in group.rewards])
-        group_N = torch.arange(len(groups)).repeat_interleave(count)
+        group_N = torch.arange(len(groups)).repeat_interleave(torch.tensor(counts))
         if recipe.distils:  # nothing is made of the rewards: their spread is shown
             found = group_advantages("dr_grpo", rewards_N, group_N)
-            for place, group in enumerate(groups):
-                group.advantages = [0.0] * count
-                group.flat, group.std = bool(found.flat_N[place * count]), float(found.std_N[place * count])
+            for group, own in zip(groups, _slices(counts), strict=True):
+                group.advantages = [0.0] * len(group.completions)
+                group.flat, group.std = bool(found.flat_N[own][0]), float(found.std_N[own][0])
             return
         if self.kl_in_reward:
             rewards_N = self._less_kl(groups, rewards_N)
@@ -286,13 +331,15 @@ class GrpoSteps:
         if recipe.loss_type == "remax":
             written = self._greedy(prompts)
             scores = self.score(prompts, [completion.token_ids for completion in written])
-            greedy_N = _numbers(scores.total).repeat_interleave(count)
+            greedy_N = _numbers(scores.total).repeat_interleave(torch.tensor(counts))
         found = group_advantages(
             recipe.loss_type, rewards_N, group_N, scale_rewards=recipe.scale_rewards, greedy_N=greedy_N
         )
-        for place, group in enumerate(groups):
-            own = slice(place * count, (place + 1) * count)
-            group.advantages = found.values_N[own].tolist()
+        for group, own in zip(groups, _slices(counts), strict=True):
+            values_n = found.values_N[own]
+            if self.gradient is not None:  # every prompt counts the same, however many completions it has
+                values_n = values_n * (recipe.num_generations / len(group.completions))
+            group.advantages = values_n.tolist()
             group.flat = bool(found.flat_N[own].all())
             group.std = float(found.std_N[own][0])
 
@@ -334,9 +381,9 @@ class GrpoSteps:
         return [group[0] for group in self._write(prompts, 1, likeliest)]
 
     def _write(
-        self, prompts: Sequence[data.Prompt], count: int, sampling: rollout.Sampling
+        self, prompts: Sequence[data.Prompt], count: int | Sequence[int], sampling: rollout.Sampling
     ) -> list[list[rollout.Completion]]:
-        """Return ``count`` completions of each prompt.
+        """Return ``count`` completions of each prompt, or as many as it says of each.
 
         Raises:
             OutOfMemoryError: Their keys and values do not fit.
@@ -367,6 +414,7 @@ class GrpoSteps:
         return {
             "taken": self.taken,
             "picker": self.picker.state_dict(),
+            **({} if self.gradient is None else {"norms": self.norms.state_dict()}),
             "rollout": rollout_state,
             "warm": None if self.warm is None else self.warm.state_dict(),
         }
@@ -375,6 +423,7 @@ class GrpoSteps:
         """Go to the position of another stream over the same prompts."""
         self.taken = int(state["taken"])
         self.picker.load_state_dict(state["picker"])
+        self.norms.load_state_dict(state.get("norms", {}))
         current = state["rollout"]
         self.current = None
         if current is not None:
@@ -382,6 +431,12 @@ class GrpoSteps:
             self.current = _Rollout(groups, int(current["next_part"]), int(current["skipped"]))
         if self.warm is not None:
             self.warm.load_state_dict(state["warm"])
+
+
+def _slices(counts: Sequence[int]) -> list[slice]:
+    """Return the places of each group's completions among those of all."""
+    stops = list(accumulate(counts))
+    return [slice(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
 
 
 def _numbers(values: Sequence[float | None]) -> Tensor:
@@ -409,8 +464,10 @@ class CompletionLog:
         """Keep some completions of a rollout that is for ``step``: one of each prompt before a second of any."""
         if not self.writes:
             return
-        rows = [(place, index) for index in range(len(groups[0].completions)) for place in range(len(groups))]
-        for place, index in rows[: self.count]:
+        most = max(len(group.completions) for group in groups)
+        rows = [(place, index) for index in range(most) for place in range(len(groups))]
+        there = [(place, index) for place, index in rows if index < len(groups[place].completions)]
+        for place, index in there[: self.count]:
             append_record(self.path, self._record(step, groups[place], prompts[place], index))
 
     def skipped(self, step: int, why: str) -> None:

@@ -46,6 +46,7 @@ from streamtune.tasks.task import (
     row_cache,
 )
 from streamtune.train.objective import autocast
+from streamtune.train.sketch import CompletionGradient, value_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -135,6 +136,11 @@ class Grpo(ScoringTask[GrpoRecipe]):
         of_all_ranks(self.recipe, world)
         if self.recipe.use_vllm:
             rollout.check_vllm(device)
+
+    def check_model(self, handle: StreamHandle) -> None:
+        """See :meth:`Task.check_model`."""
+        if self.recipe.allocation == "gvm":
+            value_weights(handle.layers, "allocation")
 
     @property
     def unit(self) -> str:
@@ -296,6 +302,11 @@ class Grpo(ScoringTask[GrpoRecipe]):
             warm=built.prepared.warm,
             log=log,
             device=device,
+            gradient=CompletionGradient(
+                built.model, built.handle, temperature=self.temperature, device=device, bf16=recipe.bf16
+            )
+            if recipe.allocation == "gvm"
+            else None,
             world=world,
         )
 
