@@ -33,6 +33,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "all weights": {},
     "adapters": {"finetuning_type": "lora", "lora_dropout": 0.2},
     "in the backward": {"optim_in_backward": True},
+    "computed in bfloat16": {"bf16": True},
+    "another loss": {"loss_type": "focal", "label_smoothing_factor": 0.0, "z_loss_coef": 1.0e-3},
     "weights on the host": {"engine": {**FIXED, "weights": "host"}},
     "a mixture": {"datasets": [{"path": "many.jsonl", "weight": 1.0}, {"path": "few.jsonl", "weight": 1.0}]},
 }
@@ -119,6 +121,22 @@ def test_an_epoch_draws_every_row_once(folder: Path) -> None:
     chosen = [row for line in found for row in line["rows"]]
     assert len(set(chosen)) == 16
     assert sum(line["kept"] for line in found) == sum("few" in row for row in chosen) == 6
+
+
+@pytest.mark.full
+def test_where_weights_and_states_are_changes_no_choice(folder: Path) -> None:
+    """A run may go on with another engine: its moments are found where they are."""
+    write_recipe(folder, {**COMMON, "max_steps": 5})
+    places: dict[str, list[str]] = {
+        "device": [],
+        "states": ["--set", "engine.optimizer=host"],
+        "weights": ["--set", "engine.weights=host"],
+        "backward": ["--set", "optim_in_backward=true"],
+    }
+    for name, changes in places.items():
+        assert run("--output-dir", name, *changes) == 0
+    chosen = {name: [line["rows"] for line in lines(f"{name}/selected.jsonl")] for name in places}
+    assert chosen == dict.fromkeys(places, chosen["device"])
 
 
 @pytest.mark.full
