@@ -232,6 +232,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"repetition_penalty": 1.1},
         {"prompts": "pass_rate"},
         {"allocation": "gvm"},
+        {"allocation": "neyman"},
         {"num_iterations": 2},
         {"sft_steps": 2},
     ),

@@ -35,6 +35,21 @@ def test_no_other_division_has_less_variance(seed: int) -> None:
     assert sum(abs(ours - theirs) for ours, theirs in zip(found, best, strict=True)) <= 2
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_no_other_division_of_advantages_has_less_variance(seed: int) -> None:
+    draw = Random(seed)
+    rates, norms = [draw.uniform(0.02, 0.98) for _ in range(4)], [draw.uniform(0.2, 3.0) for _ in range(4)]
+
+    def of_advantages(counts: tuple[int, ...] | list[int]) -> float:
+        return sum(g * g * p * (1 - p) / n for n, p, g in zip(counts, rates, norms, strict=True))
+
+    found = allocate([variance_score(rate, norm, "neyman") for rate, norm in zip(rates, norms, strict=True)], 24)
+    best = min((c for c in product(range(LEAST, 24), repeat=4) if sum(c) == 24), key=of_advantages)
+    assert of_advantages(found) <= 1.02 * of_advantages(best)
+    assert variance_score(0.5, 1.0, "neyman") == 0.5
+    assert variance_score(1.0, 1.0, "neyman") == variance_score(0.0, 1.0, "neyman") == 0.0
+
+
 def test_hard_prompts_get_more_until_they_are_hopeless() -> None:
     scores = [variance_score(rate, 1.0) for rate in (1.0, 0.5, 0.1, 0.03, 0.005, 0.0)]
     assert scores[:4] == sorted(scores[:4])

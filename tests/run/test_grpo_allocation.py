@@ -107,7 +107,20 @@ def test_a_prompt_has_as_many_completions_as_its_variance_asks_for(folder: Path)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("more", [{}, {"finetuning_type": "lora"}, {"loss_type": "rloo", "beta": 0.1}])
+def test_the_first_steps_are_those_of_equal_groups(folder: Path) -> None:
+    """Until a prompt comes again: twelve prompts, three to a step."""
+    settings = {"lr_scheduler_type": "constant", "max_steps": 5}
+    for allocation in ("equal", "gvm"):
+        assert grpo("--output-dir", allocation, allocation=allocation, **settings) == 0
+    equal, divided = lines("equal"), lines("gvm")
+    assert equal[:4] == divided[:4]
+    assert equal[4] != divided[4]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "more", [{}, {"finetuning_type": "lora"}, {"loss_type": "rloo", "beta": 0.1}, {"allocation": "neyman"}]
+)
 def test_a_run_goes_on_to_the_same_bits(folder: Path, more: dict[str, Any]) -> None:
     """A rollout lasts four steps: 1 to 4, 5 to 8."""
     settings = {"num_iterations": 2, "steps_per_generation": 4, "save_steps": 1, "save_total_limit": 99, **more}
@@ -148,7 +161,7 @@ def test_another_division_is_another_run(folder: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("changes", "said", "mend"),
     [
-        ({"allocation": "more"}, "'equal' or 'gvm'", ""),
+        ({"allocation": "more"}, "'equal', 'gvm' or 'neyman'", ""),
         ({"num_generations": 2}, "there is nothing to divide", "num_generations: 8"),
         ({"beta": 0.1}, "adds a divergence that has none", "loss_type: rloo"),
         ({"fsdp": True}, "gradients of single completions, of whole weights", "delete 'fsdp'"),

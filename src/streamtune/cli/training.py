@@ -277,7 +277,7 @@ def _describe_steps(run: Run) -> str:
     if recipe.tokens_per_batch is not None:
         size = f"at most {recipe.tokens_per_batch:,} tokens in {unit}s"
     if recipe.draws > 1:
-        size += f", chosen among {recipe.draws * rows}"
+        size += f", chosen among {recipe.draws * rows} by a forward of each"
     supervised = plan.supervised_steps
     steps = plan.total_steps - supervised
     epochs = "" if plan.steps_per_epoch is None else f" ({steps / plan.steps_per_epoch:.3g} epochs)"

@@ -92,14 +92,15 @@ class GrpoRecipe(Recipe):
     """Choice of the next prompts: each once an epoch; `pass_rate` those more often that the model solves now and then;
     `middle` mostly those that a quarter to three quarters of the completions solve (arXiv 2504.03380)."""
 
-    allocation: Literal["equal", "gvm"] = "equal"
-    """Completions of each prompt: `num_generations`, or with `gvm` that many on average, divided so that the gradient
-    varies least (GVM, arXiv 2505.02391): more of prompts with large gradients and a low pass rate, of those that no
-    completion solves two. Advantages are scaled so that every prompt counts the same."""
+    allocation: Literal["equal", "gvm", "neyman"] = "equal"
+    """Completions of each prompt: `num_generations`, or that many on average, divided so that a gradient varies least:
+    that of completions that pass (`gvm`, arXiv 2505.02391), with more of prompts that are hard; or that of advantages
+    (`neyman`), with more of those that half of the completions solve. More also where gradients are large; two of
+    prompts that none solves. Advantages are scaled so that every prompt counts the same."""
 
     pass_reward: float = 1.0
     """A completion passes where its reward is at least this; read with `prompts: pass_rate` and `middle`, and with
-    `allocation: gvm`."""
+    `allocation`."""
 
     skip_limit: Count = 20
     """Batches in a row in which all rewards of every group are equal, so that there is nothing to learn: each is

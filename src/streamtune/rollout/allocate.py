@@ -7,7 +7,12 @@ variance of about ``G^2 / (n p)``. The sum of all, in which prompts that hardly 
 
 is least for a given sum of all n (GVM, arXiv 2505.02391) at
 
-    n  proportional to  G / sqrt(p + alpha / p^(beta - 1))           0 where none has passed
+    n  proportional to  G / sqrt(p + alpha / p^(beta - 1))           gvm; 0 where none has passed
+
+That is of completions that pass. Of n advantages from which the mean of their group is subtracted the variance is about
+``G^2 p (1 - p) / n`` where the group is large, and its sum is least, by Neyman's rule (1934), at
+
+    n  proportional to  G sqrt(p (1 - p))                            neyman
 
 G is the norm of the gradient of ``-log p`` of a completion that passed. Both are running estimates here, of the
 completions that a run writes anyway: a prompt that was not asked yet counts as one of p = 1/2 and the mean G.
@@ -22,16 +27,26 @@ from typing import Any
 __all__ = ["LEAST", "GradientNorms", "allocate", "variance_score"]
 
 ALPHA, BETA = 1e-3, 2.0
-"""The penalty, as the paper's experiments have it."""
+"""The penalty, as in the authors' code."""
 LEAST = 2
 """Completions of a prompt at least: fewer have no mean to be better than, and tell nothing of its pass rate."""
 MEMORY = 0.5
 """Weight of the earlier estimate at each visit: the policy changes."""
 
 
-def variance_score(rate: float, norm: float) -> float:
-    """Return the number that completions of a prompt are proportional to, by its pass rate and gradient norm."""
-    return 0.0 if rate <= 0 else norm / math.sqrt(rate + ALPHA / rate ** (BETA - 1))
+def variance_score(rate: float, norm: float, rule: str = "gvm") -> float:
+    """Return the number that completions of a prompt are proportional to.
+
+    Args:
+        rate: Its pass rate.
+        norm: Its gradient norm.
+        rule: ``gvm`` or ``neyman``.
+    """
+    if rate <= 0:
+        return 0.0
+    if rule == "neyman":
+        return norm * math.sqrt(rate * max(0.0, 1 - rate))
+    return norm / math.sqrt(rate + ALPHA / rate ** (BETA - 1))
 
 
 def allocate(scores: Sequence[float], total: int, least: int = LEAST) -> list[int]:

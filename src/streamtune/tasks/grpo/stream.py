@@ -295,7 +295,9 @@ class GrpoSteps:
         for part in self._parts(list(numbers)):
             rates = [self.picker.rates.passed(number) for number in part]
             scores = [
-                rollout.variance_score(UNSEEN if rate is None else rate, self.norms.norm(number))
+                rollout.variance_score(
+                    UNSEEN if rate is None else rate, self.norms.norm(number), self.recipe.allocation
+                )
                 for rate, number in zip(rates, part, strict=True)
             ]
             counts += rollout.allocate(scores, equal * len(part))

@@ -139,7 +139,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
     def check_model(self, handle: StreamHandle) -> None:
         """See :meth:`Task.check_model`."""
-        if self.recipe.allocation == "gvm":
+        if self.recipe.allocation != "equal":
             value_weights(handle.layers, "allocation")
 
     @property
@@ -305,7 +305,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
             gradient=CompletionGradient(
                 built.model, built.handle, temperature=self.temperature, device=device, bf16=recipe.bf16
             )
-            if recipe.allocation == "gvm"
+            if recipe.allocation != "equal"
             else None,
             world=world,
         )
