@@ -188,4 +188,4 @@ def test_the_plan_tells_the_time_of_choosing(folder: Path, capsys: pytest.Captur
     assert run("--device", "h100", command="plan") == 0
     assert "to choose one of 3 rows that are drawn" in capsys.readouterr().out
     assert run("--device", "h100", "--set", "select_rows=null", "--set", "select_from=2", "--json", command="plan") == 0
-    assert json.loads(capsys.readouterr().out)["select_seconds"] == 0
+    assert "select_seconds" not in json.loads(capsys.readouterr().out)

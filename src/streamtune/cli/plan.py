@@ -140,7 +140,7 @@ def _document(planned: RecipePlan) -> dict[str, Any]:
         "length": planned.length,
         "tokens": planned.tokens,
         "objective": planned.loaded.recipe.objective,
-        "select_seconds": planned.select_seconds,
+        **({} if planned.loaded.recipe.select_rows is None else {"select_seconds": planned.select_seconds}),
         "completions": None if planned.scored is None else asdict(planned.scored),
         "device": planned.device_name,
         "here": planned.here,
