@@ -74,6 +74,13 @@ def test_a_trained_tokenizer_is_the_same_each_time_and_after_loading(tokenizer: 
         assert (other.eos_token, other.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
 
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    """transformers makes an empty one of the model's type."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 64}))
+    with pytest.raises(ArgumentError, match="has no tokenizer: of its files none has tokens"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_the_chat_template_marks_the_assistant_and_its_end_of_turn(tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rendered = tokenizer.apply_chat_template(

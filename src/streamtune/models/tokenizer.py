@@ -177,6 +177,12 @@ def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTok
         )
     except Exception as error:  # the tokenizers library raises nothing more special for a file it cannot read
         raise loading_error("tokenizer", name_or_path, error) from error
+    if set(found.get_vocab()) <= set(found.all_special_tokens):  # made from the model's configuration alone
+        raise ArgumentError(
+            f"'{name_or_path}' has no tokenizer: of its files none has tokens",
+            where="tokenizer",
+            mend="copy tokenizer.json and tokenizer_config.json there, or name another: tokenizer: {path: NAME}",
+        )
     return found
 
 
