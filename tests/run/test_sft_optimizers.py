@@ -116,6 +116,36 @@ def test_a_checkpoint_that_is_written_late_has_the_weights_of_its_step(
         assert all(torch.equal(got[key], want[key]) for key in want), step
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"optim": "badam", "optim_args": {"switch_block_every": 2}}),
+        pytest.param({}, {"optim": "adafactor"}, marks=pytest.mark.full),
+        pytest.param({"optim": "badam"}, {"optim": "mezo"}, marks=pytest.mark.full),
+        pytest.param({"optim": "badam"}, {"optim_args": {"switch_block_every": 1}}, marks=pytest.mark.full),
+        (
+            {"optim": "galore", "optim_args": {"rank": 8, "update_proj_gap": 3}},
+            {"optim": "galore", "optim_args": {"rank": 4, "update_proj_gap": 3}},
+        ),
+    ],
+)
+def test_another_optimizer_begins_with_states_of_its_own(
+    folder: Path, capsys: pytest.CaptureFixture[str], before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """As from a checkpoint without states: the same weights, rows and rates, and the first step of the new one."""
+    common = {**COMMON, "output_dir": "changed", "max_steps": 6, "save_steps": 3}
+    write_recipe(folder, {**common, **before})
+    assert run() == 0
+    write_recipe(folder, {**common, **before, **after})
+    last = ("--resume", "changed/checkpoints/step-000003")
+    assert run(*last) != 0
+    assert run(*last, "--allow-change", "optim", "--allow-change", "optim_args") == 0
+    assert "its states begin anew" in " ".join(capsys.readouterr().err.split())
+    records = [json.loads(line) for line in (folder / "changed/metrics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in records if "lr" in each] == [1, 2, 3, 4, 5, 6]
+    assert weights_of(folder, "changed")
+
+
 def test_blocks_by_names_are_planned_and_trained(folder: Path) -> None:
     args = {"blocks": ["mlp", "self_attn", "layers.1"], "switch_block_every": 1}
     write_recipe(folder, {**COMMON, "optim": "badam", "optim_args": args, "max_steps": 2, "engine": {}})

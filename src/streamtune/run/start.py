@@ -183,6 +183,15 @@ class Start(Setup):
             )
         self.identity["tokenizer_files"] = before if self.checkpoint is not None else files
 
+    @property
+    def begins_optimizer(self) -> bool:
+        """True if the run goes on with another optimizer, or other options of it, for which the states do not fit."""
+        if self.checkpoint is None:
+            return False
+        before, now = (each.get("recipe", {}) for each in (self.checkpoint.state["identity"], self.identity))
+        pairs = [(each.get("optim") or "adamw", each.get("optim_args") or {}) for each in (before, now)]
+        return pairs[0] != pairs[1]
+
     def changed_files(self) -> set[str]:
         """Return the keys of ``train.FILES`` that differ from those of the resumed run, and are allowed to."""
         now = self.identity.get("files", {})
@@ -324,6 +333,8 @@ def start_run(
         start._tell_tokenizer(tokenizer_files)
         last = list(continued.values())[-1] if continued else start.identity
         start._tell(train.tell_changes(last, start.identity))
+        if start.begins_optimizer:
+            notify("the optimizer is another one, so its states begin anew")
         if checkpoint is not None and checkpoint.ranks != world.size:
             ranks = checkpoint.ranks
             notify(

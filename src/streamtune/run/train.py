@@ -249,6 +249,7 @@ def _train(
             identity=run.start.identity,
             writer=writer,
             resume_from=run.checkpoint,
+            fresh_optimizer=run.start.begins_optimizer,
             progress=progress,
             stop=stop,
             handle=run.handle,

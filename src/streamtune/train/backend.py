@@ -222,7 +222,8 @@ class TorchBackend(Backend):
                     parameter.copy_(saved.whole(name, TRAINED))
         keys = {name: [key for key in saved.keys(name) if key not in (MASTER, TRAINED)] for name in trained}
         found = {f"{name}/{key}": saved.whole(name, key) for name in trained for key in keys[name]}
-        load_optimizer_tensors(self.optimizer, self.module, found)
+        if found:
+            load_optimizer_tensors(self.optimizer, self.module, found)
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
         """See :class:`Backend`."""

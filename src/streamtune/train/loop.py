@@ -96,6 +96,7 @@ def train(
     next_schedule: NextSchedule = lambda install: None,
     sample: Callable[[int, StopRequest], list[dict[str, Any]] | None] | None = None,
     listeners: Listeners | None = None,
+    fresh_optimizer: bool = False,
 ) -> Progressed:
     """Train the model of ``backend`` until ``settings.total_steps``, or until ``stop`` is requested.
 
@@ -119,6 +120,7 @@ def train(
         sample: Completes the sample prompts after ``settings.sample_steps`` steps each, called by all ranks; it leaves
             model and random state as they were, and returns None where it was stopped.
         listeners: Called by rank 0 with what happens. One that raises stops the run, as ``stop`` does.
+        fresh_optimizer: The states of the optimizer begin anew where ``resume_from`` has those of another one.
 
     Returns:
         How far it came.
@@ -132,7 +134,9 @@ def train(
     model = backend.model
     listeners = Listeners() if listeners is None else listeners
     seed_everything(settings.seed, world.rank)
-    state = Progressed() if resume_from is None else resume(resume_from, backend, steps, settings.seed, world)
+    state = Progressed()
+    if resume_from is not None:
+        state = resume(resume_from, backend, steps, settings.seed, world, fresh_optimizer=fresh_optimizer)
     if state.not_better < settings.early_stopping_patience:  # it was raised since
         state = replace(state, ended_early=False)
     if world.is_main:  # only now: the checkpoint is loaded whole
@@ -370,14 +374,25 @@ def save(
     saver.save(backend, state=values, rng=position.rng, metric=metric)
 
 
-def resume(checkpoint: Checkpoint, backend: Backend, steps: StepStream, seed: int, world: World) -> Progressed:
+def resume(
+    checkpoint: Checkpoint,
+    backend: Backend,
+    steps: StepStream,
+    seed: int,
+    world: World,
+    *,
+    fresh_optimizer: bool = False,
+) -> Progressed:
     """Restore optimizer, data and random state from ``checkpoint``, and return the progress of its run.
 
     Every rank goes on with its own random state. Where another number of ranks wrote the checkpoint there is none for
     each, and all are seeded anew, by the step and the rank.
     """
-    backend.load_state(checkpoint.state.get("backend", {}))  # which weights have a state may depend on it
-    world.together(lambda: backend.load_slices(SliceReader(checkpoint.path)))
+    saved = SliceReader(checkpoint.path, masters=fresh_optimizer)
+    if not fresh_optimizer:
+        backend.load_state(checkpoint.state.get("backend", {}))  # which weights have a state may depend on it
+    if not fresh_optimizer or saved.parameters():
+        world.together(lambda: backend.load_slices(saved))
     if checkpoint.state["stream"] is not None:  # None: the data may be another, and is begun anew
         steps.load_state_dict(checkpoint.state["stream"])
     if checkpoint.ranks == world.size:

@@ -130,10 +130,18 @@ class SliceReader:
 
     Args:
         folder: The checkpoint, verified.
+        masters: Read the weights in float32 alone, which ranks that divide the optimizer have, and no states.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, masters: bool = False) -> None:
         self._folder = folder
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._slices: dict[str, list[tuple[int, int, str, str]]] = {}
+        self._read_index(folder)
+        if masters:
+            self._shapes = {name: shape for name, shape in self._shapes.items() if name.endswith(f"/{MASTER}")}
+
+    def _read_index(self, folder: Path) -> None:
         if (folder / INDEX).is_file():
             listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             self._shapes = {name: tuple(entry["shape"]) for name, entry in listed.items()}
@@ -142,7 +150,6 @@ class SliceReader:
                 for name, entry in listed.items()
             }
             return
-        self._shapes, self._slices = {}, {}
         for path in sorted(folder.glob("optimizer-*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (not a mapping)
