@@ -93,7 +93,7 @@ def packed(model: Any) -> dict[str, PackedExperts]:
     return {name: x for name, x in model.named_parameters() if isinstance(x, PackedExperts)}
 
 
-@pytest.mark.quick("on experts-gpt_oss", "on experts-qwen3_moe")
+@pytest.mark.quick("gpt_oss-on experts", "qwen3_moe-on experts", "mixtral-beside experts")
 @pytest.mark.parametrize("where", ["beside experts", "on experts"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(kind: str, family: str, where: str) -> None:
@@ -133,6 +133,7 @@ def test_schedules(kind: str, schedule: str) -> None:
         want.check(gradients(model, inputs))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_three_ways_in_bfloat16(kind: str, family: str) -> None:
     """Against the rounded weights in fp64 ours is as near as torch itself, in the mean of 16 draws.

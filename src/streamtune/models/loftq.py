@@ -120,27 +120,58 @@ class QuantisedBefore:
 
     def __init__(self, taken: Factors) -> None:
         self._taken = taken
+        self._left = set(taken)
 
     @classmethod
     def of(cls, folder: Path) -> QuantisedBefore | None:
-        """Return the change of the adapters in a folder; None where there is none."""
+        """Return the change of the adapters in a folder; None where there is none.
+
+        Raises:
+            ArgumentError: The file is damaged.
+        """
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        if not (folder / LOFTQ_FILE).is_file():
+        path = folder / LOFTQ_FILE
+        if not path.is_file():
             return None
-        saved = load_file(folder / LOFTQ_FILE)
-        names = {name.rpartition(".")[0] for name in saved}
-        return cls({name: (saved[f"{name}.A"], saved[f"{name}.B"]) for name in sorted(names)})
+        try:
+            saved = load_file(path)
+            names = {name.rpartition(".")[0] for name in saved}
+            return cls({name: (saved[f"{name}.A"], saved[f"{name}.B"]) for name in sorted(names)})
+        except (SafetensorError, KeyError) as error:
+            raise ArgumentError(
+                f"{path} is damaged, by which the base of its adapters was quantised: {error}",
+                mend="use another checkpoint of the run",
+            ) from error
 
     @torch.no_grad()
     def quantised(self, name: str, weight: Tensor, quantise: Quantise) -> Any:
         """See :class:`QuantisationChange`."""
         taken = self._taken.get(name)
-        return quantise(weight if taken is None else _less(weight, taken))[0]
+        if taken is None:
+            return quantise(weight)[0]
+        if (taken[1].shape[0], taken[0].shape[1]) != weight.shape:
+            raise self._another(name)
+        self._left.discard(name)
+        return quantise(_less(weight, taken))[0]
 
     def finish(self, model: PreTrainedModel) -> None:
-        """See :class:`QuantisationChange`."""
+        """See :class:`QuantisationChange`.
+
+        Raises:
+            ArgumentError: The model lacks a layer.
+        """
+        if self._left:
+            raise self._another(min(self._left))
         setattr(model, TAKEN, self._taken)
+
+    def _another(self, name: str) -> ArgumentError:
+        return ArgumentError(
+            f"the adapters (loftq_iter) were trained on another model: {name} is not the layer that was quantised for "
+            "them",
+            mend="name the model they were trained on",
+        )
 
 
 def first_values(model: PreTrainedModel) -> Factors:

@@ -168,7 +168,7 @@ FIELDS: dict[str, FieldRule] = {
     "lora_modules_to_save": to("modules_to_save", whole_modules),
     "lora_target_parameters": no_counterpart("adapters on parameters that are no linear layers"),
     "lora_fan_in_fan_out": no_counterpart("transposed weights"),
-    "peft.loftq_config": no_counterpart("LoftQ's first values of the adapters"),
+    "peft.loftq_config": no_counterpart("write adapter_type: loftq with finetuning_type: qlora"),
     "peft_use_dora": adapter_kind("dora"),
     "peft_use_rslora": adapter_kind("rslora"),
     "peft_init_lora_weights": no_counterpart("first values of the adapters", off=(True, "default")),
