@@ -136,7 +136,7 @@ def test_saved_and_loaded_to_the_same_bits(kind: str, iterations: int, tmp_path:
 def test_what_was_taken_is_checked(kind: str, tmp_path: Path) -> None:
     save_pretrained(made(kind, 2), Nothing(), tmp_path)  # type: ignore[arg-type]
     for other in ({"hidden_size": 32, "intermediate_size": 48}, {**WIDE, "num_hidden_layers": 1}):
-        with pytest.raises(ArgumentError, match="trained on another model: model.layers"):
+        with pytest.raises(ArgumentError, match=r"trained on another model: model\.layers"):
             quantize(build("llama", **other), kind, CPU, change=QuantisedBefore.of(tmp_path))
     (tmp_path / LOFTQ_FILE).write_bytes(b"none")
     with pytest.raises(ArgumentError, match=f"{LOFTQ_FILE} is damaged"):
