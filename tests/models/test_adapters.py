@@ -34,6 +34,7 @@ def names_of(model: Any) -> set[str]:
         ({"r": 20, "kind": "pissa"}, "lora_r", "write lora_r: 16, or lora_rank_pattern: {k_proj: 16}"),
         ({"ranks": {"k_proj": 20}}, "lora_r", "lora_rank_pattern: {k_proj: 16}"),
         ({"r": 100000, "kind": "loha"}, "lora_r", "such as 16"),
+        ({"r": 3, "kind": "hra"}, "lora_r", "write lora_r: 4"),
         ({"r": 200}, "lora_r", "write lora_r: 32, or lora_rank_pattern: {q_proj: 32}"),
         ({"target": ["q_proj"], "exclude": ["self_attn.q_proj"], "kind": "vera"}, "lora_exclude", "exclude fewer"),
     ],

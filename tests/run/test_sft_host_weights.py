@@ -216,6 +216,7 @@ def test_weights_in_float32_fetched_in_bfloat16_learn(folder: Path) -> None:
         (NARROW, "weights are bfloat16 already", "bf16: false"),
         ({"engine": {**FIXED, "optimizer": "host"}, "deepspeed": "zero2"}, "'engine.optimizer' is", "zero3_offload"),
         ({"engine": {**HOST["engine"], "optimizer": "device"}}, "'engine.optimizer: device' steps", "optimizer: auto"),
+        ({"engine": {"fetch_dtype": "bfloat16"}}, "'engine.fetch_dtype: bfloat16' is of weights", "weights: host"),
         (
             {"engine": {**FIXED, "optimizer": "host", "host_memory": "1KiB"}},
             "the host's memory is too small for the optimizer",

@@ -479,6 +479,12 @@ def _check_rank(layers: Sequence[Any], spec: AdapterSpec) -> None:
     Raises:
         ArgumentError: It names the size.
     """
+    if spec.kind == "hra" and spec.r % 2:
+        raise ArgumentError(
+            f"reflections start in pairs that undo each other, and {spec.r} is odd: the model would start as another one",
+            where="lora_r",
+            mend=f"write lora_r: {spec.r + 1}",
+        )
     sizes = [(layer.in_features, layer.out_features) for layer in layers if hasattr(layer, "in_features")]
     most = max((size for pair in sizes for size in pair), default=spec.r)
     if spec.r > most:

@@ -124,6 +124,12 @@ class EngineSpec(Spec):
         for field, what, (other, value) in contradictions(choices, _in_a_recipe):
             mend = f"add {other}: {value}" if field == "offload" else f"write {other}: {value}, or delete the line"
             raise mistake(what, key=f"engine.{field}", mend=mend)
+        if self.fetch_dtype == "bfloat16" and self.weights == "auto":
+            raise mistake(
+                "'engine.fetch_dtype: bfloat16' is of weights that wait on the host, which is left to the planner",
+                key="engine.fetch_dtype",
+                mend="write weights: host, or delete the line",
+            )
         if self.optimizer == "device" and self.weights == "host":
             raise mistake(
                 "'engine.optimizer: device' steps on the device, and weights that wait on the host are stepped there",
