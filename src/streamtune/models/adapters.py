@@ -481,7 +481,7 @@ def _check_rank(layers: Sequence[Any], spec: AdapterSpec) -> None:
     """
     if spec.kind == "hra" and spec.r % 2:
         raise ArgumentError(
-            f"reflections start in pairs that undo each other, and {spec.r} is odd: the model would start as another one",
+            f"reflections start in pairs that undo each other, and {spec.r} is odd: the model would start as another",
             where="lora_r",
             mend=f"write lora_r: {spec.r + 1}",
         )
