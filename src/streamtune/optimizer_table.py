@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 OptimizerName = Literal[
-    "adamw", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_torch_fp8",
+    "adamw", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_torch_fp8", "adamw_coat",
     "adafactor", "adan", "adopt", "apollo", "badam", "badam_ratio", "came", "galore", "lamb", "lion", "lion_8bit",
     "mezo", "muon", "natural_galore", "schedule_free", "sgd", "sinkgd",
 ]  # fmt: skip
@@ -171,6 +171,11 @@ def _badam_ratio(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
     return STEP + 4 * min(count, max(1, round(args["update_ratio"] * count))) * (2 + (width < 4))
 
 
+def _in_expanded_fp8(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
+    """Return the size of the two moments of COAT: groups of a byte a value, each with two numbers in float32."""
+    return STEP + 2 * -(-_count(shape) // args["group_size"]) * (args["group_size"] + 8)
+
+
 _WHOLE_MATRICES = "it needs whole matrices, and a rank has a part of each"
 _BLOCKS = "its states are quantised in blocks of whole weights, and a rank has a part of each"
 _AVERAGE = "its average is of whole weights, and a rank has a part of each"
@@ -203,6 +208,10 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         "AdamW, its moments in float8",
         "torchao", _of_torchao(8, 0), {"block_size": 256, "bf16_stochastic_round": False},
         extra="quant", is_adam=True, not_divided=_BLOCKS,
+    ),
+    "adamw_coat": OptimizerEntry(
+        "AdamW, its moments in float8 with their range expanded, in groups of 128 (2410.19313)",
+        "streamtune", _in_expanded_fp8, {"group_size": 128}, is_adam=True, not_divided=_BLOCKS,
     ),
     "adafactor": OptimizerEntry(
         "second moment by rows and columns, steps relative to the weight (1804.04235)",
@@ -364,6 +373,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "eps": (0.0, 1.0),
     "eps1": (0.0, 1.0),
     "eps2": (0.0, 1.0),
+    "group_size": (8, 2**16),
     "history": (1, 1024),
     "iterations": (1, 1000),
     "layers_per_block": (1, LARGEST),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from streamtune.errors import ArgumentError
 from streamtune.ops.simulated import simulating
 from streamtune.optim import build_optimizer, set_learning_rate, state_tensors
+from streamtune.optim.expanded_fp8 import expand, pack_expanded
 from streamtune.optim.ratio import _start
 from streamtune.optim.rules import RULES
 from streamtune.optim.sinkgd import normalize_rows_and_columns
@@ -107,6 +108,7 @@ def theirs(model: Net, name: str) -> list[torch.optim.Optimizer]:
         "adamw_torch_8bit": lambda: [torchao_optim().AdamW8bit(every, lr=RATE)],
         "adamw_torch_4bit": lambda: [torchao_optim().AdamW4bit(every, lr=RATE)],
         "adamw_torch_fp8": lambda: [torchao_optim().AdamWFp8(every, lr=RATE)],
+        "adamw_coat": lambda: [Expanded(every)],
         "adafactor": lambda: [torch.optim.Adafactor(every, lr=RATE)],
         "adan": lambda: [library.Adan(every, lr=RATE)],
         "adopt": lambda: [library.ADOPT(every, lr=RATE, weight_decouple=True, clip_lambda=lambda t: (t - 1) ** 0.25)],
@@ -218,6 +220,30 @@ class NaturalGaLore(torch.optim.Optimizer):
             moved = p.double() - rate * (update.T if wide else update)
             p.copy_((1 - rate * DECAY) * moved)
         self.taken += 1
+
+
+class Expanded(torch.optim.Optimizer):
+    """Torch's AdamW on moments that are rounded after each step; test_expanded_fp8.py has the rounding."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": RATE})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["copy"] = nn.Parameter(p.clone())
+                    state["adamw"] = torch.optim.AdamW([state["copy"]], weight_decay=group["weight_decay"])
+                state["copy"].copy_(p)
+                state["copy"].grad = p.grad
+                set_theirs(state["adamw"], group["lr"])
+                state["adamw"].step()
+                p.copy_(state["copy"])
+                for name in ("exp_avg", "exp_avg_sq"):
+                    x = state["adamw"].state[state["copy"]][name]
+                    x.copy_(expand(*pack_expanded(x, 128), x.numel()).view_as(x))
 
 
 class Parts(torch.optim.Optimizer):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.optim.expanded_fp8 import ExpandedFp8AdamW
 from streamtune.optim.galore import GaLoreAdamW, NaturalGaLoreAdamW
 from streamtune.optim.ratio import RatioAdamW
 from streamtune.optim.sinkgd import SinkGD
@@ -160,6 +161,10 @@ def _natural_galore(params: list[nn.Parameter], options: Options) -> torch.optim
     return NaturalGaLoreAdamW(params, **options)
 
 
+def _adamw_coat(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+    return ExpandedFp8AdamW(params, **options)
+
+
 def _badam_ratio(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
     return RatioAdamW(params, **options)
 
@@ -180,6 +185,7 @@ RULES: dict[str, Rule] = {
     "adamw_torch_8bit": Rule(_of_torchao("AdamW8bit"), eager=True, draws=_ROUNDS, rebuild=_state_of_torchao("8bit")),
     "adamw_torch_4bit": Rule(_of_torchao("AdamW4bit"), eager=True, draws=_ROUNDS, rebuild=_state_of_torchao("4bit")),
     "adamw_torch_fp8": Rule(_of_torchao("AdamWFp8"), eager=True, draws=_ROUNDS, rebuild=_state_of_torchao("fp8")),
+    "adamw_coat": Rule(_adamw_coat),
     "adafactor": Rule(_adafactor, runs_on_meta=False),
     "adan": Rule(_of_pytorch_optimizer("Adan"), _STEP),
     "adopt": Rule(_of_pytorch_optimizer("ADOPT", weight_decouple=True, clip_lambda=_clip_of_adopt), _STEP),
