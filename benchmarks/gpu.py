@@ -21,6 +21,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,14 @@ LARGE = {
     "max_position_embeddings": 1 << 24,
 }
 """Qwen3-8B with fewer layers."""
+FULL = [
+    word
+    for key in ("finetuning_type=full", "bf16=false", "optim_in_backward=true", "max_grad_norm=0")
+    for word in ("--set", key)
+]
+"""The recipe of the whole model, changed: every weight is trained, in bf16."""
+WHOLE = 131_072
+"""Tokens of its row."""
 TRIED = 262_144
 """Tokens of the longest row that is tried: steps of more take too long for a piece."""
 LENGTHS = (16384, 65536)
@@ -122,7 +131,12 @@ def tests(until: float) -> Document:
     """Run the tests of the device."""
     report = KEPT / "tests.xml"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "tests/cuda", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", "tests/cuda", "-q", "-m", "", "-p", "no:cacheprovider"]
+    # Of what a machine has beside: a plugin that refuses to share its processors, and packages not compiled yet.
+    command += ["-p", "no:benchmark", "-W", "ignore::SyntaxWarning"]
+    if find_spec("xdist"):  # models are tiny: most of the time is the processors'
+        command += ["-n", str(min(12, os.cpu_count() or 1)), "--dist", "loadgroup"]
+    command.append(f"--junitxml={report}")
     try:
         run(until, *command)
     except RuntimeError:
@@ -202,6 +216,16 @@ def table(until: float, name: str, *options: str) -> Document:
         found["tables"].append(json.loads(path.read_text(encoding="utf-8")))
     missing = absent([*WAYS], "cuda") if compares else {}
     found["absent"] = {mode: why for mode, why in missing.items() if mode not in alone}
+    return found
+
+
+def whole(until: float) -> Document:
+    """Measure a training step of all of Qwen3-8B: AdamW on all weights in bf16, in the backward."""
+    path = KEPT / f"whole-{WHOLE}.json"
+    path.unlink(missing_ok=True)
+    options = ["--length", str(WHOLE), "--repeats", "2"]  # the first step also makes the pinned memory
+    run(until, sys.executable, "-m", "benchmarks.gpu_whole", *FULL, *options, "--json", str(path))
+    found: Document = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
@@ -297,6 +321,28 @@ def render_calibration(found: Document) -> list[str]:
     return lines
 
 
+def render_whole(found: Document) -> list[str]:
+    """Return what was planned beside what was measured."""
+    rows = {
+        "seconds": (min(found["step_seconds"]), found["predicted_seconds"], "{:.1f}"),
+        "GiB of the device": (found["peak_bytes"] / GIB, found["simulated_bytes"] / GIB, "{:.2f}"),
+        "GiB of the host": (found["host_bytes"] / GIB, found["simulated_host_bytes"] / GIB, "{:.2f}"),
+    }
+    share = found["flops"] / min(found["step_seconds"]) / 1e12
+    lines = [f"{found['parameters']:,} parameters, a row of {found['length']:,} tokens; {share:.0f} TFLOP/s of the"]
+    lines[0] += " operations that the model asks for."
+    lines += [
+        "",
+        "```",
+        f"python -m benchmarks.gpu_whole {' '.join(FULL)} --length {found['length']} --json FILE",
+        "```",
+    ]
+    lines += ["", "| a step | measured | planned | |", "|---|---:|---:|---:|"]
+    for name, (ours, planned, form) in rows.items():
+        lines.append(f"| {name} | {form.format(ours)} | {form.format(planned)} | {planned / max(ours, 1e-9):.3f}x |")
+    return lines
+
+
 def render_table(found: Document) -> list[str]:
     """Return the tables of ``streamtune bench``, and the peers that are not in them."""
     lines = [f"**Ended before it was whole**: {found['ended'][:200]}", ""] if "ended" in found else []
@@ -316,13 +362,19 @@ def render_table(found: Document) -> list[str]:
 def render_peers(found: Document) -> list[str]:
     """Return the longest row of each mode."""
     lines = [
-        "One step of forward and backward, without an optimizer; rows of powers of two, and of three quarters of one."
+        "One step of forward and backward, without an optimizer; rows of powers of two, and of three quarters of one. "
+        "Seconds are of a second step, where there was time for two."
     ]
     lines += [f"**Ended before it was whole**: {found['ended'][:200]}"] if "ended" in found else []
-    lines += ["", "| mode | longest row | peak | |", "|---|---:|---:|---|"]
+    lengths = [str(length) for length in LENGTHS]
+    titles = [f"{length:,} tokens" for length in LENGTHS]
+    lines += ["", "| " + " | ".join(["mode", *titles, "longest row", "peak", ""]) + " |"]
+    lines += ["|---|" + "---:|" * (len(titles) + 2) + "---|"]
     for row in found["rows"]:
+        seconds = row.get("step_seconds", {})
+        steps = [f"{seconds[length]:.2f} s" if length in seconds else "" for length in lengths]
         peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / GIB:.1f} GiB"
-        lines.append(f"| {row['mode']} | {row['fits']:,} | {peak} | {row['stopped']} |")
+        lines.append("| " + " | ".join([row["mode"], *steps, f"{row['fits']:,}", peak, row["stopped"]]) + " |")
     return [*lines, "", *(f"- {mode}: {why}." for mode, why in found["absent"].items())]
 
 
@@ -334,14 +386,15 @@ def render_longest(found: Document) -> list[str]:
 
 PIECES = {
     "environment": Piece("Environment", 60, environment, render_environment),
-    "tests": Piece("Exactness on the device", 240, tests, render_tests),
-    "verify": Piece("Exactness of a model's every parameter", 120, verified, render_verified),
+    "tests": Piece("Exactness on the device", 180, tests, render_tests),
+    "verify": Piece("Exactness of a model's every parameter", 90, verified, render_verified),
     "steps-16k": Piece("A step of 16,384 tokens", 120, lambda until: steps(until, 16384, "--profile"), render_steps),
     "steps-64k": Piece("A step of 65,536 tokens", 150, lambda until: steps(until, 65536), render_steps),
     "calibration": Piece("What is predicted and what is measured", 120, calibration, render_calibration),
+    "whole": Piece("A whole model, by its plan", 190, whole, render_whole),
     "bp-time": Piece(
         "Time of a step beside the peers",
-        150,
+        110,
         lambda until: table(until, "bp-time", "--lengths", "16384", "--repeats", "2"),
         render_table,
     ),
@@ -352,8 +405,8 @@ PIECES = {
         render_table,
     ),
     "peers": Piece("The longest row beside the peers", 180, peers, render_peers),
-    "longest": Piece("The longest row of a training step", 200, longest, render_longest),
-    "max-length": Piece("The longest rows, simulated", 70, simulated, render_table),
+    "longest": Piece("The longest row of a training step", 160, longest, render_longest),
+    "max-length": Piece("The longest rows, simulated", 50, simulated, render_table),
 }
 
 

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.gpu_step import VOCABULARY, complete_gradients, make_model, take_step
 from streamtune import Schedule
-from streamtune.bench.modes import WAYS, absent
+from streamtune.bench.modes import WAYS, Ready, absent
 from streamtune.simulate import Mode
 
 MODES = "stream,checkpoint,liger,deepspeed-tiled,trl,checkpoint-offload,plain"
@@ -56,28 +56,47 @@ def search(step: Callable[[int], str], left: Callable[[], float]) -> dict[str, A
 
 
 def longest(model: Any, mode: Mode, left: Callable[[], float]) -> dict[str, Any]:
-    """Return the longest row of a mode, and the peak of its step."""
+    """Return the longest row of a mode, the peak of its step, and the seconds of each (``step_seconds``)."""
+    try:
+        with WAYS[mode].entered(model, SCHEDULE) as ready:  # once: what is kept from step to step stays
+            return {"mode": mode, **_longest(model, ready, left)}
+    except Exception as error:  # of a peer that does not know this model or these versions
+        return {"mode": mode, "fits": 0, "stopped": _said(error), "peak_bytes": None, "step_seconds": {}}
+
+
+def _longest(model: Any, ready: Ready, left: Callable[[], float]) -> dict[str, Any]:
     peaks: dict[int, int] = {}
+    seconds: dict[int, float] = {}
 
     def step(length: int) -> str:
         gc.collect()
         complete_gradients(model)
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
         ids = torch.randint(0, VOCABULARY, (1, length), device="cuda")
         try:
-            with WAYS[mode].entered(model, SCHEDULE) as ready:
+            for _ in range(2):  # the first tries kernels, and makes the memory that is kept
+                torch.cuda.reset_peak_memory_stats()
+                torch.cuda.synchronize()
+                start = time.monotonic()
                 ready.loss({"input_ids": ids}).backward()
                 torch.cuda.synchronize()
+                seconds[length] = time.monotonic() - start
+                if GROWTH * seconds[length] > left():
+                    break
         except torch.OutOfMemoryError:
+            seconds.pop(length, None)
             return "out of memory"
-        except Exception as error:  # of a peer that does not know this model or these versions
-            return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
+        except Exception as error:
+            return _said(error)
         peaks[length] = torch.cuda.max_memory_allocated()
         return ""
 
     found = search(step, left)
-    return {"mode": mode, **found, "peak_bytes": peaks.get(found["fits"])}
+    return {**found, "peak_bytes": peaks.get(found["fits"]), "step_seconds": seconds}
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
 
 
 def measure(model: Any, modes: Sequence[Mode], seconds: float, path: Path) -> None:

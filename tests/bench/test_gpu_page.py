@@ -170,8 +170,27 @@ def test_every_piece_is_rendered(tmp_path: Path) -> None:
         "longest": {"max_length": 262144, "baseline": {"checkpoint": 33088, "plain": 17728}},
         "calibration": CALIBRATION,
         "bp-time": {"tables": [table()], "absent": {"trl": "not run here: trl is not installed"}, "ended": "its time"},
+        "whole": {
+            "parameters": 1000,
+            "length": 131072,
+            "step_seconds": [70.0, 50.0],
+            "predicted_seconds": 55.0,
+            "peak_bytes": 70 << 30,
+            "simulated_bytes": 69 << 30,
+            "host_bytes": 90 << 30,
+            "simulated_host_bytes": 90 << 30,
+            "flops": 2 * 10**16,
+        },
         "peers": {
-            "rows": [{"mode": "liger", "fits": 49152, "stopped": "65,536: out of memory", "peak_bytes": 60 << 30}],
+            "rows": [
+                {
+                    "mode": "liger",
+                    "fits": 49152,
+                    "stopped": "65,536: out of memory",
+                    "peak_bytes": 60 << 30,
+                    "step_seconds": {"16384": 0.5},
+                }
+            ],
             "absent": {"unsloth": "not run here: unsloth is not installed"},
         },
     }
@@ -195,9 +214,11 @@ def test_every_piece_is_rendered(tmp_path: Path) -> None:
         "**Ended before it was whole**: its time",
         "- liger: checkpointing, all kernels (Liger).",
         "- trl: not run here: trl is not installed.",
-        "| liger | 49,152 | 60.0 GiB | 65,536: out of memory |",
+        "| liger | 0.50 s |  | 49,152 | 60.0 GiB | 65,536: out of memory |",
+        "| seconds | 50.0 | 55.0 | 1.100x |",
+        "| GiB of the device | 70.00 | 69.00 | 0.986x |",
         "- unsloth: not run here: unsloth is not installed.",
-        "All pieces took 7 s.",
+        "All pieces took 8 s.",
     ):
         assert line in text.splitlines(), line
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 GIB = 1024**3
+LARGE = pytest.mark.xdist_group("large")
+"""One at a time, where several processes share the device."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

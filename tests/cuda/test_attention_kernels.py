@@ -17,7 +17,7 @@ from streamtune.ops.attention.kernels import CUDNN, EFFICIENT, FLASH, Scores, fl
 from streamtune.ops.attention.view_kernels import band_is_right, band_of
 from tests.precision_kit import assert_as_precise
 
-from .conftest import needs
+from .conftest import LARGE, needs
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -102,6 +102,7 @@ def long_problem(device: torch.device, keys: int, dtype: torch.dtype) -> tuple[T
     return draw(32, 64), draw(8, keys), draw(8, keys), draw(32, 64)
 
 
+@LARGE
 @pytest.mark.parametrize("kernel", [FLASH, CUDNN, EFFICIENT], ids=lambda kernel: kernel.name)
 def test_more_than_32_bits_of_keys(device: torch.device, kernel: Kernel) -> None:
     """2^19 keys and more at 32 heads of 128 are over 2^31 elements; the blocks give what plain parts of them give."""
@@ -123,6 +124,7 @@ def test_more_than_32_bits_of_keys(device: torch.device, kernel: Kernel) -> None
             assert (g - w).float().norm() <= 2e-2 * w.float().norm()
 
 
+@LARGE
 @pytest.mark.parametrize("kernel", [FLASH, CUDNN], ids=lambda kernel: kernel.name)
 def test_strides_beyond_32_bits(device: torch.device, kernel: Kernel) -> None:
     """A cache whose heads, or whose rows, lie more than 2^31 elements apart."""
@@ -144,6 +146,7 @@ def test_strides_beyond_32_bits(device: torch.device, kernel: Kernel) -> None:
             torch.testing.assert_close(g, w, rtol=2e-2, atol=2e-2)
 
 
+@LARGE
 def test_the_efficient_kernel_past_its_16_bits(device: torch.device) -> None:
     """Causal and 70,000 long, where one call of it is wrong."""
     needs(8)

@@ -17,7 +17,7 @@ import streamtune
 from streamtune import Schedule
 from tests.exactness.families import batch, build, gradients, reference, worst
 
-from .conftest import needs
+from .conftest import LARGE, needs
 
 FAMILIES = ("qwen3", "mistral", "gemma2", "gpt_oss")
 LARGER: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "max_position_embeddings": 512}
@@ -31,8 +31,8 @@ SCHEDULES = {
 }
 
 
-def on(device: torch.device, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: x.to(device) for name, x in inputs.items()}
+def on(device: torch.device, inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
 
 
 @pytest.mark.parametrize("kind", ["plain", "left", "multiturn"])
@@ -82,6 +82,7 @@ def medium(device: torch.device | str) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
 
 
+@LARGE
 @pytest.mark.parametrize("name", ["device", "host", "kept", "two levels"])
 def test_the_simulated_peak_is_the_allocators(device: torch.device, name: str) -> None:
     needs(12)

@@ -16,7 +16,7 @@ from streamtune.ops.head.kernels import agrees_with_sweep, head_candidates
 from streamtune.ops.head.sweep import loss_and_grad
 from tests.precision_kit import assert_as_precise, relative
 
-from .conftest import needs
+from .conftest import LARGE, needs
 
 TOKENS, VOCAB, HIDDEN = 512, 32_000, 1024
 
@@ -66,13 +66,14 @@ def test_fused_heads_agree_or_are_not_used(device: torch.device, dtype: torch.dt
         assert verdicts["torch linear_cross_entropy"]
 
 
+@LARGE
 def test_a_chunk_of_more_than_32_bits_of_logits(device: torch.device) -> None:
     needs(24)
     rows, vocabulary = 16_400, 131_072
     logits = torch.randn(1, vocabulary, device=device, dtype=torch.bfloat16).repeat(rows, 1)
     targets = torch.full((rows,), 7, device=device)
-    loss, grad = loss_and_grad(logits, targets, None, True, reuse=True)
     one, grad_one = loss_and_grad(logits[-1:].clone(), targets[-1:], None, True)
+    loss, grad = loss_and_grad(logits, targets, None, True, reuse=True)  # which takes their memory
     assert grad is not None
     assert grad_one is not None
     assert_as_precise(loss, one.repeat(rows).sum(), rows * one.double())
@@ -80,6 +81,7 @@ def test_a_chunk_of_more_than_32_bits_of_logits(device: torch.device) -> None:
         assert torch.equal(grad[row], grad_one[0])
 
 
+@LARGE
 def test_embeddings_of_more_than_32_bits(device: torch.device) -> None:
     """The gradient of the embedding is torch's own: a million tokens of 4,096 are 2^32 elements."""
     needs(36)

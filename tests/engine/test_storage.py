@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -23,7 +25,9 @@ from streamtune.engine.memory.host import (
     Tally,
     free_host_bytes,
     is_host_storage,
+    map_pages,
     reserved_host_bytes,
+    touch_pages,
 )
 from streamtune.engine.memory.placement import Tiers, best_segment_size, place_layers
 from streamtune.engine.memory.tiers import StoredTensor, Tier
@@ -385,3 +389,26 @@ def test_a_step_holds_that_many_inputs_on_the_host(kept: int, more: dict[str, An
     norm = 0 if kept else 1  # what the norm behind the layers is given waits where they do, unless some stay
     in_backward = max(elsewhere for _, elsewhere in held_at_once(schedule, layers))
     assert handle.tiers.host.peak_bytes == max(after_forward + norm, in_backward) * each
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are Linux's")
+def test_pages_of_an_arena_are_huge_and_not_a_childs() -> None:
+    """After a fork a write would give the parent another page than the one that an accelerator copies to."""
+    (mapped := map_pages(1 << 22))[0] = 1
+    address, flags, inside = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr(), [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in (span := line.split()[0]):
+            start, end = span.split("-")
+            inside = int(start, 16) <= address < int(end, 16)
+        elif inside and span == "VmFlags:":
+            flags = line.split()
+    assert "dc" in flags
+    assert "hg" in flags or not Path("/sys/kernel/mm/transparent_hugepage").exists()
+
+
+def test_touched_pages_are_there_and_zero() -> None:
+    region = torch.frombuffer(map_pages(1 << 25), dtype=torch.uint8)
+    before = psutil.Process().memory_info().rss
+    touch_pages(region)
+    assert psutil.Process().memory_info().rss - before > 1 << 24
+    assert not region.any()

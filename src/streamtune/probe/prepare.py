@@ -33,7 +33,7 @@ from streamtune.tasks.preference import GivenReference
 from streamtune.tasks.task import RandomStep, TrialStep
 from streamtune.train.step import StepRouters, accumulate_gradients, explain_out_of_memory
 
-__all__ = ["make_reference", "prepare_step"]
+__all__ = ["make_reference", "prepare_step", "take_step"]
 
 
 def prepare_step(recipe: Recipe, device_name: str, budget: Budget, shape: Shape) -> TrainingStep:
@@ -70,7 +70,7 @@ def prepare_step(recipe: Recipe, device_name: str, budget: Budget, shape: Shape)
         share=share,
     )
     return TrainingStep(
-        model, optimizer, partial(_step, recipe, trial, optimizer, task.random_step(trial)), handle, held
+        model, optimizer, partial(take_step, recipe, trial, optimizer, task.random_step(trial)), handle, held
     )
 
 
@@ -134,8 +134,8 @@ def _planned(
         raise BudgetExceededError("device", f"device memory: {error.what}") from error
 
 
-def _step(recipe: Recipe, trial: TrialStep, optimizer: torch.optim.Optimizer, random_step: RandomStep) -> None:
-    """Run one optimizer step, as ``train.loop`` does."""
+def take_step(recipe: Recipe, trial: TrialStep, optimizer: torch.optim.Optimizer, random_step: RandomStep) -> float:
+    """Run one optimizer step, as ``train.loop`` does; return the norm of the gradient, nan for one of losses alone."""
     settings = train.TrainSettings(
         total_steps=1,
         steps_per_epoch=1,
@@ -166,8 +166,9 @@ def _step(recipe: Recipe, trial: TrialStep, optimizer: torch.optim.Optimizer, ra
         backend.load_state({"norm_before": recipe.max_grad_norm})  # as after a first step, which takes two backwards
     backend.begin_step(0.0, gradients)
     gradients()
-    backend.clip_gradients(settings.max_grad_norm)
+    norm = backend.clip_gradients(settings.max_grad_norm)
     # Nothing is to be learnt from random tokens: the update runs whole and leaves the weights as they are.
     with explain_out_of_memory("the optimizer at step 1", batches, settings.out_of_memory_mend):
         backend.step(0.0)
     backend.close()
+    return norm

@@ -57,7 +57,7 @@ class TrainingStep:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    run: Callable[[], None]
+    run: Callable[[], object]
     handle: StreamHandle | None = None
     beside: nn.Module | None = None
 

@@ -15,19 +15,24 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from streamtune.engine.memory.host import GIB, mark_host_storage, pages, register_pages, usable_host_bytes
+from streamtune.engine.memory.host import GIB, mark_host_storage, pages, register_pages, touch_pages, usable_host_bytes
 from streamtune.errors import OutOfMemoryError
 
 __all__ = ["HostRooms"]
 
 
 class _Room:
-    """Mapped pages, registered with an accelerator as long as this object lives: by a storage, or the free list."""
+    """Mapped pages, registered with an accelerator as long as this object lives: by a storage, or the free list.
+
+    A child process shares them, unlike those of an arena: it may read the weights.
+    """
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.map = mmap.mmap(-1, size)
         if device.type == "cuda":
-            register_pages(torch.frombuffer(self.map, dtype=torch.uint8), owner=self)
+            flat = torch.frombuffer(self.map, dtype=torch.uint8)
+            touch_pages(flat)
+            register_pages(flat, owner=self)
 
 
 class HostRooms:
