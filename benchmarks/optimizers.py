@@ -51,6 +51,7 @@ METHODS: Mapping[str, Method] = {
     "adamw, moments in bfloat16": Method((1e-3, 3e-3, 1e-2, 3e-2), {"optim_states": "bfloat16"}),
     "adamw_8bit": of("adamw_8bit", 1e-3, 3e-3, 1e-2, 3e-2),
     "adamw_torch_4bit": of("adamw_torch_4bit", 1e-3, 3e-3, 1e-2, 3e-2),
+    "adamw_coat": of("adamw_coat", 1e-3, 3e-3, 1e-2, 3e-2),
     "adafactor": of("adafactor", 3e-3, 1e-2, 3e-2, 1e-1),
     "adan": of("adan", 1e-3, 3e-3, 1e-2, 3e-2),
     "adopt": of("adopt", 1e-3, 3e-3, 1e-2, 3e-2),
@@ -63,6 +64,9 @@ METHODS: Mapping[str, Method] = {
         "galore", 1e-3, 3e-3, 1e-2, 3e-2, rank=32, update_proj_gap=20, scale=1.0, projection="randomized"
     ),
     "galore, dct": of("galore", 1e-3, 3e-3, 1e-2, 3e-2, rank=32, update_proj_gap=20, scale=1.0, projection="dct"),
+    "galore, both sides": of(
+        "galore", 1e-3, 3e-3, 1e-2, 3e-2, rank=32, update_proj_gap=20, scale=1.0, proj_type="full"
+    ),
     "lamb": of("lamb", 3e-3, 1e-2, 3e-2, 1e-1),
     "lion": of("lion", 3e-4, 1e-3, 3e-3, 1e-2),
     "mezo": of("mezo", 1e-4, 3e-4, 1e-3, 3e-3, n=4),

@@ -156,13 +156,20 @@ def _galore(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
     rank = args["rank"]
     if len(shape) != 2 or rank >= min(shape):
         return _adamw(shape, width, args)
-    stored = 8 * rank if args["projection"] == "dct" else rank * min(shape) * width
-    return STEP + 2 * rank * max(shape) * width + stored
+    sides = shape if args["proj_type"] == "full" else (min(shape),)
+    stored = sum(8 * rank if args["projection"] == "dct" else rank * side * width for side in sides)
+    return STEP + 2 * _projected(shape, args) * width + stored
+
+
+def _projected(shape: Shape, args: Mapping[str, Any]) -> int:
+    """Return the values of a projected gradient."""
+    rank: int = args["rank"]
+    return rank * (rank if args["proj_type"] == "full" else max(shape))
 
 
 def _natural_galore(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
     low_rank = len(shape) == 2 and args["rank"] < min(shape)
-    return _galore(shape, width, args) + (args["history"] * args["rank"] * max(shape) * width if low_rank else 0)
+    return _galore(shape, width, args) + (args["history"] * _projected(shape, args) * width if low_rank else 0)
 
 
 def _badam_ratio(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
@@ -256,7 +263,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "galore": OptimizerEntry(
         "moments of the gradients of layers' matrices, projected to a low rank; AdamW for the rest (2403.03507)",
         "streamtune", _galore,
-        {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection": "svd"},
+        {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection": "svd", "proj_type": "std"},
         is_adam=True, adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
     ),
     "lamb": OptimizerEntry(
@@ -287,7 +294,8 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "natural_galore": OptimizerEntry(
         "galore, with the natural gradient of the last projected gradients (2410.16029)",
         "streamtune", _natural_galore,
-        {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection": "svd", "history": 8, "damping": 1.0},
+        {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection": "svd", "proj_type": "std", "history": 8,
+         "damping": 1.0},
         is_adam=True, adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
     ),
     "schedule_free": OptimizerEntry(
@@ -394,6 +402,7 @@ nothing is trained."""
 
 CHOICES = {
     "adjust_lr_fn": ("original", "match_rms_adamw"),
+    "proj_type": ("std", "full"),
     "projection": ("svd", "randomized", "dct"),
     "scale_type": ("channel", "tensor"),
     "switch_mode": ("random", "ascending", "descending"),

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.optim import build_optimizer
-from streamtune.optim.galore import GaLoreAdamW, Projection, cosine_columns, cosine_transform, randomized_columns
+from streamtune.optim.galore import (
+    GaLoreAdamW,
+    Projection,
+    ProjType,
+    cosine_columns,
+    cosine_transform,
+    randomized_columns,
+)
 
 SHAPES = ((24, 16), (16, 40), (32, 32), (20,))
 
@@ -36,18 +43,19 @@ def train(optimizer: torch.optim.Optimizer, held: list[nn.Parameter], steps: ran
         optimizer.step()
 
 
-def test_fifty_steps_are_those_of_galore_torch() -> None:
+@pytest.mark.parametrize("proj_type", get_args(ProjType))
+def test_fifty_steps_are_those_of_galore_torch(proj_type: ProjType) -> None:
     galore_torch = pytest.importorskip("galore_torch")
     ours, theirs = parameters(), parameters()
     options: dict[str, Any] = {"rank": 4, "update_proj_gap": 11, "scale": 0.3}
-    low = {"params": theirs[:-1], **options, "proj_type": "std"}
+    low = {"params": theirs[:-1], **options, "proj_type": proj_type}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         reference = galore_torch.GaLoreAdamW(
             [low, {"params": theirs[-1:]}], lr=1e-2, weight_decay=0.1, eps=1e-6, no_deprecation_warning=True
         )
         train(reference, theirs, range(50))
-    train(GaLoreAdamW(ours, lr=1e-2, weight_decay=0.1, eps=1e-6, **options), ours, range(50))
+    train(GaLoreAdamW(ours, lr=1e-2, weight_decay=0.1, eps=1e-6, proj_type=proj_type, **options), ours, range(50))
     for a, b in zip(ours, theirs, strict=True):
         assert torch.linalg.vector_norm((a - b).double()) <= 1e-6 * torch.linalg.vector_norm(b.double())
 
@@ -94,16 +102,18 @@ def test_the_cosines_are_orthonormal(size: int) -> None:
     assert torch.allclose(found.T @ found, torch.eye(size, dtype=torch.float64), atol=1e-5)
 
 
+@pytest.mark.parametrize("proj_type", get_args(ProjType))
 @pytest.mark.parametrize("projection", get_args(Projection))
-def test_the_state_has_the_rank_and_goes_on_to_the_same_bits(projection: Projection) -> None:
+def test_the_state_has_the_rank_and_goes_on_to_the_same_bits(projection: Projection, proj_type: ProjType) -> None:
     def optimizer_of(held: list[nn.Parameter]) -> torch.optim.Optimizer:
-        args = {"rank": 4, "update_proj_gap": 3, "projection": projection}
+        args = {"rank": 4, "update_proj_gap": 3, "projection": projection, "proj_type": proj_type}
         return build_optimizer("galore", [(str(i), p) for i, p in enumerate(held)], learning_rate=1e-2, args=args)
 
     ours, other = parameters(), parameters()
     optimizer = optimizer_of(ours)
     train(optimizer, ours, range(7))
-    assert [optimizer.state[p]["exp_avg"].shape for p in ours] == [(24, 4), (40, 4), (32, 4), (20,)]
+    shapes = [(24, 4), (40, 4), (32, 4)] if proj_type == "std" else 3 * [(4, 4)]
+    assert [optimizer.state[p]["exp_avg"].shape for p in ours] == [*shapes, (20,)]
     stored = [4] if projection == "dct" else [16, 4]
     assert list(optimizer.state[ours[0]]["projection"].shape) == stored
     with torch.no_grad():
@@ -116,13 +126,15 @@ def test_the_state_has_the_rank_and_goes_on_to_the_same_bits(projection: Project
     assert all(torch.equal(a, b) for a, b in zip(ours, other, strict=True))
 
 
+@pytest.mark.parametrize("proj_type", get_args(ProjType))
 @pytest.mark.parametrize("projection", get_args(Projection))
-def test_weights_move_towards_what_the_gradients_ask_for(projection: Projection) -> None:
+def test_weights_move_towards_what_the_gradients_ask_for(projection: Projection, proj_type: ProjType) -> None:
     generator = torch.Generator().manual_seed(0)
     wanted = torch.randn(48, 24, generator=generator)
     weight = nn.Parameter(torch.zeros(48, 24))
-    optimizer = GaLoreAdamW([weight], lr=0.05, rank=8, update_proj_gap=10, scale=1.0, projection=projection)
-    for _ in range(400):
+    how: dict[str, Any] = {"projection": projection, "proj_type": proj_type}
+    optimizer = GaLoreAdamW([weight], lr=0.05, rank=8, update_proj_gap=10, scale=1.0, **how)
+    for _ in range(400 if proj_type == "std" else 2000):  # of 64 numbers each
         weight.grad = weight.detach() - wanted
         optimizer.step()
     assert (weight - wanted).norm() < 0.1 * wanted.norm()

@@ -313,14 +313,23 @@ def test_the_trajectory_is_that_of_the_library(name: str) -> None:
 @pytest.mark.quick(*QUICK)
 @pytest.mark.parametrize("name", ON_CPU)
 def test_bytes_of_state_are_those_of_the_table_and_of_the_plan(name: str) -> None:
+    check_bytes(name, ARGS.get(name, {}))
+
+
+@pytest.mark.parametrize("name", ["galore", "natural_galore"])
+def test_bytes_of_gradients_projected_on_both_sides(name: str) -> None:
+    check_bytes(name, {**ARGS[name], "proj_type": "full"})
+
+
+def check_bytes(name: str, args: dict[str, Any]) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = Net(dtype)
-        optimizer = ours(model, name)
+        optimizer = ours(model, name, args=args)
         for step in range(2):
             model.loss(step).backward()
             optimizer.step()
         planned = copy.deepcopy(Net(dtype)).to("meta")
-        simulated = ours(planned, name)
+        simulated = ours(planned, name, args=args)
         with simulating("cpu"):
             for parameter in planned.parameters():
                 parameter.grad = torch.empty_like(parameter)
@@ -328,9 +337,7 @@ def test_bytes_of_state_are_those_of_the_table_and_of_the_plan(name: str) -> Non
                 group.update({key: False for key in ("foreach", "fused") if key in group})
             simulated.step()
         for (key, parameter), other in zip(model.named_parameters(), planned.parameters(), strict=True):
-            want = state_bytes(
-                name, tuple(parameter.shape), dtype.itemsize, ARGS.get(name, {}), in_layer=is_in_layer(key)
-            )
+            want = state_bytes(name, tuple(parameter.shape), dtype.itemsize, args, in_layer=is_in_layer(key))
             got, meta = (
                 distinct_bytes(x for _, x in state_tensors(each.state.get(p, {})))
                 for each, p in ((optimizer, parameter), (simulated, other))

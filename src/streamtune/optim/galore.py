@@ -18,6 +18,13 @@ that step; the moments stay as they are. It is one of three:
 Steps and moments of a weight are its own, so that weights may be stepped in any order: by
 ``streamtune.optim.WeightwiseOptimizer``, which also gives each a seed.
 
+With ``proj_type: full`` the other side is projected as well, by a Q [m, r] that is made like P, of G^T:
+
+    R = Q^T G P                                           [r, r]
+    W <- W - lr * scale * sqrt(1 - b2^t) / (1 - b1^t) * Q (M / (sqrt(V) + eps)) P^T
+
+For adapters whose weight is normalised (``dora``) that is the method of arXiv 2412.19616.
+
 A projection is of the whole gradient: chunks of a sequence are added up before. Vectors, and matrices that the rank
 makes no smaller, are stepped by AdamW as they are.
 
@@ -26,7 +33,7 @@ the inverse of the empirical Fisher matrix of the last projected gradients r_1 .
 which Woodbury's identity gives by a system of s equations:
 
     F = 1/s sum_i r_i r_i^T + lambda I,   lambda = damping * 1/s sum_i |r_i|^2
-    lambda F^-1 r = r - G^T (s lambda I + G G^T)^-1 G r,   with the rows r_i^T of G [s, m r]
+    lambda F^-1 r = r - G^T (s lambda I + G G^T)^-1 G r,   with the rows r_i^T of G [s, m r], or [s, r^2]
 
 The factor lambda keeps the size of a step where the damping is large: then it is GaLore's. What is remembered begins
 anew with each projection, whose columns mean something else.
@@ -44,6 +51,7 @@ from torch import Tensor
 __all__ = [
     "GaLoreAdamW",
     "NaturalGaLoreAdamW",
+    "ProjType",
     "Projection",
     "cosine_columns",
     "cosine_transform",
@@ -52,6 +60,8 @@ __all__ = [
 
 Projection = Literal["svd", "randomized", "dct"]
 """The way in which a projection is made."""
+ProjType = Literal["std", "full"]
+"""The sides of a gradient that are projected: the shorter one, or both. Names are those of ``galore-torch``."""
 
 OVERSAMPLED = 8
 """Columns of a random sketch beyond the rank."""
@@ -72,6 +82,7 @@ class GaLoreAdamW(torch.optim.Optimizer):
         update_proj_gap: Steps between two projections.
         scale: Multiplies the projected step.
         projection: The way in which P is made.
+        proj_type: Project the shorter side, or both.
     """
 
     def __init__(
@@ -86,9 +97,11 @@ class GaLoreAdamW(torch.optim.Optimizer):
         update_proj_gap: int = 200,
         scale: float = 0.25,
         projection: Projection = "svd",
+        proj_type: ProjType = "std",
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rank": rank, "scale": scale}
-        super().__init__(params, {**defaults, "update_proj_gap": update_proj_gap, "projection": projection})
+        how = {"update_proj_gap": update_proj_gap, "projection": projection, "proj_type": proj_type}
+        super().__init__(params, {**defaults, **how})
         self._transforms: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
         """The cosine transform of each size: one matrix for all weights of that size."""
 
@@ -104,16 +117,18 @@ class GaLoreAdamW(torch.optim.Optimizer):
         state, grad, rank = self.state[parameter], parameter.grad, group["rank"]
         assert grad is not None
         low_rank = rank is not None and parameter.dim() == 2 and rank < min(parameter.shape)
-        wide = parameter.dim() == 2 and parameter.shape[0] < parameter.shape[1]
+        left: Tensor | None = None
+        right: Tensor | None = None
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
         if low_rank:
-            grad = grad.T if wide else grad
             # On meta a step is simulated: the one that takes the most memory.
-            if parameter.is_meta or int(state["step"]) % group["update_proj_gap"] == 0:
-                state["projection"] = self._projection(grad, group, state, wide=wide)
-            columns = self._columns_of(state["projection"], grad)
-            grad = self._direction(grad @ columns, state, group)
+            anew = parameter.is_meta or int(state["step"]) % group["update_proj_gap"] == 0
+            left, right = self._sides(grad, group, state, anew=anew)
+            projected = grad if left is None else left.T @ grad
+            projected = projected if right is None else projected @ right
+            # Moments of a wide matrix are kept transposed.
+            grad = self._direction(projected if right is not None else projected.T, state, group)
         if "exp_avg" not in state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
         state["step"] += 1
@@ -125,24 +140,41 @@ class GaLoreAdamW(torch.optim.Optimizer):
         update = first / second.sqrt().add_(group["eps"])
         rate = group["lr"] * corrected / (1 - beta1**count)
         if low_rank:
-            update = update @ columns.T
-            update, rate = update.T if wide else update, rate * group["scale"]
+            update = update if right is not None else update.T
+            update = update if left is None else left @ update
+            update, rate = update if right is None else update @ right.T, rate * group["scale"]
         parameter.add_(update, alpha=-rate)
         if group["weight_decay"]:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
 
+    def _sides(
+        self, grad: Tensor, group: dict[str, Any], state: dict[str, Any], *, anew: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return Q ``[m, r]`` and P ``[n, r]`` of a gradient ``[m, n]``; None is a side that is left as it is."""
+        wide = grad.shape[0] < grad.shape[1]
+        sides = {"projection": wide}  # the shorter one first; True is the left one
+        if group["proj_type"] == "full":
+            sides["projection_of_other"] = not wide
+        found: dict[bool, Tensor] = {}
+        for name, is_left in sides.items():
+            across = grad.T if is_left else grad
+            if anew:
+                state[name] = self._projection(across, group, state, wide=is_left)
+            found[is_left] = self._columns_of(state[name], across)
+        return found.get(True), found.get(False)
+
     def _direction(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        """Return what the moments are of, from the projected gradient ``[m, r]``: here that itself."""
+        """Return what the moments are of, from the projected gradient ``[m, r]`` or ``[r, r]``: here that itself."""
         return grad
 
     def _projection(self, grad: Tensor, group: dict[str, Any], state: dict[str, Any], *, wide: bool) -> Tensor:
         """Return P ``[n, r]`` of a gradient ``[m, n]``, or the numbers of the transform's columns, int64 ``[r]``.
 
         Args:
-            grad: The gradient, transposed if the matrix is ``wide``.
+            grad: The gradient, transposed if ``wide``.
             group: The options.
             state: Of the weight: its steps, and a number of its own as ``seed``.
-            wide: The matrix has more columns than rows.
+            wide: The gradient is transposed: the projection is of the rows of the matrix.
         """
         rank, kind = group["rank"], group["projection"]
         if kind == "dct":
@@ -186,7 +218,7 @@ class NaturalGaLoreAdamW(GaLoreAdamW):
             group.setdefault("damping", damping)
 
     def _direction(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        """Return ``lambda F^-1 r`` of the projected gradient ``[m, r]``, and remember that one."""
+        """Return ``lambda F^-1 r`` of the projected gradient, and remember that one."""
         size = group["history"]
         if "history" not in state:
             state["history"] = torch.zeros(size, *grad.shape, dtype=grad.dtype, device=grad.device)

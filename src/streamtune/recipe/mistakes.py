@@ -124,7 +124,7 @@ def _show(value: Any) -> str:
         case []:
             return "an empty list"
         case list():
-            return "a list"
+            return "a list with an empty word" if "" in value else "a list"
         case dict():
             return "keys"
         case _:
@@ -144,6 +144,8 @@ def _mend(fragment: dict[str, Any], value: Any) -> str:
         return mend
     if "array" in takes and isinstance(value, str):
         return f"write [{value}]"
+    if "array" in takes and isinstance(value, list) and "" in value:
+        return "leave the empty word out"
     if "array" in takes and isinstance(value, dict):
         return "start each entry with '- '"
     if takes == {"string"} and not options(fragment) and isinstance(value, (bool, int, float)):
