@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,3 +139,22 @@ def test_nothing_is_corrected_where_nothing_was_measured(home: Path):
 def test_a_disk(tmp_path: Path):
     assert measure_disk(tmp_path, size=1 << 20) > 1e5
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_host_takes_for_an_operator_is_not_the_devices(monkeypatch: pytest.MonkeyPatch):
+    """A host that takes 1 ms to hand over an operator of 2 ms, and a wait of 0.5 ms."""
+    now = ready = 0.0
+
+    def hand_over() -> None:
+        nonlocal now, ready
+        now += 1e-3
+        ready = max(ready, now) + 2e-3
+
+    def wait(self: calibrate._Clock) -> None:
+        nonlocal now
+        now = max(now, ready) + 0.5e-3
+
+    monkeypatch.setattr(calibrate._Clock, "_wait", wait)
+    monkeypatch.setattr(calibrate, "time", SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now))
+    assert calibrate._Clock(torch.device("cpu")).best(hand_over) == pytest.approx(3.5e-3)
+    assert calibrate._Clock(torch.device("cuda")).best(hand_over) == pytest.approx(2.5e-3, rel=0.01)
