@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 
+from streamtune.cli.machine import grow_segments
 from streamtune.engine.memory.host import total_host_bytes
 from streamtune.probe.prepare import take_step
 from streamtune.recipe import load_recipe
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="timed steps")
     parser.add_argument("--json", type=Path, required=True, help="write the figures to this file")
     options = parser.parse_args()
+    grow_segments()  # as the command line does, before the device is used
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device")
     recipe = load_recipe(options.recipe, overrides=options.set).recipe

@@ -15,6 +15,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from streamtune.cli.machine import VARIABLES
+
 SOURCES = Path(__file__).parent / "stub"
 BUILD = Path(__file__).parents[2] / "build" / "cuda_host"
 
@@ -56,7 +58,9 @@ def runtime() -> dict[str, str]:
     libraries = {"STUB": folder, "LD_LIBRARY_PATH": folder, "LD_PRELOAD": f"{folder}/libstubrt.so"}
     # What triton compiles here is for this runtime only.
     caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-    return {**os.environ, **libraries, **caches}
+    # Segments that grow, which the command line asks for, need more of the driver than there is here.
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    return {**kept, **libraries, **caches}
 
 
 def claimed() -> dict[str, str]:
