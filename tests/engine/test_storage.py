@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -404,6 +405,28 @@ def test_pages_of_an_arena_are_huge_and_not_a_childs() -> None:
             flags = line.split()
     assert "dc" in flags
     assert "hg" in flags or not Path("/sys/kernel/mm/transparent_hugepage").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are a child's elsewhere")
+def test_a_child_may_map_what_it_likes_where_an_arena_was(tmp_path: Path) -> None:
+    """A child that drops an arena of its parent does not unmap what it has mapped there itself."""
+    code = """
+import gc, mmap, os, sys, torch
+from streamtune.engine.memory.host import map_pages
+
+regions = [torch.frombuffer(map_pages(1 << 24), dtype=torch.uint8) for _ in range(4)]
+if os.fork() == 0:
+    own = [mmap.mmap(-1, 1 << 24, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(16)]
+    regions.clear()
+    gc.collect()
+    for each in own:
+        each[:: mmap.PAGESIZE] = b"x" * (len(each) // mmap.PAGESIZE)
+    sys.exit(0)
+_, status = os.wait()
+print(status)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.strip() == "0", done.stderr
 
 
 def test_touched_pages_are_there_and_zero() -> None:

@@ -8,8 +8,10 @@ than the copies it speeds up.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
+import os
 import sys
 import weakref
 from contextlib import suppress
@@ -62,6 +64,7 @@ SHARE = 0.02
 GIB = 1 << 30
 
 _host_storages: set[int] = set()
+_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def mark_host_storage(storage: torch.UntypedStorage) -> None:
@@ -182,7 +185,8 @@ def map_pages(nbytes: int) -> mmap.mmap:
     """Map whole pages of zeros, which take memory once they are touched.
 
     On Linux they are huge pages where the kernel has them: 512 times fewer faults. A child process does not have them:
-    after a fork, a write would give one of the two another page than the one that an accelerator copies to.
+    a fork would copy the pages that are locked, all of them, or give one of the two other pages than an accelerator
+    copies to.
     """
     if sys.platform != "linux":
         return mmap.mmap(-1, nbytes)
@@ -190,7 +194,18 @@ def map_pages(nbytes: int) -> mmap.mmap:
     with suppress(OSError):  # of a kernel without them
         mapped.madvise(mmap.MADV_HUGEPAGE)
     mapped.madvise(mmap.MADV_DONTFORK)
+    _mapped.add(mapped)
     return mapped
+
+
+def _never_unmapped() -> None:
+    """Keep the objects of what a parent mapped: at their addresses this process may have mapped something else."""
+    for mapped in _mapped:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_never_unmapped)
 
 
 def touch_pages(region: Tensor) -> None:
