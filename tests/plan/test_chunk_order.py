@@ -90,3 +90,13 @@ def test_what_excludes_it() -> None:
     assert may_order_chunks({}, alone)
     assert not may_order_chunks({"order": "layer"}, alone)
     assert not may_order_chunks({}, Cluster(ranks=2, sequence_size=2))
+
+
+@pytest.mark.parametrize("wanted", [2048, 8192])
+def test_chunks_are_the_largest_that_fit(workload: Workload, known: Any, wanted: int) -> None:
+    """With a tier that has no memory, which is neither full nor empty."""
+    kept = {"order": "chunk", "head_chunk_size": 256, "levels": 1}
+    steps = [known(workload, Schedule(chunk_size=size, **kept)).peak_bytes for size in (wanted, 2 * wanted)]
+    limits = Limits(sum(steps) // 2, 0, margin=0.0)
+    plan = choose(workload, limits, RATES, fixed={"order": "chunk", "levels": 1}, simulate=known)
+    assert plan.schedule.chunk_size == wanted

@@ -70,11 +70,14 @@ class Limits(Budget):
         """Bytes of the disk that are planned with."""
         return int((1 - self.margin) * self.disk_bytes)
 
+    def tiers(self, device: float, host: float, disk: float) -> tuple[tuple[float, int], ...]:
+        """Return what a step takes of each tier, with the bytes that are planned with."""
+        memory = ((device + host, self.device),) if self.shared else ((device, self.device), (host, self.host))
+        return *memory, (disk, self.disk)
+
     def excess(self, device: float, host: float, disk: float) -> float:
         """Return by how many bytes a step exceeds its memory, in the worst tier; negative is what is left."""
-        if self.shared:
-            return max(device + host - self.device, disk - self.disk)
-        return max(device - self.device, host - self.host, disk - self.disk)
+        return max(used - limit for used, limit in self.tiers(device, host, disk))
 
     def filled(self, device: float, host: float, disk: float) -> float | None:
         """Return the part that a step takes of the tier it fills most; None if it needs a tier without memory.
@@ -82,8 +85,7 @@ class Limits(Budget):
         Tiers that the step does not use are left out. In :meth:`excess` a tier without memory has nothing left, so that
         the excess of every step that fits is 0.
         """
-        pairs = [(device + host, self.device)] if self.shared else [(device, self.device), (host, self.host)]
-        wanted = [(used, limit) for used, limit in [*pairs, (disk, self.disk)] if used > 0]
+        wanted = [(used, limit) for used, limit in self.tiers(device, host, disk) if used > 0]
         return None if any(limit == 0 for _, limit in wanted) else max((u / limit for u, limit in wanted), default=0.0)
 
 

@@ -51,13 +51,32 @@ def best_in_chunk_order(workload: Workload, space: Space, simulate: Simulate) ->
         if least > 0:
             continue
         most = excess(sizes[-1]) if len(sizes) > 1 else least
-        if most > 0:  # bytes are linear in the size of a chunk
-            between = sizes[0] + (sizes[-1] - sizes[0]) * -least / (most - least)
-            for size in sorted((s for s in sizes[1:-1] if s <= between), reverse=True):
+        if most > 0:
+            largest = _largest_size(sizes[0], steps[sizes[0]], sizes[-1], steps.get(sizes[-1]), space.limits)
+            for size in sorted((s for s in sizes[1:-1] if s <= largest), reverse=True):
                 if excess(size) <= 0:
                     break
         return steps[max(size for size, found in steps.items() if _excess(found[1], space.limits) <= 0)]
     return None
+
+
+def _largest_size(low: int, fits: Found, high: int, exceeds: Found | None, limits: Limits) -> float:
+    """Return the largest size of a chunk that fits, if the bytes of each tier are linear in it between two steps.
+
+    Args:
+        low: A size that fits.
+        fits: Its step.
+        high: A larger one that does not.
+        exceeds: Its step; None is a size that the model does not allow, which says nothing of those between.
+        limits: The memory.
+    """
+    found = float(high)
+    if exceeds is None:
+        return found
+    for (before, limit), (after, _) in zip(_tiers(fits, limits), _tiers(exceeds, limits), strict=True):
+        if after > limit:
+            found = min(found, low + (high - low) * (limit - before) / (after - before))
+    return found
 
 
 def smallest_in_chunk_order(
@@ -114,3 +133,7 @@ def _simulated(workload: Workload, chosen: dict[str, Any], simulate: Simulate) -
 
 def _excess(step: Simulation, limits: Limits) -> float:
     return limits.excess(step.peak_bytes, step.host_bytes, step.disk_bytes)
+
+
+def _tiers(found: Found, limits: Limits) -> tuple[tuple[float, int], ...]:
+    return limits.tiers(found[1].peak_bytes, found[1].host_bytes, found[1].disk_bytes)
