@@ -144,6 +144,19 @@ def test_keys_that_transformers_renames_are_known(tokenizer: Any) -> None:
     assert (model.config.hidden_size, model.config.n_head, model.dtype) == (16, 2, torch.bfloat16)
 
 
+def test_a_key_that_only_the_models_code_reads_is_known() -> None:
+    """Qwen3-MoE's class of configuration does not name the size of its heads."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    keys = {"model_type": "qwen3_moe", **sizes, "num_experts": 4, "moe_intermediate_size": 32}
+    given: dict[str, Any] = {"vocab_size": 64, "token_ids": {}, "dtype": "float32", "device": "cpu", "seed": 1}
+    model: Any = init_model({**keys, "head_dim": 32}, **given)
+    assert model.model.layers[0].self_attn.q_proj.weight.shape == (128, 64)
+    with pytest.raises(ArgumentError, match="has no key 'head_dims'"):
+        init_model({**keys, "head_dims": 32}, **given)
+    with pytest.raises(ArgumentError, match="larger than the matrix"):
+        add_lora(model, r=65)
+
+
 def test_a_model_comes_back_from_disk_as_it_was(tokenizer: Any, tmp_path: Path) -> None:
     model = make(tokenizer, tie_word_embeddings=True)
     save_pretrained(model, tokenizer, tmp_path / "m")

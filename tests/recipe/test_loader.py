@@ -161,6 +161,7 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
         ("overlength: spilt\n", 4, "found 'spilt'", "did you mean 'split'?"),
         ("lora_target: q_proj\n", 4, "takes a list of words, or 'all-linear'; found 'q_proj'", "write [q_proj]"),
         ("lora_target: [q_proj, '']\n", 4, "found a list with an empty word", "leave the empty word out"),
+        ("tokenizer: runs/a\n", 4, "takes keys of its own (path, train); found 'runs/a'", "write {path: runs/a}"),
         ("lora_target: []\n", 4, "found an empty list", ""),
         ("engine: 5\n", 4, "'engine' takes keys of its own (schedule, chunk_size", ""),
         ("engine: {chunk_size: 0}\n", 4, "takes a whole number of at least 1, or 'auto'; found 0", ""),

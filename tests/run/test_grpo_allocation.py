@@ -183,3 +183,19 @@ def test_what_is_wrong(folder: Path, changes: dict[str, Any], said: str, mend: s
     assert said in shown
     assert mend in shown
     assert "tiny.yaml:" in shown
+
+
+def test_a_run_is_evaluated_and_says_how_it_divides(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An evaluated model has no trained weights, and needs no gradient."""
+    assert grpo("--output-dir", "run", max_steps=2, val_size=4) == 0
+    assert "divided among the prompts of a step (gvm)" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as left:
+        main(["eval", "run"])
+    assert not left.value.code
+
+
+def test_epochs_are_of_the_steps_with_rewards(folder: Path) -> None:
+    assert grpo("--output-dir", "run", max_steps=2, sft_steps=3) == 0
+    epochs = [record["epoch"] for record in lines("run")]
+    assert epochs[:3] == [0.0, 0.0, 0.0]
+    assert 0 < epochs[3] < epochs[4] == 2 * epochs[3]

@@ -141,6 +141,8 @@ def test_another_optimizer_begins_with_states_of_its_own(
     assert run(*last) != 0
     assert run(*last, "--allow-change", "optim", "--allow-change", "optim_args") == 0
     assert "its states begin anew" in " ".join(capsys.readouterr().err.split())
+    events = [json.loads(line) for line in (folder / "changed/events.jsonl").read_text().splitlines()]
+    assert any("optim" in text for event in events for text in event.get("changes", ()))
     records = [json.loads(line) for line in (folder / "changed/metrics.jsonl").read_text().splitlines()]
     assert [each["step"] for each in records if "lr" in each] == [1, 2, 3, 4, 5, 6]
     assert weights_of(folder, "changed")

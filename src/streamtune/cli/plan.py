@@ -282,6 +282,10 @@ def _describe_binding(chosen: Plan) -> str:
     return f"{chosen.binds}; the step takes {share:.0%} of the usable device memory"
 
 
+SHOWN = 1 << 10
+"""Bytes of the smallest term that is shown: a loss is a number."""
+
+
 def _memory_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
     """Return a table with a bar for each term, relative to the device's memory; host and disk are those of a node."""
     limits, peak = document["limits"], document["peak_bytes"]
@@ -292,7 +296,7 @@ def _memory_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
     width = max(10, min(60, out.width - 38))
     whole = max(limits["device_bytes"], peak, 1)
     for name, size in sorted(document["terms"].items(), key=lambda item: -item[1]):
-        if size > 0:
+        if size >= SHOWN:
             style = "blue" if name in FIXED else "cyan"
             table.add_row(f"  {name}", show_size(size), Text(bar(size / whole, width), style=style))
     total = f"of {show_size(limits['device_bytes'])}, {show_size(limits['device_bytes'] - peak)} free"

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamtune.cli.options import read_recipe
+from streamtune.cli.plan import show_seconds
 from streamtune.cli.screens import NodesOption, RanksOption, traffic_table
 from streamtune.sizes import parse_size, show_size
 
@@ -201,7 +202,7 @@ def _table(report: ProbeReport) -> Table:
         "ours is",
         "peak",
         "host",
-        "s/step",
+        "a step",
         "trials",
     ):
         table.add_column(name, justify="right")
@@ -213,10 +214,10 @@ def _table(report: ProbeReport) -> Table:
         table.add_row(
             NAMES[mode],
             _count(limit),
-            f"{streamed / limit.fits:.2f}x" if limit.fits and mode != "stream" else "",
+            f"{streamed / limit.fits:.3g}x" if limit.fits and mode != "stream" else "",
             show_size(outcome.peak_bytes) if outcome and outcome.peak_bytes else "",
             show_size(outcome.host_bytes) if outcome and outcome.host_bytes else "",
-            f"{outcome.step_seconds:.2f}" if outcome and outcome.step_seconds else "",
+            show_seconds(outcome.step_seconds) if outcome and outcome.step_seconds else "",
             str(sum(trial.shape.mode == mode for trial in report.trials)),
             style="bold" if mode == "stream" else None,
         )

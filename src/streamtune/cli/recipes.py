@@ -273,6 +273,7 @@ def recipe_facts(recipe: Recipe) -> list[tuple[str, str]]:
         ("model", _model(recipe)),
         ("tokenizer", _tokenizer(recipe)),
         ("objective", _objective(recipe)),
+        *method_facts(recipe),
         ("training", _training(recipe)),
         ("data", ", ".join(_dataset(spec.path, spec.max_rows) for spec in recipe.datasets)),
         ("length", f"{recipe.max_length:,} tokens; a longer row is {OVERLENGTH[recipe.overlength]}"),
@@ -283,6 +284,24 @@ def recipe_facts(recipe: Recipe) -> list[tuple[str, str]]:
         ("output", recipe.output_dir),
         *([("runs code", "; ".join(code))] if (code := code_of(recipe)) else []),
     ]
+
+
+DIVERGENCES = {"forward": "forward KL", "reverse": "reverse KL", "jsd": "Jensen-Shannon"}
+
+
+def method_facts(recipe: Recipe) -> list[tuple[str, str]]:
+    """Return what is learnt from beside the rows, and how rows or completions are chosen, as (name, text) lines."""
+    found = []
+    if recipe.teacher is not None:
+        file = ", a file of its likeliest tokens" if recipe.teacher_file is not None else ""
+        hard = f"; {recipe.kd_hard_share:g} of the loss is the rows' own" if recipe.kd_hard_share else ""
+        found.append(("teacher", f"{recipe.teacher}{file}; {DIVERGENCES[recipe.kd_divergence]} divergence{hard}"))
+    if recipe.select_rows is not None:
+        found.append(("rows", f"one of {recipe.select_from}, chosen by its gradient ({recipe.select_rows})"))
+    if isinstance(recipe, GrpoRecipe) and recipe.allocation != "equal":
+        how = f"divided among the prompts of a step ({recipe.allocation}); equal in the first epoch"
+        found.append(("completions", how))
+    return found
 
 
 def _model(recipe: Recipe) -> str:

@@ -181,6 +181,7 @@ def _print_banner(run: Run) -> None:
     """Print a summary of the run before its first step."""
     from streamtune import __version__
     from streamtune.cli.data_screen import describe_batches
+    from streamtune.cli.recipes import method_facts
 
     out.print(
         Text.assemble((f"StreamTune {__version__}", "bold"), "  ", plain(str(run.start.loaded.path))), soft_wrap=True
@@ -197,6 +198,7 @@ def _print_banner(run: Run) -> None:
             *([("memory", describe_plan(run.streamed.memory))] if run.streamed.memory is not None else []),
             *([("without", _describe_baselines(run))] if run.streamed.baselines else []),
             *([("preset", preset)] if (preset := describe_preset(run.recipe)) is not None else []),
+            *method_facts(run.recipe),
             ("steps", _describe_steps(run)),
             ("output", _describe_output(run)),
             *([("runs code", "; ".join(code))] if (code := code_of(run.recipe)) else []),
@@ -375,6 +377,8 @@ def _how_to_load(run: Run) -> str:
         return "merge it first: transformers loads a quantised base without the quantisation of its experts"
     if models.taken_of(base_of(run.model)):
         return "merge it first: the base is quantised from weights that were changed (loftq_iter)"
+    if run.recipe.finetuning_type != "full" and run.recipe.model is not None:
+        return "merge it first: the base was made from a configuration and is in no folder that adapters could name"
     loader = "AutoPeftModelForCausalLM" if run.recipe.finetuning_type != "full" else "AutoModelForCausalLM"
     quantized = f", quantization_config={QUANTIZED[run.start.quantization]}" if run.start.quantization else ""
     return f'{loader}.from_pretrained("{run.directory.final}"{quantized})'

@@ -439,7 +439,6 @@ def _check_ranks(adapted: Any, spec: AdapterSpec) -> None:
         name: (layer, most, rank)
         for name, layer in layers.items()
         if (rank := layer.r[layer.active_adapters[0]]) > (most := _most(layer, spec))
-        and not hasattr(layer, "num_experts")
     }
     # Among all linear layers there may be small ones, such as gates of one row, which are none of the user's choice.
     if isinstance(spec.target, str) and spec.kind not in (*AS_LORA, *ON_QUANTISED) and len(too_small) < len(layers):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +14,14 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
@@ -355,7 +364,7 @@ def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
         ) from error
     known = {*config_class().to_dict(), *config_class.attribute_map}
     for key in arguments:
-        if key not in known and key in config.to_dict():
+        if key not in known and key in config.to_dict() and not _reads(config_class, key):
             raise ArgumentError(
                 f"{config_class.__name__} has no key '{key}'",
                 where=f"model.init.{key}",
@@ -363,6 +372,13 @@ def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
             )
     check_config(config, keys, place_in_init)
     return config
+
+
+def _reads(config_class: type[Any], key: str) -> bool:
+    """Return True if the code of a model reads a key that its configuration class does not name (``head_dim``)."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    source = inspect.getsource(sys.modules[model_class.__module__])
+    return re.search(rf"""config(\.|,\s*["']){re.escape(key)}\b""", source) is not None
 
 
 def check_exists(name_or_path: str) -> None:

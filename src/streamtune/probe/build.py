@@ -273,16 +273,31 @@ def _nothing_fits(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcom
     what = f"not even {tried} fit: {outcome.reason}"
     known = needed or outcome
     terms = {name: size for name, size in known.terms.items() if size}
-    if terms:
+    if terms and outcome.cause == "device memory":  # they are the device's
         largest = max(terms, key=lambda name: terms[name])
         parts = ", ".join(f"{name} {show_size(size)}" for name, size in terms.items())
         what += f"; the largest term is {largest} ({parts})"
     mends = []
     if needed is not None and needed.peak_bytes is not None:
         mends.append(f"{show_size(needed.peak_bytes)} on the device would hold {tried}")
-    mends += _smaller(recipe, known.terms, task)
-    mends.append("larger chunks never help")
+    if task.scaled == "length" and task.within.least > LEAST_LENGTH:
+        mends.append(f"shorter rows are tried without --from {task.within.least}")
+    if outcome.cause == "host memory":
+        mends += _less_on_host(recipe)
+    else:
+        mends += _smaller(recipe, known.terms, task)
+        mends.append("larger chunks never help")
     return ArgumentError(what, mend="; ".join(mends))
+
+
+def _less_on_host(recipe: Recipe) -> list[str]:
+    """Return what would take less of the machine's memory."""
+    mends = ["more memory of the machine (--host-memory, engine.host_memory)"]
+    if recipe.engine.order == "chunk":
+        mends.append("engine.order: layer keeps one hidden state of a layer and token in place of its keys and values")
+    if recipe.engine.offload_dir is None:
+        mends.append("engine.offload_dir lets it use a disk")
+    return mends
 
 
 def _smaller(recipe: Recipe, terms: dict[str, int], task: ProbeTask) -> list[str]:

@@ -142,6 +142,8 @@ def _mend(fragment: dict[str, Any], value: Any) -> str:
         return f"write {int(value)}"
     if isinstance(value, str) and (mend := did_you_mean(value, options(fragment))):
         return mend
+    if isinstance(value, str) and "path" in fragment.get("properties", {}):
+        return f"write {{path: {value}}}"
     if "array" in takes and isinstance(value, str):
         return f"write [{value}]"
     if "array" in takes and isinstance(value, list) and "" in value:

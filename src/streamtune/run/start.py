@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,8 @@ class Start(Setup):
     notify: Notify
     fingerprint: Callable[[bool], dict[str, str]]
     """Fingerprints of the files that are read, of models on a hub too where asked."""
+    changes: list[str] = field(default_factory=list)
+    """What differs from the run that it goes on with, and is allowed to: what was told, for ``events.jsonl``."""
     hold: train.DirectoryHold | None = None
     """Keeps other processes out of ``directory``; None in a dry run, and on ranks other than 0."""
 
@@ -241,6 +243,7 @@ class Start(Setup):
 
     def _tell(self, changes: Iterable[str]) -> None:
         for text in changes:
+            self.changes.append(text)
             self.notify(f"going on with a change: {text}")
 
 

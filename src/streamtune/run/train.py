@@ -224,7 +224,8 @@ def _train(
     first_step = run.first_step
     world = run.world
     if world.is_main:
-        train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step)
+        changes = {"changes": run.start.changes} if run.start.changes else {}
+        train.append_event(directory.events, "resume" if run.checkpoint else "start", step=first_step, **changes)
         listeners.started(_facts(run))
         if run.checkpoint:
             listeners.event("resume", {"step": first_step})
@@ -385,6 +386,7 @@ def train_settings(recipe: Recipe, plan: StepPlan, schedule: Schedule) -> train.
     return train.TrainSettings(
         total_steps=plan.total_steps,
         steps_per_epoch=plan.steps_per_epoch,
+        supervised_steps=plan.supervised_steps,
         max_grad_norm=recipe.max_grad_norm,
         eval_steps=recipe.eval_steps,
         save_steps=recipe.save_steps,

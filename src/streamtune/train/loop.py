@@ -294,7 +294,7 @@ def train(
                 "tokens_per_s": round(tokens / seconds, 1),
                 **used_flops(settings, mine, seconds, world),
                 "peak_mem_gib": round(peak_memory_bytes(device_of(model)) / GIB, 3),
-                **({} if (epoch := settings.steps_per_epoch) is None else {"epoch": round(state.step / epoch, 4)}),
+                **_epoch(settings, state.step),
             }
             if not latest and not (settings.metric_for_best_model or "").startswith("eval_"):
                 tell_missing_metric(settings, record, state.step, progress)
@@ -303,6 +303,13 @@ def train(
                 append_record(run.metrics, record)
                 listeners.step(record)
             progress.step(record)
+
+
+def _epoch(settings: TrainSettings, step: int) -> dict[str, float]:
+    """Return the epoch after a step, as its record has it."""
+    if settings.steps_per_epoch is None:
+        return {}
+    return {"epoch": round(max(0, step - settings.supervised_steps) / settings.steps_per_epoch, 4)}
 
 
 def used_flops(settings: TrainSettings, batches: Sequence[MicroBatch], seconds: float, world: World) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -159,7 +160,11 @@ class CompletionGradient:
         self, model: Any, handle: StreamHandle, *, temperature: float, device: torch.device, bf16: bool = False
     ) -> None:
         self.model, self.handle, self.temperature, self.device, self.bf16 = model, handle, temperature, device, bf16
-        self.weights: Weights = value_weights(handle.layers)
+
+    @cached_property
+    def weights(self) -> Weights:
+        """The weights, found when they are needed: a model that is evaluated has none that are trained."""
+        return value_weights(self.handle.layers, "allocation")
 
     def __call__(self, batch: TreeBatch) -> float:
         """Return the norm for a batch of one completion; as :class:`RowSketch`, it leaves the model as it was."""

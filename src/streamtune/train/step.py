@@ -52,6 +52,7 @@ class TrainSettings:
     total_steps: int
     """Optimizer steps of the whole run, those before a resume included."""
     steps_per_epoch: int | None
+    """None writes no epochs."""
     max_grad_norm: float
     """0 does not clip."""
     eval_steps: int
@@ -64,6 +65,8 @@ class TrainSettings:
     seed: int
     out_of_memory_mend: str
     """Advice for the message where memory runs out."""
+    supervised_steps: int = 0
+    """Steps before those that epochs are counted in."""
     on_nan: Literal["stop", "skip"] = "stop"
     max_skips: int = 0
     """Steps of the whole run that may be skipped."""
