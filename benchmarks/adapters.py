@@ -40,14 +40,15 @@ QWEN3_8B: dict[str, Any] = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 1 << 17,
 }  # fmt: skip
-USUAL = (1e-3, 3e-3, 1e-2)
+USUAL = (3e-4, 1e-3, 3e-3, 1e-2)
 """Learning rates that are tried."""
 RATES = {
     "vera": (3e-2, 1e-1, 3e-1),
-    "ia3": (3e-3, 1e-2, 3e-2),
+    "ia3": (3e-3, 1e-2, 3e-2, 1e-1),
     "loha": (3e-3, 1e-2, 3e-2),
     "lokr": (3e-3, 1e-2, 3e-2),
-    "lora_ga": (3e-4, 1e-3, 3e-3),
+    "lora_ga": (1e-4, 3e-4, 1e-3, 3e-3),
+    "paca": (1e-3, 3e-3, 1e-2, 3e-2),
 }
 """Those of kinds that take others."""
 
