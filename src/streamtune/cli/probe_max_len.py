@@ -214,7 +214,7 @@ def _table(report: ProbeReport) -> Table:
         table.add_row(
             NAMES[mode],
             _count(limit),
-            f"{streamed / limit.fits:.3g}x" if limit.fits and mode != "stream" else "",
+            _times(streamed / limit.fits) if limit.fits and mode != "stream" else "",
             show_size(outcome.peak_bytes) if outcome and outcome.peak_bytes else "",
             show_size(outcome.host_bytes) if outcome and outcome.host_bytes else "",
             show_seconds(outcome.step_seconds) if outcome and outcome.step_seconds else "",
@@ -222,6 +222,10 @@ def _table(report: ProbeReport) -> Table:
             style="bold" if mode == "stream" else None,
         )
     return table
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 
 def _count(limit: Limit) -> Text:
