@@ -223,7 +223,7 @@ def whole(until: float) -> Document:
     """Measure a training step of all of Qwen3-8B: AdamW on all weights in bf16, in the backward."""
     path = KEPT / f"whole-{WHOLE}.json"
     path.unlink(missing_ok=True)
-    options = ["--length", str(WHOLE), "--repeats", "2"]  # the first step also makes the pinned memory
+    options = ["--length", str(WHOLE), "--repeats", "2"]
     run(until, sys.executable, "-m", "benchmarks.gpu_whole", *FULL, *options, "--json", str(path))
     found: Document = json.loads(path.read_text(encoding="utf-8"))
     return found
@@ -329,14 +329,10 @@ def render_whole(found: Document) -> list[str]:
         "GiB of the host": (found["host_bytes"] / GIB, found["simulated_host_bytes"] / GIB, "{:.2f}"),
     }
     share = found["flops"] / min(found["step_seconds"]) / 1e12
-    lines = [f"{found['parameters']:,} parameters, a row of {found['length']:,} tokens; {share:.0f} TFLOP/s of the"]
-    lines[0] += " operations that the model asks for."
-    lines += [
-        "",
-        "```",
-        f"python -m benchmarks.gpu_whole {' '.join(FULL)} --length {found['length']} --json FILE",
-        "```",
-    ]
+    size = f"{found['parameters']:,} parameters, a row of {found['length']:,} tokens"
+    lines = [f"{size}; {share:.0f} TFLOP/s of the operations that the model asks for."]
+    command = f"python -m benchmarks.gpu_whole {' '.join(FULL)} --length {found['length']} --repeats 2 --json FILE"
+    lines += ["", "```", command, "```"]
     lines += ["", "| a step | measured | planned | |", "|---|---:|---:|---:|"]
     for name, (ours, planned, form) in rows.items():
         lines.append(f"| {name} | {form.format(ours)} | {form.format(planned)} | {planned / max(ours, 1e-9):.3f}x |")

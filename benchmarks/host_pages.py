@@ -1,7 +1,7 @@
-"""How fast host memory is provided that an accelerator copies to: ``python -m benchmarks.host_pages [--gib 4]``.
+"""Measure how fast the kernel provides host memory: ``python -m benchmarks.host_pages [--gib 4]``.
 
-An arena's pages are touched before they are locked. Its pages, touched by all threads, beside pages that processes
-share, touched by one, as locking them does.
+The engine touches the pages that an accelerator copies to with all threads, before they are locked. Here they are
+compared with pages that processes share, touched by one thread, as locking does it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ NAMES = {
     "plain": "plain autograd",
     "checkpoint": "gradient checkpointing",
     "device": "StreamTune, all on the device",
-    "host": "StreamTune, layer inputs on the host",
+    "host": "StreamTune, with host memory",
 }
 PAINT = {
     "plain": COLOURS["plain"],

@@ -62,7 +62,7 @@ MORE: dict[str, dict[str, Any]] = {
     "optim mezo": {"learning_rate": 1e-4},
 }
 DRAWN = ("optim mezo", "adapter", "nf4", "int8")
-"""What is drawn on the device, so that later steps are another draw's."""
+"""Kinds with random numbers of the device: only their first loss is that of the CPU."""
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from streamtune.engine.memory.host import (
     Tally,
     free_host_bytes,
     is_host_storage,
+    keep_from_children,
     map_pages,
     reserved_host_bytes,
     touch_pages,
@@ -393,9 +395,10 @@ def test_a_step_holds_that_many_inputs_on_the_host(kept: int, more: dict[str, An
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="huge pages are Linux's")
-def test_pages_of_an_arena_are_huge_and_not_a_childs() -> None:
+def test_pages_are_huge_and_those_of_an_accelerator_not_a_childs() -> None:
     """After a fork a write would give the parent another page than the one that an accelerator copies to."""
     (mapped := map_pages(1 << 22))[0] = 1
+    keep_from_children(mapped)
     address, flags, inside = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr(), [], False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in (span := line.split()[0]):
@@ -412,9 +415,14 @@ def test_a_child_may_map_what_it_likes_where_an_arena_was(tmp_path: Path) -> Non
     """A child that drops an arena of its parent does not unmap what it has mapped there itself."""
     code = """
 import gc, mmap, os, sys, torch
-from streamtune.engine.memory.host import map_pages
+from streamtune.engine.memory.host import keep_from_children, map_pages
 
-regions = [torch.frombuffer(map_pages(1 << 24), dtype=torch.uint8) for _ in range(4)]
+mapped = [map_pages(1 << 24) for _ in range(4)]
+for each in mapped:
+    keep_from_children(each)
+regions = [torch.frombuffer(each, dtype=torch.uint8) for each in mapped]
+mapped.clear()
+del each
 if os.fork() == 0:
     own = [mmap.mmap(-1, 1 << 24, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(16)]
     regions.clear()
@@ -427,6 +435,36 @@ print(status)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.strip() == "0", done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_child_trains_beside_its_parent(tmp_path: Path) -> None:
+    """On a CPU: with host memory that was mapped before the fork, both compute the gradient at the same time."""
+    code = """
+import os, torch, streamtune
+from tests.exactness.families import batch, build, gradients
+
+torch.set_num_threads(1)
+model = build("qwen3", num_hidden_layers=4)
+rows = [batch("plain"), {name: x.flip(1) for name, x in batch("plain").items()}]
+wanted = [gradients(model, inputs)[1] for inputs in rows]
+schedule = streamtune.Schedule(chunk_size=8, offload="host", keep_attention="host", keep_kv="host")
+streamtune.stream(model, schedule=schedule)
+gradients(model, rows[0])
+child = os.fork()
+number, right = int(child == 0), True
+want, inputs = wanted[number], rows[number]
+for _ in range(20):
+    _, found = gradients(model, inputs)
+    right &= all((found[name] - want[name]).norm() <= 1e-4 * (want[name].norm() + 1e-3) for name in want)
+if child == 0:
+    os._exit(0 if right else 3)
+_, status = os.waitpid(child, 0)
+print(right, os.waitstatus_to_exitcode(status))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == "True 0", done.stderr
 
 
 def test_touched_pages_are_there_and_zero() -> None:

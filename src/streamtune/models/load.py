@@ -376,8 +376,11 @@ def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
 
 def _reads(config_class: type[Any], key: str) -> bool:
     """Return True if the code of a model reads a key that its configuration class does not name (``head_dim``)."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-    source = inspect.getsource(sys.modules[model_class.__module__])
+    try:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+        source = inspect.getsource(sys.modules[model_class.__module__])
+    except (ImportError, OSError, RuntimeError):  # of a package that it needs, or without its source
+        return False
     return re.search(rf"""config(\.|,\s*["']){re.escape(key)}\b""", source) is not None
 
 

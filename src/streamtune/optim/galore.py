@@ -154,7 +154,7 @@ class GaLoreAdamW(torch.optim.Optimizer):
         wide = grad.shape[0] < grad.shape[1]
         sides = {"projection": wide}  # the shorter one first; True is the left one
         if group["proj_type"] == "full":
-            sides["projection_of_other"] = not wide
+            sides["other_projection"] = not wide
         found: dict[bool, Tensor] = {}
         for name, is_left in sides.items():
             across = grad.T if is_left else grad

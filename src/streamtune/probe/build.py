@@ -294,7 +294,7 @@ def _less_on_host(recipe: Recipe) -> list[str]:
     """Return what would take less of the machine's memory."""
     mends = ["more memory of the machine (--host-memory, engine.host_memory)"]
     if recipe.engine.order == "chunk":
-        mends.append("engine.order: layer keeps one hidden state of a layer and token in place of its keys and values")
+        mends.append("engine.order: auto lets the planner choose the order that takes less")
     if recipe.engine.offload_dir is None:
         mends.append("engine.offload_dir lets it use a disk")
     return mends

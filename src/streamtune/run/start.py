@@ -100,7 +100,7 @@ class Start(Setup):
     fingerprint: Callable[[bool], dict[str, str]]
     """Fingerprints of the files that are read, of models on a hub too where asked."""
     changes: list[str] = field(default_factory=list)
-    """What differs from the run that it goes on with, and is allowed to: what was told, for ``events.jsonl``."""
+    """Allowed differences from the run that it goes on with, in the words of the notes; ``events.jsonl`` has them."""
     hold: train.DirectoryHold | None = None
     """Keeps other processes out of ``directory``; None in a dry run, and on ranks other than 0."""
 

@@ -33,6 +33,7 @@ __all__ = [
     "Tally",
     "free_host_bytes",
     "is_host_storage",
+    "keep_from_children",
     "map_pages",
     "mark_host_storage",
     "pages",
@@ -64,7 +65,7 @@ SHARE = 0.02
 GIB = 1 << 30
 
 _host_storages: set[int] = set()
-_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_kept_from_children: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def mark_host_storage(storage: torch.UntypedStorage) -> None:
@@ -173,6 +174,8 @@ class _Region:
             self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
             mark_host_storage(self.bytes.untyped_storage())
         if device.type == "cuda":
+            assert self.map is not None
+            keep_from_children(self.map)
             touch_pages(self.bytes)
             register_pages(self.bytes, owner=self.bytes.untyped_storage())
 
@@ -184,34 +187,41 @@ class _Region:
 def map_pages(nbytes: int) -> mmap.mmap:
     """Map whole pages of zeros, which take memory once they are touched.
 
-    On Linux they are huge pages where the kernel has them: 512 times fewer faults. A child process does not have them:
-    a fork would copy the pages that are locked, all of them, or give one of the two other pages than an accelerator
-    copies to.
+    On Linux they are huge pages where the kernel has them: 512 times fewer faults. After a fork a child has its own,
+    copied when one of the two writes.
     """
     if sys.platform != "linux":
         return mmap.mmap(-1, nbytes)
     mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # of a kernel without them
         mapped.madvise(mmap.MADV_HUGEPAGE)
-    mapped.madvise(mmap.MADV_DONTFORK)
-    _mapped.add(mapped)
     return mapped
 
 
-def _never_unmapped() -> None:
+def keep_from_children(mapped: mmap.mmap) -> None:
+    """Leave pages out of a forked child, which cannot use the accelerator; on Linux.
+
+    A fork would copy the pages that are locked, all of them, or give one of the two other pages than an accelerator
+    copies to.
+    """
+    if sys.platform == "linux":
+        mapped.madvise(mmap.MADV_DONTFORK)
+        _kept_from_children.add(mapped)
+
+
+def _never_unmap() -> None:
     """Keep the objects of what a parent mapped: at their addresses this process may have mapped something else."""
-    for mapped in _mapped:
+    for mapped in _kept_from_children:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_never_unmapped)
+    os.register_at_fork(after_in_child=_never_unmap)
 
 
 def touch_pages(region: Tensor) -> None:
-    """Have the kernel provide every page, by all threads: locking them would do it by one."""
-    whole = region.nbytes // PAGE * PAGE
-    region[:whole].view(-1, PAGE)[:, 0].zero_()
+    """Write to each page of a new mapping, uint8 ``[bytes]``, with all threads; locking touches them with one."""
+    region.view(-1, PAGE)[:, 0].zero_()
 
 
 def register_pages(region: Tensor, owner: object) -> None:

@@ -24,7 +24,7 @@ __all__ = ["HostRooms"]
 class _Room:
     """Mapped pages, registered with an accelerator as long as this object lives: by a storage, or the free list.
 
-    A child process shares them, unlike those of an arena: it may read the weights.
+    A child process shares them: it may read the weights.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
