@@ -75,6 +75,8 @@ class RenderedChat:
     """indices of those whose reasoning the template leaves out"""
     exchanges: list[int] = field(default_factory=list)
     """characters where an exchange begins: a message of a user or the system, behind an answer"""
+    closed: int = 0
+    """answers trained with reasoning that the generation prompt says they have none of"""
 
 
 _COMPARED, _DISAGREED = 8, -1
@@ -133,6 +135,7 @@ class ChatRenderer:
         found = {index: chat.text[turn.start : turn.end] for index, turn in own.items()}
         dropped = dropped_answers(chat, reasoned, found)
         ends = all(map(self._ends_with_special, texts))
+        closed = self._closed(chat, reasoned, dropped)
         turns = self._other_turns(chat, turns, [index for index in trained if index not in answers])
         text, answered = chat.text, self._answered(chat, own) if find_exchanges else []
         if dropped and self._options.reasoning == "keep":
@@ -142,7 +145,13 @@ class ChatRenderer:
             text, moved = self._with_reasoning(chat, [*turns, *answered], put_back)
             turns, answered = moved[: len(turns)], moved[len(turns) :]
         exchanges = [_skip_blanks(text, turn.end) for turn in answered]
-        return RenderedChat(text, turns, ends, chat.system, len(reasoned), dropped, exchanges)
+        return RenderedChat(text, turns, ends, chat.system, len(reasoned), dropped, exchanges, closed)
+
+    def _closed(self, chat: Renderings, reasoned: Sequence[int], dropped: Sequence[int]) -> int:
+        """Return how many answers are trained with reasoning behind a generation prompt that leaves no room for it."""
+        printed = [index for index in reasoned if self._options.reasoning == "keep" or index not in dropped]
+        prompt = chat.prompt(printed[-1]) if printed else None
+        return len(printed) if prompt is not None and _CLOSED_REASONING.search(prompt[-_NEAR:]) else 0
 
     def head(
         self, messages: list[Message], tools: Any, text: str, origin: str, variables: Mapping[str, Any] | None
@@ -309,7 +318,8 @@ class ChatRenderer:
             place = places[index]
             if place is None or place == (0, 0):
                 raise chat.refusal(index, "does not print its text")
-            floor = turns[-1].end if turns else 0
+            earlier = (each[1] for each in places[:index] if each is not None and each[1] <= place[0])
+            floor = max(turns[-1].end if turns else 0, *earlier, 0)
             turn = ChatTurn(self._rewritten_start(chat, index, place, floor), self._rewritten_end(chat, index, place))
             for other, foreign in enumerate(places):
                 if other != index and (foreign is None or (foreign[0] < turn.end and turn.start < foreign[1])):
@@ -326,11 +336,38 @@ class ChatRenderer:
             found = chat.text.rfind(header, floor, place[0])
             if found >= 0:
                 return found + len(header)
+        start = self._behind_printed_header(chat, index, place, floor)
+        if start is not None:
+            return start
         lead = None if chat.has_generation_prompt(index) else chat.lead(index)
         start = place[0] - len(lead or "")
         if lead is not None and floor <= start and chat.text.startswith(lead, start):
             return start + self._plain_header_length(chat, index, chat.text[start:])
         raise chat.refusal(index, "puts something else before it than its generation prompt")
+
+    def _behind_printed_header(self, chat: Renderings, index: int, place: tuple[int, int], floor: int) -> int | None:
+        """Return the end of the part of a generation prompt that stands before ``place``; None if none does.
+
+        A generation prompt may say more than the header of a turn in history: ``<think></think>`` where answers are
+        asked for without reasoning. The header ends where the text of the turn begins, or of an answer in its place.
+        """
+        for header in chat.headers(index):
+            if common := self._header_before(chat.text, place[0], floor, header):
+                return place[0] - opened_reasoning(common)
+            bare, begins = chat.bare_answer(index)
+            common = self._header_before(bare, begins, floor, header) if bare.startswith(chat.text[:floor]) else ""
+            found = chat.text.rfind(common, floor, place[0]) if common else -1
+            if found >= 0:
+                return found + len(common) - opened_reasoning(common)
+        return None
+
+    def _header_before(self, text: str, position: int, floor: int, header: str) -> str:
+        """Return the longest beginning of ``header``, with a special token, that ends at ``position`` of a text."""
+        first = self._special.search(header)
+        least = first.end() if first is not None else 1
+        sizes = range(min(len(header), position - floor), least - 1, -1)
+        common = next((header[:size] for size in sizes if text.endswith(header[:size], floor, position)), "")
+        return common if common.strip() else ""
 
     def _rewritten_end(self, chat: Renderings, index: int, place: tuple[int, int]) -> int:
         """Return the end of the terminator behind ``place``."""
@@ -427,6 +464,8 @@ class ChatRenderer:
         reasoning, before = reasoning_of(chat.messages[index]), chat.prompt(index)
         for messages in as_last_answer(chat, index) if before is not None else ():
             through = chat.try_render(messages)
+            if before is not None and through is not None and not through.startswith(before):
+                before = _CLOSED_REASONING.sub("", before)  # which the reasoning stands in place of
             if before is None or through is None or not through.startswith(before):
                 continue
             start = self._start_behind(chat, index, len(before), through)
@@ -461,6 +500,7 @@ def _joined(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
 _NEAR = 4096
 """Characters at the end of a prompt that are searched for a ``<think>``, unless they are all blank."""
 _BLANKS = re.compile(r"\s*")
+_CLOSED_REASONING = re.compile(r"<think>\s*</think>\s*\Z")
 _NO_REASONING = re.compile(r"\A\s*<think>\s*</think>")
 
 

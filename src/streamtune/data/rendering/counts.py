@@ -71,6 +71,8 @@ class RenderCounts:
     """trained answers that have reasoning"""
     reasoning_dropped: int = 0
     """those of them whose reasoning the chat template leaves out"""
+    reasoning_closed: int = 0
+    """answers trained with reasoning behind a generation prompt that says there is none"""
     empty: int = 0
     """trained answers with nothing in them"""
     rows_with_empty: int = 0
@@ -214,6 +216,11 @@ def _sentences(counts: RenderCounts, options: ChatOptions) -> list[str]:
             f"{thinking}, which the chat template drops, is put back (reasoning: keep)"
             if options.reasoning == "keep"
             else f"{thinking} is not in the rendered text: the template drops it (reasoning: keep puts it back)"
+        )
+    if counts.reasoning_closed:
+        found.append(
+            f"{counts.reasoning_closed:,} answers are trained with reasoning behind a generation prompt that says "
+            "there is none: so the template prints it with these chat_template_kwargs (enable_thinking: false?)"
         )
     if counts.empty and options.on_empty == "train":
         found.append(f"{counts.empty:,} of {counts.answers:,} answers are empty and trained so (on_empty: train)")

@@ -177,6 +177,7 @@ class RowRenderer:
             )
         self._count(content, trained, answers, chat.system, origin)
         self.log.now.reasoning += chat.reasoned
+        self.log.now.reasoning_closed += chat.closed
         self.log.now.drops_reasoning(f"{origin} messages[{index}]" for index in chat.dropped)
         head = self._head(content, chat, origin)
         # As apply_chat_template does: the template has written the special tokens already.

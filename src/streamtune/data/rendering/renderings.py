@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from streamtune.data.reading.cells import FLAGS
@@ -61,6 +62,8 @@ def render_messages(
 ) -> str:
     """Render a conversation by the chat template, or by another one, which sees no flag of a message.
 
+    A template that refuses answers without ``content`` (tool calls alone) gets an empty string in its place.
+
     Raises:
         DataError: The template refuses the conversation.
         TemplateLimitError: The template takes too much time or memory.
@@ -75,6 +78,12 @@ def render_messages(
             variables=variables,
         )
     except TemplateRefusalError as error:
+        filled = [message if "content" in message else {**message, "content": ""} for message in messages]
+        if filled != messages:
+            with suppress(DataError):  # the first refusal says more
+                return render_messages(
+                    tokenizer, filled, tools, origin, generation=generation, template=template, variables=variables
+                )
         raise DataError(
             f"the chat template refuses the conversation: {error.what}",
             where=origin,
@@ -275,6 +284,13 @@ class Renderings:
         if history is None or through is None or place is None or not through.startswith(history):
             return None
         return through[len(history) : place[0]] if len(history) <= place[0] else None
+
+    def bare_answer(self, index: int) -> tuple[str, int]:
+        """Render an answer of one character in place of message ``index``, and return where that stands; -1 if not."""
+        mark = self.unused_character()
+        plain = {"role": "assistant", "content": mark}
+        text = self.try_render([*self.messages[:index], plain, *self.messages[index + 1 :]]) or ""
+        return text, text.find(mark)
 
     def unused_character(self, after: str = "\ue000") -> str:
         """Return a private-use character that occurs nowhere in the conversation, from ``after`` on."""
