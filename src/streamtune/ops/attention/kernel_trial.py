@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from streamtune.ops.attention.layout import ODD_LAYOUTS, odd_layout
 from streamtune.ops.launching import median_time
 
 __all__ = [
@@ -114,14 +115,21 @@ def agrees_with_formula(
     """Return True if a kernel is right on small problems, with the log-sum-exp of a softmax over more keys.
 
     The problems have whole heads and grouped ones, keys of more than one block of the kernel, the causal square, a mask
-    with ``biased``, tensors laid out as a projection leaves them and as parts of a longer sequence.
+    with ``biased``, tensors laid out as a projection leaves them and as parts of a longer sequence, and then each
+    tensor in each of :data:`ODD_LAYOUTS`.
     """
     problems = [(2, 2, 40, 72, False), (2, 2, 40, 40, True), (4, 2, 136, 200, False), (4, 1, 136, 136, True)]
     if (grain := kernel.grain) > 1:  # one is of whole heads, one of grouped ones; each shape is prepared for
         problems = [(2, 2, grain, 2 * grain, False), (4, 1, grain, grain, True)]
+    # Each of the four tensors has each of the odd layouts once, in problems of one shape.
+    turns = [None, *(ODD_LAYOUTS[turn:] + ODD_LAYOUTS[:turn] for turn in range(len(ODD_LAYOUTS)))]
+    tried = [(problem, turns[0]) for problem in problems] + [(problems[0], turn) for turn in turns[1:]]
     with torch.no_grad():
         try:
-            return all(_Problem(device, dtype, head_dim, *problem).passes(kernel, biased) for problem in problems)
+            return all(
+                _Problem(device, dtype, head_dim, *problem, layouts).passes(kernel, biased)
+                for problem, layouts in tried
+            )
         except (RuntimeError, NotImplementedError, ValueError, TypeError):
             # A kernel that is not there, or another version of it. torch's out-of-memory error is a RuntimeError too:
             # a kernel that could not be tried is not used either.
@@ -129,7 +137,10 @@ def agrees_with_formula(
 
 
 class _Problem:
-    """Random inputs of one shape, and the results of the formula for them in fp64."""
+    """Random inputs of one shape, and the results of the formula for them in fp64.
+
+    ``layouts`` are odd ones of q, k, v and the gradient; None gives the usual ones.
+    """
 
     def __init__(
         self,
@@ -141,12 +152,17 @@ class _Problem:
         queries: int,
         keys: int,
         causal: bool,
+        layouts: Sequence[str] | None,
     ) -> None:
         self.generator = torch.Generator(device).manual_seed(0)
         self.device, self.dtype, self.causal, self.scale = device, dtype, causal, head_dim**-0.5
         # A packed row's queries and keys are a part of the sequence's; a projection puts the heads of a token together.
         self.q, self.grad = self._draw(heads, queries, head_dim), self._draw(heads, queries, head_dim, together=True)
         self.k, self.v = self._draw(groups, keys, head_dim, together=True), self._draw(groups, keys, head_dim)
+        if layouts is not None:
+            self.q, self.k, self.v, self.grad = (
+                odd_layout(x, layout) for x, layout in zip((self.q, self.k, self.v, self.grad), layouts, strict=False)
+            )
 
     def _draw(self, heads: int, length: int, size: int, together: bool = False) -> Tensor:
         if together:

@@ -28,6 +28,7 @@ from streamtune.ops.attention.kernel_trial import (
     fastest,
     median_seconds,
 )
+from streamtune.ops.attention.layout import call_kernel, readable
 from streamtune.ops.simulated import kernel_device
 
 __all__ = [
@@ -45,15 +46,19 @@ log = logging.getLogger(__name__)
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, scores.causal, attn_mask=scores.bias, scale=scores.scale
-    )
+    o, lse = call_kernel(
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+        q, k, v, 0.0, scores.causal, attn_mask=scores.bias, scale=scores.scale,
+    )  # fmt: skip
+    return o, lse
 
 
 def _cpu_backward(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores) -> Grads:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_o, q, k, v, o, lse, 0.0, scores.causal, attn_mask=scores.bias, scale=scores.scale
-    )
+    grad_q, grad_k, grad_v = call_kernel(
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        grad_o, q, k, v, o, lse.contiguous(), 0.0, scores.causal, attn_mask=scores.bias, scale=scores.scale,
+    )  # fmt: skip
+    return grad_q, grad_k, grad_v
 
 
 CPU = Kernel("cpu-flash", _cpu_forward, _cpu_backward, takes_bias=True)
@@ -156,17 +161,17 @@ def use_installed_flash(device: torch.device) -> None:
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    q, k, v = (_last_together(x) for x in (q, k, v))
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, scores.causal, False, scale=scores.scale
-    )
+    o, lse, *_ = call_kernel(
+        torch.ops.aten._scaled_dot_product_flash_attention,
+        q, k, v, 0.0, scores.causal, False, scale=scores.scale,
+    )  # fmt: skip
     return o, lse
 
 
 def _flash_backward(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores) -> Grads:
-    grad_o, q, k, v, o = (_last_together(x) for x in (grad_o, q, k, v, o))
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
-    grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+    grad_q, grad_k, grad_v = call_kernel(
+        torch.ops.aten._scaled_dot_product_flash_attention_backward,
         grad_o, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, scores.causal,
         unused, unused, scale=scores.scale,
     )  # fmt: skip
@@ -174,17 +179,17 @@ def _flash_backward(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, 
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    q, k, v = (_last_together(x) for x in (q, k, v))
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, scores.causal, False, scale=scores.scale
-    )
+    o, lse, *_ = call_kernel(
+        torch.ops.aten._scaled_dot_product_cudnn_attention,
+        q, k, v, None, True, 0.0, scores.causal, False, scale=scores.scale,
+    )  # fmt: skip
     return o, lse.reshape(o.shape[:3])
 
 
 def _cudnn_backward(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores) -> Grads:
-    grad_o, q, k, v, o = (_last_together(x) for x in (grad_o, q, k, v, o))
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of a dropout of zero
-    grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    grad_q, grad_k, grad_v = call_kernel(
+        torch.ops.aten._scaled_dot_product_cudnn_attention_backward,
         grad_o, q, k, v, o, lse.contiguous()[..., None], unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0,
         scores.causal, scale=scores.scale,
     )  # fmt: skip
@@ -197,9 +202,10 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple
         done = [_efficient_forward(q_r, k_r, v_r, replace(scores, bias=bias_r)) for q_r, k_r, v_r, bias_r in rows]
         return torch.cat([o for o, _ in done]), torch.cat([lse for _, lse in done])
     grouped = [_grouped(x, q, k) for x in (q, k, v)]
-    o, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        *grouped, _aligned(scores.bias, grouped[0]), True, 0.0, scores.causal, scale=scores.scale
-    )
+    o, lse, *_ = call_kernel(
+        torch.ops.aten._scaled_dot_product_efficient_attention,
+        *grouped, _aligned(scores.bias, grouped[0]), True, 0.0, scores.causal, scale=scores.scale,
+    )  # fmt: skip
     return o.reshape(q.shape), lse[:, :, : q.shape[2]].reshape(q.shape[:3])
 
 
@@ -219,7 +225,8 @@ def _efficient_backward(
     aligned = lse.new_full((*lse.shape[:2], -(-queries // 32) * 32), float("inf"))
     aligned[:, :, :queries] = lse
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of a dropout of zero
-    grad_q, grad_k, grad_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+    grad_q, grad_k, grad_v, _ = call_kernel(
+        torch.ops.aten._scaled_dot_product_efficient_attention_backward,
         *grouped, _aligned(scores.bias, grouped[1]), _by_token(_grouped(o, q, k)),
         aligned.unflatten(1, (k.shape[1], -1)).flatten(0, 1), unused, unused, 0.0, [True, True, True, False],
         scores.causal, scale=scores.scale,
@@ -232,7 +239,7 @@ def _grouped(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
     The kernel has no notion of groups, but it takes a stride of zero.
     """
-    split = _last_together(x).unflatten(1, (k.shape[1], -1)).flatten(0, 1)
+    split = readable(x).unflatten(1, (k.shape[1], -1)).flatten(0, 1)
     return split.expand(-1, q.shape[1] // k.shape[1], -1, -1)
 
 
@@ -258,10 +265,6 @@ def _aligned(bias: Tensor | None, grouped_q: Tensor) -> Tensor | None:
     if keys % 16 or bias.stride(-1) != 1 or bias.stride(-2) % 16:
         bias = torch.nn.functional.pad(bias, (0, -keys % 16))[..., :keys]
     return bias.expand(*grouped_q.shape[:2], -1, -1)
-
-
-def _last_together(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 FLASH = Kernel("cuda-flash", _flash_forward, _flash_backward, takes_bias=False)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from streamtune.ops.attention.kernel_trial import Grads, drawn, whole_agrees
+from streamtune.ops.attention.layout import call_kernel
 from streamtune.ops.attention.rules import MaskRules
 from streamtune.ops.attention.runs import clipped
 from streamtune.ops.attention.view import MaskView
@@ -86,8 +87,8 @@ class RowsView:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
         """Compute ``ViewKernel.forward``."""
         q, k, v = (_tokens(x) for x in (q, k[:, :, self.first : self.stop], v[:, :, self.first : self.stop]))
-        o, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *self._rows(q.device), 0.0, True, False, **self._options()
+        o, lse, *_ = call_kernel(
+            torch.ops.aten._flash_attention_forward, q, k, v, *self._rows(q.device), 0.0, True, False, **self._options()
         )
         return o.transpose(0, 1)[None], lse[None]
 
@@ -96,9 +97,10 @@ class RowsView:
         seen = [x[:, :, self.first : self.stop] for x in (k, v)]
         given = [_tokens(x) for x in (grad_o, q, *seen, o)]
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
-        grads = torch.ops.aten._flash_attention_backward(
-            *given, lse[0].contiguous(), *self._rows(q.device), 0.0, True, unused, unused, **self._options()
-        )
+        grads = call_kernel(
+            torch.ops.aten._flash_attention_backward,
+            *given, lse[0].contiguous(), *self._rows(q.device), 0.0, True, unused, unused, **self._options(),
+        )  # fmt: skip
         grad_q, grad_k, grad_v = (x.transpose(0, 1)[None] for x in grads)
         return grad_q, self._placed(grad_k, k), self._placed(grad_v, v)
 
@@ -113,7 +115,7 @@ class RowsView:
 
 def _tokens(x: Tensor) -> Tensor:
     """Return ``[1, H, T, D]`` as ``[T, H, D]``."""
-    return (x if x.stride(-1) == 1 else x.contiguous())[0].transpose(0, 1)
+    return x[0].transpose(0, 1)
 
 
 def rows_of(view: MaskView, scale: float) -> RowsView | None:

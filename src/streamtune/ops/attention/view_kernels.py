@@ -26,6 +26,7 @@ from streamtune.ops.attention.flex import FlexView, flex_is_right
 from streamtune.ops.attention.kernel_blocks import merged
 from streamtune.ops.attention.kernel_trial import RUNS, Grads, Scores, TrialHeads, ViewKernel, drawn, whole_agrees
 from streamtune.ops.attention.kernels import flash_kernel
+from streamtune.ops.attention.layout import call_kernel
 from streamtune.ops.attention.packed_rows import rows_are_right, rows_of
 from streamtune.ops.attention.view import MaskView
 from streamtune.ops.launching import MAX_ELEMENTS, median_time
@@ -61,18 +62,20 @@ class BandView:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
         """Compute ``ViewKernel.forward``."""
         k, v = k[:, :, self.first : self.stop], v[:, :, self.first : self.stop]
-        q, k, v = (_tokens_first(x) for x in (q, k, v))
-        o, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, **self._options()
-        )
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o, lse, *_ = call_kernel(
+            torch.ops.aten._flash_attention_forward,
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, **self._options(),
+        )  # fmt: skip
         return o.transpose(1, 2), lse
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
         """Compute ``ViewKernel.backward``."""
         seen = [x[:, :, self.first : self.stop] for x in (k, v)]
-        grad_o, q, k_seen, v_seen, o = (_tokens_first(x) for x in (grad_o, q, *seen, o))
+        grad_o, q, k_seen, v_seen, o = (x.transpose(1, 2) for x in (grad_o, q, *seen, o))
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
-        grads = torch.ops.aten._flash_attention_backward(
+        grads = call_kernel(
+            torch.ops.aten._flash_attention_backward,
             grad_o, q, k_seen, v_seen, o, lse.contiguous(), None, None, q.shape[1], k_seen.shape[1], 0.0, True, unused,
             unused, **self._options(),
         )  # fmt: skip
@@ -252,7 +255,3 @@ def _band_is_faster(device: torch.device, dtype: torch.dtype, heads: TrialHeads)
         return median_time(whole, device, RUNS) < median_time(segments, device, RUNS)
     except RuntimeError:  # no room to compare
         return True
-
-
-def _tokens_first(x: Tensor) -> Tensor:
-    return (x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2)
