@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import peft
@@ -14,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import streamtune
 from streamtune.engine.head import StreamedHead
+from streamtune.engine.hf_names import cache_argument, cache_by_name
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from tests.conformance.reducer import build as build_any
 from tests.exactness.families import FAMILIES, batch, build, gradients, reference
@@ -69,36 +72,58 @@ def test_routes_that_flip_on_rounding_are_no_alarm(scale: float) -> None:
         handle.check()
 
 
+def taking_cache(forward: Any) -> Any:
+    """Call the cache of a layer's forward as the installed ``transformers`` calls it."""
+    name = cache_argument(LlamaDecoderLayer.forward)
+    signature = inspect.signature(forward)
+
+    @wraps(forward)
+    def named(*args: Any, **kwargs: Any) -> Tensor:
+        return forward(*args, **{"cache" if key == name else key: value for key, value in kwargs.items()})
+
+    named.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[p.replace(name=name) if p.name == "cache" else p for p in signature.parameters.values()]
+    )
+    return named
+
+
 class CumulativeMean(LlamaDecoderLayer):
-    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Tensor:
-        out = super().forward(hidden_states, past_key_values=past_key_values, **kwargs)
+    @taking_cache
+    def forward(self, hidden_states: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
+        out = super().forward(hidden_states, **cache_by_name(LlamaDecoderLayer.forward, cache), **kwargs)
         seen = torch.arange(1, out.shape[1] + 1, device=out.device)[:, None]
         return out + 0.3 * out.cumsum(1) / seen.to(out.dtype)
 
 
 class ShiftByOne(LlamaDecoderLayer):
-    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Tensor:
+    @taking_cache
+    def forward(self, hidden_states: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
         before = nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
-        return super().forward(hidden_states + 0.1 * before, past_key_values=past_key_values, **kwargs)
+        return super().forward(
+            hidden_states + 0.1 * before, **cache_by_name(LlamaDecoderLayer.forward, cache), **kwargs
+        )
 
 
 class LosesGradient(LlamaDecoderLayer):
     """The right output and the wrong gradient, wherever there is a cache."""
 
-    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Tensor:
-        out = super().forward(hidden_states, past_key_values=past_key_values, **kwargs)
-        return out if past_key_values is None else hidden_states + (out - hidden_states).detach()
+    @taking_cache
+    def forward(self, hidden_states: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
+        out = super().forward(hidden_states, **cache_by_name(LlamaDecoderLayer.forward, cache), **kwargs)
+        return out if cache is None else hidden_states + (out - hidden_states).detach()
 
 
 class Breaks(LlamaDecoderLayer):
-    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Tensor:
-        if past_key_values is not None:
+    @taking_cache
+    def forward(self, hidden_states: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
+        if cache is not None:
             raise KeyError("no such thing")
-        return super().forward(hidden_states, past_key_values=past_key_values, **kwargs)
+        return super().forward(hidden_states, **cache_by_name(LlamaDecoderLayer.forward, cache), **kwargs)
 
 
 class WantsMore(LlamaDecoderLayer):
-    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Tensor:
+    @taking_cache
+    def forward(self, hidden_states: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
         raise ValueError("give me an image")
 
 
@@ -107,11 +132,12 @@ class Shared(LlamaDecoderLayer):
 
     left: list[Tensor]
 
-    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Tensor:
+    @taking_cache
+    def forward(self, hidden_states: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
         if self.self_attn.layer_idx == 0:
             self.left[:] = [hidden_states.tanh()]
-        out = super().forward(hidden_states, past_key_values=past_key_values, **kwargs)
-        start = 0 if past_key_values is None else past_key_values.get_seq_length()
+        out = super().forward(hidden_states, **cache_by_name(LlamaDecoderLayer.forward, cache), **kwargs)
+        start = 0 if cache is None else cache.get_seq_length()
         left = self.left[0] if self.left[0].shape[1] == out.shape[1] else self.left[0][:, start : start + out.shape[1]]
         return out + left
 
@@ -307,9 +333,10 @@ def test_a_removed_handle_and_a_model_without_weights() -> None:
 class Explodes(LlamaDecoderLayer):
     """A gradient that is no number, wherever there is a cache; the output is right."""
 
-    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Tensor:
-        out = super().forward(hidden_states, past_key_values=past_key_values, **kwargs)
-        return out if past_key_values is None else out + (hidden_states - hidden_states.detach()).sqrt() * 0
+    @taking_cache
+    def forward(self, hidden_states: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
+        out = super().forward(hidden_states, **cache_by_name(LlamaDecoderLayer.forward, cache), **kwargs)
+        return out if cache is None else out + (hidden_states - hidden_states.detach()).sqrt() * 0
 
 
 def test_a_gradient_that_is_no_number_is_refused() -> None:

@@ -20,6 +20,7 @@ forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of
     sequence/                       ranks that share a sequence: their tokens, states, and calls of the model
     observe                         the state of a forward restored in its backward; observers; hooks of modules
     inspect_model, sharded          the parts of a model; its weights at one moment, and those that ranks share
+    hf_names                        what transformers calls its inside, in which version
     evaluated                       logits of an evaluation, computed when they are read
     model_call                      arguments of the model's call
     streamed_model                  the handle's attributes, as scores, checks and calls of several ranks see them

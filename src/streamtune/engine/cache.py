@@ -34,12 +34,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from streamtune.engine.hf_names import CACHE
 from streamtune.engine.kv import KeysAndValues, StateKey, States, refuse_past
 from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.simulated import autocast_kind
 
-__all__ = ["STATE", "ChunkCache", "ProjectionDone", "prefix_of", "state_after", "state_before"]
+__all__ = ["ChunkCache", "ProjectionDone", "prefix_of", "state_after", "state_before"]
 
 Pass = Literal["store", "project", "again", "replay", "whole"]
 
@@ -138,7 +139,7 @@ class ChunkCache(Cache):
         """Store or join keys and values, depending on the pass; return those ``[B, G, S, D]`` of prefix and chunk."""
         index, self.updates = self.updates, self.updates + 1
         if self.kv.past is not None and layer_idx != self.kv.past.layer_idx:
-            refuse_past(f"layer {self.kv.past.layer_idx} keeps its keys under number {layer_idx}", "past_key_values")
+            refuse_past(f"layer {self.kv.past.layer_idx} keeps its keys under number {layer_idx}", CACHE)
         key_states, value_states = _attended_dtype(key_states), _attended_dtype(value_states)
         if self.exchange is not None:
             if self.met_states:
@@ -256,7 +257,7 @@ class ChunkCache(Cache):
     def _meet_states(self) -> None:
         self.met_states = True
         if self.kv.past is not None:
-            refuse_past("a layer carries a state from token to token", "past_key_values")
+            refuse_past("a layer carries a state from token to token", CACHE)
         if self.updates:
             self.states.meet_keys()
         self.states.meet(self.pass_name == "whole")
@@ -374,9 +375,6 @@ class _Join(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad[:, :, : ctx.split], grad[:, :, ctx.split :], None
 
-
-STATE = "state"
-"""What both call the argument."""
 
 XLSTM_STATES, RWKV_STATES = 3, 5
 NOTHING = -1e30

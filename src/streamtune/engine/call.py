@@ -32,8 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.attention import dense_mask
-from streamtune.engine.cache import STATE, ChunkCache, state_after, state_before
+from streamtune.engine.cache import ChunkCache, state_after, state_before
 from streamtune.engine.call_parts import ChunkSharing, SharedKey
+from streamtune.engine.hf_names import STATE, cache_argument, renamed_cache
 from streamtune.engine.kv import Past, refuse_past
 from streamtune.engine.observe import attention_as
 from streamtune.engine.own_attention import OwnAttention, sees_future, tile
@@ -45,10 +46,7 @@ from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.mask import LazyMask
 from streamtune.schedule import Schedule
 
-__all__ = ["CACHE_NAMES", "PAST", "LayerCall", "hands_on_cache", "takes_cache"]
-
-CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params", STATE)
-"""Names that decoder layers give their cache argument, or the state in its place."""
+__all__ = ["PAST", "LayerCall", "hands_on_cache", "takes_cache"]
 
 KEY_BIASES = ("alibi", "position_bias")
 """Arguments that are added to the scores of all queries alike; one number for each key in the last dimension."""
@@ -70,8 +68,7 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
 
 def takes_cache(layer: nn.Module) -> str | None:
     """Return the name of a layer's cache argument, or None if it has none (an encoder or vision layer)."""
-    names = _signature(type(layer).forward).parameters
-    return next((name for name in CACHE_NAMES if name in names), None)
+    return cache_argument(type(layer).forward)
 
 
 def hands_on_cache(layer: nn.Module) -> str | None:
@@ -123,7 +120,7 @@ class LayerCall:
         cache_name = takes_cache(layer) or hands_on_cache(layer)
         if cache_name is None:
             raise UnsupportedModelError(f"{name} takes no key/value cache, so its chunks cannot see their prefix")
-        bound = _signature(type(layer).forward).bind(layer, *args, **kwargs)
+        bound = _signature(type(layer).forward).bind(layer, *args, **renamed_cache(kwargs, cache_name))
         arguments = dict(bound.arguments)
         arguments.pop(next(iter(arguments)))  # self
         extra: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from streamtune.engine.hf_names import CACHE
 from streamtune.engine.memory.tiers import Block, Tier
 from streamtune.engine.observe import notify_tensors
 from streamtune.engine.rows import PackedRows
@@ -59,11 +60,11 @@ class KeysAndValues:
         self.updates = max(self.updates, len(self.pairs))
         if self.past is not None:
             if index:
-                refuse_past("a layer keeps more than one pair of keys and values", "past_key_values")
+                refuse_past("a layer keeps more than one pair of keys and values", CACHE)
             self.past.check()
             for buffer, before in zip(self.pairs[index], (self.past.keys, self.past.values), strict=True):
                 if len(before) != len(buffer):
-                    refuse_past(f"it holds {len(before)} rows for a call of {len(buffer)}", "past_key_values")
+                    refuse_past(f"it holds {len(before)} rows for a call of {len(buffer)}", CACHE)
                 buffer[:, :, : self.past.length] = before
 
     def write(self, index: int, chunk: slice, k: Tensor, v: Tensor) -> None:
@@ -331,5 +332,5 @@ def refuse_past(why: str, where: str) -> NoReturn:
     raise UnsupportedModelError(
         f"a cache was passed while gradients are on, and {why}",
         where=where,
-        mend="pass the whole sequence without past_key_values, or call the model under torch.no_grad()",
+        mend=f"pass the whole sequence without {CACHE}, or call the model under torch.no_grad()",
     )

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.attention import BiasError
-from streamtune.engine.cache import STATE, ChunkCache
+from streamtune.engine.cache import ChunkCache
 from streamtune.engine.call import PAST, LayerCall
 from streamtune.engine.chain import chained_call
 from streamtune.engine.context import CallContext
 from streamtune.engine.embeddings import take
 from streamtune.engine.fused import FusedParts
+from streamtune.engine.hf_names import STATE
 from streamtune.engine.kv import Past, refuse_past
 from streamtune.engine.last_call import LastLayerCall
 from streamtune.engine.leaves import check_leaves

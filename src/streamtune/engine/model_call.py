@@ -8,7 +8,6 @@ Shape suffixes: B batch, T tokens.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from streamtune.engine.hf_names import CACHE, cache_argument, parameters_of, renamed_cache
 from streamtune.engine.inspect_model import HUB_KERNELS
 from streamtune.engine.rows import PackedRows, names_several_rows
 from streamtune.errors import ArgumentError, UnsupportedModelError
@@ -35,7 +35,7 @@ BY_POSITIONS = ("flash_attention", HUB_KERNELS)
 
 @lru_cache(maxsize=64)
 def _parameters(forward: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)[1:]
+    return tuple(parameters_of(forward))[1:]
 
 
 @dataclass
@@ -48,6 +48,8 @@ class ModelCall:
 
     def __post_init__(self) -> None:
         forget_host_copies()  # of earlier calls
+        if (name := cache_argument(type(self.model).forward, state=False)) is not None:
+            self.kwargs = renamed_cache(self.kwargs, name)
 
     def get(self, name: str) -> Any:
         """Return the argument, None where it was not passed."""
@@ -62,6 +64,12 @@ class ModelCall:
             self.args = (*self.args[:place], value, *self.args[place + 1 :])
         else:
             self.kwargs = {**self.kwargs, name: value}
+
+    @property
+    def cache(self) -> Any:
+        """The cache that was passed, by whichever name; None without any."""
+        name = cache_argument(type(self.model).forward, state=False)
+        return None if name is None else self.get(name)
 
     def takes(self, name: str) -> bool:
         """Return True if the model names such an argument."""
@@ -79,7 +87,7 @@ class ModelCall:
         Raises:
             UnsupportedModelError: Arguments for kernels name rows that the positions do not show.
         """
-        if self.get("attention_mask") is None and self.get("past_key_values") is None:
+        if self.get("attention_mask") is None and self.cache is None:
             rows = PackedRows.of(self.get("position_ids"))
             if rows is not None:
                 return rows
@@ -122,7 +130,7 @@ class ModelCall:
         """
         targets = self.kwargs.get("shift_labels") if targets is None else targets
         labels, mask = self.get("labels"), self.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.dim() == 2 and self.get("past_key_values") is not None:
+        if isinstance(mask, Tensor) and mask.dim() == 2 and self.cache is not None:
             seen = mask.cumsum(1) > 0  # what is behind a token of the cache sees that
             mask = seen[:, seen.shape[1] - self.size[1] :]
         if targets is None and labels is not None:
@@ -140,11 +148,11 @@ def mark_read(call: ModelCall) -> None:
     Raises:
         UnsupportedModelError: A call with gradients read the cache before.
     """
-    cache = call.get("past_key_values")
+    cache = call.cache
     if getattr(cache, READ, False):
         raise UnsupportedModelError(
             "the cache that was passed was read by a call with gradients, which has not written its tokens to it",
-            where="past_key_values",
+            where=CACHE,
             mend="pass copy.deepcopy(cache) to each call that trains; segments of one row that attend to each other "
             "are one call of the whole row",
         )

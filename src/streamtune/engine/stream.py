@@ -442,7 +442,7 @@ class StreamHandle:
         scored, call = self.scored, ModelCall(self.model, args, kwargs)
         with_labels = call.get("labels") is not None or scored is not None  # to be scored is to be trained on
         mark_read(call)
-        if call.get("past_key_values") is None and (
+        if call.cache is None and (
             torch.is_grad_enabled() or (call.get("use_cache") is None and (with_labels or model.training))
         ):
             if scored is None:

@@ -24,6 +24,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Stoppi
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from streamtune.adapters import base_of
+from streamtune.engine.hf_names import cache_by_name
 from streamtune.model_device import model_device
 from streamtune.rollout.writer import Completion, Sampling, WritingStopped, ended
 
@@ -94,7 +95,7 @@ class TransformersWriter:
         if cache is not None:
             if max(repeats) > 1:
                 cache.batch_repeat_interleave(repeats[0] if len(set(repeats)) == 1 else repeats_P)
-            given["past_key_values"] = cache
+            given |= cache_by_name(type(self.model).prepare_inputs_for_generation, cache)
         ids_NT, mask_NT = ids_PT.repeat_interleave(repeats_P, dim=0), mask_PT.repeat_interleave(repeats_P, dim=0)
         output: Any = self.model.generate(
             input_ids=ids_NT,
@@ -147,9 +148,9 @@ class TransformersWriter:
             reads(
                 input_ids=ids_PT[:, start:stop],
                 attention_mask=mask_PT[:, :stop],
-                past_key_values=cache,
                 use_cache=True,
                 **given,
+                **cache_by_name(type(decoder).forward, cache),
             )
         self.on_read(last, last)
         return cache

@@ -19,6 +19,7 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 
+from streamtune.engine.hf_names import CACHES
 from streamtune.engine.inspect_model import carries_states, keeps_keys, own_attention
 from streamtune.engine.observe import RandomState
 from streamtune.engine.rotary import RowLengths
@@ -199,7 +200,7 @@ def _refuse(handle: StreamedModel, kwargs: dict[str, Any], length: int) -> None:
             continue
         if isinstance(value, Tensor) and value.dim() > 0:
             raise UnsupportedModelError(f"{name} is handed {key!r}, which ranks cannot share", mend=UNSHARED)
-        if key in ("past_key_values", "output_hidden_states", "logits_to_keep") and value:
+        if key in (*CACHES, "output_hidden_states", "logits_to_keep") and value:
             raise UnsupportedModelError(
                 f"{key} is asked for, which ranks that share a sequence do not have", mend=UNSHARED
             )
