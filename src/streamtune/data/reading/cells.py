@@ -30,6 +30,7 @@ __all__ = [
     "tools_of",
     "variables_of",
     "with_system",
+    "without_nulls",
 ]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -83,7 +84,12 @@ def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
         DataError: It is no object, its role is unknown, or its content is missing or no text.
     """
     if not isinstance(message, dict):
-        raise DataError(f"{place} must be an object with 'role' and 'content'", where=origin)
+        pairs = isinstance(message, (list, tuple)) and all(isinstance(each, (list, tuple)) for each in message)
+        raise DataError(
+            f"{place} must be an object with 'role' and 'content', it is {kind_of(message)}",
+            where=origin,
+            mend='a list of pairs is how a map is written: write {"role": "user", "content": "..."}' if pairs else "",
+        )
     role = message.get("role")
     if role not in ROLES:
         hint = did_you_mean(role, ROLES) if isinstance(role, str) else ""
@@ -175,7 +181,7 @@ def _tool_calls(calls: Any, place: str, origin: str) -> list[dict[str, Any]]:
 
 def _tool_call(call: Any, place: str, origin: str) -> dict[str, Any]:
     """Return a tool call with its arguments as an object: templates write JSON, and would quote a string twice."""
-    function = call.get("function", call) if isinstance(call, dict) else None
+    function = (call.get("function") or call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f"{place} must be an object with a function 'name' and 'arguments'", where=origin)
     arguments = function.get("arguments")
@@ -184,8 +190,26 @@ def _tool_call(call: Any, place: str, origin: str) -> dict[str, Any]:
             arguments = json.loads(arguments or "{}")
         except ValueError as error:
             raise DataError(f"{place}: the arguments are malformed JSON: {error}", where=origin) from error
-    checked = {**function, "arguments": {} if arguments is None else arguments}
-    return {**call, "function": checked} if "function" in call else checked
+    checked = {**_filled(function), "arguments": {} if arguments is None else arguments}
+    return checked if function is call else {**_filled(call), "function": checked}
+
+
+def _filled(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that have a value."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def without_nulls(value: Any) -> Any:
+    """Drop keys whose value is None, at every depth.
+
+    Arrow gives every struct of a column the same keys and fills the ones a row never had with nulls; a chat template
+    would print them.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
 
 
 def _unicode(text: str, place: str, origin: str) -> str:
@@ -244,7 +268,19 @@ def tools_of(value: Any, origin: str) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise DataError("'tools' must be a list of JSON schemas", where=origin)
-    return value
+    found: list[dict[str, Any]] = without_nulls(value) if _has_filler(value) else value
+    return found
+
+
+_MAY_BE_NULL = ("default", "const", "example")
+"""Keys of a JSON schema whose value may be null."""
+
+
+def _has_filler(schema: Any) -> bool:
+    """Return True if a key of a schema is null that no schema has so: it comes from a table, as others may."""
+    if isinstance(schema, dict):
+        return any(name not in _MAY_BE_NULL if value is None else _has_filler(value) for name, value in schema.items())
+    return isinstance(schema, list) and any(map(_has_filler, schema))
 
 
 def variables_of(value: Any, origin: str) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from streamtune.data.reading.readers import Row, without_nulls
+from streamtune.data.reading.cells import without_nulls
+from streamtune.data.reading.readers import Row
 from streamtune.errors import DataError, did_you_mean
 
 __all__ = ["hub_rows", "load_hub"]

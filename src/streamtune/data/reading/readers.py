@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from streamtune.data.faults import BadRows
-from streamtune.data.reading.cells import kind_of
+from streamtune.data.reading.cells import kind_of, without_nulls
 from streamtune.data.reading.files import (
     COMPRESSED,
     MAX_LINE_BYTES,
@@ -28,9 +28,10 @@ from streamtune.data.reading.files import (
     open_bytes,
     read_whole,
 )
+from streamtune.data.reading.padding import unpadded
 from streamtune.errors import DataError
 
-__all__ = ["READERS", "Row", "read_data_file", "read_file", "without_nulls"]
+__all__ = ["READERS", "Row", "read_data_file", "read_file"]
 
 
 @dataclass(frozen=True)
@@ -69,19 +70,6 @@ def read_data_file(file: DataFile, bad: BadRows) -> Iterator[Row]:
             mend=f"use one of {', '.join(READERS)}; text may be compressed: {', '.join(COMPRESSED)} behind it",
         )
     return reader(file, bad)
-
-
-def without_nulls(value: Any) -> Any:
-    """Drop keys whose value is None, at every depth.
-
-    Arrow gives every struct of a column the same keys and fills the ones a row never had with nulls; a chat template
-    would print them.
-    """
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value
 
 
 def _object(value: Any, origin: str) -> Row:
@@ -368,7 +356,7 @@ def _arrow_rows(file: DataFile, batches: Callable[[Any], Iterator[Any]], kind: s
     try:
         with open_bytes(file, text=False) as raw:
             for batch in batches(raw):
-                for columns in batch.to_pylist():
+                for columns in batch.to_pylist(maps_as_pydicts="strict"):
                     number += 1
                     yield Row(f"{file.shown}:row {number}", without_nulls(columns))
     # pyarrow raises its own errors, Python's, and MemoryError for a size that a damaged file claims
@@ -391,9 +379,9 @@ def _read_text(file: DataFile, bad: BadRows) -> Iterator[Row]:
 
 
 READERS: dict[str, Callable[[DataFile, BadRows], Iterator[Row]]] = {
-    ".jsonl": _read_jsonl,
-    ".ndjson": _read_jsonl,
-    ".json": _read_json,
+    ".jsonl": unpadded(_read_jsonl),
+    ".ndjson": unpadded(_read_jsonl),
+    ".json": unpadded(_read_json),
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
     ".csv": _read_csv,

@@ -434,7 +434,8 @@ class PromptRenderer:
         if self._default_system is not None and not has_system(messages):
             messages = [{"role": "system", "content": self._default_system}, *messages]
         variables = self._variables(own, tools, origin)
-        text = check_unicode(
-            render_messages(self._tokenizer, messages, tools, origin, generation=True, variables=variables), origin
+        text = render_messages(
+            self._tokenizer, messages, tools, origin, generation=True, variables=variables, explain=True
         )
+        text = check_unicode(text, origin)
         return list(self._pieces.ids(text, special=False))

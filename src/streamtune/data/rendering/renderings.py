@@ -59,10 +59,12 @@ def render_messages(
     generation: bool,
     template: str | None = None,
     variables: Mapping[str, Any] | None = None,
+    explain: bool = False,
 ) -> str:
     """Render a conversation by the chat template, or by another one, which sees no flag of a message.
 
-    A template that refuses answers without ``content`` (tool calls alone) gets an empty string in its place.
+    A template that refuses answers without ``content`` (tool calls alone) gets an empty string in its place. With
+    ``explain`` the error of a refusal names the message, which takes more renderings to find.
 
     Raises:
         DataError: The template refuses the conversation.
@@ -84,11 +86,48 @@ def render_messages(
                 return render_messages(
                     tokenizer, filled, tools, origin, generation=generation, template=template, variables=variables
                 )
-        raise DataError(
-            f"the chat template refuses the conversation: {error.what}",
-            where=origin,
-            mend="mend the row, or set chat_template to a template that takes it",
-        ) from error
+        index = _refused_at(tokenizer, messages, tools, generation, template, variables) if explain else None
+        raise _refusal(messages, index, error.what, origin) from error
+
+
+_MISSING = re.compile(r"has no attribute '(\w+)'")
+_MOST_TRIED = 256
+"""Messages that are looked at to find the one that a template refuses."""
+
+
+def _refused_at(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    tools: Any,
+    generation: bool,
+    template: str | None,
+    variables: Mapping[str, Any] | None,
+) -> int | None:
+    """Return the index of the message behind those that a template takes; None if that cannot be told."""
+    for count in range(len(messages) - 1, max(0, len(messages) - _MOST_TRIED), -1):
+        with suppress(TemplateRefusalError):
+            render_chat(
+                tokenizer,
+                _seen(messages[:count]),
+                tools=tools,
+                template=template,
+                add_generation_prompt=generation,
+                variables=variables,
+            )
+            return count
+    return 0 if len(messages) == 1 else None
+
+
+def _refusal(messages: list[Message], index: int | None, what: str, origin: str) -> DataError:
+    """Return the error of a conversation that the template refuses at a message."""
+    at = "" if index is None else f" at messages[{index}], of the role '{messages[index]['role']}'"
+    mend = "mend the row, or set chat_template to a template that takes it"
+    found = _MISSING.search(what)
+    if found and index is not None and found[1] not in messages[index]:
+        what = f"it reads '{found[1]}' of the message, which has none ({what})"
+        hint = " (the function that was called)" if found[1] == "name" and messages[index]["role"] == "tool" else ""
+        mend = f"give the message its '{found[1]}'{hint}, or set chat_template to a template that needs none"
+    return DataError(f"the chat template refuses the conversation{at}: {what}", where=origin, mend=mend)
 
 
 def request_of(
@@ -156,7 +195,12 @@ class Renderings:
         the user, and only where a conversation ends with that message"""
         ahead = rendered_ahead(tokenizer, _seen(messages), tools, variables)
         self._spans = None if ahead is None else ahead[1]
-        self.text = check_unicode(self._render(messages) if ahead is None else ahead[0], origin)
+        text = (
+            render_messages(tokenizer, messages, tools, origin, generation=False, variables=variables, explain=True)
+            if ahead is None
+            else ahead[0]
+        )
+        self.text = check_unicode(text, origin)
         if messages[0]["role"] == "system" and messages[0].get("content", "").strip() not in self.text:
             self._look_for_system()
 
