@@ -8,28 +8,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 from streamtune.data.faults import BadRows
 from streamtune.data.reading.cells import without_nulls
 from streamtune.data.reading.files import DataFile
 
-if TYPE_CHECKING:
-    from streamtune.data.reading.readers import Row
-
 __all__ = ["unpadded"]
 
-Reader = Callable[[DataFile, BadRows], Iterator["Row"]]
+
+class _HasColumns(Protocol):
+    @property
+    def columns(self) -> dict[str, Any]: ...
 
 
-def unpadded(read: Reader) -> Reader:
+RowT = TypeVar("RowT", bound=_HasColumns)
+Reader = Callable[[DataFile, BadRows], Iterator[RowT]]
+
+
+def unpadded(read: Reader[RowT]) -> Reader[RowT]:
     """Return a reader that leaves out null arguments of tool calls where a table made them; the user is told.
 
     A file that has a null argument is read a second time, to compare the keys of its calls.
     """
 
-    def rows(file: DataFile, bad: BadRows) -> Iterator[Row]:
+    def rows(file: DataFile, bad: BadRows) -> Iterator[RowT]:
         padded: bool | None = None
         for row in read(file, bad):
             held = [row]  # a long row is held by its reader alone
@@ -39,7 +42,7 @@ def unpadded(read: Reader) -> Reader:
                     padded = _have_same_keys(read(file, BadRows("skip", sys.maxsize)))
                     bad.notify(f"{file.shown}: {_PADDED if padded else _NULL}")
                 if padded:
-                    held[0] = replace(held[0], columns=_without_null_arguments(held[0].columns))
+                    _leave_out_nulls(held[0].columns)
             yield held.pop()
 
     return rows
@@ -74,7 +77,7 @@ def _has_null(value: Any) -> bool:
     return isinstance(value, list) and any(map(_has_null, value))
 
 
-def _have_same_keys(rows: Iterator[Row]) -> bool:
+def _have_same_keys(rows: Iterator[_HasColumns]) -> bool:
     """Return True if there are several calls, and the objects at each place of their arguments have the same keys."""
     keys: dict[tuple[str, ...], frozenset[str]] = {}
     count = 0
@@ -95,10 +98,8 @@ def _have_same_keys(rows: Iterator[Row]) -> bool:
     return count > 1
 
 
-def _without_null_arguments(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row, with the arguments of tool calls without nulls."""
+def _leave_out_nulls(columns: Mapping[str, Any]) -> None:
     for arguments in _arguments(columns):
         left = without_nulls(arguments)
         arguments.clear()
         arguments.update(left)
-    return dict(columns)
