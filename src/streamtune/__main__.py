@@ -13,6 +13,9 @@ def main() -> None:
     # Nothing is there to be ended yet; even the handler that is installed next takes time to import.
     if _signal.getsignal(_signal.SIGINT) == _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, lambda signum, frame: os._exit(128 + signum))
+    from streamtune.safe_path import leave_out_working_directory
+
+    leave_out_working_directory()  # before anything is imported that may stand there
     from streamtune import interrupts
     from streamtune.streams import keep_streams
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from streamtune.quiet import packed_call, run_packed
+from streamtune.safe_path import SafeChildren
 
 __all__ = ["Child"]
 
@@ -33,7 +34,7 @@ class Child:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=run_packed, args=(theirs, *packed_call(function, *args)), daemon=True)
-        with _interrupts_ignored():  # by the process as well, from its first import on
+        with SafeChildren(), _interrupts_ignored():  # by the process as well, from its first import on
             self.process.start()
         theirs.close()
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["COLOURS", "INK", "dress", "line", "save"]
+__all__ = ["COLOURS", "INK", "drawn_plainly", "dress", "line", "save"]
 
+Given = ParamSpec("Given")
+Drawn = TypeVar("Drawn")
 
 COLOURS: dict[str, str] = {
     "plain": "#8a909c",
@@ -23,6 +27,24 @@ COLOURS: dict[str, str] = {
 
 
 INK = "#1f2430"
+
+
+def drawn_plainly(draw: Callable[Given, Drawn]) -> Callable[Given, Drawn]:
+    """Let a function draw with matplotlib's own settings, and put the user's back afterwards.
+
+    matplotlib reads a ``matplotlibrc`` of the working directory, which may be another person's: with ``text.usetex`` it
+    would have LaTeX run.
+    """
+
+    @wraps(draw)
+    def drawing(*args: Given.args, **options: Given.kwargs) -> Drawn:
+        import matplotlib
+
+        with matplotlib.rc_context():
+            matplotlib.rcdefaults()
+            return draw(*args, **options)
+
+    return drawing
 
 
 def save(figure: Any, path: Path, title: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from streamtune.errors import ArgumentError
 from streamtune.trackers.reporter import make_reporters
 from streamtune.train import RunFacts
 from tests.sft_kit import FIXED, RECIPE, write_recipe, write_rows
@@ -181,6 +182,26 @@ def test_wandb_offline_has_one_run_with_all_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_wandb_follows_no_address_or_key_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from streamtune.trackers.to_wandb import _check_folder
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("WANDB_DIR", "WANDB_BASE_URL", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "wandb").mkdir()
+    settings = tmp_path / "wandb" / "settings"
+    settings.write_text("[default]\nproject: mine\nentity = team\n")
+    _check_folder()
+    for line in ("base_url = http://127.0.0.1:9", "BASE_URL: http://127.0.0.1:9", "api_key = 0123"):
+        settings.write_text(f"[default]\n{line}\n")
+        with pytest.raises(ArgumentError, match="of the working directory sets"):
+            _check_folder()
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    _check_folder()
+
+
 def test_trackio_has_one_run_with_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own: it reads where its files are when it is imported."""
     pytest.importorskip("trackio")

@@ -12,7 +12,7 @@ from streamtune.bench.entries import ablation_entries, mode_entries, sharing_ent
 from streamtune.bench.modes import absent
 from streamtune.bench.subject import COMPLETIONS, SHARING
 from streamtune.bench.tables import Entry, TableName, TableReport, TableRow
-from streamtune.palette import save
+from streamtune.palette import drawn_plainly, save
 from streamtune.schedule import Schedule
 from streamtune.simulate.workload import LABELS, MODES, Mode
 
@@ -364,6 +364,7 @@ TABLES: dict[TableName, Table] = {
 }
 
 
+@drawn_plainly
 def draw_table(report: TableReport, path: Path) -> None:
     """Draw a table.
 

@@ -11,7 +11,7 @@ from typing import Any
 from streamtune.bench.bench import BenchReport, BenchRow
 from streamtune.bench.subject import Layout
 from streamtune.bench.tables import TableReport, TableRow
-from streamtune.palette import COLOURS, INK, dress, line, save
+from streamtune.palette import COLOURS, INK, drawn_plainly, dress, line, save
 from streamtune.simulate.workload import LABELS
 
 __all__ = ["draw_ablation", "draw_bench", "draw_longest", "draw_memory", "draw_sharing", "draw_time"]
@@ -39,6 +39,7 @@ MARKS: dict[Layout, dict[str, Any]] = {
 """Packed rows cost about what the same rows cost apart: both marks are to be seen where they lie on each other."""
 
 
+@drawn_plainly
 def draw_bench(report: BenchReport, path: Path, *, title: str) -> None:
     """Draw activation memory and step time against length.
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from streamtune.data.batches.mixture import Mixture
 from streamtune.data.batches.sampler import ResumableSampler, pack_rows
 from streamtune.data.fit import Measured
-from streamtune.palette import INK
+from streamtune.palette import INK, drawn_plainly
 
 __all__ = ["LengthBin", "LengthChoice", "choose_lengths", "draw_lengths", "fewest_packs", "histogram", "padding_share"]
 
@@ -176,6 +176,7 @@ def fewest_packs(lengths: Lengths, max_length: int) -> int:
     return -(-int(lengths.sum()) // max_length)
 
 
+@drawn_plainly
 def draw_lengths(bins: list[LengthBin], limit: int, title: str, name: str = "max_length") -> bytes:
     """Return the histogram as PNG, with the limit marked.
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
 
-from streamtune.palette import COLOURS, INK
+from streamtune.palette import COLOURS, INK, drawn_plainly
 from streamtune.secrets import plain
 
 __all__ = ["draw_needles", "draw_positions"]
@@ -21,6 +21,7 @@ DARK = 0.55
 """Probability from which on a cell is so dark that its figures are white."""
 
 
+@drawn_plainly
 def draw_positions(splits: Mapping[str, Any], *, title: str) -> bytes | None:
     """Return a PNG of loss against position, with a band of two standard errors; None where there is nothing to draw.
 
@@ -56,6 +57,7 @@ def draw_positions(splits: Mapping[str, Any], *, title: str) -> bytes | None:
     return _png(figure, axes, title)
 
 
+@drawn_plainly
 def draw_needles(found: Mapping[str, Any], *, title: str) -> bytes:
     """Return a PNG of the needle probe: a row for each depth, a column for each length.
 

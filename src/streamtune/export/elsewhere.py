@@ -5,7 +5,6 @@ Both are looked for before anything is computed, so that an export does not fail
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 from streamtune import interrupts
 from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.network import is_offline
+from streamtune.safe_path import safe_environment
 
 __all__ = [
     "GGUF_TYPES",
@@ -124,9 +124,9 @@ def _convert(folder: Path, out: Path, options: list[str], converter: Path) -> st
     """Run the converter, and return its last words where it failed, else nothing."""
     command = [str(converter), str(folder), "--outfile", str(out), *options]
     if converter.suffix == ".py":
-        command = [sys.executable, str(Path(__file__).with_name("run_converter.py")), *command]
+        command = [sys.executable, "-P", str(Path(__file__).with_name("run_converter.py")), *command]
     local = (converter.parent / "gguf-py").is_dir()
-    environment = dict(os.environ) if local else {**os.environ, "NO_LOCAL_GGUF": "1"}
+    environment = {**safe_environment(), **({} if local else {"NO_LOCAL_GGUF": "1"})}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode == 0 and out.is_file():
         return ""

@@ -67,7 +67,7 @@ def _name_patterns(folder: Path) -> None:
 if __name__ == "__main__":
     converter = Path(sys.argv[1]).resolve()
     sys.argv = sys.argv[1:]
-    sys.path[0] = str(converter.parent)  # as if it had been run itself
+    sys.path.insert(0, str(converter.parent))  # as if it had been run itself
     local = converter.parent / "gguf-py"
     if local.is_dir():
         sys.path.insert(1, str(local))

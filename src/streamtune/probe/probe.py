@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from streamtune import interrupts
-from streamtune.palette import COLOURS, INK, save
+from streamtune.palette import COLOURS, INK, drawn_plainly, save
 from streamtune.plan.budget import Budget
 from streamtune.plan.search import Attempt, Range, search_largest
 from streamtune.probe.steps import PrepareStep, Shape
@@ -270,6 +270,7 @@ class _Progress:
 GIB, MIB = 1 << 30, 1 << 20
 
 
+@drawn_plainly
 def draw_probe(report: ProbeReport, path: Path, *, title: str) -> None:
     """Draw a bar for each mode, and device bytes over length with the budget.
 

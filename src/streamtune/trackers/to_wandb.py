@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from configparser import ConfigParser
+from configparser import Error as ConfigParserError
 from pathlib import Path
 from typing import Any
 
+from streamtune.errors import ArgumentError
 from streamtune.trackers.tracker import Tracker, facts_of, project_name
 
 __all__ = ["WandbTracker"]
@@ -28,6 +31,8 @@ class WandbTracker(Tracker):
     def start(self) -> dict[str, Any]:
         """See :class:`Tracker`."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        if not self.offline:
+            _check_folder()
         import wandb
 
         settings = wandb.Settings(
@@ -79,3 +84,27 @@ class WandbTracker(Tracker):
     def close(self, status: str) -> None:
         """See :class:`Tracker`."""
         self._run.finish(exit_code=1 if status == "failed" else 0)
+
+
+def _check_folder() -> None:
+    """Refuse a settings file of the working directory that chooses who receives what a run logs, and the user's key.
+
+    Raises:
+        ArgumentError: ``wandb/settings`` names an address or a key that the environment does not name.
+    """
+    file = Path(os.environ.get("WANDB_DIR") or ".") / "wandb" / "settings"
+    settings = ConfigParser(interpolation=None)
+    try:
+        settings.read(file)
+        found = dict(settings.items("default"))
+    except (OSError, ValueError, ConfigParserError):  # wandb does not read it either
+        return
+    for name, value in found.items():
+        variable = f"WANDB_{name.upper()}"
+        if variable in ("WANDB_BASE_URL", "WANDB_API_KEY") and variable not in os.environ:
+            shown = value if variable == "WANDB_BASE_URL" else "a key of its own"
+            raise ArgumentError(
+                f"{file} of the working directory sets {name} to {shown}: the run would be logged there",
+                where="report_to",
+                mend=f"set {variable} yourself if that is meant, or remove the line",
+            )

@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from streamtune.names import set_names
+from streamtune.palette import drawn_plainly
 from streamtune.secrets import plain
 from streamtune.train.records import read_records
 from streamtune.train.rundir import RunDirectory
@@ -276,6 +277,7 @@ def smooth(values: Sequence[float], window: float) -> list[float]:
     return smoothed
 
 
+@drawn_plainly
 def draw_loss(records: Records, path: Path, *, title: str) -> None:
     """Draw the training loss, its smoothed course and the held-out loss; below them the metrics of :data:`PANELS`.
 

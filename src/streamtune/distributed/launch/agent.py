@@ -27,6 +27,7 @@ from streamtune.distributed.launch.ranks import LocalRanks, count_devices
 from streamtune.distributed.ports import free_port
 from streamtune.distributed.watch.failure import Failure
 from streamtune.errors import StreamTuneError
+from streamtune.safe_path import safe_environment
 
 __all__ = ["PING_SECONDS", "SILENCE_SECONDS", "main"]
 
@@ -116,10 +117,10 @@ class _Agent:
         pipe = subprocess.PIPE if has_main else None
         try:
             self._ranks = LocalRanks(
-                [sys.executable, "-m", "streamtune", *asked["arguments"]],
+                [sys.executable, "-P", "-m", "streamtune", *asked["arguments"]],
                 asked["first_rank"],
                 asked["count"],
-                {**os.environ, **asked["environment"]},
+                safe_environment({**os.environ, **asked["environment"]}),
                 asked["host"],
                 (pipe, pipe),
             )

@@ -27,6 +27,7 @@ from streamtune.distributed.ports import check_host, free_port, is_free
 from streamtune.distributed.watch.failure import RankEnd, first_failure
 from streamtune.errors import ArgumentError
 from streamtune.network import among_ranks
+from streamtune.safe_path import safe_environment
 from streamtune.streams import reader_is_gone
 
 __all__ = ["launch", "without_launch_options"]
@@ -157,10 +158,10 @@ def _start(hosts: Sequence[Host], arguments: Sequence[str], device: str, groups:
     first_rank = 0
     for host, here in zip(hosts, is_here, strict=True):
         if here:
-            command = [sys.executable, "-m", "streamtune", *arguments]
+            command = [sys.executable, "-P", "-m", "streamtune", *arguments]
             name = socket.gethostname() if alone else host.address
             with interrupts.blocked():  # until they can be ended
-                groups.append(LocalRanks(command, first_rank, host.slots, {**os.environ, **environment}, name))
+                groups.append(LocalRanks(command, first_rank, host.slots, {**safe_environment(), **environment}, name))
         else:
             remotes[host.name].start(arguments, first_rank, host.slots, {**passed_on(), **environment})
         first_rank += host.slots

@@ -20,6 +20,7 @@ from streamtune.distributed.launch.agent import PING_SECONDS
 from streamtune.distributed.launch.hostfile import Host
 from streamtune.distributed.watch.failure import Failure, RankEnd
 from streamtune.errors import DistributedError
+from streamtune.safe_path import safe_environment
 
 __all__ = ["RemoteRanks", "passed_on"]
 
@@ -47,7 +48,7 @@ def passed_on(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     more = {name.strip() for name in environ.get("STREAMTUNE_EXPORT", "").split(",")}
     return {
         name: value
-        for name, value in environ.items()
+        for name, value in safe_environment(environ).items()
         if name in NEEDED or name in more or name.upper().startswith(PASSED)
     }
 
@@ -67,9 +68,10 @@ class RemoteRanks:
         self._sent: list[int] = []
         self._speaking = threading.Lock()
         self._closed = threading.Event()
-        needed = [f"{name}={shlex.quote(os.environ[name])}" for name in NEEDED if name in os.environ]
+        known = safe_environment()
+        needed = [f"{name}={shlex.quote(known[name])}" for name in NEEDED if name in known]
         python = shlex.quote(sys.executable)
-        line = f"cd {shlex.quote(str(Path.cwd()))} && exec env {' '.join(needed)} {python} -m {AGENT}"
+        line = f"cd {shlex.quote(str(Path.cwd()))} && exec env {' '.join(needed)} {python} -P -m {AGENT}"
         ssh = shlex.split(os.environ.get(SSH_VARIABLE) or SSH)
         try:
             self._process = subprocess.Popen(
