@@ -356,7 +356,11 @@ def test_rows_of_a_step_of_axolotl(tmp_path: Path) -> None:
 
 
 def test_a_switch_that_a_command_turns_off(tmp_path: Path) -> None:
-    imported = convert(tmp_path, "trl sft --model_name_or_path a --dataset_name b --no_bf16 --no_use_cache\n", "r.sh")
+    imported = convert(
+        tmp_path,
+        "trl sft --model_name_or_path a --dataset_name b --no_bf16 --no_use_cache --completion_only_loss true\n",
+        "r.sh",
+    )
     assert "bf16: false  # no_bf16" in imported.text
     assert imported.changes_training == []
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from .conversion import Conversion
-from .datasets import put_datasets, put_eval_sets, rows_of_split
+from .datasets import put_datasets, put_eval_sets, report_media, rows_of_split
+from .rules import FieldRule, UnconvertedError, by_itself, one_of, together, without
 
-__all__ = ["take_datasets"]
+__all__ = ["ENTRY_FIELDS", "SETS", "take_datasets"]
+
+SETS = ("datasets", "pretraining_dataset", "test_datasets")
+"""Fields that name datasets."""
 
 TYPES: dict[str, dict[str, str]] = {
     "sft": {
@@ -32,8 +36,45 @@ COLUMNS: dict[str, str] = {
     "field_system": "system",
     "field": "text",
     "text_column": "text",
+    "field_prompt": "prompt",
+    "field_chosen": "chosen",
+    "field_rejected": "rejected",
+    "field_completion": "completion",
+    "field_label": "label",
 }
 """Names of columns, with those that are read here."""
+
+TEXTS = ("completion", "pretrain")
+"""Types of rows of text, which axolotl cuts into pieces of ``sequence_len`` tokens."""
+
+ENTRY_FIELDS: dict[str, FieldRule] = {
+    **together("path name split data_files", *COLUMNS, ours="datasets"),
+    **together("type message_property_mappings message_field_role message_field_content", ours="datasets"),
+    **together("type.field_prompt type.field_chosen type.field_rejected", ours="datasets"),
+    **together("type.field_completion type.field_label", ours="datasets"),
+    **together("roles_to_train", ours="roles_to_train"),
+    **together("train_on_eos", ours="train_on_eos"),
+    **together("chat_template chat_template_jinja message_field_training roles", ours="datasets"),
+    **by_itself("the file's ending says it; a dataset's code is not run", "ds_type trust_remote_code"),
+    **by_itself("rows are prepared when the run starts", "preprocess_shards"),
+    **by_itself("a message is trained unless it says so itself", "split_thinking field_thinking"),
+    **by_itself("read with kd_trainer only", "logprobs_field temperature"),
+    **by_itself("the names of the roles say it", "field_human field_model"),
+    **by_itself("read with type: synthetic only", "length sequence_length min_input_id max_input_id seed"),
+    **by_itself("read by process reward models only", "step_separator max_completion_length train_on_last_step_only"),
+    **without("a part of the rows: write max_rows", "shards shards_idx skip"),
+    **without("a revision of a dataset", "revision"),
+    **without("a prompt format of its own", "conversation input_format input_transform"),
+    **without("a prompt format of its own", "type.system_prompt type.system_format type.format type.no_input_format"),
+    **without("a prompt format of its own", "type.field_system type.field_instruction type.field_input"),
+    **without("a prompt format of its own", "type.field_output type.prompt_format type.chosen_format"),
+    **without("a prompt format of its own", "type.rejected_format type.completion_format"),
+    **without("spans of a message: write train: false for whole messages", "message_field_training_detail"),
+    **without("the tokens that end turns: see train_on_eos", "train_on_eot"),
+    **without("system messages are rendered", "drop_system_message"),
+    **without("the key of thoughts is reasoning_content or thinking", "template_thinking_key"),
+}
+"""Fields of an entry, and what they become."""
 
 
 USUAL_ROLES = [
@@ -54,8 +95,10 @@ LOADERS = ("json", "csv", "parquet", "text", "arrow")
 
 
 def take_datasets(conversion: Conversion) -> None:
-    """Convert ``datasets``, ``pretraining_dataset`` and ``test_datasets``."""
-    for name in ("datasets", "pretraining_dataset", "test_datasets"):
+    """Convert the fields of :data:`SETS`, and what becomes of rows that are too long."""
+    texts: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    for name in SETS:
         entries = conversion.take(name)
         if entries is None:
             if name in conversion.file.fields:
@@ -66,7 +109,11 @@ def take_datasets(conversion: Conversion) -> None:
         for index, entry in enumerate(entries):
             entry = {"path": entry} if isinstance(entry, str) else entry
             if isinstance(entry, dict) and isinstance(entry.get("path"), str):
-                specs += _dataset(conversion, entry, name, index)
+                found = _dataset(conversion, entry, name, index)
+                is_text = entry.get("type", "pretrain" if name == "pretraining_dataset" else "") in TEXTS
+                (texts if is_text else others).extend(found)
+                report_media(conversion, found, name, index)
+                specs += found
             else:
                 conversion.lose(name, index, why="an entry without a path")
         if name == "test_datasets":
@@ -75,6 +122,36 @@ def take_datasets(conversion: Conversion) -> None:
         put_datasets(conversion, specs, name)
         if name == "pretraining_dataset":
             conversion.ours.setdefault("train_on", "all")
+    _take_long_rows(conversion, bool(texts), bool(others))
+
+
+def _take_long_rows(conversion: Conversion, texts: bool, others: bool) -> None:
+    """Convert ``excess_length_strategy``: rows of text are never too long there, because they are cut into pieces."""
+    name, packs = "excess_length_strategy", conversion.get("sample_packing")
+    given = name in conversion.file.fields
+    strategy = conversion.take(name)
+    try:
+        ours = one_of({"drop": "drop", "truncate": "truncate", "raise": "error"})(strategy or "drop")
+    except UnconvertedError as error:
+        conversion.lose(name, why=str(error))
+        ours, given = "drop", False
+    if not texts or conversion.objective != "sft":
+        if given and strategy:
+            conversion.put("overlength", ours, name)
+        elif given:
+            conversion.unneeded(name, why="no value")
+        return
+    conversion.default("overlength", "split", "a row of text is cut into pieces of sequence_len tokens")
+    if others:
+        what = name if given else f"{name}: {ours}"
+        why = "rows of text are cut into pieces there, and other rows not; here overlength is the same for all rows"
+        conversion.lose(name, why=why) if given else conversion.missing(what, why)
+    elif given:
+        conversion.unneeded(name, why="rows of text are cut into pieces, and are never too long")
+    if conversion.get("pretraining_dataset"):
+        why = "windows share up to 256 tokens there, and each ends with the end token"
+        cut = "without sample_packing a row of text loses what is behind sequence_len there; here all of it is trained"
+        conversion.missing("pretraining_dataset", why if packs else cut)
 
 
 def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: int) -> list[dict[str, Any]]:
@@ -93,12 +170,14 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
             continue
         if key == "type":
             _take_type(conversion, spec, value, lose)
+        elif key == "chat_template_jinja":
+            conversion.put("chat_template", value, name, index, key)
         elif key == "name":
             spec["name"] = value
         elif key == "split":
             rows_of_split(spec, value, lambda why: lose("split", why))
-        elif key == "ds_type" or key == "trust_remote_code":
-            conversion.unneeded(name, index, key, why="the file's ending says it; a dataset's code is not run")
+        elif key in ENTRY_FIELDS and not ENTRY_FIELDS[key].needed:
+            conversion.unneeded(name, index, key, why=ENTRY_FIELDS[key].why)
         elif key == "data_files":
             if entry["path"] not in LOADERS and not entry.get("ds_type"):
                 lose(key, "files of a dataset on the hub: name them by path")
@@ -112,13 +191,16 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
         elif key == "message_field_training" and value in FLAGS:
             conversion.unneeded(name, index, key, why="a message is trained unless it says so itself")
         elif key == "chat_template":
-            if value != "tokenizer_default":
+            if value not in ("tokenizer_default", "jinja"):
                 lose(key, "the tokenizer's own template is used; write chat_template: FILE.jinja")
         elif key == "roles":
             if value not in USUAL_ROLES:
                 lose(key, "roles are read as user, assistant, system, tool; human and gpt in sharegpt rows")
+        elif key == "train_on_eot":
+            _take_trained(conversion, "train_on_eos", value, name, index, key)
         else:
-            lose(key, "no counterpart in a dataset's entry")
+            rule = ENTRY_FIELDS.get(key)
+            lose(key, rule.why if rule else "no counterpart in a dataset's entry")
     if (turns["role"], turns["content"]) == ("from", "value"):
         spec["type"] = "sharegpt"
     elif (turns["role"], turns["content"]) != ("role", "content"):
@@ -128,18 +210,19 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
     return [spec]
 
 
-def _take_trained(conversion: Conversion, key: str, value: Any, name: str, index: int) -> None:
+def _take_trained(conversion: Conversion, key: str, value: Any, name: str, index: int, theirs: str = "") -> None:
     """Convert what is trained of the rows of one dataset: here it is the same for all of them."""
+    theirs = theirs or key
     if key == "roles_to_train" and isinstance(value, list):
         value = list(dict.fromkeys(ROLES.get(role, role) if isinstance(role, str) else str(role) for role in value))
     if value in (["assistant"], "turn") and key not in conversion.ours:
-        conversion.unneeded(name, index, key, why="as here")
+        conversion.unneeded(name, index, theirs, why="as here")
     elif conversion.objective != "sft" or conversion.ours.get("train_on") == "all":
-        conversion.unneeded(name, index, key, why="every token of an answer counts")
+        conversion.unneeded(name, index, theirs, why="every token of an answer counts")
     elif conversion.ours.get(key, value) != value:
-        conversion.lose(name, index, key, why=f"{key} is the same for all datasets here")
+        conversion.lose(name, index, theirs, why=f"{key} is the same for all datasets here")
     else:
-        conversion.put(key, value, name, index, key)
+        conversion.put(key, value, name, index, theirs)
 
 
 def _group(value: Any) -> dict[str, Any]:
@@ -148,7 +231,13 @@ def _group(value: Any) -> dict[str, Any]:
 
 def _take_type(conversion: Conversion, spec: dict[str, Any], value: Any, lose: Any) -> None:
     known = TYPES[conversion.objective]
-    if isinstance(value, dict):
+    if isinstance(value, dict) and conversion.objective == "dpo" and not any("format" in key for key in value):
+        kto = conversion.ours.get("loss_type") == "kto"
+        spec["type"] = "unpaired" if kto else "preference"
+        names = {COLUMNS[key]: column for key, column in value.items() if key in COLUMNS and column}
+        if renamed := {ours: column for ours, column in names.items() if ours != column}:
+            spec["columns"] = {**spec.get("columns", {}), **renamed}
+    elif isinstance(value, dict):
         lose("type", "a prompt format of your own: write the rows as messages, or as prompt and completion")
     elif value in known:
         if known[value]:

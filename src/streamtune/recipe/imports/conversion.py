@@ -59,6 +59,7 @@ class PeerTrainer:
         objective: Returns the objective of a recipe.
         special: Takes the fields that are converted together, before the rules are applied.
         defaults: Writes the defaults that differ from ours, after the rules were applied.
+        other_defaults: Our keys that ``defaults`` writes.
     """
 
     name: str
@@ -68,6 +69,25 @@ class PeerTrainer:
     objective: Callable[[Conversion], str]
     special: Callable[[Conversion], None]
     defaults: Callable[[Conversion], None]
+    other_defaults: frozenset[str]
+
+    def rule(self, name: str) -> FieldRule | None:
+        """Return the rule of a field; a field of a group (``group.field``) without one has the rule of the group."""
+        group, _, inner = name.rpartition(".")
+        found = self.fields.get(name) or (self.rule(group) if group else None)
+        if found is None and not inner.count(".") and any(other.startswith(f"{name}.") for other in self.fields):
+            return FieldRule(why="a group of keys", needed=False)
+        return found
+
+    def kind_of(self, name: str) -> Kind | None:
+        """Return the class of a field: ``mapped``, ``default`` where its default differs, ``not_needed`` or ``lost``.
+
+        None is a field that the table does not have.
+        """
+        rule = self.rule(name)
+        if rule is None:
+            return None
+        return "default" if rule.ours in self.other_defaults else rule.kind
 
 
 @dataclass
@@ -137,6 +157,10 @@ class Conversion:
         self._add("mapped", path, ours=_short(key, value), note=note)
         return True
 
+    def merge(self, key: str, values: dict[str, Any], *path: str | int, note: str = "") -> bool:
+        """Write entries of a key of ours that is a table, beside those that are there."""
+        return self.put(key, {**self.ours.get(key, {}), **values}, *path, note=note)
+
     def convert(
         self, key: str, convert: Callable[[Any], Any], value: Any, *path: str | int, trains: bool = True
     ) -> None:
@@ -191,7 +215,7 @@ class Conversion:
 
     def _apply(self, path: tuple[str, ...], value: Any) -> None:
         name = ".".join(path)
-        rule = self.trainer.fields.get(name)
+        rule = self.trainer.rule(name)
         if rule is None and name.startswith("no_") and value is True:  # a switch of a command: --no_bf16
             rule, value = self.trainer.fields.get(name.removeprefix("no_")), False
         if rule is None and name in ALIASES:

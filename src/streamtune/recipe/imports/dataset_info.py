@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .conversion import Conversion
-from .datasets import put_datasets, put_eval_sets, put_weights, rename_columns, rows_of_split
+from .datasets import put_datasets, put_eval_sets, put_weights, rename_columns, report_media, rows_of_split
 
 __all__ = ["take_datasets"]
 
@@ -18,14 +18,23 @@ OPENAI_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user",
 SHAREGPT_TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
 
 
-def take_datasets(conversion: Conversion) -> None:
-    """Convert ``dataset`` and ``eval_dataset``, by the ``dataset_info.json`` of ``dataset_dir``, and their mixture."""
+MEDIA = ("images", "videos", "audios")
+"""Columns of what is not text."""
+
+
+def take_datasets(conversion: Conversion, *, texts: bool) -> None:
+    """Convert ``dataset`` and ``eval_dataset``, by the ``dataset_info.json`` of ``dataset_dir``, and their mixture.
+
+    Args:
+        conversion: The recipe on its way to ours.
+        texts: True for ``stage: pt``, which trains the column of the prompt and nothing else.
+    """
     folder, most = conversion.take("dataset_dir"), conversion.take("max_samples")
     for name in ("dataset_dir", "max_samples"):
         if name in conversion.file.fields:
             conversion.unneeded(name, why="see datasets")
-    put_datasets(conversion, _specs(conversion, "dataset", folder, most), "dataset")
-    put_eval_sets(conversion, _specs(conversion, "eval_dataset", folder, most), "eval_dataset")
+    put_datasets(conversion, _specs(conversion, "dataset", folder, most, texts=texts), "dataset")
+    put_eval_sets(conversion, _specs(conversion, "eval_dataset", folder, most, texts=texts), "eval_dataset")
     strategy, shares = conversion.take("mix_strategy"), conversion.take("interleave_probs")
     given = conversion.file.fields
     mixes = str(strategy or "concat").startswith("interleave")
@@ -37,7 +46,7 @@ def take_datasets(conversion: Conversion) -> None:
             conversion.unneeded(name, why="weights of the datasets say it" if mixes else "off, as here")
 
 
-def _specs(conversion: Conversion, field: str, folder: Any, most: Any) -> list[dict[str, Any]]:
+def _specs(conversion: Conversion, field: str, folder: Any, most: Any, *, texts: bool) -> list[dict[str, Any]]:
     """Return our entries for the datasets that a field names."""
     names = conversion.take(field)
     if names in (None, ""):
@@ -60,7 +69,7 @@ def _specs(conversion: Conversion, field: str, folder: Any, most: Any) -> list[d
                 why = f"'{name}' is read from {found_in}, and {missing}: write the path of its file"
                 conversion.lose(field, why=why)
         else:
-            spec = _dataset(conversion, name, entry, Path(found_in).parent)
+            spec = _dataset(conversion, field, name, entry, Path(found_in).parent, texts=texts)
         if isinstance(most, int) and most:
             spec["max_rows"] = min(most, spec.get("max_rows", most))
         specs.append(spec)
@@ -81,11 +90,13 @@ def _dataset_info(conversion: Conversion, folder: str) -> tuple[dict[str, Any] |
     return None, str(Path(folder) / "dataset_info.json")
 
 
-def _dataset(conversion: Conversion, name: str, entry: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _dataset(
+    conversion: Conversion, field: str, name: str, entry: dict[str, Any], folder: Path, *, texts: bool
+) -> dict[str, Any]:
     """Return our entry for one of ``dataset_info.json``; what it does not say is reported."""
 
     def lose(why: str) -> None:
-        conversion.lose("dataset", why=f"'{name}' in dataset_info.json: {why}")
+        conversion.lose(field, why=f"'{name}' in dataset_info.json: {why}")
 
     spec: dict[str, Any] = {}
     if "file_name" in entry:
@@ -104,14 +115,33 @@ def _dataset(conversion: Conversion, name: str, entry: dict[str, Any], folder: P
         spec |= {"max_rows": entry["num_samples"], "shuffle": True}
     if entry.get("revision") or entry.get("folder"):
         lose("a revision or a folder of a dataset on the hub")
-    _take_columns(spec, entry, lose)
+    columns = entry.get("columns") or {}
+    said = [f"'{columns[key]}'" for key in MEDIA if columns.get(key)]
+    if said:
+        lose(f"the column {' and '.join(said)}: only the text is trained on")
+    else:
+        report_media(conversion, [spec], field)
+    if texts:
+        _take_text(spec, entry, lose)
+    else:
+        _take_columns(spec, entry, lose)
     return spec
+
+
+def _take_text(spec: dict[str, Any], entry: dict[str, Any], lose: Any) -> None:
+    """Write the column of the text of ``stage: pt``, which is that of the prompt."""
+    columns = entry.get("columns") or {}
+    if entry.get("formatting", "alpaca") != "alpaca":
+        lose("stage: pt trains the first message of a row alone: write the texts in a column")
+    if columns.get("query") or not columns:
+        lose("stage: pt trains prompt and query together: write the texts in one column")
+    rename_columns(spec, {"text": columns.get("prompt", ALPACA["prompt"])}, "text")
 
 
 def _take_columns(spec: dict[str, Any], entry: dict[str, Any], lose: Any) -> None:
     """Write the type of the rows, where their columns have the names that are read here."""
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
-    sharegpt = entry.get("formatting", "alpaca") == "sharegpt"
+    sharegpt = entry.get("formatting", "alpaca") in ("sharegpt", "openai")
     style = {**SHAREGPT_TAGS, **{key: tag for key, tag in tags.items() if key in SHAREGPT_TAGS}}
     if sharegpt and style != OPENAI_TAGS and (entry.get("ranking") or "kto_tag" in columns):
         lose("turns of prompts and answers have 'role' and 'content' here")

@@ -2,15 +2,69 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from .conversion import Conversion
 
-__all__ = ["put_datasets", "put_eval_sets", "put_weights", "rename_columns", "rows_of_split"]
+__all__ = [
+    "put_datasets",
+    "put_eval_sets",
+    "put_weights",
+    "rename_columns",
+    "report_media",
+    "rows_of_split",
+    "seen_columns",
+]
 
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns that hold what is not text."""
+MOST_READ = 2**20
+"""Bytes of a file that are read to see the columns of its first row."""
+
+
+def seen_columns(conversion: Conversion, path: str) -> dict[str, Any] | None:
+    """Return the first row of a local file, as it is named, then seen from their file; None where it is not there.
+
+    Only the columns of a Parquet file are read, each with the value None.
+    """
+    for base in (Path(), conversion.file.path.resolve().parent):
+        file = base / Path(path).expanduser()
+        if file.suffix not in DATA_FILES or not file.is_file():
+            continue
+        try:
+            return _first_row(file)
+        except (OSError, ValueError, StopIteration):
+            return None  # the run says what is wrong with the file
+    return None
+
+
+def _first_row(file: Path) -> dict[str, Any] | None:
+    if file.suffix == ".parquet":
+        from pyarrow import parquet  # type: ignore[import-untyped]
+
+        return dict.fromkeys(parquet.read_schema(file).names)
+    with file.open(encoding="utf-8", newline="") as text:
+        if file.suffix == ".csv":
+            return dict(next(csv.DictReader(text)))
+        if file.suffix == ".txt":
+            return {"text": ""}
+        read = text.read(MOST_READ).lstrip()
+    row, _ = json.JSONDecoder().raw_decode(read.removeprefix("[").lstrip())
+    return row if isinstance(row, dict) else None
+
+
+def report_media(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int) -> None:
+    """Report columns of images, sounds and videos, which rows of text do not show."""
+    for spec in specs:
+        row = seen_columns(conversion, str(spec["path"])) or {}
+        for column in [name for name in MEDIA if name in row and row[name] not in ("", [])]:
+            conversion.lose(*path, why=f"the column '{column}' of {spec['path']}: only its text is trained on")
 
 
 def put_datasets(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int, note: str = "") -> None:

@@ -17,11 +17,12 @@ from .rules import (
     same,
     split_names,
     to,
+    together,
     token_list,
     whole_modules,
     without,
 )
-from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_trackers, take_warmup
+from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_thinking, take_trackers, take_warmup
 
 __all__ = ["LLAMAFACTORY"]
 
@@ -33,19 +34,48 @@ GENERATION = "read when it generates, not when it trains"
 GENERIC = ("alpaca", "default", "empty", "vicuna", "fewshot", "original", "aquila")
 """Templates that belong to no model."""
 
+FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
+"""Fields that say what ``finetuning_type: freeze`` trains."""
+
 FIELDS: dict[str, FieldRule] = {
     **TRAINER_FIELDS,
     **same("model_name_or_path", "cutoff_len", "val_size", "lora_rank", "lora_alpha", "lora_dropout", "pref_beta"),
     **same("dpo_label_smoothing", "kto_chosen_weight", "kto_rejected_weight", "simpo_gamma", "ref_model"),
     **same("moe_aux_loss_coef", "packing"),
-    "finetuning_type": to("finetuning_type", one_of({"lora": "lora", "full": "full"}, "we have full, lora and qlora")),
     "lora_target": to("lora_target", split_names),
     "pref_ftx": to("rpo_alpha", lambda value: value or None),
     "pref_loss": to("loss_type"),
     "quantization_bit": to("quantization", one_of({4: "nf4", 8: "int8"}, "4 bits (nf4) or 8 (int8)")),
     "disable_gradient_checkpointing": FieldRule(why=CHECKPOINTING, needed=False),
     "rope_scaling": to("rope_scaling", rope_scaling),
+    # taken together
+    **together("stage", why="the objective of the recipe"),
+    **together("finetuning_type", ours="finetuning_type"),
+    **together("dataset dataset_dir max_samples interleave_probs mix_strategy", ours="datasets"),
+    **together("eval_dataset", ours="eval_datasets"),
+    **together("template", why="the tokenizer's own template is used: compare it"),
+    **together("train_on_prompt mask_history", ours="train_on"),
+    **together("pure_bf16", ours="dtype"),
+    **together("neat_packing", ours="packing"),
+    **together("enable_thinking preserve_thinking", ours="chat_template_kwargs"),
+    **together("warmup_steps", ours="warmup_steps"),
+    **together("warmup_ratio", ours="warmup_ratio"),
+    "oft_block_size": to("oft_block_size", lambda value: value or None),
     # what StreamTune does by itself
+    **by_itself(KERNELS, "use_kt kt_expert_checkpoint_path kt_lora_expert_intermediate_size kt_lora_expert_num"),
+    **by_itself(KERNELS, "kt_use_lora_experts kt_weight_path block_diag_attn"),
+    **by_itself("models are placed by themselves", "device_map use_hyper_parallel hyper_parallel_args"),
+    **by_itself("the precision of the weights says it", "compute_dtype"),
+    **by_itself("set by cutoff_len", "model_max_length"),
+    **by_itself(GENERATION, "generation_config generation_num_beams sglang_config sglang_lora_backend sglang_maxlen"),
+    **by_itself(GENERATION, "sglang_mem_fraction sglang_tp_size"),
+    **by_itself("`streamtune bench` measures", "enable_torch_profiler profile_modules profiler_active_steps"),
+    **by_itself("`streamtune bench` measures", "profiler_output_dir profiler_profile_memory profiler_record_shapes"),
+    **by_itself("`streamtune bench` measures", "profiler_repeat profiler_wait_steps profiler_warmup_steps"),
+    **by_itself("`streamtune bench` measures", "profiler_with_stack"),
+    **by_itself("`--nproc N` starts the ranks of one machine", "master_addr master_port ray_init_kwargs"),
+    **by_itself("rows are drawn by 'seed'; packing: true saves the padding", "sortish_sampler"),
+    **by_itself("read with use_eaft_loss only", "eaft_alpha"),
     **by_itself(KERNELS, "flash_attn", "enable_liger_kernel", "use_unsloth", "use_unsloth_gc", "use_v1_kernels"),
     **by_itself(CHECKPOINTING, "use_reentrant_gc"),
     **by_itself("the streamed head computes log-probabilities in fp32", "upcast_lmhead_output"),
@@ -53,7 +83,6 @@ FIELDS: dict[str, FieldRule] = {
     **by_itself(PREPARED, "overwrite_cache", "preprocessing_num_workers", "preprocessing_batch_size", "tokenized_path"),
     **by_itself(PREPARED, "streaming", "buffer_size", "data_shared_file_system", "media_dir"),
     **by_itself("padding has the label -100 always", "ignore_pad_token_for_loss"),
-    **by_itself("rows of a packed sequence never see each other", "neat_packing"),
     **by_itself("loss.png is always drawn", "plot_loss"),
     **by_itself("metrics.jsonl has every step", "include_effective_tokens_per_second", "compute_accuracy"),
     **by_itself("the banner of a run says it", "print_param_status"),
@@ -95,9 +124,9 @@ FIELDS: dict[str, FieldRule] = {
     ),
     **by_itself("read with their switch only", "badam_switch_interval", "badam_update_ratio", "badam_verbose"),
     **by_itself("read with their switch only", "pissa_iter", "pissa_convert", "loraplus_lr_embedding", "oft_rank"),
-    **by_itself("read with their switch only", "oft_block_size", "oft_target", "module_dropout", "create_new_adapter"),
-    **by_itself("read with their switch only", "freeze_trainable_layers", "freeze_trainable_modules"),
-    **by_itself("read with their switch only", "freeze_extra_modules", "fp8_backend", "init_special_tokens"),
+    **by_itself("read with their switch only", "oft_target module_dropout create_new_adapter fp8_backend"),
+    **by_itself("read with their switch only", "init_special_tokens"),
+    **without("all layers are trained", *FREEZE),
     # lost
     "adapter_name_or_path": no_counterpart("a trained adapter to begin with: merge it first with `streamtune export`"),
     "adapter_folder": no_counterpart("a trained adapter to begin with: merge it first with `streamtune export`"),
@@ -128,7 +157,7 @@ FIELDS: dict[str, FieldRule] = {
     "use_mca": no_counterpart("Megatron does not train here", trains=False),
     "use_dft_loss": FieldRule("loss_type", lambda value: "dft" if value else "nll"),
     "use_asft_loss": no_counterpart("the ASFT loss"),
-    "asft_alpha": no_counterpart("the ASFT loss"),
+    **by_itself("read with use_asft_loss only", "asft_alpha"),
     "use_eaft_loss": no_counterpart("the EAFT loss"),
     "freeze_language_model": no_counterpart("training of an image tower only"),
     "pref_bco_weight": no_counterpart("the BCO part of the loss"),
@@ -143,9 +172,6 @@ FIELDS: dict[str, FieldRule] = {
     "disable_shuffling": to("shuffle", lambda value: not value),
     "early_stopping_steps": to("early_stopping_patience"),
     "tool_format": no_counterpart("tools are rendered by the chat template"),
-    "enable_thinking": no_counterpart(
-        "thoughts are rendered by the chat template: write chat_template_kwargs where it reads this", off=(True,)
-    ),
     **by_itself("each of eval_datasets has a loss of its own", "eval_on_each_dataset"),
     **without("this tracker is not here", "use_swanlab", trains=False),
     **by_itself(
@@ -173,24 +199,77 @@ def _special(conversion: Conversion) -> None:
     elif stage is not None:
         conversion.unneeded("stage", why=f"objective: {conversion.objective}")
     _take_template(conversion)
+    take_thinking(conversion)
     _take_trained(conversion, stage)
     _take_precision(conversion)
-    if conversion.get("neat_packing"):
-        conversion.take("packing")
-        conversion.put("packing", True, "packing" if "packing" in conversion.file.fields else "neat_packing")
+    _take_method(conversion)
+    if stage == "pt":
+        _take_blocks(conversion)
+    elif conversion.take("neat_packing"):
+        if conversion.take("packing") is not None:
+            conversion.unneeded("packing", why="neat_packing says it")
+        conversion.put("packing", True, "neat_packing")
     elif conversion.get("packing"):
         conversion.take("packing")
         conversion.put(
             "packing", True, "packing", note="rows see each other there without neat_packing, and never here"
         )
-    if conversion.get("quantization_bit") and conversion.get("finetuning_type", "lora") == "lora":
-        if conversion.take("finetuning_type") is not None:
-            conversion.put("finetuning_type", "qlora", "finetuning_type")
-        else:
-            conversion.ours["finetuning_type"] = "qlora"
+    if stage != "pt" and "neat_packing" in conversion.file.fields and not conversion.get("neat_packing"):
+        conversion.unneeded("neat_packing", why="off: see packing")
     take_warmup(conversion)
     take_trackers(conversion, {})
-    take_datasets(conversion)
+    take_datasets(conversion, texts=stage == "pt")
+
+
+def _take_method(conversion: Conversion) -> None:
+    """Convert ``finetuning_type``: OFT is a kind of adapters here, and what freeze leaves frozen is trained."""
+    name = "finetuning_type"
+    given = name in conversion.file.fields
+    method = conversion.take(name) or "lora"
+    if method == "lora" and conversion.get("quantization_bit"):
+        if given:
+            conversion.put(name, "qlora", name)
+        else:
+            conversion.ours[name] = "qlora"
+    elif method in ("lora", "full"):
+        if given:
+            conversion.put(name, method, name)
+    elif method == "oft":
+        conversion.put("adapter_type", "oft", name)
+        conversion.ours[name] = "lora"
+        target = conversion.take("oft_target")
+        if target is not None:
+            conversion.convert("lora_target", split_names, target, "oft_target")
+    else:
+        conversion.ours[name] = "full"
+        last = conversion.get("freeze_trainable_layers", 2)
+        why = f"it trains {last} layers and leaves the others as they are; here all weights are trained"
+        conversion.lose(name, why=why if method == "freeze" else "we have full, lora and qlora")
+    for key in FREEZE:
+        if key in conversion.left and method != "freeze":
+            conversion.take(key)
+            conversion.unneeded(key, why="read with finetuning_type: freeze only")
+
+
+def _take_blocks(conversion: Conversion) -> None:
+    """Convert what ``stage: pt`` makes of texts: blocks of ``cutoff_len`` tokens, unless ``packing: false``."""
+    given = conversion.file.fields
+    packing = conversion.take("packing")
+    if packing in (None, True):
+        note = "texts are laid end to end in blocks there, and see each other; here they do not"
+        if packing:
+            conversion.put("packing", True, "packing", note=note)
+        else:
+            conversion.default("packing", True, note)
+        conversion.default("overlength", "split", "a text that is too long goes on in the next block")
+        conversion.default("split_at", "token")
+    else:
+        conversion.unneeded("packing", why="off, as here")
+    if packing is None and "packing" in given:
+        conversion.unneeded("packing", why="no value")
+    if "neat_packing" in given:
+        conversion.take("neat_packing")
+        conversion.unneeded("neat_packing", why="read by stage: sft only")
 
 
 def _take_template(conversion: Conversion) -> None:
@@ -236,8 +315,9 @@ def _defaults(conversion: Conversion) -> None:
     conversion.default("lr_scheduler_type", "linear")
     conversion.default("num_train_epochs", 3.0)
     conversion.default("per_device_train_batch_size", 8)
-    conversion.default("overlength", "truncate")
-    if conversion.objective == "sft":
+    cut = "there each turn loses a part of its question and of its answer; here the end of the row is cut off"
+    conversion.default("overlength", "truncate", cut if conversion.objective == "sft" else "")
+    if conversion.objective == "sft" and conversion.ours["overlength"] == "truncate":
         conversion.default("truncate_side", "right")
     if "dtype" not in conversion.ours and conversion.get("bf16"):
         note = "frozen weights are kept in the precision of the computation" if adapters else "weights are kept in fp32"
@@ -258,4 +338,10 @@ LLAMAFACTORY = PeerTrainer(
     objective=_objective,
     special=_special,
     defaults=_defaults,
+    other_defaults=frozenset(
+        [
+            *("finetuning_type", "lora_r", "learning_rate", "lr_scheduler_type", "num_train_epochs", "dtype"),
+            *("per_device_train_batch_size", "overlength", "truncate_side", "split_at", "packing", "train_on"),
+        ]
+    ),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from streamtune.recipe.aliases import ALIASES
 
@@ -18,6 +18,7 @@ __all__ = [
     "UnconvertedError",
     "adapter_kind",
     "by_itself",
+    "first_values",
     "fraction_or_count",
     "more_special_tokens",
     "no_counterpart",
@@ -28,6 +29,7 @@ __all__ = [
     "special_tokens",
     "split_names",
     "to",
+    "together",
     "token_list",
     "whole_modules",
     "without",
@@ -61,6 +63,11 @@ class FieldRule:
     trains: bool = True
     off: tuple[Any, ...] = ()
 
+    @property
+    def kind(self) -> Literal["mapped", "not_needed", "lost"]:
+        """The class of the field: a key of ours, not needed, or without counterpart."""
+        return "mapped" if self.ours else "lost" if self.needed else "not_needed"
+
     def is_off(self, value: Any) -> bool:
         """Return True if the field does nothing with this value."""
         return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in OFF + self.off)
@@ -71,9 +78,29 @@ def to(ours: str, convert: Callable[[Any], Any] | None = None, *, trains: bool =
     return FieldRule(ours, convert, why, trains=trains)
 
 
+def together(*names: str, ours: str = "", why: str = "") -> dict[str, FieldRule]:
+    """Return the rules of fields that a trainer's ``special`` converts with others; the table says what they become."""
+    return dict.fromkeys(_spread(names), FieldRule(ours, why=why, needed=bool(ours)))
+
+
+def _spread(names: tuple[str, ...]) -> list[str]:
+    """Return names, of which a text may hold several with blanks between them."""
+    return [name for text in names for name in text.split()]
+
+
 def adapter_kind(kind: str) -> FieldRule:
     """Return the rule of a switch that makes the adapters of another kind."""
     return FieldRule("adapter_type", lambda on: kind if on in (True, "true", "True") else None)
+
+
+def first_values(value: Any) -> Any:
+    """Return the kind of adapters that peft's ``init_lora_weights`` asks for; None where it asks for LoRA's own."""
+    name = str(value).lower().replace("-", "_").partition("_niter_")[0]
+    if name in ("true", "none", "default"):
+        return None
+    if name in ("pissa", "olora", "loftq", "lora_ga"):
+        return name
+    raise UnconvertedError("first values of the adapters: adapter_type has pissa, olora, loftq and lora_ga")
 
 
 def whole_modules(value: Any) -> Any:
@@ -84,12 +111,12 @@ def whole_modules(value: Any) -> Any:
 
 def same(*names: str, trains: bool = True) -> dict[str, FieldRule]:
     """Return the rules of fields that have our key's name, or a name that ``recipe.aliases`` knows."""
-    return {name: to(ALIASES.get(name, name), trains=trains) for name in names}
+    return {name: to(ALIASES.get(name, name), trains=trains) for name in _spread(names)}
 
 
 def by_itself(why: str, *names: str) -> dict[str, FieldRule]:
     """Return the rules of fields that mean nothing here, with what takes their place."""
-    return {name: FieldRule(why=why, needed=False) for name in names}
+    return {name: FieldRule(why=why, needed=False) for name in _spread(names)}
 
 
 def no_counterpart(why: str = "", *, trains: bool = True, off: tuple[Any, ...] = ()) -> FieldRule:
@@ -99,7 +126,7 @@ def no_counterpart(why: str = "", *, trains: bool = True, off: tuple[Any, ...] =
 
 def without(why: str, *names: str, trains: bool = True, off: tuple[Any, ...] = ()) -> dict[str, FieldRule]:
     """Return the rules of several fields without counterpart."""
-    return dict.fromkeys(names, no_counterpart(why, trains=trains, off=off))
+    return dict.fromkeys(_spread(names), no_counterpart(why, trains=trains, off=off))
 
 
 def one_of(values: dict[Any, Any], why: str = "") -> Callable[[Any], Any]:

@@ -14,6 +14,7 @@ from .rules import (
     UnconvertedError,
     adapter_kind,
     by_itself,
+    first_values,
     more_special_tokens,
     no_counterpart,
     one_of,
@@ -21,10 +22,11 @@ from .rules import (
     same,
     split_names,
     to,
+    together,
     whole_modules,
     without,
 )
-from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_trackers, take_warmup
+from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_thinking, take_trackers, take_warmup
 from .trl import take_weights_dtype
 
 __all__ = ["SWIFT"]
@@ -50,6 +52,9 @@ PLACED = "models are placed by themselves"
 IMAGES = "images, sounds and boxes are not trained on"
 OTHER_TUNERS = "read by another tuner only"
 VLLM = "vLLM runs in the process of the training"
+SERVER = "a server of vLLM is not asked: use_vllm runs vLLM in the process of the training"
+TUNER = ("tuner_type", "train_type", "sft_type")
+"""Names of the field that says what is trained, in releases from now back."""
 
 
 def _rewards(value: Any) -> Any:
@@ -62,9 +67,6 @@ FIELDS: dict[str, FieldRule] = {
     **same("lora_rank", "lora_alpha", "lora_dropout", "packing", "sequence_parallel_size", "router_aux_loss_coef"),
     "sequence_parallel_size": to("sequence_parallel_size", trains=False),
     "target_modules": to("lora_target", split_names),
-    "train_type": to("finetuning_type", one_of({"lora": "lora", "full": "full"}, "we have full, lora and qlora")),
-    "tuner_type": to("finetuning_type", one_of({"lora": "lora", "full": "full"}, "we have full, lora and qlora")),
-    "sft_type": to("finetuning_type", one_of({"lora": "lora", "full": "full"}, "we have full, lora and qlora")),
     "split_dataset_ratio": to("val_size"),
     "truncation_strategy": to(
         "overlength",
@@ -93,7 +95,72 @@ FIELDS: dict[str, FieldRule] = {
     "overlong_filter": to("mask_truncated_completions"),
     **same("use_vllm", "vllm_gpu_memory_utilization", trains=False),
     "chat_template": to("chat_template"),
+    **same("min_p chat_template_kwargs"),
+    "early_stop_interval": to("early_stopping_patience"),
+    # taken together
+    **together(*TUNER, "freeze_parameters_ratio", ours="finetuning_type"),
+    **together("rlhf_type", why="the objective of the recipe"),
+    **together("use_hf", why="names are looked up on the Hugging Face hub"),
+    **together("model model_id_or_path", ours="model_name_or_path"),
+    **together("max_length", ours="max_length"),
+    **together("quant_bits quant_method", ours="quantization"),
+    **together("torch_dtype dtype", ours="dtype"),
+    **together("template", why="the tokenizer's own template is used: compare it"),
+    **together("warmup_steps", ours="warmup_steps"),
+    **together("warmup_ratio", ours="warmup_ratio"),
+    **together("dataset columns interleave_prob", ours="datasets"),
+    **together("val_dataset", ours="eval_datasets"),
+    **together("enable_thinking preserve_thinking", ours="chat_template_kwargs"),
     # what StreamTune does by itself
+    **by_itself(
+        VLLM, "vllm_data_parallel_size vllm_pipeline_parallel_size vllm_disable_cascade_attn vllm_engine_kwargs"
+    ),
+    **by_itself(VLLM, "vllm_enable_expert_parallel vllm_enable_lora vllm_max_lora_rank vllm_mm_processor_cache_gb"),
+    **by_itself(VLLM, "vllm_quantization vllm_reasoning_parser vllm_speculative_config vllm_use_async_engine"),
+    **by_itself(VLLM, "enable_flattened_weight_sync local_rollout_forward_batch_size offload_teacher_model"),
+    **by_itself("the model's configuration says it", "ref_model_type reward_model_type teacher_model_type"),
+    **by_itself("models are placed by themselves", "enable_npu_model_patch ds3_gather_for_generation"),
+    **by_itself("read in evaluation only", "eval_metric generation_config generation_max_length"),
+    **by_itself("read in evaluation only", "generation_num_beams num_generations_eval"),
+    **by_itself("rows are drawn by 'seed'; packing: true saves the padding", "sortish_sampler"),
+    **by_itself("packing fills every sequence as far as rows fit", "packing_strategy"),
+    **by_itself("checkpoints are safetensors in pieces", "max_shard_size safe_serialization use_flash_ckpt"),
+    **by_itself("metrics.jsonl has every step", "log_rollout_offpolicy_metrics wandb_log_unique_prompts"),
+    **by_itself(OTHER_TUNERS, "adalora_beta1 adalora_beta2 adalora_deltaT adalora_orth_reg_weight adalora_tfinal"),
+    **by_itself(OTHER_TUNERS, "adalora_tinit boft_block_num boft_dropout boft_n_butterfly_factor fourier_scaling"),
+    **by_itself(OTHER_TUNERS, "galore_cos_threshold galore_gamma_proj galore_optim_per_parameter galore_proj_bits"),
+    **by_itself(OTHER_TUNERS, "galore_proj_group_size galore_proj_quant galore_quantization galore_queue_size"),
+    **by_itself(OTHER_TUNERS, "galore_with_embedding reft_args reft_intervention_type reft_layer_key reft_layers"),
+    **by_itself(OTHER_TUNERS, "vera_d_initial vera_dropout vera_projection_prng_key"),
+    **by_itself(OTHER_TUNERS, "lora_ga_batch_size lora_ga_direction lora_ga_iters lora_ga_max_length lora_ga_scale"),
+    **by_itself(OTHER_TUNERS, "lora_ga_stable_gamma"),
+    **by_itself("read by PPO only", "cliprange cliprange_value gamma kl_coef lam num_mini_batches num_ppo_epochs"),
+    **by_itself(
+        "read by PPO only", "num_sample_generations response_length vf_coef whiten_rewards missing_eos_penalty"
+    ),
+    **by_itself("read by reward models only", "center_rewards_coefficient mrl_dims"),
+    **by_itself("read by rlhf_type: gkd only", "gkd_logits_topk lmbda seq_kd sft_alpha teacher_adapters"),
+    **by_itself("read by rlhf_type: gkd only", "teacher_deepspeed teacher_kl_coef teacher_model_revision"),
+    **by_itself("read by rlhf_type: gkd only", "teacher_model_server teacher_tag_key teacher_model"),
+    **by_itself("read with another loss only", "discopop_tau real_tau tau_neg tau_pos fipo_clip_high_only"),
+    **by_itself("read with another loss only", "fipo_clip_range fipo_decay_rate fipo_safety_threshold rlsd_lambda"),
+    **by_itself("read with another loss only", "rlsd_lambda_decay_steps rlsd_lambda_warmup_steps rlsd_negative_only"),
+    **by_itself("read with another loss only", "rlsd_reweight_clip_range sdar_gate_beta"),
+    **by_itself("read by its reward function only", "cosine_max_len cosine_max_len_value_correct"),
+    **by_itself("read by its reward function only", "cosine_max_len_value_wrong cosine_min_len_value_correct"),
+    **by_itself("read by its reward function only", "cosine_min_len_value_wrong repetition_max_penalty"),
+    **by_itself("read by its reward function only", "repetition_n_grams"),
+    **by_itself("read with sync_ref_model only", "ref_model_mixup_alpha ref_model_sync_steps"),
+    **by_itself("read with chord_mu_peak only", "chord_enable_phi_function chord_mu_decay_steps chord_mu_valley"),
+    **by_itself("read with chord_mu_peak only", "chord_mu_warmup_steps chord_sft_per_device_train_batch_size"),
+    **by_itself("read with max_turns only", "completion_length_limit_scope"),
+    **by_itself("read by tasks of decisions only", "decision_drop_instructions decision_shuffle_fields"),
+    **by_itself("read by tasks of decisions only", "decision_state_as_text decision_subsample_options"),
+    **by_itself("read with report_to: swanlab only", "swanlab_email_language swanlab_exp_name swanlab_secret"),
+    **by_itself("read with report_to: swanlab only", "swanlab_notification_method swanlab_receiver_email"),
+    **by_itself("read with report_to: swanlab only", "swanlab_sender_email swanlab_smtp_port swanlab_smtp_server"),
+    **by_itself("read with report_to: swanlab only", "swanlab_webhook_url swanlab_workspace"),
+    **by_itself("rows of the columns that a recipe names are renamed", "disable_auto_column_mapping"),
     **by_itself(KERNELS, "attn_impl", "use_liger", "use_flash_attn", "use_logits_to_keep", "experts_impl"),
     **by_itself(CHECKPOINTING, "vit_gradient_checkpointing"),
     **by_itself(
@@ -120,13 +187,12 @@ FIELDS: dict[str, FieldRule] = {
     **by_itself("read in evaluation only", "eval_generation_config", "extra_eval_args", "response_prefix"),
     **by_itself("the model's name in rows of swift/self-cognition only", "model_author", "model_name"),
     **by_itself(IMAGES, "max_pixels", "norm_bbox", "freeze_vit", "freeze_aligner", "vit_lr", "aligner_lr"),
-    **by_itself(
-        VLLM, "vllm_mode", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_tensor_parallel_size"
-    ),
+    **by_itself(VLLM, "vllm_tensor_parallel_size"),
+    **without(SERVER, "vllm_mode", trains=False, off=("colocate",)),
+    **without(SERVER, "vllm_server_host vllm_server_port vllm_server_timeout vllm_server_group_port", trains=False),
+    **without(SERVER, "vllm_server_base_url vllm_server_pass_dataset", trains=False),
     **by_itself(VLLM, "vllm_max_model_len", "vllm_enforce_eager", "vllm_enable_prefix_caching", "vllm_max_num_seqs"),
-    **by_itself(
-        VLLM, "vllm_server_base_url", "vllm_limit_mm_per_prompt", "vllm_disable_custom_all_reduce", "sleep_level"
-    ),
+    **by_itself(VLLM, "vllm_limit_mm_per_prompt", "vllm_disable_custom_all_reduce", "sleep_level"),
     **by_itself(
         VLLM, "offload_model", "offload_optimizer", "move_model_batches", "async_generate", "gc_collect_after_offload"
     ),
@@ -138,6 +204,23 @@ FIELDS: dict[str, FieldRule] = {
     **by_itself(OTHER_TUNERS, "vera_rank", "fourier_n_frequency", "adapter_act", "adapter_length"),
     **by_itself("the template renders tools", "agent_template", "tools_prompt", "template_backend"),
     # lost
+    **without("the trained tokens' weights are 1 or 0", "is_binary_loss_scale", off=(True,)),
+    "add_non_thinking_prefix": no_counterpart("what the chat template renders before an answer is kept", off=(True,)),
+    "disable_ignore_empty_think": no_counterpart("empty thoughts of the template are not trained"),
+    **without("rows that are prepared elsewhere", "cached_val_dataset"),
+    **without("code of your own: name it in callbacks of the recipe", "callbacks", trains=False),
+    **without("GRPO with several turns, tools or filters", "gym_env use_gym_env"),
+    **without("another estimate of advantages", "advantage_reweight kl_in_reward", off=("none",)),
+    "advantage_estimator": no_counterpart("write loss_type: rloo for rloo", off=("grpo",)),
+    **without("a loss of rows beside the rewards", "chord_mu_peak chord_sft_dataset sdar_loss_coef"),
+    **without("a loss on the tokens of highest entropy only", "top_entropy_quantile", off=(1.0, 1)),
+    **without("a mask on tokens far from the policy that wrote them", "off_policy_sequence_mask_delta"),
+    "rollout_importance_sampling_mode": no_counterpart("the log-probabilities of the trained model are taken"),
+    **by_itself("read with rollout_importance_sampling_mode only", "rollout_importance_sampling_threshold"),
+    **without("completions have no grammar", "structured_outputs_regex"),
+    **without("a revision of a model: download it and name its folder", "ref_model_revision reward_model_revision"),
+    **without("a reward model", "reward_template"),
+    **without("adapters of swift's own", "use_swift_lora"),
     "model_revision": no_counterpart(
         "a revision of the model: download it and name its folder", off=("master", "main")
     ),
@@ -159,8 +242,8 @@ FIELDS: dict[str, FieldRule] = {
     "modules_to_save": to("modules_to_save", whole_modules),
     "target_regex": no_counterpart("a pattern; list the ends of the modules' names in lora_target"),
     "target_parameters": no_counterpart("adapters on parameters that are no linear layers"),
-    "init_weights": no_counterpart("first values of the adapters", off=(True, "true")),
-    "init_lora_weights": no_counterpart("first values of the adapters", off=(True, "true")),
+    "init_weights": to("adapter_type", first_values),
+    "init_lora_weights": to("adapter_type", first_values),
     "lora_bias": no_counterpart("trained biases"),
     "lora_bias_trainable": no_counterpart("trained biases"),
     "lorap_lr_ratio": no_counterpart("LoRA+: write lr_groups: [{match: lora_B, learning_rate: ...}]"),
@@ -171,9 +254,7 @@ FIELDS: dict[str, FieldRule] = {
     "use_galore": no_counterpart("write optim: galore"),
     "use_muon": no_counterpart("write optim: muon"),
     "lisa_activated_layers": no_counterpart("LISA"),
-    **without(
-        "frozen weights", "freeze_llm", "freeze_parameters", "freeze_parameters_ratio", "freeze_parameters_regex"
-    ),
+    **without("frozen weights", "freeze_llm", "freeze_parameters", "freeze_parameters_regex"),
     **without(
         "frozen weights", "trainable_parameters", "trainable_parameters_regex", "additional_trainable_parameters"
     ),
@@ -194,7 +275,7 @@ FIELDS: dict[str, FieldRule] = {
         "GRPO with several turns, tools or filters", "max_resample_times", "soft_max_length", "soft_cache_length"
     ),
     "sync_ref_model": no_counterpart("the reference stays as it is"),
-    "stop_strategy": no_counterpart("", trains=False),
+    "stop_strategy": no_counterpart("a run stops at max_steps or after its epochs", trains=False),
     **without("Ray does not start runs", "use_ray", "ray_exp_name", "device_groups", trains=False),
     **without("this tracker is not here", "swanlab_project", "swanlab_token", "swanlab_mode", trains=False),
 }
@@ -227,6 +308,8 @@ def _special(conversion: Conversion) -> None:
     _take_model(conversion, use_hf)
     _take_length(conversion)
     _take_quantization(conversion)
+    _take_tuner(conversion)
+    take_thinking(conversion)
     take_weights_dtype(conversion, ("torch_dtype", "dtype"))
     template = conversion.take("template")
     if template is not None:
@@ -275,16 +358,43 @@ def _take_quantization(conversion: Conversion) -> None:
         conversion.unneeded("quant_method", why="see quantization")
     if bits in (4, 8):
         conversion.put("quantization", {4: "nf4", 8: "int8"}[bits], "quant_bits")
-        name = next((name for name in ("train_type", "tuner_type", "sft_type") if conversion.get(name) == "lora"), None)
-        if name is not None:
-            conversion.take(name)
-            conversion.put("finetuning_type", "qlora", name)
-        elif not any(conversion.get(name) for name in ("train_type", "tuner_type", "sft_type")):
-            conversion.ours["finetuning_type"] = "qlora"
     elif bits:
         conversion.lose("quant_bits", why="4 bits (nf4) or 8 (int8)")
     elif "quant_bits" in given:
         conversion.unneeded("quant_bits", why="off, as here")
+
+
+def _take_tuner(conversion: Conversion) -> None:
+    """Convert what is trained: adapters that are another kind here, all weights, or a part of them."""
+    name = next((name for name in TUNER if conversion.get(name)), TUNER[0])
+    given = name in conversion.file.fields
+    for other in TUNER:
+        if other in conversion.file.fields and other != name:
+            conversion.take(other)
+            conversion.unneeded(other, why=f"'{name}' says it")
+    tuner = conversion.take(name) or "lora"
+    ratio = conversion.take("freeze_parameters_ratio")
+    if ratio and tuner == "full":
+        conversion.lose("freeze_parameters_ratio", why="frozen weights: here all weights are trained")
+    elif "freeze_parameters_ratio" in conversion.file.fields:
+        conversion.unneeded("freeze_parameters_ratio", why="off" if not ratio else "read with full only")
+    if tuner in KINDS:
+        conversion.put("adapter_type", tuner, name)
+        conversion.ours["finetuning_type"] = "lora"
+        if tuner == "vera" and (rank := conversion.take("vera_rank")) is not None:
+            conversion.put("lora_r", rank, "vera_rank")
+    elif tuner in ("lora", "full"):
+        quantised = tuner == "lora" and conversion.get("quant_bits") in (4, 8)
+        if given:
+            conversion.put("finetuning_type", "qlora" if quantised else tuner, name)
+        elif quantised:
+            conversion.ours["finetuning_type"] = "qlora"
+    else:
+        conversion.lose(name, why="we have full, lora and qlora; here it is lora")
+
+
+KINDS = ("vera", "ia3")
+"""Tuners that are kinds of adapters here."""
 
 
 def _take_datasets(conversion: Conversion, use_hf: Any) -> None:
@@ -370,13 +480,17 @@ def _defaults(conversion: Conversion) -> None:
     if objective != "grpo":
         if "gradient_accumulation_steps" not in ours:
             conversion.default("train_batch_size", ROWS_PER_STEP, "over all ranks, where gradients are accumulated")
-        conversion.default("overlength", "drop")
+        if "max_length" in ours:
+            conversion.default("overlength", "drop")
+        elif ours.get("overlength") == "drop":
+            del ours["overlength"]  # of rows over the 2048 tokens that nobody chose
         if objective == "sft" and ours.get("overlength") == "truncate":
             conversion.default("truncate_side", "right")
         elif objective == "sft" and ours.get("overlength") == "split":
             conversion.default("split_at", "token")
         if "max_length" not in ours:
-            conversion.missing("max_length", "unset it is the longest row that the model takes; here it is 2048")
+            why = "unset it is the longest row that the model takes; here longer rows than 2048 are an error: write it"
+            conversion.missing("max_length", why, trains=False)
     else:
         conversion.default("per_device_train_batch_size", 1)
         conversion.default("beta", 0.04)
@@ -410,4 +524,11 @@ SWIFT = PeerTrainer(
     objective=_objective,
     special=_special,
     defaults=_defaults,
+    other_defaults=frozenset(
+        [
+            *("finetuning_type", "lora_r", "lora_alpha", "lora_dropout", "learning_rate", "weight_decay", "adam_beta2"),
+            *("num_train_epochs", "train_batch_size", "overlength", "truncate_side", "split_at", "train_on", "bf16"),
+            *("per_device_train_batch_size", "beta", "temperature", "top_p", "top_k", "simpo_gamma"),
+        ]
+    ),
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from streamtune.recipe.adapters import ADAPTER_KEYS, UNQUANTISED
+
 from .conversion import Conversion
 from .rules import (
     FieldRule,
@@ -18,7 +20,16 @@ from .rules import (
     without,
 )
 
-__all__ = ["CHECKPOINTING", "KERNELS", "TRAINER_FIELDS", "finish", "take_trackers", "take_warmup"]
+__all__ = [
+    "CHECKPOINTING",
+    "KERNELS",
+    "TRAINER_FIELDS",
+    "finish",
+    "one_loss",
+    "take_thinking",
+    "take_trackers",
+    "take_warmup",
+]
 
 CHECKPOINTING = "the streamed backward takes the place of checkpointing"
 KERNELS = "kernels are chosen by themselves; `streamtune env` shows them"
@@ -53,6 +64,13 @@ def _trackers(value: Any) -> Any:
     if "all" in names:
         raise UnconvertedError("name them: tensorboard, wandb, mlflow, trackio")
     return names
+
+
+def one_loss(value: Any) -> Any:
+    """Return the name of a loss, given one or a list of one; a sum of several is lost."""
+    if isinstance(value, list) and len(value) != 1:
+        raise UnconvertedError("a sum of several losses")
+    return value[0] if isinstance(value, list) else value
 
 
 def _positive_steps(value: Any) -> Any:
@@ -121,7 +139,7 @@ TRAINER_FIELDS: dict[str, FieldRule] = {
     "neftune_noise_alpha": no_counterpart("noise on embeddings"),
     "optim_args": no_counterpart("settings of the optimizer"),
     "optim_target_modules": no_counterpart("modules of a layer-wise or low-rank optimizer"),
-    "debug": no_counterpart("", trains=False),
+    "debug": no_counterpart("`on_nan` says what a loss that is not finite does", trains=False),
     "data_seed": no_counterpart("the order of the rows follows from 'seed'", trains=False),
     "group_by_length": no_counterpart("rows are shuffled; packing: true saves the padding", trains=False),
     "train_sampling_strategy": no_counterpart("rows are shuffled", trains=False, off=("random",)),
@@ -181,7 +199,18 @@ def take_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
                 names = conversion.ours["report_to"]
 
 
-LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target")
+def take_thinking(conversion: Conversion) -> None:
+    """Convert what is said about thoughts, which the chat template renders by the same names."""
+    for name in ("enable_thinking", "preserve_thinking"):
+        value = conversion.take(name)
+        if name not in conversion.file.fields:
+            continue
+        if not isinstance(value, bool):
+            conversion.unneeded(name, why="the chat template's own way")
+        elif name == "preserve_thinking" and not value:
+            conversion.unneeded(name, why="off, as here")
+        else:
+            conversion.merge("chat_template_kwargs", {name: value}, name, note="where the chat template reads it")
 
 
 def finish(conversion: Conversion) -> None:
@@ -192,24 +221,32 @@ def finish(conversion: Conversion) -> None:
         ours.pop(key)
         line = conversion.lines.pop((key,), None)
         conversion.notes.pop(key, None)
-        mine = [
-            found for found in conversion.findings if found.ours.partition(":")[0] == key and found.kind == "mapped"
-        ]
+        mine = [found for found in conversion.findings if found.ours.partition(":")[0] == key]
         for found in mine:
             conversion.findings.remove(found)
-        where = f"{conversion.file.marks.file}:{line}" if line else ""
-        theirs = mine[0].theirs if mine else key
-        conversion.report(theirs, where, why, trains)
+        given = next((found.theirs for found in mine if found.kind == "mapped"), "")
+        if given or not mine:
+            where = f"{conversion.file.marks.file}:{line}" if line else ""
+            conversion.report(given or key, where, why, trains)
 
+    if ours.get("early_stopping_patience"):
+        conversion.default("metric_for_best_model", "eval_loss", "what early stopping compares")
     if not ours.get("val_size") and not ours.get("eval_datasets"):
         for key in ("eval_steps", "metric_for_best_model", "greater_is_better"):
             if key in ours:
                 take_back(key, "no rows are held out; set val_size or eval_datasets")
+    if ours.get("early_stopping_patience") and not ours.get("eval_steps"):
+        why = "it counts evaluations, and there is one at the end: write eval_steps: N, and early_stopping_patience"
+        take_back("early_stopping_patience", why, trains=True)
     if conversion.objective != "sft" and ours.get("packing"):
         take_back("packing", "rows of preferences and prompts are not packed; shared prompts lie end to end anyway")
     if ours.get("finetuning_type", "full") == "full":
-        for key in LORA:
+        for key in ADAPTER_KEYS:
             if key in ours:
                 take_back(key, "finetuning_type: full trains all weights")
+    elif (kind := ours.get("adapter_type")) in UNQUANTISED and ours["finetuning_type"] == "qlora":
+        take_back("adapter_type", f"'{kind}' computes with the weights, and qlora keeps them quantised", trains=True)
+    elif kind == "loftq" and ours["finetuning_type"] != "qlora":
+        take_back("adapter_type", "'loftq' starts from what quantisation takes: write qlora", trains=True)
     if ours.get("finetuning_type") != "qlora" and "quantization" in ours:
         take_back("quantization", "only frozen weights under adapters are quantised", trains=True)

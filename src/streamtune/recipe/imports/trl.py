@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from .conversion import Conversion, PeerTrainer
-from .datasets import put_datasets, rows_of_split
+from .datasets import put_datasets, report_media, rows_of_split, seen_columns
 from .reading import json_value
 from .rules import (
     FieldRule,
@@ -19,10 +19,11 @@ from .rules import (
     same,
     split_names,
     to,
+    together,
     whole_modules,
     without,
 )
-from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_trackers, take_warmup
+from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, one_loss, take_trackers, take_warmup
 
 __all__ = ["TRL", "take_weights_dtype"]
 
@@ -36,9 +37,13 @@ OF_DPO = {
     *("f_divergence_type", "reference_free", "use_weighting", "loss_weights", "discopop_tau"),
 }
 """Fields of DPO that supervised fine-tuning has not."""
+Row = dict[str, Any] | None
+"""The first row of a dataset; None where it is not here."""
+
 COMMANDS = {"sft": "sft", "dpo": "dpo", "kto": "dpo", "orpo": "dpo", "cpo": "dpo", "grpo": "grpo"}
 
 VLLM = "vLLM runs in the process of the training"
+SERVER = "a server of vLLM is not asked: use_vllm runs vLLM in the process of the training"
 PADDING = "chunks need no padding; packing: true saves it"
 
 
@@ -51,19 +56,13 @@ def _functions(value: Any) -> Any:
     return [f"trl.rewards:{name}" if name in own else re.sub(r"\.(\w+)$", r":\1", name) for name in names]
 
 
-def _one_loss(value: Any) -> Any:
-    if isinstance(value, list) and len(value) != 1:
-        raise UnconvertedError("a sum of several losses")
-    return value[0] if isinstance(value, list) else value
-
-
 def _truncation(value: Any) -> Any:
-    return one_of({"keep_start": "truncate"}, "write overlength: truncate, and for sft truncate_side: left")(value)
+    return one_of({"keep_start": "truncate"}, "a row that is too long loses its end")(value)
 
 
 FIELDS: dict[str, FieldRule] = {
     **TRAINER_FIELDS,
-    **same("model_name_or_path", "max_length", "max_seq_length", "packing", "router_aux_loss_coef"),
+    **same("model_name_or_path", "packing", "router_aux_loss_coef"),
     **same("lora_r", "lora_alpha", "lora_dropout"),
     "lora_target_modules": to("lora_target", split_names),
     "truncation_mode": to("overlength", _truncation),
@@ -96,18 +95,32 @@ FIELDS: dict[str, FieldRule] = {
     **same("use_vllm", "vllm_gpu_memory_utilization", "num_completions_to_print", trains=False),
     # what StreamTune does by itself
     **by_itself(PADDING, "padding_free", "pad_to_multiple_of", "eval_packing", "pad_token"),
-    **by_itself("packing fills every sequence as far as rows fit", "packing_strategy"),
+    # taken together
+    **together("max_length max_seq_length", ours="max_length"),
+    **together("packing_strategy", ours="overlength"),
+    **together("loss_type", ours="loss_type"),
+    **together("use_peft", ours="finetuning_type"),
+    **together("load_in_4bit load_in_8bit", ours="quantization"),
+    **together("dtype torch_dtype", ours="dtype"),
+    **together("assistant_only_loss completion_only_loss", ours="train_on"),
+    **together("warmup_steps", ours="warmup_steps"),
+    **together("warmup_ratio", ours="warmup_ratio"),
+    **together("dataset_name dataset_config dataset_train_split datasets dataset_text_field", ours="datasets"),
+    **together("dataset_test_split", ours="eval_datasets"),
+    **together("shuffle_dataset", ours="shuffle"),
     **by_itself(CHECKPOINTING, "use_logits_to_keep", "precompute_ref_batch_size", "use_liger_loss"),
     **by_itself(KERNELS, "cast_lm_head_to_fp32", "cache_implementation"),
-    **by_itself("read from the columns of the rows", "dataset_text_field", "dataset_kwargs", "is_encoder_decoder"),
+    **by_itself("read from the columns of the rows", "dataset_kwargs is_encoder_decoder padding_value"),
     **by_itself("rows are prepared when the run starts", "dataset_streaming", "streaming", "dataset_batch_size"),
     **by_itself("completions.jsonl has them", "log_completions", "log_unique_prompts", "log_multimodal"),
     **by_itself("the task is a causal language model", "lora_task_type", "ignore_bias_buffers"),
     **by_itself("double quantisation is on for nf4", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
     **by_itself("the temperature of the log-probabilities is that of the completions", "ds3_gather_for_generation"),
-    **by_itself(
-        VLLM, "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"
-    ),
+    **without(SERVER, "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout", trains=False),
+    **without(SERVER, "vllm_mode", trains=False, off=("colocate",)),
+    **by_itself("`accelerate` starts the ranks there: `--nproc N`", "accelerate_config num_processes"),
+    **without("completions are not drawn in evaluation: write sample", "generate_during_eval", trains=False),
+    "alpha": no_counterpart("AlphaPO's rewards"),
     **by_itself(VLLM, "vllm_group_port", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode", "vllm_model_impl"),
     **by_itself(VLLM, "vllm_max_model_length", "vllm_device", "vllm_dtype", "vllm_max_model_len"),
     **by_itself("completions are written by transformers or by vLLM", "use_transformers_paged"),
@@ -131,7 +144,6 @@ FIELDS: dict[str, FieldRule] = {
     "chat_template_path": to("chat_template", why="a tokenizer's folder is none: name the file of the template"),
     **same("chat_template_kwargs"),
     "eos_token": to("special_tokens", lambda value: {"eos_token": value}),
-    "shuffle_dataset": to("shuffle", trains=False),
     "test_split_size": to("val_size", trains=False),
     "disable_dropout": no_counterpart("dropout of the model's configuration stays on", off=(True,)),
     "use_weighting": no_counterpart("WPO weighting of pairs"),
@@ -156,7 +168,7 @@ FIELDS: dict[str, FieldRule] = {
     "vllm_importance_sampling_clip_min": no_counterpart("as above", trains=False),
     **without("completions have no grammar", "vllm_structured_outputs_regex", "vllm_guided_decoding_regex"),
     "generation_kwargs": no_counterpart("further settings of generation"),
-    "num_generations_eval": no_counterpart("", trains=False),
+    "num_generations_eval": no_counterpart("evaluation draws num_generations completions", trains=False),
     "max_tool_calling_iterations": no_counterpart("completions call no tools"),
     "reward_model_name_or_path": no_counterpart("a reward model: write a reward function that calls it"),
     "log_completions_hub_repo": no_counterpart("a run uploads nothing", trains=False),
@@ -183,18 +195,103 @@ def _special(conversion: Conversion) -> None:
         conversion.ours["loss_type"] = conversion.file.command
     _take_adapters(conversion)
     take_weights_dtype(conversion, ("dtype", "torch_dtype"))
-    assistant, completion = conversion.take("assistant_only_loss"), conversion.take("completion_only_loss")
-    for name, value, ours in (
-        ("assistant_only_loss", assistant, "assistant"),
-        ("completion_only_loss", completion, "completion"),
-    ):
-        if name in given and value:
-            conversion.put("train_on", ours, name)
-        elif name in given:
-            conversion.unneeded(name, why="off: train_on is all")
     take_warmup(conversion)
     take_trackers(conversion, {})
     _take_datasets(conversion)
+    first = [seen_columns(conversion, str(spec["path"])) for spec in conversion.ours.get("datasets", [])]
+    for index, spec in enumerate(conversion.ours.get("datasets", [])):
+        place = ("dataset_name",) if "dataset_name" in given else ("datasets", index)
+        report_media(conversion, [spec], *place)
+    _take_texts(conversion, first)
+    _take_trained(conversion, first)
+    _take_length(conversion)
+
+
+def _take_texts(conversion: Conversion, first: list[Row]) -> None:
+    """Convert ``dataset_text_field``, which names the column of texts where the rows have it."""
+    name = "dataset_text_field"
+    column = conversion.take(name)
+    if column in (None, "", "text"):
+        if name in conversion.file.fields:
+            conversion.unneeded(name, why="the name of the column here too")
+        return
+    named = [index for index, row in enumerate(first) if row is None or column in row]
+    if not named or conversion.objective != "sft":
+        conversion.unneeded(name, why="the rows have no such column")
+        return
+    entries = list(conversion.ours["datasets"])
+    for index in named:
+        entries[index] = {**entries[index], "columns": {"text": column}, "type": "text"}
+    conversion.put("datasets", entries, name)
+
+
+def _take_trained(conversion: Conversion, first: list[Row]) -> None:
+    """Convert what is trained: of prompt and completion the completion, of other rows every token, unless it is said.
+
+    Args:
+        conversion: The recipe on its way to ours.
+        first: The first row of each dataset; None where it is not here.
+    """
+    given = conversion.file.fields
+    assistant, completion = conversion.take("assistant_only_loss"), conversion.take("completion_only_loss")
+    pairs = [row is not None and {"prompt", "completion"} <= row.keys() for row in first]
+    seen = bool(first) and None not in first
+    if assistant:
+        conversion.put("train_on", "assistant", "assistant_only_loss")
+    elif "assistant_only_loss" in given:
+        conversion.unneeded("assistant_only_loss", why="off: train_on says it")
+    if completion and not assistant and (not seen or any(pairs)):
+        conversion.put("train_on", "completion", "completion_only_loss")
+    elif "completion_only_loss" in given and completion is not None:
+        why = "off: train_on is all"
+        if completion:
+            why = "assistant_only_loss says it" if assistant else "the rows are not prompts and completions"
+        conversion.unneeded("completion_only_loss", why=why)
+    elif "completion_only_loss" in given:
+        conversion.unneeded("completion_only_loss", why="no value")
+    if conversion.objective != "sft" or assistant or completion is not None:
+        return
+    if seen and all(pairs):
+        conversion.default("train_on", "completion", "the rows are prompts and completions")
+    elif any(pairs):
+        conversion.missing("completion_only_loss", "the first dataset decides it for all rows there; see train_on")
+    elif not seen:
+        why = "unset it is true for rows of prompt and completion, which are not here: write train_on: completion then"
+        conversion.missing("completion_only_loss", why)
+
+
+def _take_length(conversion: Conversion) -> None:
+    """Convert the length, and what becomes of longer rows: packing can cut them into pieces, and null cuts nothing."""
+    given = conversion.file.fields
+    for name in ("max_length", "max_seq_length"):
+        length = conversion.take(name)
+        if length not in (None, ""):
+            conversion.put("max_length", length, name)
+        elif name in given and conversion.objective != "grpo":
+            why = "without a length no row is cut: here longer rows than 2048 are an error, so write max_length"
+            conversion.lose(name, why=why, trains=False)
+            conversion.left.pop("truncation_mode", None)
+            conversion.default("overlength", "error", "no row is cut")
+    if conversion.objective == "sft" and conversion.get("truncation_mode") == "keep_end":
+        conversion.take("truncation_mode")
+        conversion.put("overlength", "truncate", "truncation_mode")
+        conversion.put("truncate_side", "left", "truncation_mode")
+    shuffles = conversion.take("shuffle_dataset")
+    if shuffles is not None and conversion.objective == "grpo":
+        conversion.put("shuffle", shuffles, "shuffle_dataset")
+    elif "shuffle_dataset" in given:
+        conversion.unneeded("shuffle_dataset", why="each epoch visits the rows in another order anyway")
+    strategy = conversion.take("packing_strategy")
+    if "packing_strategy" not in given:
+        return
+    if conversion.objective != "sft" or not conversion.get("packing"):
+        conversion.unneeded("packing_strategy", why="read with packing only")
+    elif strategy in ("wrapped", "bfd_split"):
+        conversion.take("truncation_mode")
+        see = "; rows of one sequence see each other there, and never here" if strategy == "wrapped" else ""
+        conversion.put("overlength", "split", "packing_strategy", note=f"rows go on in the next sequence{see}")
+    else:
+        conversion.unneeded("packing_strategy", why="packing fills every sequence as far as rows fit")
 
 
 def _take_loss(conversion: Conversion) -> None:
@@ -207,7 +304,7 @@ def _take_loss(conversion: Conversion) -> None:
         else:
             conversion.lose("loss_type", why="nll, dft and focal are the losses of rows")
         return
-    conversion.convert("loss_type", _one_loss, value, "loss_type")
+    conversion.convert("loss_type", one_loss, value, "loss_type")
 
 
 def _take_adapters(conversion: Conversion) -> None:
@@ -300,11 +397,15 @@ def _defaults(conversion: Conversion) -> None:
     conversion.default("num_train_epochs", 3.0)
     if objective != "grpo":
         conversion.default("per_device_train_batch_size", 8)
-        conversion.default("max_length", 1024)
+        if ours.get("overlength") != "error":
+            conversion.default("max_length", 1024)
         conversion.default("overlength", "truncate")
     if objective == "sft":
-        conversion.default("truncate_side", "right")
-        conversion.default("train_on", "all", "rows of prompt and completion: write completion")
+        if ours["overlength"] == "truncate":
+            conversion.default("truncate_side", "right")
+        elif ours["overlength"] == "split":
+            conversion.default("split_at", "token")
+        conversion.default("train_on", "all")
     if not conversion.get("fp16") and conversion.get("bf16") is None:
         conversion.default("bf16", True)
     conversion.default("dtype", "float32", "older releases keep the checkpoint's: auto")
@@ -332,4 +433,10 @@ TRL = PeerTrainer(
     objective=_objective,
     special=_special,
     defaults=_defaults,
+    other_defaults=frozenset(
+        [
+            *("learning_rate", "lr_scheduler_type", "num_train_epochs", "per_device_train_batch_size", "max_length"),
+            *("overlength", "truncate_side", "split_at", "train_on", "bf16", "dtype", "lora_alpha", "lora_dropout"),
+        ]
+    ),
 )
