@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,48 @@ SECRETS = {
     "a token in a URL": "https://" + "abcdef0123456789" + "@example.org/rows",
     "a secret in a URL": "https://example.org/rows?page=2&access_" + "token=abcdef012345&x=1",
 }
+MORE = {
+    "a secret in a URL": [
+        "https://storage.googleapis.com/b/o?X-Goog-Algorithm=G&X-Goog-" + "Credential=me%40p.iam/2026/auto",
+        "https://storage.googleapis.com/b/o?X-Goog-Date=2026&X-Goog-" + "Signature=8a1f2b3c4d5e6f",
+        "https://storage.googleapis.com/b/o?GoogleAccessId=me&Expires=1&" + "Signature=abc%2Bdef",
+        "https://a.blob.core.windows.net/c?sv=2026&" + "sig=abc%2Bdef",
+    ],
+    "a Databricks token": ["dapi" + "0123456789abcdef" * 2, "dapi" + "0123456789abcdef" * 2 + "-3"],
+    "an API key": [
+        "nvapi-" + "aB3_" * 16,
+        "gsk_" + "aB3d" * 13,
+        "r8_" + "aB3d" * 9,
+        "xai-" + "aB3d" * 20,
+        "pplx-" + "aB3d" * 12,
+        "lsv2_pt_" + "0123456789abcdef" * 2 + "_0123456789",
+        "SG." + "aB3d" * 5 + "aB." + "aB3d" * 10,
+        "sk-ant-api03-" + "aB3_" * 20,
+    ],
+    "a Stripe key": [f"{kind}_{mode}_" + "aB3d" * 6 for kind in ("sk", "pk", "rk") for mode in ("live", "test")],
+    "a package registry's token": ["npm_" + "aB3d" * 9, "pypi-" + "AgEIcHlwaS5vcmc" * 4, "dckr_pat_" + "aB3_" * 7],
+    "a Google token": ["ya29." + "a0AfB_" * 8, "GOCSPX-" + "aB3_" * 7, "1//0" + "aB3_" * 10],
+    "an Azure key": [
+        "DefaultEndpointsProtocol=https;AccountName=a;" + "AccountKey=" + "aB3+" * 21 + "==;EndpointSuffix=x",
+        "Endpoint=sb://x/;SharedAccessKeyName=a;" + "SharedAccessKey=" + "aB3+" * 10 + "=",
+    ],
+    "a GitLab token": [f"gl{kind}-" + "aB3d" * 5 for kind in ("dt", "rt", "cbt", "ptt", "ft", "soat")],
+    "a Vault token": ["hvs." + "aB3_" * 10],
+    "a webhook": ["https://hooks.slack.com/services/" + "T01/B02/" + "aB3d" * 6],
+}
 HARMLESS = [
+    *(
+        "dapi",
+        "gsk_attention",
+        "npm_config_cache",
+        "r8_group",
+        "pypi-server",
+        "ya29",
+        "sk_live",
+        "AccountKey=",
+        "SG.x.y",
+    ),
+    *("fw_forward_pass_of_the_model", "hvs.x", "glide-path-of-the-plane-that-landed", "x?Expires=1&Policy=none"),
     *(
         "https://huggingface.co/Qwen/Qwen3-8B",
         "git@github.com:a/b.git",
@@ -54,6 +96,52 @@ def test_what_is_a_secret_and_what_is_not() -> None:
         assert redact(text) == text
     token = SECRETS["a Hugging Face token"]
     assert token not in json.dumps(redact_values({token: [{"a": (token, 1)}], "b": None}))
+
+
+@pytest.mark.parametrize("kind", MORE)
+def test_tokens_of_more_services_are_known(kind: str) -> None:
+    for text in MORE[kind]:
+        assert find_secret(f"x {text} y") == kind, text
+        assert find_secret(redact(f"x {text} y")) is None, text
+
+
+@pytest.mark.parametrize("piece", ["://", ":", "://a:", "sk-", "sk-a-", "-eyJ", ".eyJ", "SG.", "-----BEGIN ", "?token"])
+def test_a_long_text_takes_no_longer_than_its_length(piece: str) -> None:
+    text = piece * (300_000 // len(piece))
+    began = time.process_time()
+    redact(f"://{text}!")
+    assert time.process_time() - began < 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            ("SIGNING_KEY", "aB3daB3d"),
+            ("DEPLOY_KEY_2", "0123abcd4567"),
+            ("SSH_PASS", "horsebattery"),
+            ("KEY", "k3k3k3k3k"),
+        ),
+        *(
+            ("MYSECRETVALUE", "horsebattery"),
+            ("CLIENTSECRET", "a-b-c-d-e"),
+            ("ADO_PAT", "horsebattery"),
+            ("DB_PWD", "12hunter"),
+        ),
+    ],
+)
+def test_variables_named_like_secrets(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert find_secret(f"a {value} z") == f"the value of ${name}"
+
+
+def test_variables_that_only_look_like_it_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "SORT_KEY": "created_at", "XDG_PATH": "abcdefgh1", "KEYBOARD": "qwertz123", "COMPASS": "north1234",
+        "SSH_KEY": "/home/me/.ssh/id", "PATTERN": "abc12345",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+        assert find_secret(f"a {value} z") is None, name
 
 
 def test_values_of_the_environment_are_secret(monkeypatch: pytest.MonkeyPatch) -> None:

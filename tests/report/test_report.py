@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -204,3 +205,74 @@ def test_in_a_browser(tmp_path: Path, width: int) -> None:
     wide = re.search(r"<title>(\d+) wide</title>", shown.stdout)
     assert wide is not None
     assert int(wide[1]) <= max(width, 500)  # Chromium has no narrower window
+
+
+ODD: list[Any] = [
+    *(None, True, [], {}, "x", -1, 0, 1e308, -1e308, 5e-324, 1e99, float("inf"), float("nan"), 10**400, [1], {"a": 1}),
+    *([{"path": 1}], "\ud800", "\x1b[2J", "<script>", "a_" * 50_000, [[[[[]]]]]),
+]
+
+
+def changed(value: Any, chance: random.Random) -> Any:
+    """Return JSON values of which about a third are others."""
+    if chance.random() < 0.3:
+        return chance.choice(ODD)
+    if isinstance(value, dict):
+        more = {chance.choice(["loss", "eval_a_loss", "event", "step", "terms", "x_" * 300]): chance.choice(ODD)}
+        return {**{key: changed(inner, chance) for key, inner in value.items()}, **(more if len(value) > 4 else {})}
+    return [changed(inner, chance) for inner in value] if isinstance(value, list) else value
+
+
+def test_the_run_of_a_stranger_is_a_page_whatever_stands_in_it(tmp_path: Path) -> None:
+    recipe = {"objective": "sft", "datasets": [{"path": "x"}], "model": {"init": {"model_type": "q"}}, "lora_r": 8}
+    documents = {
+        "run.json": {"recipe": recipe, "versions": {"torch": "2"}},
+        "recipe.yaml": recipe,
+        "plan.json": {"terms": {"a": 9, "b": 5}, "limits": {"device_bytes": 9, "shared": True}, "step_seconds": 1.0},
+        "data.json": {"rows": 3, "length_percentiles": {"min": 1, "p50": 2, "max": 9}},
+    }
+    step = {
+        "step": 1,
+        "loss": 1.0,
+        "lr": 1e-4,
+        "tokens": 10,
+        "tokens_per_s": 5.0,
+        "peak_mem_gib": 1.0,
+        "eval_a_loss": 2,
+    }
+    lines = {
+        "metrics.jsonl": step,
+        "events.jsonl": {"time": "2026", "event": "stop", "what": "y"},
+        "samples.jsonl": {"step": 1, "prompt": "p", "completion": "c", "right": True, "expected": "y"},
+    }
+    for seed in range(40):
+        chance = random.Random(seed)
+        run_path = tmp_path / str(seed)
+        run_path.mkdir()
+        for name, document in documents.items():
+            (run_path / name).write_text(json.dumps(changed(document, chance)))
+        for name, line in lines.items():
+            (run_path / name).write_text(
+                "\n".join(json.dumps(changed({**line, "step": n}, chance)) for n in range(1, 8))
+            )
+        text = render_page([read_run(run_path)] * (1 + seed % 2)).encode("utf-8")
+        assert b"\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "a: &a [x,x,x,x,x,x,x,x,x]\n"
+        + "".join(f"{n}: &{n} [{','.join([f'*{chr(ord(n) - 1)}'] * 9)}]\n" for n in "bcdefghi"),
+        "a: !!python/object/apply:os.system [echo]\n",
+        "a: 1\na: 2\n",
+        "[" * 5000,
+    ],
+    ids=["anchors", "tag", "twice", "deep"],
+)
+def test_a_recipe_that_is_none_is_said_on_the_page(recipe: str, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", 3)
+    (path / "recipe.yaml").write_text(recipe)
+    records = read_run(path)
+    assert len(records.torn) == 1
+    assert "Not read: recipe.yaml" in render_page([records])

@@ -18,6 +18,8 @@ __all__ = ["render_page"]
 
 MOST_SAMPLES, MOST_EVENTS = 60, 300
 """Shown of a run: the newest, and the first and newest; the files have all of them."""
+MOST_CHARTS = 100
+"""Metrics that are drawn beyond those of every run."""
 FIRST = {"loss": "Loss", "reward": "Reward", "rewards/accuracies": "Accuracy of preferences"}
 """Metrics that the page begins with, and their titles."""
 LATER = {"lr": "Learning rate", "grad_norm": "Gradient norm", "aux_loss": "Balance loss of the routers"}
@@ -89,7 +91,8 @@ def _headline(run: RunRecords) -> str:
     parts = [f"{recipe.get('objective', 'sft')} of {model}"]
     if recipe.get("finetuning_type", "full") != "full":
         parts.append(f"{recipe['finetuning_type']} of rank {recipe.get('lora_r')}")
-    sources = [str(each.get("path")) for each in recipe.get("datasets") or () if isinstance(each, Mapping)]
+    datasets = recipe.get("datasets")
+    sources = [str(each.get("path")) for each in datasets if isinstance(each, Mapping)] if _is_list(datasets) else []
     if sources:
         parts.append(f"on {', '.join(sources[:4])}{' ...' if len(sources) > 4 else ''}")
     parts.append(_state(run))
@@ -109,7 +112,7 @@ def _state(run: RunRecords) -> str:
 
 def _numbers(run: RunRecords) -> Iterator[tuple[str, str]]:
     if run.steps:
-        yield "steps", f"{int(run.steps[-1].get('step') or 0):,}"
+        yield "steps", _count(run.steps[-1].get("step"))
     for key, held_out, title in (
         ("loss", False, "loss"),
         ("eval_loss", True, "held-out loss"),
@@ -158,6 +161,7 @@ def _curves(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
             keys = (key.removeprefix("eval_") for key in record)
             found |= dict.fromkeys(key for key in keys if not key.startswith(named))
     others = {key: key for key in sorted(found) if key not in FIRST and key not in LATER and key not in OF_SPEED}
+    others = dict(list(others.items())[:MOST_CHARTS])
     return [_metric(key, title, runs, names) for key, title in {**FIRST, **others, **LATER}.items() if key in found]
 
 
@@ -342,6 +346,10 @@ def _row(cells: Sequence[str]) -> str:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _inner(value: Any, *keys: str) -> Any:

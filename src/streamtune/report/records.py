@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from streamtune.errors import ArgumentError
-from streamtune.secrets import redact_values
+from streamtune.errors import ArgumentError, RecipeError
+from streamtune.recipe.yaml import read_yaml
+from streamtune.secrets import redact_values, visible
 
 __all__ = ["RunRecords", "read_run"]
 
@@ -19,6 +18,13 @@ MARKS = ("run.json", "metrics.jsonl")
 """Files of which a run directory has at least one."""
 MOST_BYTES = 1 << 30
 """A larger file of records is not one that a run has written."""
+MOST_DOCUMENT, MOST_LINE = 1 << 26, 1 << 26
+"""Bytes of a whole document, and of a line."""
+MOST_TEXT, MOST_KEY, MOST_VALUES, MOST_DEPTH = 1 << 20, 200, 10_000, 16
+"""Characters of a text and of a key, values of a list or a mapping, and levels, that are shown."""
+LAST_STEP = 1e12
+LARGEST = 1e100
+"""A larger number (a later step), or the inverse of one, is shown as text and drawn nowhere."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +54,14 @@ class RunRecords:
     def series(self, key: str, *, held_out: bool = False) -> list[tuple[float, float]]:
         """Return ``(step, value)`` of a metric where it is a finite number."""
         records = self.evaluations if held_out else self.steps
-        found = ((_number(record.get("step")), _number(record.get(key))) for record in records)
+        found = ((_step(record), _number(record.get(key))) for record in records)
         return [(step, value) for step, value in found if step is not None and value is not None]
 
     def seconds(self) -> list[tuple[float, float]]:
         """Return ``(step, seconds)``: the time each step took."""
         found = []
         for record in self.steps:
-            step, tokens, rate = (_number(record.get(key)) for key in ("step", "tokens", "tokens_per_s"))
+            step, tokens, rate = _step(record), _number(record.get("tokens")), _number(record.get("tokens_per_s"))
             if step is not None and tokens and rate:
                 found.append((step, tokens / rate))
         return found
@@ -87,7 +93,7 @@ def read_run(path: Path) -> RunRecords:
     return RunRecords(
         path=path,
         name=path.resolve().name,
-        recipe=redact_values(_recipe(path / "recipe.yaml", torn) or identity.get("recipe") or {}),
+        recipe=redact_values(_recipe(path / "recipe.yaml", torn) or _mapping(identity.get("recipe"))),
         versions={key: str(value) for key, value in _mapping(identity.get("versions")).items()},
         steps=[record for record in metrics if "loss" in record or "lr" in record],
         evaluations=[record for record in metrics if any(key.startswith("eval_") for key in record)],
@@ -106,9 +112,9 @@ def _lines(path: Path, torn: list[str]) -> Iterator[dict[str, Any]]:
         if not path.is_file() or path.stat().st_size > MOST_BYTES:
             return
         with path.open("rb") as file:
-            for line in file:
+            while line := file.readline(MOST_LINE):
                 try:
-                    record = json.loads(line.decode("utf-8"))
+                    record = _tame(json.loads(line.decode("utf-8")))
                 except (ValueError, RecursionError):
                     record = None
                 if isinstance(record, dict):
@@ -123,22 +129,55 @@ def _lines(path: Path, torn: list[str]) -> Iterator[dict[str, Any]]:
 
 def _document(path: Path, torn: list[str]) -> Mapping[str, Any]:
     try:
-        return _mapping(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+        return _mapping(_tame(json.loads(_text(path)))) if path.is_file() else {}
     except (OSError, ValueError, RecursionError):
         torn.append(f"{path.name}: cannot be read")
         return {}
 
 
 def _recipe(path: Path, torn: list[str]) -> Mapping[str, Any]:
+    """Read the recipe by the rules of recipes, which allow neither anchors nor tags."""
     try:
-        return _mapping(yaml.safe_load(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        values, _, mistakes = read_yaml(_text(path), path.name) if path.is_file() else ({}, None, [])
+    except (OSError, ValueError, RecursionError, RecipeError):
         torn.append(f"{path.name}: cannot be read")
         return {}
+    if mistakes:
+        torn.append(f"{path.name}: {mistakes[0].what}")
+    return _mapping(_tame(values))
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file; ValueError where it is larger than any that a run writes."""
+    if path.stat().st_size > MOST_DOCUMENT:
+        raise ValueError(f"{path.name} is too large")
+    return path.read_text(encoding="utf-8")
+
+
+def _tame(value: Any, depth: int = 0) -> Any:
+    """Return JSON values of ordinary size: numbers beyond :data:`LARGEST` become text, the rest is cut off."""
+    if isinstance(value, str):
+        rest = f" ... ({len(value):,} characters)" if len(value) > MOST_TEXT else ""
+        return visible(value[:MOST_TEXT]) + rest
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int | float):
+        return value if value == 0 or 1 / LARGEST < abs(value) < LARGEST else str(value)
+    if depth == MOST_DEPTH:
+        return "..."
+    if isinstance(value, dict):
+        some = list(value.items())[:MOST_VALUES]
+        return {visible(str(key)[:MOST_KEY]): _tame(inner, depth + 1) for key, inner in some}
+    return [_tame(inner, depth + 1) for inner in value[:MOST_VALUES]]
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _step(record: Mapping[str, Any]) -> float | None:
+    step = _number(record.get("step"))
+    return step if step is not None and abs(step) < LAST_STEP else None
 
 
 def _number(value: Any) -> float | None:
