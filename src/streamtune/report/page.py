@@ -91,8 +91,7 @@ def _headline(run: RunRecords) -> str:
     parts = [f"{recipe.get('objective', 'sft')} of {model}"]
     if recipe.get("finetuning_type", "full") != "full":
         parts.append(f"{recipe['finetuning_type']} of rank {recipe.get('lora_r')}")
-    datasets = recipe.get("datasets")
-    sources = [str(each.get("path")) for each in datasets if isinstance(each, Mapping)] if _is_list(datasets) else []
+    sources = [str(each.get("path")) for each in _list(recipe.get("datasets")) if isinstance(each, Mapping)]
     if sources:
         parts.append(f"on {', '.join(sources[:4])}{' ...' if len(sources) > 4 else ''}")
     parts.append(_state(run))
@@ -348,8 +347,8 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _inner(value: Any, *keys: str) -> Any:
