@@ -20,8 +20,9 @@ from transformers import PreTrainedTokenizerFast
 from streamtune.data import ChatOptions, RowCache, Source, prepare, prepare_preferences, prepare_prompts
 from streamtune.data.reading import contents
 from streamtune.data.reading.contents import FileHashes
-from streamtune.errors import DataError
+from streamtune.errors import DataError, StorageError
 from streamtune.models.tokenizer import train_tokenizer
+from streamtune.result_cache import CacheFile
 from streamtune.templates import fix_date
 
 TEXTS = [f"the {n} quick brown foxes jump over {n * n} lazy dogs" for n in range(40)]
@@ -240,13 +241,16 @@ def test_a_damaged_entry_is_made_anew(
     elif damage == "no json":
         (entry / "entry.json").write_text("{")
     else:
-        facts = json.loads((entry / "entry.json").read_text())
-        (entry / "entry.json").write_text(json.dumps({**facts, "records": 3}))
+        kept = CacheFile(entry / "entry.json", f"rows/{entry.name}")
+        kept.write(json.dumps({**kept.read_json(), "records": 3}).encode())
     notes = Notes()
     assert same(whole, prepare([source], tokenizer, max_length=200, cache=cache, notify=notes.append))
     assert not notes.hit
+    assert sum("are damaged and are prepared again" in note for note in notes) == 1
+    notes.clear()
     prepare([source], tokenizer, max_length=200, cache=cache, notify=notes.append)
     assert notes.hit
+    assert not any("are prepared again" in note for note in notes)
 
 
 def test_an_error_is_kept_by_nobody(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, cache: RowCache) -> None:
@@ -310,13 +314,13 @@ def test_processes_that_prepare_the_same_rows_at_once(
 def test_clearing_frees_everything(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, cache: RowCache) -> None:
     source = write(tmp_path / "rows.jsonl", chats())
     prepared = prepare([source], tokenizer, max_length=200, cache=cache)
-    cache.keep_text("name", "a vocabulary")
-    assert cache.read_text("name") == "a vocabulary"
+    texts = [cache.text_of([source], {}, lambda: "a vocabulary", print) for _ in range(2)]
+    assert texts == [("a vocabulary", False), ("a vocabulary", True)]
     size = cache.size()
     assert size > 1000
     assert cache.clear() == (1, size)
     assert cache.size() == 0
-    assert cache.read_text("name") is None
+    assert cache.text_of([source], {}, lambda: "another", print) == ("another", False)
     assert len(prepared.train[0].input_ids) > 3, "rows in use stay readable"
 
 
@@ -351,3 +355,89 @@ def test_compressed_files_and_sources_without_contents(tmp_path: Path, cache: Ro
     facts = [contents.fingerprint_source(source, hashes) for source in drawn]
     assert facts[0] == facts[1], "a seed counts where rows are drawn"
     assert len({str(each) for each in facts}) == 3
+
+
+def test_rows_of_a_file_that_is_edited_meanwhile_are_not_kept(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, cache: RowCache
+) -> None:
+    """Hashed first and read later: the second file is edited while the first is read, and edited back."""
+    sources = [write(tmp_path / name, chats(20)) for name in ("one.jsonl", "two.jsonl")]
+    text = (tmp_path / "two.jsonl").read_text()
+    whole = prepare(sources, tokenizer, max_length=200)
+    notes = Notes()
+
+    def edit(note: str) -> None:
+        notes.append(note)
+        if "one.jsonl: rows look like" in note:
+            (tmp_path / "two.jsonl").write_text(text.replace("foxes", "boxes"))
+        if "two.jsonl: rows look like" in note:
+            (tmp_path / "two.jsonl").write_text(text)
+
+    edited = prepare(sources, tokenizer, max_length=200, cache=cache, notify=edit)
+    assert edited.fingerprint != whole.fingerprint, "the rows of the edited file were read"
+    assert [note for note in notes if "two.jsonl changed while it was read" in note]
+    notes.clear()
+    assert same(whole, prepare(sources, tokenizer, max_length=200, cache=cache, notify=notes.append))
+    assert not notes.hit
+
+    def train(edits: bool) -> Callable[[], str]:
+        def make() -> str:
+            if edits:
+                (tmp_path / "two.jsonl").write_text(text)
+            return "of the edited rows" if edits else "of the rows"
+
+        return make
+
+    assert cache.text_of(sources, {}, train(True), notes.append) == ("of the edited rows", False)
+    assert cache.text_of(sources, {}, train(False), notes.append) == ("of the rows", False), "a tokenizer likewise"
+    assert cache.text_of(sources, {}, train(False), notes.append) == ("of the rows", True)
+
+
+@pytest.mark.parametrize("start", ["first", "second"])
+def test_kept_rows_that_are_cut_or_changed_while_they_are_mapped(
+    start: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, cache: RowCache
+) -> None:
+    """A page behind the end of a file ends the process by SIGBUS: the error comes before it is read."""
+    source = write(tmp_path / "rows.jsonl", chats(40))
+    prepared = prepare([source], tokenizer, max_length=400, cache=cache)
+    if start == "second":
+        prepared = prepare([source], tokenizer, max_length=400, cache=cache)
+    (table,) = cache.root.glob("*/rows.arrow")
+    content = table.read_bytes()
+    assert ".unfinished" not in str(table)
+    before = list(prepared.train[5].input_ids)
+    os.utime(table, (1, 1))
+    assert list(prepared.train[5].input_ids) == before, "only touched"
+    changed = bytearray(content)
+    changed[len(changed) // 2] ^= 1
+    with table.open("r+b") as file:
+        file.write(changed)
+    with pytest.raises(StorageError, match=r"rows\.arrow was changed while it was read"):
+        prepared.train[0]
+    with table.open("r+b") as file:
+        file.write(content)
+    assert list(prepared.train[5].input_ids) == before, "as it was"
+    os.truncate(table, 4096)
+    for read in (lambda: prepared.train[30], prepared.train.lengths, lambda: prepared.train.cells("origin")):
+        with pytest.raises(StorageError, match=rf"{table} was cut from .* to 4.00 KiB while it was read"):
+            read()
+    os.truncate(table, 0)
+    table.unlink()
+    with pytest.raises(StorageError, match="was cut from"):
+        prepared.train[30]
+    again = prepare([source], tokenizer, max_length=400, cache=cache)
+    assert list(again.train[5].input_ids) == before
+
+
+def test_rows_that_are_deleted_or_replaced_are_read_on(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, cache: RowCache
+) -> None:
+    source = write(tmp_path / "rows.jsonl", chats(40))
+    prepared = prepare([source], tokenizer, max_length=400, cache=cache)
+    (table,) = cache.root.glob("*/rows.arrow")
+    before = list(prepared.train[30].input_ids)
+    (tmp_path / "other").write_bytes(b"other")
+    (tmp_path / "other").replace(table)
+    assert list(prepared.train[30].input_ids) == before
+    cache.clear()
+    assert list(prepared.train[30].input_ids) == before

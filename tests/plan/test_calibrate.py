@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -60,17 +59,19 @@ def test_measured_once(home: Path, measured: list[torch.dtype]):
     assert measured == [torch.float32] * 2 + [torch.bfloat16] * 2  # two rounds
     assert len(told) == 2
     assert cache_file() == home / "streamtune" / "rates.json"
-    assert len(json.loads(cache_file().read_text())) == 2
-    assert [path.name for path in cache_file().parent.iterdir()] == ["rates.json"]
+    assert len(calibrate._saved().read_json()) == 2
+    assert sorted(path.name for path in cache_file().parent.iterdir()) == [".rates.json.lock", "rates.json"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"KEY": {"speed": 1}}', '{"KEY": 3}'])
 def test_what_cannot_be_read_is_measured_again(home: Path, measured: list[torch.dtype], text: str):
     cache_file().parent.mkdir()
     cache_file().write_text(text.replace("KEY", calibrate._key(CPU, torch.float32)))
-    assert load_rates(CPU, torch.float32) == RATES
-    assert load_rates(CPU, torch.float32) == RATES
+    told: list[str] = []
+    assert load_rates(CPU, torch.float32, notify=told.append) == RATES
+    assert load_rates(CPU, torch.float32, notify=told.append) == RATES
     assert len(measured) == 2
+    assert sum("is damaged and is made again" in text for text in told) == 1
 
 
 def test_a_cache_that_cannot_be_written(home: Path, measured: list[torch.dtype]):
@@ -86,8 +87,7 @@ def test_a_relative_cache_home_is_no_home(monkeypatch: pytest.MonkeyPatch):
 def change(**values: object) -> None:
     """Change what is kept for the CPU in fp32."""
     key = calibrate._key(CPU, torch.float32)
-    kept = json.loads(cache_file().read_text())
-    cache_file().write_text(json.dumps({key: {**kept[key], **values}}))
+    calibrate._saved().update(lambda kept: {key: {**kept[key], **values}})
 
 
 def ago(**span: float) -> str:
@@ -108,7 +108,7 @@ def test_rates_of_a_busy_moment_are_measured_again(home: Path, monkeypatch: pyte
     rounds = [replace(RATES, matmul_flops=speed) for speed in (1e12, 0.5e12, 0.8e12, 0.8e12)]
     monkeypatch.setattr(calibrate, "measure_rates", lambda device, dtype: rounds.pop(0))
     assert load_rates(CPU, torch.float32).matmul_flops == 1e12  # the better round
-    (kept,) = json.loads(cache_file().read_text()).values()
+    (kept,) = calibrate._saved().read_json().values()
     assert kept["spread"] == 0.5
     assert load_rates(CPU, torch.float32).matmul_flops == 1e12
     assert len(rounds) == 2

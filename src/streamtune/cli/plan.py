@@ -15,10 +15,10 @@ from rich.text import Text
 
 from streamtune.cli.options import read_recipe
 from streamtune.cli.screens import NodesOption, RanksOption, cluster_document, cluster_rows, traffic_table
-from streamtune.kept import read_kept, versions, write_kept
 from streamtune.optimizer_table import OPTIMIZERS
 from streamtune.quiet import leave_out_quantisers, process_is_own
 from streamtune.recipe.presets import describe_preset
+from streamtune.result_cache import read_cached, versions, write_cached
 from streamtune.sizes import show_size
 
 from .console import err, out, print_json, print_note, print_rows
@@ -67,11 +67,11 @@ def plan(
 
     options = PlanOptions(device, device_memory, host_memory, disk_memory, length, ranks, nodes)
     key = plan_key(loaded, options)
-    page = read_kept(PLANS, key) if key is not None else None
+    page = read_cached(PLANS, key, print_note) if key is not None else None
     if page is None:
         page = _plan(loaded, options)
         if key is not None:
-            write_kept(PLANS, key, page)
+            write_cached(PLANS, key, page)
     if as_json:
         print_json(page["document"])
         return

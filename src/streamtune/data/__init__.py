@@ -26,7 +26,7 @@ from streamtune.data.batches.prefixes import collate_prefixes
 from streamtune.data.batches.ranks import assign_rows
 from streamtune.data.batches.sampler import Packs, ResumableSampler, pack_rows
 from streamtune.data.batches.steps import EpochSteps, StepSampler, bucket_steps, token_steps
-from streamtune.data.cache import RowCache, fingerprint_sources, fingerprint_stream
+from streamtune.data.cache import RowCache, fingerprint_stream
 from streamtune.data.fit import COMPLETION_OVERLENGTH as COMPLETION_OVERLENGTH
 from streamtune.data.fit import IDENTICAL_PAIRS, OVERLENGTH
 from streamtune.data.fit.parts import EvalSet
@@ -103,7 +103,6 @@ __all__ = [
     "collate_trees",
     "concat_squares",
     "cut_rows",
-    "fingerprint_sources",
     "fingerprint_stream",
     "gather_columns",
     "holds_messages",

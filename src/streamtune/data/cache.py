@@ -7,7 +7,10 @@ same rows at once, and one that is killed leaves nothing that could be taken for
     ROOT/<key>.txt          a tokenizer that was trained on the rows
     ROOT/<key>/rows.arrow   the records
     ROOT/<key>/fit.*        the counts, see :mod:`streamtune.data.fit.state`
-    ROOT/<key>/entry.json   the messages for the user, the number of records, the sizes of the other files
+    ROOT/<key>/entry.json   the messages for the user, the number of records, sizes and checksums of the other files
+
+Each is checked when it is read, and made again where it is damaged, see :mod:`streamtune.result_cache`. Nothing is kept
+of files that changed while they were read.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -35,19 +39,22 @@ from streamtune.data.fit.state import load_fit, save_fit
 from streamtune.data.reading.contents import FileHashes, fingerprint_rows, fingerprint_source
 from streamtune.data.reading.sources import Source
 from streamtune.data.records import ROWS, MappedTable, Record, TableWriter, spill
+from streamtune.errors import StorageError
+from streamtune.paths import open_at_once
+from streamtune.result_cache import CacheFile, Notify, checksum_of, locked
 from streamtune.sizes import show_size
 from streamtune.templates import fixed_date
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RowCache", "fingerprint_sources", "fingerprint_stream", "fit_rows"]
+__all__ = ["RowCache", "fingerprint_stream", "fit_rows"]
 
 FitT = TypeVar("FitT", bound=LengthFit[Any, Any])
-Notify = Callable[[str], None]
-
 _ENTRY = "entry.json"
 _UNFINISHED = ".unfinished-"
+MOST_NAMED = 3
+"""Files that a message names."""
 STALE = 7 * 24 * 3600.0
 """Seconds after which a folder that was never finished is deleted: the process that wrote it is gone."""
 
@@ -77,26 +84,31 @@ class RowCache:
                 path.unlink(missing_ok=True)
         return entries, size
 
-    def made_of(self, sources: Sequence[Source], settings: Mapping[str, Any]) -> str | None:
-        """Return the name of what is made of the texts of all rows; None where their contents cannot be known."""
-        contents = fingerprint_sources(sources, self.root)
-        everything = [contents, settings, metadata.version("tokenizers")]
-        return None if contents is None else _name(everything)
+    def text_of(
+        self, sources: Sequence[Source], settings: Mapping[str, Any], make: Callable[[], str], notify: Notify
+    ) -> tuple[str, bool]:
+        """Return a text that is made of all rows, and True if it was kept from an earlier start.
 
-    def read_text(self, name: str) -> str | None:
-        """Return a text that was kept, None without one."""
-        try:
-            return (self.root / f"{name}.txt").read_text("utf-8")
-        except (OSError, ValueError):
-            return None
+        Where it cannot be kept, it is made again another time.
 
-    def keep_text(self, name: str, text: str) -> None:
-        """Keep a text. Where that fails, it is made again another time."""
-        temporary = self.root / f"{_UNFINISHED}{name}.{os.getpid()}"
-        with suppress(OSError):
-            self.root.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text, "utf-8")
-            temporary.replace(self.root / f"{name}.txt")
+        Args:
+            sources: Where the rows come from.
+            settings: All else that decides the text.
+            make: Makes it.
+            notify: Called with messages for the user.
+        """
+        contents = SourceContents.of(sources, self.root, notify)
+        if contents is None:
+            return make(), False
+        name = _name([contents.name, settings, metadata.version("tokenizers")])
+        kept = CacheFile(self.root / f"{name}.txt", f"tokenizer/{name}")
+        if (found := kept.read(notify)) is not None:
+            return found.decode("utf-8"), True
+        text = make()
+        if not contents.moved(notify):
+            with suppress(OSError):
+                kept.write(text.encode("utf-8"))
+        return text, False
 
     def key(
         self,
@@ -104,16 +116,17 @@ class RowCache:
         sources: Sequence[Source],
         tokenizer: PreTrainedTokenizerBase,
         settings: Mapping[str, Any],
-    ) -> str | None:
-        """Return the name of an entry; None where what the rows are made of cannot be known."""
+        notify: Notify,
+    ) -> tuple[str, SourceContents] | None:
+        """Return the name of an entry, and the contents it is of; None where they cannot be known."""
         facts = _tokenizer_facts(tokenizer)
-        contents = fingerprint_sources(sources, self.root) if facts is not None else None
+        contents = SourceContents.of(sources, self.root, notify) if facts is not None else None
         if contents is None:
             return None
         versions = [__version__, _own_code(), *map(metadata.version, ("tokenizers", "transformers", "jinja2"))]
         # As Python writes it: JSON takes 1 and "1" for the same name, and has no dates.
-        everything = [record.__name__, contents, facts, repr(settings), versions]
-        return _name(everything)
+        everything = [record.__name__, contents.name, facts, repr(settings), versions]
+        return _name(everything), contents
 
 
 def fit_rows(
@@ -154,9 +167,10 @@ def fit_rows(
             fill(fit, note)
         return fit, tables[0]
 
-    key = None if cache is None else cache.key(record, sources, tokenizer, settings)
-    if cache is None or key is None:
+    known = None if cache is None else cache.key(record, sources, tokenizer, settings, notify)
+    if cache is None or known is None:
         return prepare(None)
+    key, contents = known
     entry = cache.root / key
     if (found := _read(entry, make(TableWriter(None, record.schema)), sources, notify)) is not None:
         return found
@@ -165,8 +179,8 @@ def fit_rows(
         return prepare(None)
     try:
         fit, mapped = prepare(unfinished / ROWS)
-        if not _holds_pickles(mapped.table):
-            _keep(fit, notes, mapped.table.num_rows, unfinished, entry, notify)
+        if not _holds_pickles(mapped.table) and not contents.moved(notify):
+            _keep(fit, notes, mapped, unfinished, entry, notify)
         return fit, mapped
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)  # the mapping keeps the bytes of the table
@@ -177,30 +191,62 @@ def _holds_pickles(table: pa.Table) -> bool:
 
 
 def _read(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> tuple[FitT, MappedTable] | None:
-    """Return what an entry holds; None if there is none, or one that was damaged, which is deleted."""
-    if not entry.is_dir():
+    """Return what an entry holds; None if there is none, or one that is damaged, which is deleted with a message."""
+    try:
+        inode = entry.lstat().st_ino
+    except OSError:
         return None
     try:
-        facts = json.loads((entry / _ENTRY).read_text("utf-8"))
-        if any((entry / name).stat().st_size != size for name, size in facts["sizes"].items()):
-            raise ValueError("a file has another size")
-        with (entry / ROWS).open("rb") as file:
-            table = MappedTable(file)
+        facts = json.loads(_description(entry).load())
+        for name, (size, checksum) in facts["files"].items():
+            with open(entry / name, "rb", opener=open_at_once) as file:
+                if os.fstat(file.fileno()).st_size != size or checksum_of(file) != checksum:
+                    raise ValueError(f"{name} has changed")
+                if name == ROWS:
+                    table = MappedTable(file, entry / name, checksum)
         if table.table.schema != fit.record.schema or table.table.num_rows != facts["records"]:
             raise ValueError("the table is another one")
         if _holds_pickles(table.table):
             raise ValueError("the table holds what was pickled")
         load_fit(fit, entry, sources)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, *_UNREADABLE):
-        shutil.rmtree(entry, ignore_errors=True)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, StorageError, *_UNREADABLE) as error:
+        if _delete(entry, inode):
+            notify(f"the prepared rows in {entry} are damaged and are prepared again ({error})")
         return None
     for message in facts["notes"]:
         notify(message)
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(facts["time"]))
-    notify(f"rows prepared on {made} are used again ({show_size(sum(facts['sizes'].values()))})")
+    notify(f"rows prepared on {made} are used again ({show_size(sum(size for size, _ in facts['files'].values()))})")
     with suppress(OSError):
         os.utime(entry)
     return fit, table
+
+
+def _description(entry: Path) -> CacheFile:
+    return CacheFile(entry / _ENTRY, _key_of(entry))
+
+
+def _key_of(entry: Path) -> str:
+    return f"rows/{entry.name}"
+
+
+def _delete(entry: Path, inode: int) -> bool:
+    """Delete a damaged entry; return False if it is gone, or another process has prepared the rows again by now."""
+    with suppress(OSError), locked(entry.parent / "rows"):
+        if entry.lstat().st_ino != inode:
+            return False
+        doomed = entry.with_name(f"{_UNFINISHED}{entry.name}-{secrets.token_hex(6)}")
+        entry.rename(doomed)
+        _remove(doomed)
+        return True
+    return os.path.lexists(entry)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 _UNREADABLE = (EOFError, zipfile.BadZipFile, pa.ArrowException)
@@ -221,45 +267,84 @@ def _new_folder(root: Path) -> Path | None:
 
 
 def _keep(
-    fit: LengthFit[Any, Any], notes: Sequence[str], records: int, unfinished: Path, entry: Path, notify: Notify
+    fit: LengthFit[Any, Any], notes: Sequence[str], mapped: MappedTable, unfinished: Path, entry: Path, notify: Notify
 ) -> None:
     """Finish an entry. Where that fails, as on a full disk, the rows are prepared again another time."""
     with suppress(OSError):
         save_fit(fit, unfinished)
-        sizes = {file.name: file.stat().st_size for file in unfinished.iterdir()}
-        facts = {"notes": notes, "records": records, "sizes": sizes, "time": time.time()}
-        (unfinished / _ENTRY).write_text(json.dumps(facts), "utf-8")
+        checksums = {ROWS: mapped.checksum}
+        files = {file.name: _describe(file, checksums.get(file.name)) for file in unfinished.iterdir()}
+        facts = {"notes": notes, "records": mapped.table.num_rows, "files": files, "time": time.time()}
+        CacheFile(unfinished / _ENTRY, _key_of(entry)).write(json.dumps(facts).encode())
         for file in unfinished.iterdir():
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
         unfinished.rename(entry)  # fails if another process was first: its entry holds the same
-        notify(f"prepared rows are kept for the next start: {show_size(sum(sizes.values()))} in {entry.parent}")
+        mapped.renamed(entry / ROWS)
+        size = show_size(sum(size for size, _ in files.values()))
+        notify(f"prepared rows are kept for the next start: {size} in {entry.parent}")
 
 
-def fingerprint_sources(sources: Sequence[Source], root: Path) -> str | None:
-    """Return a hash of all that decides the rows of the sources; None where it cannot be known.
+def _describe(path: Path, checksum: str | None) -> tuple[int, str]:
+    """Return the size and the checksum of a file; a checksum that is known is that of what was to be written."""
+    with path.open("rb") as file:
+        return os.fstat(file.fileno()).st_size, checksum or checksum_of(file)
 
-    Args:
-        sources: The sources.
-        root: Where the hashes of their files are remembered.
+
+@dataclass(frozen=True)
+class SourceContents:
+    """The contents of some sources, as they were when their files were hashed.
+
+    Attributes:
+        name: A hash of all that decides their rows.
     """
-    hashes = FileHashes(root / "files.json")
-    contents = [fingerprint_source(source, hashes) for source in sources]
-    hashes.save()
-    if any(content is None for content in contents):
-        return None
-    return _name([contents, _own_code()])
+
+    name: str
+    _sources: Sequence[Source]
+    _hashes: FileHashes
+
+    @classmethod
+    def of(cls, sources: Sequence[Source], root: Path, notify: Notify) -> SourceContents | None:
+        """Hash the sources; return None where what decides their rows cannot be known.
+
+        Args:
+            sources: The sources.
+            root: Where the hashes of their files are remembered.
+            notify: Called if what is remembered is damaged.
+        """
+        hashes = FileHashes(root / "files.json", notify)
+        name = cls._hash(sources, hashes)
+        hashes.save()
+        return None if name is None else cls(name, sources, hashes)
+
+    def moved(self, notify: Notify) -> bool:
+        """Return True if a file changed since, also where it was changed back; ``notify`` is told.
+
+        Its rows may have been read in between, and are not those that :attr:`name` stands for.
+        """
+        touched = self._hashes.touched()
+        if not touched and self._hash(self._sources, self._hashes) == self.name:
+            return False
+        which = ", ".join(map(str, touched[:MOST_NAMED])) or "a source of rows"
+        notify(f"{which} changed while it was read: what was made of its rows is used now, and not kept for later")
+        return True
+
+    @staticmethod
+    def _hash(sources: Sequence[Source], hashes: FileHashes) -> str | None:
+        contents = [fingerprint_source(source, hashes) for source in sources]
+        return None if any(content is None for content in contents) else _name([contents, _own_code()])
 
 
-def fingerprint_stream(sources: Sequence[Source], root: Path, *, keep: bool) -> tuple[str, list[str]]:
+def fingerprint_stream(sources: Sequence[Source], root: Path, *, keep: bool, notify: Notify) -> tuple[str, list[str]]:
     """Return a hash of what is known of the contents of streamed sources, and the paths of those of unknown contents.
 
     Args:
         sources: The sources.
         root: Where the hashes of files are remembered.
         keep: Remember those that are computed.
+        notify: Called if what is remembered is damaged.
     """
-    hashes = FileHashes(root / "files.json")
+    hashes = FileHashes(root / "files.json", notify)
     contents = [fingerprint_rows(source, hashes) for source in sources]
     if keep:
         hashes.save()

@@ -26,6 +26,7 @@ import pyarrow.compute  # type: ignore[import-untyped]
 from streamtune import interrupts
 from streamtune.errors import StorageError
 from streamtune.labels import IGNORE_INDEX
+from streamtune.result_cache import WatchedFile, new_checksum
 from streamtune.sizes import show_size
 
 __all__ = [
@@ -47,6 +48,8 @@ IntArray = npt.NDArray[np.int32]
 
 ROWS = "rows.arrow"
 """Name of the file of a table."""
+
+AGAIN = "start again: rows that do not fit their checksum are prepared again, and a run goes on from its checkpoint"
 
 _FLUSH_TOKENS = 1 << 18
 """Tokens held in memory before they are written: 2 MiB with their labels, and several times that to write them."""
@@ -92,16 +95,38 @@ class MappedTable:
 
     Args:
         file: An Arrow stream, opened for reading; it may be closed and deleted afterwards.
+        path: The name of the file in errors.
+        checksum: The checksum of the file, see :class:`streamtune.result_cache.WatchedFile`.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, path: Path, checksum: str) -> None:
+        self.checksum, self._watched = checksum, WatchedFile(path, file, checksum, AGAIN)
         self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         with pa.ipc.open_stream(pa.py_buffer(self._map)) as reader:
-            self.table: pa.Table = reader.read_all()
+            self._table: pa.Table = reader.read_all()
         self._read = 0
 
+    @property
+    def table(self) -> pa.Table:
+        """The table.
+
+        Raises:
+            StorageError: The file is shorter than it was, or has changed.
+        """
+        self._watched.check()
+        return self._table
+
+    def renamed(self, path: Path) -> None:
+        """Name the file in errors as it is called from now on."""
+        self._watched.path = path
+
     def has_read(self, tokens: int) -> None:
-        """Record that a row was read; release the pages once there are 64 MiB of them."""
+        """Record that a row was read; release the pages once there are 64 MiB of them.
+
+        Raises:
+            StorageError: The file has changed meanwhile.
+        """
+        self._watched.check()
         self._read += 8 * tokens + _READ_AHEAD
         if self._read > _RESIDENT and hasattr(mmap, "MADV_DONTNEED"):
             self._read = 0
@@ -113,8 +138,11 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
 
     def __init__(self, record: type[RecordT], table: pa.Table | MappedTable, rows: npt.NDArray[np.int64]) -> None:
         self._record, self._rows = record, rows
-        self._mapped = table if isinstance(table, MappedTable) else None
-        self._table = table.table if isinstance(table, MappedTable) else table
+        self._from = table
+
+    @property
+    def _table(self) -> pa.Table:
+        return self._from.table if isinstance(self._from, MappedTable) else self._from
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -133,11 +161,11 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
 
     def whole(self) -> Stored[RecordT]:
         """Return all records of the table, in the order of reading."""
-        return Stored(self._record, self._mapped or self._table, np.arange(self._table.num_rows, dtype=np.int64))
+        return Stored(self._record, self._from, np.arange(self._table.num_rows, dtype=np.int64))
 
     def take(self, places: npt.NDArray[np.int64]) -> Stored[RecordT]:
         """Return the records at some places."""
-        return Stored(self._record, self._mapped or self._table, self._rows[places])
+        return Stored(self._record, self._from, self._rows[places])
 
     def find(self, origin: str) -> list[int]:
         """Return the places of the records made of a row, by its origin; they are not decoded."""
@@ -150,10 +178,10 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
     def __getitem__(self, index: slice) -> Stored[RecordT]: ...
     def __getitem__(self, index: int | slice) -> RecordT | Stored[RecordT]:
         if isinstance(index, slice):
-            return Stored(self._record, self._mapped or self._table, self._rows[index])
+            return Stored(self._record, self._from, self._rows[index])
         found = self._record.from_row(self._table, int(self._rows[index]))
-        if self._mapped is not None:
-            self._mapped.has_read(found.num_tokens)
+        if isinstance(self._from, MappedTable):
+            self._from.has_read(found.num_tokens)
         return found
 
 
@@ -207,7 +235,7 @@ def spill(record: type[Record], path: Path | None = None) -> Iterator[tuple[Tabl
                 writer = TableWriter(stream, record.schema)
                 yield writer, tables
                 writer.flush()
-        tables.append(MappedTable(reading))
+        tables.append(MappedTable(reading, path, sink.digest.hexdigest()))
 
 
 class _Spilled(io.FileIO):
@@ -216,6 +244,7 @@ class _Spilled(io.FileIO):
     def __init__(self, path: Path, folder: Path, where: str, mend: str) -> None:
         super().__init__(path, "wb")
         self._folder, self._where, self._mend, self._written = folder, where, mend, 0
+        self.digest = new_checksum()
 
     def write(self, data: Any) -> int:
         """Write all of the data.
@@ -225,6 +254,7 @@ class _Spilled(io.FileIO):
         """
         waiting = memoryview(data).cast("B")
         size = len(waiting)
+        self.digest.update(waiting)
         try:
             while len(waiting):
                 count = super().write(waiting) or 0
@@ -294,8 +324,9 @@ class Example:
     def from_row(cls, table: pa.Table, row: int) -> Self:
         """See :class:`Record`."""
         return cls(
-            input_ids=_integers(table["input_ids"][row].values, np.int32),
-            labels=_integers(table["labels"][row].values, np.int32),
+            # Copies: a view would read the file later, when it is not looked at whether it has changed.
+            input_ids=_integers(table["input_ids"][row].values, np.int32).copy(),
+            labels=_integers(table["labels"][row].values, np.int32).copy(),
             origin=table["origin"][row].as_py(),
             weight=table["weight"][row].as_py(),
         )

@@ -44,6 +44,7 @@ from streamtune.models.load import check_exists, is_memory_error, loading_error
 from streamtune.models.safety import check_folder
 from streamtune.models.weights_check import check_dtypes, check_unused, is_finite, not_finite, size_error
 from streamtune.paths import cache_folder, escape_of
+from streamtune.result_cache import CacheFile
 
 __all__ = [
     "CheckpointFiles",
@@ -348,9 +349,8 @@ def _hash_of(path: Path) -> str:
         with path.open("rb") as file:
             state = os.fstat(file.fileno())
             known = _remembered(path, state) if state.st_size >= REMEMBERED_BYTES else None
-            with suppress(OSError, AttributeError):
-                if known is not None and len(text := known.read_text(encoding="ascii")) == 64:
-                    return text
+            if known is not None and (text := known.read()) is not None:  # damaged: hashed again, with a message
+                return text.decode("ascii")
             content = hashlib.file_digest(file, "sha256").hexdigest()
             changed = os.fstat(file.fileno())
     except OSError as error:
@@ -362,14 +362,12 @@ def _hash_of(path: Path) -> str:
     )  # fmt: skip
     if known is not None and same and time.time() - max(state.st_mtime, state.st_ctime) > SETTLED_SECONDS:
         with suppress(OSError):
-            known.parent.mkdir(parents=True, exist_ok=True)
-            staged = known.with_name(f"{known.name}.{os.getpid()}.tmp")
-            staged.write_text(content, encoding="ascii")
-            staged.replace(known)
+            known.write(content.encode("ascii"))
     return content
 
 
-def _remembered(path: Path, state: os.stat_result) -> Path:
-    """Return where the hash of a file in this state is kept."""
+def _remembered(path: Path, state: os.stat_result) -> CacheFile:
+    """Return the file that keeps the hash of a file in this state."""
     facts = (str(path.resolve()), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
-    return cache_folder() / "files" / hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()
+    key = hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()
+    return CacheFile(cache_folder() / "files" / key, f"files/{key}")

@@ -11,7 +11,6 @@ The steps of runs correct them: :func:`correct_rates` keeps a factor by which ev
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import platform
@@ -33,6 +32,7 @@ from streamtune.ops.attention.attention import prefix_attention
 from streamtune.ops.attention.mask import LazyMask
 from streamtune.paths import cache_folder
 from streamtune.plan.rates import DISK_BANDWIDTH, Rates
+from streamtune.result_cache import CacheFile
 from streamtune.schedule import Schedule
 from streamtune.simulate import Workload, simulate
 
@@ -119,7 +119,7 @@ def load_rates(device: torch.device, dtype: torch.dtype, *, notify: Callable[[st
         dtype: The dtype that it computes in.
         notify: Called with a message before a measurement.
     """
-    kept = _kept(device, dtype)
+    kept = _kept(device, dtype, notify)
     if kept is None or not kept.is_current:
         again = " again" if kept is not None else ""
         notify(f"measuring{again} how fast {_name(device)} is")
@@ -127,7 +127,7 @@ def load_rates(device: torch.device, dtype: torch.dtype, *, notify: Callable[[st
         if kept is not None and kept.spread > FAR_APART:  # a busy moment then or now: the better of each counts
             found = replace(found, rates=_better(kept.rates, found.rates))
         kept = found
-        _save(device, dtype, kept)
+        _save(device, dtype, lambda _: found)
     return kept.used()
 
 
@@ -136,10 +136,15 @@ def correct_rates(device: torch.device, dtype: torch.dtype, ratio: float) -> Non
 
     Where there are none, or the file cannot be written, nothing is kept.
     """
-    kept = _kept(device, dtype)
-    if kept is not None:
+
+    def correct(kept: KeptRates | None) -> KeptRates | None:
+        if kept is None:
+            return None
         factor = min(MOST_FACTOR, max(LEAST_FACTOR, kept.factor * ratio))
-        _save(device, dtype, replace(kept, factor=factor, corrected=_now()))
+        return replace(kept, factor=factor, corrected=_now())
+
+    if _kept(device, dtype) is not None:
+        _save(device, dtype, correct)
 
 
 def _measured(device: torch.device, dtype: torch.dtype) -> KeptRates:
@@ -164,20 +169,28 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _kept(device: torch.device, dtype: torch.dtype) -> KeptRates | None:
+def _kept(
+    device: torch.device, dtype: torch.dtype, notify: Callable[[str], None] = lambda text: None
+) -> KeptRates | None:
+    return _rates_in(_saved().read_json(notify), _key(device, dtype))
+
+
+def _rates_in(entries: dict[str, Any], key: str) -> KeptRates | None:
     with contextlib.suppress(TypeError, ValueError, KeyError):  # written by another version
-        return KeptRates.read(_read(cache_file())[_key(device, dtype)])
+        return KeptRates.read(entries[key])
     return None
 
 
-def _save(device: torch.device, dtype: torch.dtype, kept: KeptRates) -> None:
-    path = cache_file()
+def _save(device: torch.device, dtype: torch.dtype, change: Callable[[KeptRates | None], KeptRates | None]) -> None:
+    """Keep what ``change`` returns, given the rates that are kept by now: another process may have kept them since."""
+    key = _key(device, dtype)
+
+    def changed(entries: dict[str, Any]) -> dict[str, Any]:
+        kept = change(_rates_in(entries, key))
+        return entries if kept is None else {**entries, key: asdict(kept)}
+
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(f".{os.getpid()}")
-        text = json.dumps({**_read(path), _key(device, dtype): asdict(kept)}, indent=2)
-        fresh.write_text(text + "\n", encoding="utf-8")
-        fresh.replace(path)
+        _saved().update(changed)
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
@@ -221,12 +234,8 @@ def cache_file() -> Path:
     return cache_folder() / "rates.json"
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return kept if isinstance(kept, dict) else {}
+def _saved() -> CacheFile:
+    return CacheFile(cache_file(), "rates")
 
 
 def _name(device: torch.device) -> str:

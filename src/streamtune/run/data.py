@@ -14,6 +14,7 @@ data: these are compared as such. A run goes on with the tokenizer of its checkp
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +90,7 @@ def make_tokenizer(
     tokenizer: PreTrainedTokenizerBase
     if spec is not None and spec.train is not None:
         trained_on = [source for source in sources if source.evaluates is None]
-        tokenizer, kept = _train_tokenizer(recipe, trained_on, spec.train.vocab_size)
+        tokenizer, kept = _train_tokenizer(recipe, trained_on, spec.train.vocab_size, notify)
         how = (
             "found a byte-level BPE tokenizer that was trained on these rows before, with"
             if kept
@@ -112,7 +113,7 @@ def make_tokenizer(
 
 
 def _train_tokenizer(
-    recipe: Recipe, sources: Sequence[data.Source], vocab_size: int
+    recipe: Recipe, sources: Sequence[data.Source], vocab_size: int, notify: Callable[[str], None]
 ) -> tuple[PreTrainedTokenizerBase, bool]:
     """Return a tokenizer that is trained on the rows, and True if it was kept from an earlier start."""
     cache = row_cache(recipe)
@@ -120,18 +121,22 @@ def _train_tokenizer(
         "vocab_size": vocab_size,
         "on_bad_row": recipe.on_bad_row,
         "max_bad_rows": recipe.max_bad_rows,
-        "code": inspect.getsource(models.train_tokenizer),
+        "code": inspect.getsource(sys.modules[models.train_tokenizer.__module__]),
     }
-    name = None if cache is None else cache.made_of(sources, settings)
-    text = cache.read_text(name) if cache is not None and name is not None else None
-    if text is not None:
-        with suppress(Exception):  # the library raises nothing more special for a damaged file: it is made anew
-            return models.read_trained_tokenizer(text), True
-    texts = data.iter_texts(sources, on_bad_row=recipe.on_bad_row, max_bad_rows=recipe.max_bad_rows)
-    tokenizer = models.train_tokenizer(texts, vocab_size=vocab_size)
-    if cache is not None and name is not None:
-        cache.keep_text(name, tokenizer.backend_tokenizer.to_str())
-    return tokenizer, False
+    made: list[PreTrainedTokenizerBase] = []
+
+    def train_it() -> str:
+        texts = data.iter_texts(sources, on_bad_row=recipe.on_bad_row, max_bad_rows=recipe.max_bad_rows)
+        made.append(models.train_tokenizer(texts, vocab_size=vocab_size))
+        backend: Any = made[0].backend_tokenizer
+        text: str = backend.to_str()
+        return text
+
+    if cache is None:
+        train_it()
+        return made[0], False
+    text, kept = cache.text_of(sources, settings, train_it, notify)
+    return made[0] if made else models.read_trained_tokenizer(text), kept
 
 
 def prepare_together(

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from streamtune.kept import hash_of, versions
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
+from streamtune.result_cache import hash_of, versions
 
 __all__ = ["PLANS", "PlanOptions", "plan_key"]
 

@@ -23,9 +23,9 @@ from typing import Any
 from torch import Tensor
 
 from streamtune.engine import decoder_layers
-from streamtune.kept import kept_result
 from streamtune.ops.simulated import all_turns, simulating
 from streamtune.optim import ZerothOrderSGD, perturbed
+from streamtune.result_cache import cached_result
 from streamtune.schedule import Schedule, WeightTier
 from streamtune.simulate.extrapolate import Combined, Part, UnlikeError, combined, kinds_of_layers, layout_of
 from streamtune.simulate.facts import fact_of
@@ -132,7 +132,7 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
     """
     if workload.keep and not full and (key := describe_step(workload, schedule)) is not None:
         fresh = replace(workload, keep=False)
-        found = kept_result("simulations", key, lambda: asdict(simulate(fresh, schedule)))
+        found = cached_result("simulations", key, lambda: asdict(simulate(fresh, schedule)))
         return Simulation(**{**found, "work": Work(**found["work"])})
     model: Any = workload.make_model().train()
     shard = shard_of(model, workload.cluster)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.errors import ArgumentError, CheckpointError
+from streamtune.result_cache import is_open_at, try_lock
 from streamtune.train.staging import OpenFolder, make_directory, write_error
 
 __all__ = ["IDENTITY", "LOCK", "DirectoryHold"]
@@ -68,7 +69,7 @@ class _Lock:
             return
         if tidy and not os.path.lexists(self.path / IDENTITY):
             with suppress(OSError):
-                if _is_at(self.descriptor, self.path / LOCK):
+                if is_open_at(self.descriptor, self.path / LOCK):
                     (self.path / LOCK).unlink()
                     for folder in self.made:
                         folder.rmdir()  # fails where there is something in it
@@ -141,8 +142,8 @@ class DirectoryHold:
             except OSError as error:
                 raise self._unwritable(error) from error
             try:
-                self.works = _try_lock(descriptor)
-                there = _is_at(descriptor, self.path / LOCK)
+                self.works = try_lock(descriptor)
+                there = is_open_at(descriptor, self.path / LOCK)
             except BlockingIOError:
                 holder = _read_holder(descriptor)
                 os.close(descriptor)
@@ -186,34 +187,6 @@ class DirectoryHold:
 
     def _unwritable(self, error: OSError) -> CheckpointError:
         return write_error(error, self.path / LOCK, needed=HOLDER_BYTES, safe="what was there before is intact")
-
-
-def _try_lock(descriptor: int) -> bool:
-    """Lock an open file; return False where the file system has no locks.
-
-    Raises:
-        BlockingIOError: Another process has it.
-    """
-    if sys.platform == "win32":
-        return False
-    import fcntl  # Not on Windows.
-
-    for take in (fcntl.flock, fcntl.lockf):
-        try:
-            take(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
-                raise BlockingIOError(errno.EAGAIN, "locked") from error
-    return False
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Return True if ``path`` is this open file."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.lstat())
-    except FileNotFoundError:
-        return False
 
 
 def _write_holder(descriptor: int) -> None:

@@ -9,7 +9,6 @@ that programs set (``cp -p``, ``rsync -t``) is not enough: the system's own, whi
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 import sysconfig
@@ -26,6 +25,7 @@ from streamtune.data.reading.hub import load_hub
 from streamtune.data.reading.places import is_address, local_files, remote_files
 from streamtune.data.reading.sources import BUILT_IN, Source
 from streamtune.errors import DataError
+from streamtune.result_cache import CacheFile, Notify, log
 
 __all__ = ["FileHashes", "fingerprint_rows", "fingerprint_source"]
 
@@ -39,14 +39,15 @@ class FileHashes:
     """Hashes of files, remembered in a JSON file by path, size, times of change and inode."""
 
     path: Path
-    """the JSON file; it may not exist yet, and is made anew where it cannot be read"""
+    """the JSON file; it may not exist yet, and is made anew where it is damaged"""
+    notify: Notify = log.warning
+    """called if it is damaged"""
     _known: dict[str, Any] = field(default_factory=dict)
-    _changed: bool = False
+    _new: dict[str, Any] = field(default_factory=dict)
+    _read: dict[Path, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        with suppress(OSError, ValueError):
-            known = json.loads(self.path.read_text("utf-8"))
-            self._known = known if isinstance(known, dict) else {}
+        self._known = self._file().read_json(self.notify)
 
     def of(self, path: Path) -> str:
         """Return the hash of the bytes of a regular file, in hexadecimal.
@@ -55,7 +56,8 @@ class FileHashes:
             OSError: It cannot be read.
         """
         status = path.stat()
-        facts = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        facts = _facts(status)
+        self._read.setdefault(path, facts)
         name = str(path.resolve())
         found = self._known.get(name)
         if isinstance(found, list) and found[:-1] == facts:
@@ -65,21 +67,34 @@ class FileHashes:
         with path.open("rb") as opened:
             while block := opened.read(_BLOCK):
                 digest.update(block)
-        if began - max(status.st_mtime, status.st_ctime) > RACY:
-            self._known[name] = [*facts, digest.hexdigest()]
-            self._changed = True
+        if began - max(status.st_mtime, status.st_ctime) > RACY and _facts(path.stat()) == facts:
+            self._known[name] = self._new[name] = [*facts, digest.hexdigest()]
         return digest.hexdigest()
+
+    def touched(self) -> list[Path]:
+        """Return the files that are not as they were when they were first hashed, by size, times and inode."""
+        return [path for path, facts in self._read.items() if _facts_at(path) != facts]
 
     def save(self) -> None:
         """Write the hashes; where that fails they are computed again another time."""
-        if not self._changed:
-            return
-        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
-        with suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(self._known), "utf-8")
-            temporary.replace(self.path)
-        self._changed = False
+        if self._new:
+            with suppress(OSError):
+                self._file().update(lambda known: {**known, **self._new}, self.notify)
+            self._new = {}
+
+    def _file(self) -> CacheFile:
+        return CacheFile(self.path, "files")
+
+
+def _facts(status: os.stat_result) -> list[int]:
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def _facts_at(path: Path) -> list[int] | None:
+    try:
+        return _facts(path.stat())
+    except OSError:
+        return None
 
 
 _AFTERWARDS = ("where", "seed", "repeat", "weight", "mix_by", "evaluates", "streamed")

@@ -1,0 +1,323 @@
+"""Results that are kept on disk between runs: a key of all that they depend on, a checksum, a lock, an atomic write.
+
+    CacheFile      a small file: rates, simulations, plans, hashes of files, tokenizers, log-probs of a reference
+    checksum_of    the checksum of a large file, which a CacheFile beside it holds: rows
+    WatchedFile    a file that is read while training: an error that names it where it shrinks or changes
+    locked         a lock between processes, which ends with its process
+
+A cache file begins with a line that names its key and holds the checksum of the line and the content::
+
+    streamtune-cache 1 simulations/5f2c... 9e107d9d372bb6826bd81d3542a419d6
+    {"peak_bytes": ...
+
+A file that is cut, changed, of another version or another entry's does not fit its first line. It is computed again,
+and one message says so. The checksum finds damage and no intent: who can write the cache can write a checksum.
+
+This module is a leaf: it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import stat
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata, util
+from pathlib import Path
+from typing import IO, Any
+
+import xxhash
+
+from streamtune.errors import StorageError
+from streamtune.paths import cache_folder, open_at_once
+from streamtune.sizes import show_size
+
+__all__ = [
+    "CacheFile",
+    "Notify",
+    "WatchedFile",
+    "cached_result",
+    "checksum_of",
+    "hash_of",
+    "is_open_at",
+    "locked",
+    "new_checksum",
+    "read_cached",
+    "try_lock",
+    "versions",
+    "write_cached",
+]
+
+Notify = Callable[[str], None]
+log = logging.getLogger(__name__)
+
+MAGIC = "streamtune-cache 1"
+"""Name and version of the format."""
+_CHOOSES = ("triton", "flash_attn", "bitsandbytes", "torchao", "causal_conv1d", "fla", "mamba_ssm")
+"""Packages whose presence may choose the operators of a step."""
+_BLOCK = 1 << 20
+LOCK_SECONDS = 10.0
+"""Seconds that a process waits for a lock, which others hold for milliseconds: a stopped process is not waited for."""
+
+new_checksum = xxhash.xxh3_128
+"""Makes a checksum that is fed by ``update`` and read by ``hexdigest``."""
+
+
+def checksum_of(file: IO[bytes]) -> str:
+    """Return the checksum of an open file, read from its first byte; its position stays where it is."""
+    digest, place = new_checksum(), 0
+    while block := os.pread(file.fileno(), _BLOCK, place):
+        digest.update(block)
+        place += len(block)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class CacheFile:
+    """A small file in the cache: read whole, checked, replaced at once.
+
+    Attributes:
+        path: The file.
+        key: Kind and key of the content. A file with another key, such as one that was copied here, is not read.
+    """
+
+    path: Path
+    key: str
+
+    def read(self, notify: Notify = log.warning) -> bytes | None:
+        """Return the content; None if there is none, or the file is damaged, which ``notify`` is told."""
+        try:
+            return self.load()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
+            notify(f"{self.path} is damaged and is made again ({getattr(error, 'strerror', None) or error})")
+            return None
+
+    def load(self) -> bytes:
+        """Return the content.
+
+        Raises:
+            OSError: It cannot be read.
+            ValueError: The file is damaged.
+        """
+        with open(self.path, "rb", opener=open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("it is not a file")
+            line, content = file.readline(4096), file.read()
+        if line != self._line(content):
+            begins = line.startswith(f"{MAGIC} ".encode())
+            raise ValueError("it does not fit its checksum" if begins else "it is of another format")
+        return content
+
+    def write(self, content: bytes, *, durably: bool = False) -> None:
+        """Replace the file at once.
+
+        Args:
+            content: The new content.
+            durably: Wait until it is on disk.
+
+        Raises:
+            OSError: It cannot be written; it is as it was.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        staged = self.path.with_name(f".{self.path.name}.{secrets.token_hex(6)}.tmp")
+        try:
+            with staged.open("xb") as file:
+                file.write(self._line(content) + content)
+                if durably:
+                    file.flush()
+                    os.fsync(file.fileno())
+            if self.path.is_dir() and not self.path.is_symlink():
+                shutil.rmtree(self.path)
+            staged.replace(self.path)
+        finally:
+            staged.unlink(missing_ok=True)
+
+    def read_json(self, notify: Notify = log.warning) -> dict[str, Any]:
+        """Return the content as a JSON object; an empty one if there is none, or the file is damaged."""
+        content = self.read(notify)
+        found = None if content is None else json.loads(content)
+        return found if isinstance(found, dict) else {}
+
+    def update(self, change: Callable[[dict[str, Any]], dict[str, Any]], notify: Notify = log.warning) -> None:
+        """Change a JSON object under a lock, so that two processes lose nothing of each other's.
+
+        Args:
+            change: Returns the new object, given the one that is there.
+            notify: Called if the file is damaged.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        with locked(self.path):
+            self.write(json.dumps(change(self.read_json(notify)), indent=1).encode() + b"\n")
+
+    def _line(self, content: bytes) -> bytes:
+        digest = new_checksum(f"{MAGIC} {self.key}\n".encode())
+        digest.update(content)
+        return f"{MAGIC} {self.key} {digest.hexdigest()}\n".encode()
+
+
+def cached_result(
+    kind: str, key: str, compute: Callable[[], dict[str, Any]], notify: Notify = log.warning
+) -> dict[str, Any]:
+    """Return the result that was kept under a key, or compute and keep it; plain values.
+
+    Where the folder cannot be read or written, the result is computed.
+    """
+    found = read_cached(kind, key, notify)
+    if found is None:
+        found = compute()
+        write_cached(kind, key, found)
+    return found
+
+
+def read_cached(kind: str, key: str, notify: Notify = log.warning) -> dict[str, Any] | None:
+    """Return the result that was kept under a key; None if there is none, or its file is damaged."""
+    return _file(kind, key).read_json(notify) or None
+
+
+def write_cached(kind: str, key: str, found: dict[str, Any]) -> None:
+    """Keep a result under a key, if its file can be written."""
+    with suppress(OSError):
+        _file(kind, key).write(json.dumps(found).encode())
+
+
+def hash_of(facts: Any) -> str:
+    """Return a key for facts that JSON can write."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:40]
+
+
+@cache
+def versions() -> list[str]:
+    """Return what a simulated step depends on besides the step: versions, packages, our own code."""
+    found = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "peft")]
+    found += [name for name in _CHOOSES if util.find_spec(name) is not None]
+    package = Path(__file__).parent
+    code = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        code.update(file.read_bytes())
+    return [*found, code.hexdigest()]
+
+
+def _file(kind: str, key: str) -> CacheFile:
+    return CacheFile(cache_folder() / kind / f"{key}.json", f"{kind}/{key}")
+
+
+# --- files that are read while training ------------------------------------------------------------------------------
+
+
+class WatchedFile:
+    """A file that is read, or mapped into memory, while training: an error where it shrinks or changes.
+
+    The system ends a process that reads a mapped page behind the end of its file (SIGBUS), and shows it new bytes where
+    the file was changed. So :meth:`check` is called before and after each reading. It compares size and times of the
+    open file, in about a microsecond, and the checksum where a time is another one: a file may be linked, renamed,
+    deleted or touched.
+
+    Args:
+        path: The name of the file in the error.
+        file: The file, open for reading. It may be closed afterwards.
+        checksum: The checksum that the content has; None computes it where the file is first found to be touched, and
+            so takes every later change for one of its own: for files that no other process knows.
+        mend: What to do about a file that changed.
+    """
+
+    def __init__(self, path: Path, file: IO[bytes], checksum: str | None, mend: str) -> None:
+        self.path, self.mend, self._checksum = path, mend, checksum
+        self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+        self._state = self._now()
+        self.size = self._state[0]
+
+    def check(self) -> None:
+        """Check that the file is as it was.
+
+        Raises:
+            StorageError: It is shorter, or its content has changed.
+        """
+        now = self._now()
+        if now == self._state:
+            return
+        if now[0] < self.size:
+            what = f"{self.path} was cut from {show_size(self.size)} to {show_size(now[0])} while it was read"
+            raise StorageError(what, where=str(self.path), mend=self.mend)
+        if self._checksum is not None and self._content() != self._checksum:
+            what = f"{self.path} was changed while it was read"
+            raise StorageError(what, where=str(self.path), mend=self.mend)
+        self._state = now
+
+    def _content(self) -> str:
+        digest, place = new_checksum(), 0
+        while block := os.pread(self._descriptor, min(_BLOCK, self.size - place), place):
+            digest.update(block)
+            place += len(block)
+        return digest.hexdigest()
+
+    def _now(self) -> tuple[int, int, int]:
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+# --- locks -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file in the cache, for milliseconds; go on without it where there are no locks.
+
+    Raises:
+        OSError: The folder cannot be written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        until = time.monotonic() + LOCK_SECONDS
+        while time.monotonic() < until:
+            with suppress(BlockingIOError):
+                try_lock(descriptor)
+                break
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file; return False where the file system has no locks.
+
+    Raises:
+        BlockingIOError: Another process has it.
+    """
+    if sys.platform == "win32":
+        return False
+    import fcntl  # Not on Windows.
+
+    for take in (fcntl.flock, fcntl.lockf):
+        try:
+            take(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+                raise BlockingIOError(errno.EAGAIN, "locked") from error
+    return False
+
+
+def is_open_at(descriptor: int, path: Path) -> bool:
+    """Return True if ``path`` is this open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
