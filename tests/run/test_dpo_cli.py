@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -185,6 +186,52 @@ def test_every_kind_of_reference_says_the_same(dpo: Callable[..., int], capsys: 
     assert len(list(Path("cache/streamtune/reference").iterdir())) == 1
     assert dpo("--output-dir", "other", datasets=[{"path": "pairs.jsonl", "max_rows": 12}], **kept, **start) == 0
     assert len(list(Path("cache/streamtune/reference").iterdir())) == 2, "other rows, another key"
+
+
+def test_log_probs_are_kept_by_the_configuration_too(
+    dpo: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same weights with another rope compute others: taken for those, step 1 would not have a loss of ln 2."""
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    kept = {"precompute_ref_log_probs": True, "max_steps": 1, "eval_steps": 0}
+    model = {"init": {**INIT, "attention_dropout": 0.0, "rope_parameters": rope}}
+    assert dpo("--output-dir", "one", **kept, model=model) == 0
+    other = {"init": {**model["init"], "rope_parameters": {**rope, "rope_theta": 100.0}}}
+    assert dpo("--output-dir", "two", **kept, model=other) == 0
+    assert dpo("--output-dir", "three", **kept, model=other) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.count("the reference's log-probs are known from an earlier run") == 1
+    assert len(list(Path("cache/streamtune/reference").iterdir())) == 2
+    for run in ("one", "two", "three"):
+        assert losses(run)[0] == pytest.approx(math.log(2), abs=1e-5), run
+
+
+def test_damaged_log_probs_are_computed_again_at_a_start_and_at_a_resume(
+    dpo: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = {"precompute_ref_log_probs": True, "max_steps": 2, "eval_steps": 0}
+    settings = ("--output-dir", "run", "--set", "save_steps=1")
+    assert dpo(*settings, **kept) == 0
+    whole = records("run")
+    (file,) = Path("cache/streamtune/reference").iterdir()
+    content = file.read_bytes()
+    shutil.rmtree("run/checkpoints/step-000002")
+    shutil.rmtree("run/final")
+    damaged = bytearray(content)
+    damaged[-3] ^= 0x40  # a number, finite and wrong
+    file.write_bytes(damaged)
+    capsys.readouterr()
+    assert dpo(*settings, **kept) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.count("is damaged and is made again") == 1
+    assert "the reference is asked again" in told
+    assert records("run") == whole
+    assert file.read_bytes() == content
+    file.write_bytes(content[: len(content) // 2])
+    assert dpo("--output-dir", "new", **kept) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.count("is damaged and is made again") == 1
+    assert losses("new") == [record["loss"] for record in whole if "loss" in record]
 
 
 @pytest.mark.full

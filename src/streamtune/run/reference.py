@@ -7,7 +7,7 @@
     precompute_ref_log_probs    any of these, run once before training          nothing, once it has been run
 
 Log-probs that were computed once are kept below the user's cache directory under a hash of all they depend on: the
-reference's weights, the dtypes it computes in, and every token of the rows.
+reference's weights and resolved configuration, device, precision and versions, and every token of the rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from streamtune.run.start import Doing, Start
 from streamtune.schedule import Schedule
 from streamtune.tasks import Task
 from streamtune.tasks.preference import PreferenceBatches
-from streamtune.tasks.reference import KeptLogps, compute_logps, read_logps, reference_key
+from streamtune.tasks.reference import KeptLogps, computation, compute_logps, configuration, read_logps, row_key
 from streamtune.tasks.task import Notify
 
 if TYPE_CHECKING:
@@ -117,20 +117,28 @@ def kept_logps(
     # A reference that was allowed to change is asked anew.
     same = start.checkpoint is not None and not start.changed_files() & {"base", "adapter", "reference"}
     known = start.checkpoint.state["identity"].get("reference") if start.checkpoint is not None and same else None
-    if known is not None and not world.any((kept := read_logps(known)) is None) and kept is not None:
-        start.identity["reference"] = known
-        return kept
+    how = computation(start.device, bf16=recipe.bf16, temperature=start.task.temperature)
+    own = start.task.reference_name is None
+    if known is not None:
+        parts = [how, *([configuration(model)] if own else [])]
+        kept = read_logps(known, notify) if str(known).split("-")[: len(parts)] == parts else None
+        if not world.any(kept is None):
+            assert kept is not None
+            start.identity["reference"] = known
+            return kept
+        notify("the reference is asked again: its log-probs are damaged or gone, or it would give others now")
     asked: Any = model
-    if start.task.reference_name is not None or (recipe.finetuning_type == "full" and start.checkpoint is not None):
+    if not own or (recipe.finetuning_type == "full" and start.checkpoint is not None):
         with doing("loading the reference"):
             asked = load_reference(start.task, model, tokenizer, start.device, sharing=start.sharing)
     reference = make_reference(start, model, handle, None if asked is model else asked, closing)
     assert reference is not None, "log-probs are kept of a reference"
     with doing("reading the reference's weights"):
         weights = whole_weights(recipe, asked) if start.shares_weights else asked.named_parameters()
-        key = world.collect(reference_key(weights, batches.asked(), bf16=recipe.bf16))[0]
+        rows = world.collect(row_key(weights, batches.asked()))[0]
+        key = f"{how}-{configuration(asked)}-{rows}"
     start.identity["reference"] = key
-    kept = read_logps(key)
+    kept = read_logps(key, notify)
     if not world.any(kept is None):
         assert kept is not None
         notify("the reference's log-probs are known from an earlier run")

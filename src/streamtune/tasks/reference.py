@@ -1,28 +1,35 @@
-"""Log-probs of a reference that are computed once and kept on disk."""
+"""Log-probs of a reference that are computed once and kept on disk.
+
+Their key has three parts: how they are computed (versions, device, precision, temperature), by which configuration, and
+of which weights and rows. A run that is resumed compares the first, and the second where its model has the reference's
+configuration: its weights are no longer those that it began with.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import os
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load, save
+from torch import Tensor, nn
 
 from streamtune import data, train
 from streamtune.adapters import is_of_adapters
 from streamtune.paths import cache_folder
+from streamtune.result_cache import CacheFile, Notify, hash_of, versions
 from streamtune.sizes import show_size
 
-if TYPE_CHECKING:
-    pass
+__all__ = ["KeptLogps", "cache_directory", "computation", "compute_logps", "configuration", "read_logps", "row_key"]
 
-__all__ = ["KeptLogps", "cache_directory", "compute_logps", "read_logps", "reference_key"]
+UNUSED = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "torch_dtype")
+"""Settings of a configuration that change no log-probability, or are known otherwise; ``*_token_id`` are others."""
+OWN = 20
+"""Characters of each part of a key."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +47,48 @@ class KeptLogps:
         return torch.cat(parts)
 
 
-def reference_key(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.Tree], *, bf16: bool) -> str:
-    """Return the hash of all that the reference's log-probs of some trees depend on; reads every weight once.
+def computation(device: torch.device, *, bf16: bool, temperature: float) -> str:
+    """Return a hash of how log-probs are computed: versions and code, device, precision, temperature.
+
+    Args:
+        device: The reference's device.
+        bf16: True if it computes under autocast.
+        temperature: The number that logits are divided by.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    precision = [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, str(torch.version.cuda)]
+    return hash_of([versions(), name, precision, bf16, temperature])[:OWN]
+
+
+def configuration(model: nn.Module) -> str:
+    """Return a hash of a model's resolved configuration, its constant tensors, and its code where that is its own."""
+    config: Any = getattr(model, "config", None)
+    settings = {} if config is None else config.to_dict()
+    used = {key: value for key, value in settings.items() if key not in UNUSED and not key.endswith("_token_id")}
+    digest = hashlib.blake2b(repr(_sorted(used)).encode(), digest_size=20)
+    for name, buffer in sorted(model.named_buffers()):
+        if not is_of_adapters(name) and not buffer.is_meta:
+            digest.update(f"{name.rpartition('.')[2]} {buffer.dtype} {tuple(buffer.shape)}".encode())
+            _add_tensor(digest.update, buffer.detach())
+    for module in sorted({type(each).__module__ for each in model.modules()}):
+        if module.startswith("transformers_modules."):
+            digest.update(Path(str(sys.modules[module].__file__)).read_bytes())
+    return digest.hexdigest()[:OWN]
+
+
+def _sorted(value: Any) -> Any:
+    """Return plain values with the keys of every mapping in order."""
+    if isinstance(value, dict):
+        return sorted((str(key), _sorted(item)) for key, item in value.items())
+    return [_sorted(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def row_key(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.Tree]) -> str:
+    """Return a hash of the reference's weights and of the rows; reads every weight once.
 
     Args:
         weights: The reference's by name; adapters are not part of the hash. None is a weight that another rank hashes.
         trees: The rows.
-        bf16: True if it computes under autocast.
     """
     digest = hashlib.blake2b(digest_size=20)
     for name, parameter in weights:
@@ -54,14 +96,16 @@ def reference_key(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[
             own = name.replace(".base_layer", "").replace(".original_module", "")
             digest.update(f"{own} {parameter.dtype} {tuple(parameter.shape)}".encode())
             _add_tensor(digest.update, parameter.detach())
-    digest.update(f"autocast {bf16}".encode())
     for tree in trees:
         digest.update(repr((tree.prompt, tree.completions, tree.masks)).encode())
     return digest.hexdigest()
 
 
 def _add_tensor(update: Callable[[bytes], None], x: Any) -> None:
-    """Hash a tensor's bytes, or those of the tensors a quantised one is made of."""
+    """Hash a tensor's bytes, or the bytes of the tensors that a quantised one is made of."""
+    state = getattr(x, "quant_state", None)  # of bitsandbytes: the scales
+    for part in state.as_dict(packed=True).values() if state is not None else ():
+        _add_tensor(update, part)
     if hasattr(x, "__tensor_flatten__"):
         for name in x.__tensor_flatten__()[0]:
             _add_tensor(update, getattr(x, name))
@@ -75,13 +119,17 @@ def cache_directory() -> Path:
     return cache_folder() / "reference"
 
 
-def read_logps(key: str) -> KeptLogps | None:
-    """Return the log-probs kept under ``key``; None if there are none, or the file cannot be read."""
-    try:
-        kept = load_file(cache_directory() / f"{key}.safetensors")
-        return KeptLogps(kept["logps"], kept["offsets"])
-    except (OSError, SafetensorError, KeyError):
+def read_logps(key: str, notify: Notify) -> KeptLogps | None:
+    """Return the log-probs kept under ``key``; None if there are none, or the file is damaged."""
+    content = _file(key).read(notify)
+    if content is None:
         return None
+    kept = load(content)
+    return KeptLogps(kept["logps"], kept["offsets"])
+
+
+def _file(key: str) -> CacheFile:
+    return CacheFile(cache_directory() / f"{key}.logps", f"reference/{key}")
 
 
 def compute_logps(
@@ -96,7 +144,7 @@ def compute_logps(
     """Compute the reference's log-probs of every tree, and keep them under ``key``.
 
     Args:
-        key: From :func:`reference_key`.
+        key: The key, of :func:`computation`, :func:`configuration` and :func:`row_key`.
         reference: The reference.
         batches: A tree each, all trees in their order.
         device: The reference's device.
@@ -109,14 +157,10 @@ def compute_logps(
             found.append(reference.logprobs(batch.to(device)).float().cpu())
     sizes = torch.tensor([0, *(len(part) for part in found)])
     kept = KeptLogps(torch.cat(found), sizes.cumsum(0))
-    path = cache_directory() / f"{key}.safetensors"
-    staged = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    file = _file(key)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"logps": kept.logps, "offsets": kept.offsets}, staged)
-        staged.replace(path)
-        notify(f"the reference's log-probs are kept in {path} ({show_size(kept.logps.nbytes)}) for the next run")
-    except (OSError, SafetensorError) as error:
-        staged.unlink(missing_ok=True)
+        file.write(save({"logps": kept.logps, "offsets": kept.offsets}), durably=True)
+        notify(f"the reference's log-probs are kept in {file.path} ({show_size(kept.logps.nbytes)}) for the next run")
+    except OSError as error:
         notify(f"the reference's log-probs cannot be kept for the next run: {error}")
     return kept
