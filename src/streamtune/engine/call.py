@@ -230,15 +230,8 @@ class LayerCall:
     def _with_masks(
         self, change: Callable[[LazyMask], LazyMask], own_padding: Callable[[Tensor], Tensor | None] = lambda mask: None
     ) -> None:
-        def changed(value: Any, mask: bool) -> Any:
-            if isinstance(value, LazyMask):
-                return change(value)
-            if isinstance(value, Tensor) and mask:
-                return value if (own := own_padding(value)) is None else own
-            return {name: changed(item, mask) for name, item in value.items()} if isinstance(value, dict) else value
-
         for group in (self.arguments, self.extra):
-            group |= {key: changed(value, key.endswith("mask")) for key, value in group.items()}
+            group |= {key: _changed(value, key.endswith("mask"), change, own_padding) for key, value in group.items()}
 
     @property
     def hidden(self) -> Tensor:
@@ -435,6 +428,22 @@ class LayerCall:
         if isinstance(value, dict):
             return {name: self._cut(key, item, chunk, first_key) for name, item in value.items()}
         return value
+
+
+def _changed(
+    value: Any,
+    is_mask: bool,
+    change: Callable[[LazyMask], LazyMask],
+    own_padding: Callable[[Tensor], Tensor | None],
+) -> Any:
+    """Return an argument with its lazy masks changed, and the padding of its dense ones; dicts are searched."""
+    if isinstance(value, LazyMask):
+        return change(value)
+    if isinstance(value, Tensor) and is_mask:
+        return value if (own := own_padding(value)) is None else own
+    if not isinstance(value, dict):
+        return value
+    return {name: _changed(item, is_mask, change, own_padding) for name, item in value.items()}
 
 
 def _hidden_along(layer: str, hidden: Tensor, arguments: dict[str, Any]) -> int:

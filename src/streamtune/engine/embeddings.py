@@ -11,6 +11,7 @@ Shape suffixes: B batch, T tokens, C channels.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.utils._pytree import tree_map
 
+from streamtune.engine.nested import map_nested
 from streamtune.engine.weights.waiting import WaitingWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
@@ -106,8 +107,12 @@ class _Content:
     """Of ``value`` when it was made."""
     with_graph: bool
     """True if they were computed with gradients on."""
-    node: Any = None
-    """The node of the tensor that stands for them; another one if it is what a custom autograd function returned."""
+    node: weakref.ref[Any] | None = None
+    """The node of the tensor that stands for them, None where it has none. A weak reference: the node holds this."""
+
+    def is_of(self, node: Any) -> bool:
+        """Return True unless a custom autograd function returned the tensor that stands for them, with its own node."""
+        return node is None if self.node is None else node is not None and node is self.node()
 
 
 class Embeddings(Tensor):
@@ -129,7 +134,8 @@ class Embeddings(Tensor):
         """
         content = _Content(value, again, value._version, torch.is_grad_enabled())
         made: Any = _StandIn.apply(value, content) if value.requires_grad else _stand_in(value)
-        made.content, content.node = content, _node(made)
+        node = _node(made)
+        made.content, content.node = content, None if node is None else weakref.ref(node)
         return made
 
     @classmethod
@@ -138,7 +144,7 @@ class Embeddings(Tensor):
     ) -> Any:
         if func in SCALED and len(args) == 2 and not kwargs and isinstance(args[0], Embeddings) and _is_scalar(args[1]):
             return args[0].scaled(func, args[1])
-        return func(*tree_map(read, args), **tree_map(read, kwargs or {}))
+        return func(*map_nested(read, args), **map_nested(read, kwargs or {}))
 
     def scaled(self, func: Callable[[Tensor, Any], Tensor], by: Any) -> Any:
         """Return ``func(self, by)``, which stands for the embeddings from now on; read again, these are computed."""
@@ -149,7 +155,7 @@ class Embeddings(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return func(*tree_map(_value, args), **tree_map(_value, kwargs or {}))
+        return func(*map_nested(_value, args), **map_nested(_value, kwargs or {}))
 
 
 class _StandIn(torch.autograd.Function):
@@ -181,7 +187,7 @@ def read(x: Any) -> Any:
     """Return the embeddings for which ``x`` stands; any other object as it is."""
     if not isinstance(x, Embeddings):
         return x
-    if _node(x) is not x.content.node:
+    if not x.content.is_of(_node(x)):
         with torch._C.DisableTorchFunctionSubclass():
             return x.clone()  # in the graph that the function gave it
     return _value(x)

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from streamtune.engine.nested import map_nested
 from streamtune.engine.observe import Autocast
 from streamtune.engine.sharded import Weights
 
@@ -80,7 +80,7 @@ class EvaluatedLogits(Tensor):
                 return logits._whole(torch.device(device)).to(dtype)
             if func is _aten.argmax.default and _is_last(logits, args[1:], kwargs):
                 return logits._reduced(func, args[1:], kwargs)
-        return func(*tree_map(_computed, args), **tree_map(_computed, kwargs))
+        return func(*map_nested(_computed, args), **map_nested(_computed, kwargs))
 
     def computed(self) -> Tensor:
         """Return the logits, on the device of the model; the same tensor each time."""

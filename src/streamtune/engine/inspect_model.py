@@ -6,6 +6,7 @@ Layers are recognised by their class and the arguments of their forward, not by 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -89,20 +90,17 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     A layer is a ``GradientCheckpointingLayer`` whose forward has a cache argument. In a model without any, the members
     of its module lists count as layers, also those that take the cache in ``**kwargs`` and pass it to their attention.
     """
-    found: list[nn.Module] = []
+    return list(_outermost_layers(model, False)) or list(_outermost_layers(model, True))
 
-    def visit(module: nn.Module, searching: bool) -> None:
-        for child in module.children():
-            listed = isinstance(module, nn.ModuleList) and searching and hands_on_cache(child)
-            if listed or (isinstance(child, GradientCheckpointingLayer) and takes_cache(child)):
-                found.append(child)
-            else:
-                visit(child, searching)
 
-    visit(model, searching=False)
-    if not found:
-        visit(model, searching=True)
-    return found
+def _outermost_layers(module: nn.Module, in_lists: bool) -> Iterator[nn.Module]:
+    """Yield the layers inside of a module; with ``in_lists`` the members of module lists count as such."""
+    for child in module.children():
+        listed = isinstance(module, nn.ModuleList) and in_lists and hands_on_cache(child)
+        if listed or (isinstance(child, GradientCheckpointingLayer) and takes_cache(child)):
+            yield child
+        else:
+            yield from _outermost_layers(child, in_lists)
 
 
 def carries_states(layer: nn.Module) -> bool:

@@ -102,17 +102,16 @@ def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
                 where="RUN",
                 mend="--no-merge copies them apart",
             )
-    found: dict[str, nn.Module] = {}
+    return dict(_adapted_inside(base_of(model), ""))
 
-    def visit(module: nn.Module, prefix: str) -> None:
-        inner, chain = inner_module(module)
-        if chain or inner is not module:
-            found[prefix] = module
-        for key, child in inner.named_children():
-            visit(child, f"{prefix}.{key}" if prefix else key)
 
-    visit(base_of(model), "")
-    return found
+def _adapted_inside(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module, and those inside of it, that have adapters around them, with their names."""
+    inner, chain = inner_module(module)
+    if chain or inner is not module:
+        yield prefix, module
+    for key, child in inner.named_children():
+        yield from _adapted_inside(child, f"{prefix}.{key}" if prefix else key)
 
 
 def inner_module(module: Any) -> tuple[nn.Module, list[Any]]:
