@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from streamtune.distributed.environment import RankEnvironment
 from streamtune.distributed.launch.ranks import LocalRanks
 from streamtune.distributed.watch.failure import RankEnd, first_failure
 from streamtune.distributed.watch.verdict import (
@@ -23,7 +24,10 @@ from streamtune.distributed.watch.verdict import (
     this_process,
 )
 from streamtune.distributed.watch.vitals import computes
+from streamtune.distributed.watch.watchdog import Watchdog
+from streamtune.errors import ArgumentError
 from tests.distributed.ranks_kit import start, wait
+from tests.distributed.running import Running, command
 
 CASES = {
     "kill": {},
@@ -158,12 +162,72 @@ def test_what_is_no_deadlock() -> None:
     assert find_deadlock([peer(0, **still), peer(1, still=1.0)], limits) is None, "one computes"
     outside = {**still, "collective": False, "place": "wait (judge.py:3)"}
     assert find_deadlock([peer(0, **still), peer(1, **outside, patient=True)], limits) is None, "a judge may take long"
+    scoring = {**outside, "patient": True, "phase": "scoring completions"}
+    assert find_deadlock([peer(0, **scoring), peer(1, **scoring)], limits) is None, "nor where all ranks ask it"
+    for_hours = {**scoring, "still": 8000.0, "placed": 8000.0}
+    assert find_deadlock([peer(0, **for_hours), peer(1, **for_hours)], limits) is not None, "but not for ever"
+    given_up = find_deadlock([peer(0, still=8000.0, placed=8000.0), peer(1, **for_hours)], limits)
+    assert given_up is not None
+    assert "rank 1 on h1 has stood still for 8000 s while the others wait, in step 4, scoring" in given_up.what
     assert find_deadlock([peer(0, **still), peer(1, **still, phase="starting")], limits) is None
     one_waits = find_deadlock([peer(0, **still), peer(1, **outside)], limits)
     assert one_waits is not None
     assert one_waits.rank == 1
     spinning = {"still": 0.0, "placed": 1900.0}  # as on an accelerator
     assert find_deadlock([peer(0, **spinning), peer(1, **spinning)], limits) is not None
+
+
+@pytest.mark.parametrize("text", ["on", "-1", "0", "nan", "1e9", "sixty"])
+def test_a_setting_of_the_watchdog_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STREAMTUNE_WATCHDOG", text)
+    with pytest.raises(ArgumentError, match="neither off nor a number of seconds"):
+        Watchdog(RankEnvironment(rank=0, world_size=2))
+    Watchdog(RankEnvironment())  # with one rank there is none
+
+
+def test_the_watchdog_can_be_given_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STREAMTUNE_WATCHDOG", "600")
+    limits = Watchdog(RankEnvironment(rank=0, world_size=2))._limits
+    assert (limits.stillness, limits.silence, limits.place, limits.waiting) == (600, 600, 1800, 7200)
+
+
+JUDGED = """
+model: {init: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}}
+tokenizer: {train: {vocab_size: 280}}
+datasets: [{path: demo-arithmetic, name: copy, max_rows: 8}]
+engine: {schedule: fixed, chunk_size: 32, head_chunk_size: 32}
+max_prompt_length: 64
+max_completion_length: 4
+num_generations: 2
+per_device_train_batch_size: 2
+max_steps: 1
+val_size: 2
+eval_steps: 1
+output_dir: runs/tiny
+reward_funcs: ["judge.py:score"]
+"""
+JUDGE = """
+import socket, time
+def score(completions, **columns):
+    with socket.socket() as judge:
+        judge.bind(("127.0.0.1", 0))
+        judge.settimeout(25)
+        judge.listen()
+        try:
+            judge.accept()
+        except TimeoutError:
+            pass
+    return [float(len(str(completion))) for completion in completions]
+"""
+
+
+@pytest.mark.full
+def test_ranks_that_wait_for_a_judge_are_not_ended(tmp_path: Path) -> None:
+    """In a step and in an evaluation, for longer than ranks may stand still."""
+    (tmp_path / "judge.yaml").write_text(JUDGED)
+    (tmp_path / "judge.py").write_text(JUDGE)
+    with Running(tmp_path, command("grpo", "judge.yaml", "--allow-code", "--nproc", "2")) as running:
+        assert running.process.wait(400) == 0, running.stderr
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from streamtune.errors import OutOfMemoryError, RunError
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.rewards import RewardScores
 from streamtune.rollout import Completion, Sampling
+from streamtune.run.train import PATIENT
 from streamtune.tasks.grpo.groups import BatchLayout, Group, group_metrics
 from streamtune.tasks.grpo.objective import PolicyBatch
 from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps
@@ -156,6 +157,24 @@ def test_batches_that_teach_nothing_are_drawn_anew_counted_and_end_the_run(tmp_p
     hopeless = steps(tmp_path / "hopeless", Lengths(flat=frozenset(range(6))), skip_limit=4)
     with pytest.raises(RunError, match="4 batches in a row taught nothing"):
         hopeless.next_step()
+
+
+def test_a_call_of_the_reward_is_a_phase_of_its_own_in_training_and_evaluation(tmp_path: Path) -> None:
+    """Its name begins with "scoring": there a rank may wait for something outside."""
+    phases = ["evaluating"]
+
+    class Judge(Lengths):
+        def __call__(self, *args: Any) -> RewardScores:
+            phases.append("CALL")
+            return super().__call__(*args)
+
+    stream = steps(tmp_path, Judge())
+    stream.activity = phases.append
+    stream.next_step()
+    list(stream.held_out())
+    calls = [index for index, phase in enumerate(phases) if phase == "CALL"]
+    assert [phases[index - 1] for index in calls] == ["scoring completions", "scoring held-out completions"]
+    assert not any(phases[index + 1].startswith(PATIENT) for index in calls)
 
 
 def test_held_out_prompts_are_answered_by_the_likeliest_tokens(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ class WatchLimits:
     place: float = 1800.0
     """Every main thread stands at one and the same place for so long, even if it keeps a core busy waiting there, as it
     does for an accelerator."""
+    waiting: float = 7200.0
+    """A rank waits for so long for something outside: a reward's answer, a disk."""
     start: float = 900.0
     """For the slowest rank to come."""
     course: float = 30.0
@@ -204,16 +206,15 @@ def find_deadlock(peers: Iterable[Peer], limits: WatchLimits) -> Failure | None:
     left = [peer for peer in peers if not peer.done]
     if not left or any(peer.beat.phase == "starting" for peer in left):
         return None
-    together = all(peer.beat.collective for peer in left)
-    if any(peer.beat.patient for peer in left) and not together:
-        return None
+    outside = [peer for peer in left if not peer.beat.collective]
+    waiting = [peer for peer in outside if peer.beat.patient]
     still = min(peer.beat.still for peer in left)
     placed = min(peer.beat.placed for peer in left)
-    if still < limits.stillness and placed < limits.place:
+    longest = limits.waiting if waiting else limits.place
+    if still < (limits.waiting if waiting else limits.stillness) and placed < longest:
         return None
-    seconds = max(still, placed if placed >= limits.place else 0.0)
-    outside = [peer for peer in left if not peer.beat.collective]
-    first = (outside or left)[0]
+    seconds = max(still, placed if placed >= longest else 0.0)
+    first = (waiting or outside or left)[0]
     lines = [f"- {who} {standing}" for standing, who in _by_place(left)]
     cut = [peer for peer in left if peer.beat.unanswered]
     lines += [f"- what rank {p.rank} on {p.host} sends to {p.beat.unanswered} does not arrive" for p in cut[:8]]

@@ -37,11 +37,13 @@ from streamtune.distributed.watch.verdict import (
 )
 from streamtune.distributed.watch.vitals import Vitals
 from streamtune.distributed.wire import Admission, Line, dial, listen
-from streamtune.errors import StreamTuneError
+from streamtune.errors import ArgumentError, StreamTuneError
 
 __all__ = ["Watchdog"]
 
 PURPOSE = "watch"
+VARIABLE = "STREAMTUNE_WATCHDOG"
+MOST_SECONDS = 10**6
 SAMPLE_SECONDS = 0.1
 BEAT_SECONDS = 1.0
 MOVE_SECONDS = 0.2
@@ -65,6 +67,8 @@ def _print(error: StreamTuneError) -> None:
 class Watchdog:
     """A watch over all ranks while its context is entered; with one rank it does nothing.
 
+    ``STREAMTUNE_WATCHDOG=off`` switches it off, and a number is the seconds for which all ranks may stand still.
+
     Args:
         environment: The environment of this rank.
         show: Prints an error where no launcher does.
@@ -84,9 +88,10 @@ class Watchdog:
         self.event = event
         """May be set later, when there is a place to write to."""
         self._show = show
-        self._limits = limits or WatchLimits()
         self._at = (0, "starting", False)
-        self._on = environment.world_size > 1 and os.environ.get("STREAMTUNE_WATCHDOG") != "off"
+        asked = _asked_limits() if environment.world_size > 1 else None
+        self._limits = limits or asked or WatchLimits()
+        self._on = asked is not None
         self._verdict: Failure | None = None
         self._decided = threading.Event()
         self._leaving = threading.Event()
@@ -216,6 +221,37 @@ class Watchdog:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(1)
+
+
+def _asked_limits() -> WatchLimits | None:
+    """Return the limits that ``STREAMTUNE_WATCHDOG`` asks for; None where it is ``off``.
+
+    Raises:
+        ArgumentError: It is neither ``off`` nor a number of seconds.
+    """
+    text = os.environ.get(VARIABLE, "")
+    if text == "off":
+        return None
+    if not text:
+        return WatchLimits()
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= MOST_SECONDS:
+        raise ArgumentError(
+            f"'{text[:40]}' is neither off nor a number of seconds from 1 to {MOST_SECONDS:,}",
+            where=VARIABLE,
+            mend="unset it: ranks that all stand still for 16 seconds end the run",
+        )
+    usual = WatchLimits()
+    return replace(
+        usual,
+        stillness=seconds,
+        place=max(usual.place, seconds),
+        waiting=max(usual.waiting, seconds),
+        silence=max(usual.silence, seconds),
+    )
 
 
 def _is_communication(error: BaseException) -> bool:

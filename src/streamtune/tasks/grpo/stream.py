@@ -192,7 +192,9 @@ class GrpoSteps:
         for start in range(first, stop, size):
             asked = [prompts[index] for index in range(start, min(start + size, stop))]
             written = self._greedy(asked)
+            self.activity("scoring held-out completions")
             scores = self.score(asked, [completion.token_ids for completion in written])
+            self.activity("evaluating")
             if self.recipe.distils:
                 yield from self._held_out_completions(range(start, start + len(asked)), written, scores)
                 continue
@@ -264,6 +266,7 @@ class GrpoSteps:
         self.activity("scoring completions")
         asked = [prompt for prompt, own in zip(prompts, written, strict=True) for _ in own]
         scores = self.score(asked, [completion.token_ids for group in written for completion in group])
+        self.activity("advantages")
         groups = []
         for number, completions, own in zip(numbers, written, _slices(counts), strict=True):
             groups.append(
