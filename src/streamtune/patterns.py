@@ -1,0 +1,122 @@
+"""Regular expressions of a recipe or of a folder from elsewhere, matched within a limit of time.
+
+Python's ``re`` goes back over a text for every way to divide it, which takes minutes for ``(a+)+b`` on a name of forty
+letters. Libraries match patterns of their own accord, so each is tried first, on the same names, in a process with a
+limit of processor time. Texts of any length are searched by the library ``regex``, which takes a limit itself.
+
+This module is a leaf.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+from streamtune.errors import ArgumentError
+
+__all__ = ["find_matches", "is_found", "wrong_pattern"]
+
+SECONDS = 3
+"""Processor time of one key's patterns on all names: a pattern that is not hostile takes milliseconds."""
+PATIENCE = 120.0
+"""Seconds of waiting, on a machine that does much else."""
+MEBIBYTES = 1024
+MEND = "write the end of a name, such as q_proj, or take the repetition inside of a repetition out"
+PLAIN = re.compile(r"[\w.\-/ ]*")
+PROGRAM = f"""
+import json, re, sys
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_CPU, ({SECONDS}, {SECONDS} + 1))
+    resource.setrlimit(resource.RLIMIT_AS, ({MEBIBYTES} << 20,) * 2)
+except (ImportError, ValueError, OSError):
+    pass
+how, patterns, names = json.load(sys.stdin)
+for pattern in patterns:
+    found = getattr(re.compile(pattern), how)
+    print(json.dumps([number for number, name in enumerate(names) if found(name)]), flush=True)
+"""
+"""Runs by itself: only the standard library, nothing of the working directory."""
+
+
+def wrong_pattern(pattern: str) -> str | None:
+    """Return the reason for which a text is no regular expression; None where it is one."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return str(error)
+    except (OverflowError, RecursionError, MemoryError) as error:
+        return f"too much for Python ({type(error).__name__})"
+    return None
+
+
+def find_matches(
+    patterns: Sequence[str],
+    names: Sequence[str],
+    *,
+    where: str,
+    how: Literal["search", "match", "fullmatch"] = "search",
+    form: str = "{}",
+) -> list[list[int]]:
+    """Return the numbers of the names that each pattern matches.
+
+    Args:
+        patterns: Regular expressions.
+        names: Names of modules or parameters.
+        where: The key that has the patterns, for errors.
+        how: The function of ``re``.
+        form: The expression that a library makes of a pattern, ``{}``: ``(.*\\.)?({})$``.
+
+    Raises:
+        ArgumentError: One is no regular expression, or takes more than :data:`SECONDS` of processor time.
+    """
+    for pattern in patterns:
+        if reason := wrong_pattern(pattern):
+            raise ArgumentError(f"'{pattern[:80]}' is no pattern: {reason}", where=where, mend=MEND)
+    whole = [form.replace("{}", pattern) for pattern in patterns]
+    if all(PLAIN.fullmatch(pattern) for pattern in patterns):
+        return [[number for number, name in enumerate(names) if getattr(re, how)(one, name)] for one in whole]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", PROGRAM],
+            input=json.dumps([how, whole, list(names)]),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        answers, ended = done.stdout.splitlines(), done.returncode == 0
+    except subprocess.TimeoutExpired as late:
+        answers, ended = (late.stdout or b"").decode().splitlines(), False
+    if not ended:
+        raise ArgumentError(
+            f"the pattern '{patterns[len(answers)][:80]}' takes more than {SECONDS} s on the {len(names):,} names of "
+            "this model: it goes back over a name again and again",
+            where=where,
+            mend=MEND,
+        )
+    return [json.loads(answer) for answer in answers]
+
+
+def is_found(pattern: str, text: str, *, whole: bool = False, seconds: float = 2.0) -> bool:
+    """Return True if a regular expression of Python's ``re`` is found in a text.
+
+    Raises:
+        ValueError: It is no regular expression, or takes too long.
+    """
+    if reason := wrong_pattern(pattern):
+        raise ValueError(f"the pattern {pattern[:60]!r} is no regular expression: {reason}")
+    import regex  # slow to import, and needed by few
+
+    try:
+        compiled = regex.compile(pattern, regex.VERSION0)
+        found = (compiled.fullmatch if whole else compiled.search)(text, timeout=seconds)
+    except TimeoutError:
+        raise ValueError(f"the pattern {pattern[:60]!r} takes more than {seconds:g} s on {len(text):,} characters") from None
+    except regex.error as error:
+        raise ValueError(f"the pattern {pattern[:60]!r} is no regular expression: {error}") from error
+    return found is not None
