@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.patterns import wrong_pattern
 
 __all__ = [
     "ADAM_KEYS",
@@ -429,11 +429,8 @@ def _is_rate(value: Any) -> bool:
 
 
 def _wrong_pattern(pattern: str) -> str | None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        return f"'{pattern}' is not a regular expression: {error}"
-    return None
+    reason = wrong_pattern(pattern)
+    return None if reason is None else f"'{pattern}' is not a regular expression: {reason}"
 
 
 def _kind(default: Any) -> str:

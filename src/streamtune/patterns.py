@@ -110,13 +110,15 @@ def is_found(pattern: str, text: str, *, whole: bool = False, seconds: float = 2
     """
     if reason := wrong_pattern(pattern):
         raise ValueError(f"the pattern {pattern[:60]!r} is no regular expression: {reason}")
-    import regex  # slow to import, and needed by few
+    import regex  # type: ignore[import-untyped, unused-ignore]  # slow to import, and needed by few
 
     try:
         compiled = regex.compile(pattern, regex.VERSION0)
         found = (compiled.fullmatch if whole else compiled.search)(text, timeout=seconds)
     except TimeoutError:
-        raise ValueError(f"the pattern {pattern[:60]!r} takes more than {seconds:g} s on {len(text):,} characters") from None
+        raise ValueError(
+            f"the pattern {pattern[:60]!r} takes more than {seconds:g} s on {len(text):,} characters"
+        ) from None
     except regex.error as error:
         raise ValueError(f"the pattern {pattern[:60]!r} is no regular expression: {error}") from error
     return found is not None

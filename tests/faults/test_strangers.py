@@ -108,7 +108,7 @@ def test_no_command_runs_what_lies_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "pairs.yaml").write_text(DPO)
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1", "chosen": "=2", "rejected": "=3"}\n' * 4)
     (tmp_path / "rewarded.yaml").write_text(GRPO)
-    (tmp_path / "rewards.py").write_text("def score(completions, **columns):\n    return list(range(len(completions)))\n")
+    (tmp_path / "rewards.py").write_text("def score(completions, **columns):\n    return [*range(len(completions))]\n")
     wrong = {}
     for command in COMMANDS:
         done = start(tmp_path, SCRIPT, *command)

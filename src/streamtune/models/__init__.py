@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from streamtune.models.adapter_settings import check_saved_settings
 from streamtune.models.adapters import (
     AdapterSpec,
     add_adapters,
@@ -75,6 +76,7 @@ __all__ = [
     "ask",
     "blueprint",
     "check_positions",
+    "check_saved_settings",
     "choose_quantization",
     "copy_gathered",
     "copy_weights",

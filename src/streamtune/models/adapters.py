@@ -34,7 +34,9 @@ from transformers.pytorch_utils import Conv1D
 
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.models import loftq
+from streamtune.models.adapter_settings import PEFT_FORM, check_saved_settings
 from streamtune.models.loftq import LoftqStart
+from streamtune.patterns import find_matches
 
 if TYPE_CHECKING:  # it imports every quantiser there is: two seconds that only adapters are worth
     from peft import PeftConfig, PeftModel
@@ -219,7 +221,7 @@ def _added(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_tokens: Seq
     """Add adapters as peft starts them: of kinds that start from the weights, at random."""
     from peft import get_peft_config, get_peft_model
 
-    _check_patterns(spec)
+    _check_patterns(spec, model)
     options = KINDS[spec.kind](spec, seed)
     options |= {"task_type": "CAUSAL_LM", "modules_to_save": list(spec.whole) or None}
     _matching(spec.whole, [name for name, _ in model.named_modules() if name], "modules_to_save", "module", model)
@@ -401,20 +403,25 @@ def _shared_ends(model: PreTrainedModel, whole: Sequence[str]) -> list[str]:
     return [name for name in names if any(_ends_with(name, end) for end in whole)]
 
 
-def _check_patterns(spec: AdapterSpec) -> None:
-    """Refuse what is no pattern.
+def _check_patterns(spec: AdapterSpec, model: nn.Module) -> None:
+    """Refuse what is no pattern, and what would take too long on the names of this model.
 
     Raises:
         ArgumentError: It names it.
     """
+    names = _module_names(model)
     for where, patterns in (("lora_rank_pattern", spec.ranks), ("lora_alpha_pattern", spec.alphas)):
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ArgumentError(
-                    f"'{pattern}' is no pattern: {error}", where=where, mend="write the end of a name, such as q_proj"
-                ) from error
+        find_matches(list(patterns), names, where=where, how="match", form=PEFT_FORM)
+
+
+def _module_names(model: nn.Module) -> list[str]:
+    """Return the names that peft matches patterns with."""
+    modules = [name for name, _ in model.named_modules() if name]
+    return [
+        *modules,
+        *(name for name, _ in model.named_parameters()),
+        *(f"base_model.model.{name}" for name in modules),
+    ]
 
 
 def _check_ranks(adapted: Any, spec: AdapterSpec) -> None:
@@ -697,6 +704,7 @@ def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
     from peft import PeftModel
 
     _weights_in(folder)
+    check_saved_settings(folder, _module_names(model), where="adapters")
     with warnings.catch_warnings():  # as where they were added
         warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys", category=RuntimeWarning)
         return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
@@ -720,6 +728,7 @@ def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (path / name).is_file():
             raise ArgumentError(f"{folder} has no {name}", where=key, mend=mend)
+    check_saved_settings(path, _module_names(model), where=key)
     try:
         config: Any = PeftConfig.from_pretrained(str(path))
     except (OSError, ValueError, TypeError, KeyError) as error:

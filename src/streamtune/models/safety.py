@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.errors import ArgumentError
+from streamtune.models.adapter_settings import check_adapter_settings
 from streamtune.paths import escape_of
 
 __all__ = [
@@ -144,7 +145,9 @@ def _check_index(path: Path, *, shards: bool) -> None:
 
 
 def _check_adapter(folder: Path, config: dict[str, Any], *, allow_pickle: bool, reads_weights: bool) -> None:
-    """Check adapters and the name of their base."""
+    """Check adapters, their settings and the name of their base."""
+    if config:
+        check_adapter_settings(config, folder / "adapter_config.json", where=WHERE)
     if not (folder / "adapter_model.safetensors").is_file():
         found = [name for name in pickles_in(folder) if name.startswith("adapter_model")]
         if reads_weights and not found and not (folder / "config.json").is_file():

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from streamtune.errors import ArgumentError
 from streamtune.optim.adamw_step import adamw_step
+from streamtune.patterns import find_matches
 
 __all__ = ["BlockAdamW", "SwitchMode", "WeightBlock", "split_blocks", "train_largest_block"]
 
@@ -74,7 +75,11 @@ def split_blocks(
         ArgumentError: A pattern finds nothing, or there are no layers.
     """
     if patterns:
-        blocks = [WeightBlock(pattern, frozenset(n for n in names if re.search(pattern, n))) for pattern in patterns]
+        found_by = find_matches(patterns, names, where="optim_args.blocks")
+        blocks = [
+            WeightBlock(pattern, frozenset(names[number] for number in numbers))
+            for pattern, numbers in zip(patterns, found_by, strict=True)
+        ]
         if missing := next((block.name for block in blocks if not block.parameters), None):
             shown = ", ".join(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))
             raise ArgumentError(

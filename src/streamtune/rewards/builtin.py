@@ -38,6 +38,7 @@ from typing import Any
 
 from streamtune import interrupts
 from streamtune.errors import ArgumentError
+from streamtune.patterns import is_found
 from streamtune.rewards.json_check import check_schema, conforms
 
 __all__ = ["BUILTINS", "Builtin", "CodeLimits", "bind", "count_passed"]
@@ -130,13 +131,9 @@ def regex_match(completion: str, pattern: Any, *, whole: bool = False) -> float:
         whole: It has to match the whole completion, white space around it aside.
 
     Raises:
-        ValueError: The pattern is no regular expression.
+        ValueError: The pattern is no regular expression, or takes more than two seconds on this completion.
     """
-    try:
-        compiled = re.compile(str(pattern))
-    except re.error as error:
-        raise ValueError(f"the pattern {str(pattern)[:60]!r} is no regular expression: {error}") from error
-    return float(bool(compiled.fullmatch(completion.strip()) if whole else compiled.search(completion)))
+    return float(is_found(str(pattern), completion.strip() if whole else completion, whole=whole))
 
 
 def format_tags(completion: str, *, tags: Sequence[str] = ("think", "answer")) -> float:
@@ -170,7 +167,7 @@ def json_schema(completion: str, schema: Any) -> float:
         schema: The schema, as an object or as JSON text.
 
     Raises:
-        ValueError: The schema is malformed or uses what is not read.
+        ValueError: The schema is malformed or uses what is not read, or its pattern takes too long on a text.
     """
     if isinstance(schema, str):
         try:
@@ -178,12 +175,14 @@ def json_schema(completion: str, schema: Any) -> float:
         except json.JSONDecodeError as error:
             raise ValueError(f"the schema is no JSON: {error}") from error
     check_schema(schema)
-    fenced = re.fullmatch(r"\s*```(?:json)?\s*\n(.*?)```\s*", completion, re.DOTALL)
+    fenced = re.fullmatch(r"\s*```(?:json)?[^\S\n]*\n(.*?)```\s*", completion, re.DOTALL)
     try:
         document = json.loads(fenced[1] if fenced else completion, parse_constant=_no_json)
-        return float(conforms(document, schema))
     except (ValueError, RecursionError):
         return 0.0
+    with suppress(RecursionError):
+        return float(conforms(document, schema))
+    return 0.0
 
 
 def _no_json(name: str) -> None:

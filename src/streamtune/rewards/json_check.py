@@ -10,10 +10,11 @@ else, ``$ref`` included, is a ``ValueError``: every document would meet a constr
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Hashable
 from fractions import Fraction
 from typing import Any
+
+from streamtune.patterns import is_found, wrong_pattern
 
 __all__ = ["check_schema", "conforms"]
 
@@ -75,7 +76,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool] | None, Callable[[Any, Any], bool]
     "uniqueItems": (TYPES["array"], lambda value, wanted: not wanted or _distinct(value)),
     "minLength": (TYPES["string"], lambda value, least: len(value) >= least),
     "maxLength": (TYPES["string"], lambda value, most: len(value) <= most),
-    "pattern": (TYPES["string"], lambda value, pattern: re.search(pattern, value) is not None),
+    "pattern": (TYPES["string"], lambda value, pattern: is_found(pattern, value)),
     "minimum": (_is_number, lambda value, least: value >= least),
     "maximum": (_is_number, lambda value, most: value <= most),
     "exclusiveMinimum": (_is_number, lambda value, least: value > least),
@@ -139,17 +140,9 @@ def _check_word(word: str, value: Any, path: str) -> None:
         "enum": lambda: isinstance(value, list),
         "required": lambda: isinstance(value, list) and all(isinstance(key, str) for key in value),
         "uniqueItems": lambda: isinstance(value, bool),
-        "pattern": lambda: isinstance(value, str) and _compiles(value),
+        "pattern": lambda: isinstance(value, str) and wrong_pattern(value) is None,
         **{bound: lambda: _is_number(value) and (word != "multipleOf" or value > 0) for bound in BOUNDS},
         **{count: lambda: isinstance(value, int) and not isinstance(value, bool) and value >= 0 for count in COUNTS},
     }
     if not well_formed.get(word, lambda: True)():
         raise ValueError(f"{path}: {word} cannot be {value!r}")
-
-
-def _compiles(pattern: str) -> bool:
-    try:
-        re.compile(pattern)
-    except re.error:
-        return False
-    return True
