@@ -18,7 +18,7 @@ from typing import Literal
 
 from streamtune.errors import ArgumentError
 
-__all__ = ["find_matches", "is_found", "wrong_pattern"]
+__all__ = ["PatternError", "find_matches", "is_found", "wrong_pattern"]
 
 SECONDS = 3
 """Processor time of one key's patterns on all names: a pattern that is not hostile takes milliseconds."""
@@ -41,6 +41,10 @@ for pattern in patterns:
     print(json.dumps([number for number, name in enumerate(names) if found(name)]), flush=True)
 """
 """Runs by itself: only the standard library, nothing of the working directory."""
+
+
+class PatternError(ValueError):
+    """A pattern that is no regular expression, or takes too long on a text."""
 
 
 def wrong_pattern(pattern: str) -> str | None:
@@ -106,10 +110,10 @@ def is_found(pattern: str, text: str, *, whole: bool = False, seconds: float = 2
     """Return True if a regular expression of Python's ``re`` is found in a text.
 
     Raises:
-        ValueError: It is no regular expression, or takes too long.
+        PatternError: It is no regular expression, or takes too long.
     """
     if reason := wrong_pattern(pattern):
-        raise ValueError(f"the pattern {pattern[:60]!r} is no regular expression: {reason}")
+        raise PatternError(f"the pattern {pattern[:60]!r} is no regular expression: {reason}")
     import regex  # type: ignore[import-untyped, unused-ignore]  # slow to import, and needed by few
 
     try:
@@ -120,5 +124,5 @@ def is_found(pattern: str, text: str, *, whole: bool = False, seconds: float = 2
             f"the pattern {pattern[:60]!r} takes more than {seconds:g} s on {len(text):,} characters"
         ) from None
     except regex.error as error:
-        raise ValueError(f"the pattern {pattern[:60]!r} is no regular expression: {error}") from error
+        raise PatternError(f"the pattern {pattern[:60]!r} is no regular expression: {error}") from error
     return found is not None

@@ -38,7 +38,7 @@ from typing import Any
 
 from streamtune import interrupts
 from streamtune.errors import ArgumentError
-from streamtune.patterns import is_found
+from streamtune.patterns import PatternError, is_found
 from streamtune.rewards.json_check import check_schema, conforms
 
 __all__ = ["BUILTINS", "Builtin", "CodeLimits", "bind", "count_passed"]
@@ -178,11 +178,11 @@ def json_schema(completion: str, schema: Any) -> float:
     fenced = re.fullmatch(r"\s*```(?:json)?[^\S\n]*\n(.*?)```\s*", completion, re.DOTALL)
     try:
         document = json.loads(fenced[1] if fenced else completion, parse_constant=_no_json)
+        return float(conforms(document, schema))
+    except PatternError:
+        raise
     except (ValueError, RecursionError):
         return 0.0
-    with suppress(RecursionError):
-        return float(conforms(document, schema))
-    return 0.0
 
 
 def _no_json(name: str) -> None:
