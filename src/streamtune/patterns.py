@@ -120,7 +120,7 @@ def is_found(pattern: str, text: str, *, whole: bool = False, seconds: float = 2
         compiled = regex.compile(pattern, regex.VERSION0)
         found = (compiled.fullmatch if whole else compiled.search)(text, timeout=seconds)
     except TimeoutError:
-        raise ValueError(
+        raise PatternError(
             f"the pattern {pattern[:60]!r} takes more than {seconds:g} s on {len(text):,} characters"
         ) from None
     except regex.error as error:
