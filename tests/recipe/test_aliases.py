@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from streamtune.recipe import RECIPES, load_recipe
+from streamtune.recipe.adapters import AdapterKind
 from streamtune.recipe.aliases import ALIASES, INSTEAD, LATER, SWITCHES, VALUES
 
 
@@ -111,3 +114,36 @@ def test_the_tables_agree_with_the_schema():
     assert {key for key, _ in SWITCHES.values()} <= keys
     assert not keys & (set(ALIASES) | set(INSTEAD) | set(SWITCHES))
     assert not keys & {path[0] for path in LATER if len(path) == 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "note"),
+    [
+        ("init_lora_weights: pissa", "pissa", "'init_lora_weights: pissa' is read as 'adapter_type: pissa'"),
+        ("init_lora_weights: pissa_niter_16", "pissa", "is read as 'adapter_type: pissa'"),
+        ("peft_init_lora_weights: olora", "olora", "is read as 'adapter_type: olora'"),
+        ("init_weights: lora-ga", "lora_ga", "is read as 'adapter_type: lora_ga'"),
+        ("init_lora_weights: true", "lora", "'init_lora_weights: true' says what adapter_type: lora does"),
+    ],
+)
+def test_peft_says_how_adapters_begin(write, line, kind, note):
+    loaded = load_recipe(write(f"finetuning_type: lora\n{line}\n"))
+    assert loaded.recipe.adapter_type == kind
+    assert any(note in told for told in loaded.notes)
+
+
+def test_a_beginning_of_adapters_that_is_not_here(refused):
+    error = refused("finetuning_type: lora\ninit_lora_weights: gaussian\n")
+    assert error.what == "'init_lora_weights: gaussian' is a start of adapters that is not here"
+    assert error.mend.startswith("write one of: adapter_type: pissa")
+    assert error.where.endswith(":5")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in get_args(AdapterKind) if kind != "lora"])
+@pytest.mark.parametrize("key", ["finetuning_type", "adapter"])
+def test_a_kind_of_adapters_is_sent_to_its_key(refused, write, key, kind):
+    error = refused(f"{key}: {kind}\n")
+    assert "names a kind of adapters" in error.what
+    written = error.mend.removeprefix("write ").replace(" and ", "\n")
+    recipe = load_recipe(write(f"{written}\n")).recipe
+    assert recipe.adapter_type == kind

@@ -378,3 +378,206 @@ def test_an_optimizer_with_our_name_and_other_steps_is_lost(theirs: str, ours: s
     lost = [found.theirs for found in imported.of_kind("lost")]
     assert lost == ([] if ours else [f"optimizer: {theirs}"])
     assert (f"optim: {ours}" in imported.text) is (ours is not None)
+
+
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config:
+  zero_stage: 3
+  offload_optimizer_device: cpu
+  gradient_accumulation_steps: 4
+  zero3_init_flag: true
+mixed_precision: bf16
+num_processes: 8
+num_machines: 1
+"""
+
+
+def launched(folder: Path, options: str) -> ImportedRecipe:
+    (folder / "acc.yaml").write_text(ACCELERATE)
+    command = (
+        f"accelerate launch {options} trl/scripts/sft.py --model_name_or_path a --dataset_name b --max_length 64\n"
+    )
+    return convert(folder, command, "r.sh")
+
+
+def test_every_option_of_a_launcher_has_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = "--num_processes 4 --mixed_precision bf16 --use_deepspeed --zero_stage=2 --dynamo_backend no"
+    imported = launched(tmp_path, options)
+    found = {each.theirs: (each.kind, each.ours or each.note) for each in imported.findings}
+    assert found["num_processes: 4"] == ("not_needed", "`--nproc 4` of the command")
+    assert found["mixed_precision: bf16"] == ("mapped", "bf16: true")
+    assert found["zero_stage: 2"] == ("mapped", "deepspeed: zero2")
+    assert any(name.startswith("dynamo_backend") for name in found)
+    assert {"bf16: true  # mixed_precision", "deepspeed: zero2  # zero_stage"} <= set(imported.text.splitlines())
+
+
+def test_the_configuration_of_a_launcher_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    imported = launched(tmp_path, "--config_file acc.yaml")
+    found = {each.theirs: (each.kind, each.ours, each.where.rpartition("/")[2]) for each in imported.findings}
+    assert found["deepspeed_config.zero_stage: 3"] == ("mapped", "deepspeed: zero3_offload", "acc.yaml:5")
+    assert found["deepspeed_config.gradient_accumulation_steps: 4"] == (
+        "mapped", "gradient_accumulation_steps: 4", "acc.yaml:7"
+    )  # fmt: skip
+    assert found["mixed_precision: bf16"][:2] == ("mapped", "bf16: true")
+    keys = {each.theirs.partition(":")[0].rpartition(".")[2] for each in imported.findings}
+    assert {line.strip().partition(":")[0] for line in ACCELERATE.split("\n") if line} - keys == {"deepspeed_config"}
+
+
+def test_what_a_launcher_changes_and_is_not_here_is_starred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "mixed_precision" in lost(launched(tmp_path, "--mixed_precision fp16"))
+    assert "config_file" in lost(launched(tmp_path, "--config_file gone.yaml"))
+    with pytest.raises(ArgumentError, match="configuration of accelerate"):
+        convert(tmp_path, ACCELERATE)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["axolotl train x.yaml", "accelerate launch -m axolotl.cli.train x.yaml", "trl sft --config x.yaml --seed 3"],
+)
+def test_a_command_that_reads_a_file_names_it(command: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"takes its arguments from 'x\.yaml'"):
+        convert(tmp_path, f"{command}\n", "r.sh")
+
+
+# --- what was mistaken ------------------------------------------------------------------------------------------------
+
+
+def kinds(imported: ImportedRecipe, name: str) -> list[str]:
+    """The classes of the answers to a field."""
+    return [each.kind for each in imported.findings if each.theirs.partition(":")[0] == name]
+
+
+def axolotl(folder: Path, lines: str) -> ImportedRecipe:
+    base = "base_model: a\nsequence_len: 64\nlearning_rate: 1e-5\nadapter: lora\nlora_target_linear: true\n"
+    sets = "" if "dataset" in lines else "datasets: [{path: r.jsonl}]\n"
+    return convert(folder, base + sets + dedent(lines), trainer="axolotl")
+
+
+def llamafactory(folder: Path, lines: str, **columns: Any) -> ImportedRecipe:
+    info = {"mine": {"file_name": "r.jsonl", **columns}}
+    (folder / "data").mkdir(exist_ok=True)
+    (folder / "data" / "dataset_info.json").write_text(json.dumps(info))
+    return convert(folder, f"model_name_or_path: a\ndataset: mine\ncutoff_len: 64\n{lines}", trainer="llamafactory")
+
+
+def test_the_least_rate_of_a_cosine(tmp_path: Path) -> None:
+    imported = axolotl(tmp_path, "lr_scheduler: cosine\ncosine_min_lr_ratio: 0.1\n")
+    assert "lr_scheduler_type: cosine_with_min_lr  # lr_scheduler" in imported.text
+    assert "min_lr_rate: 0.1" in imported.text
+    assert imported.changes_training == []
+    imported = axolotl(tmp_path, "lr_scheduler: linear\ncosine_min_lr_ratio: 0.1\n")
+    assert kinds(imported, "cosine_min_lr_ratio") == ["not_needed"]
+
+
+def test_vllm_of_axolotl(tmp_path: Path) -> None:
+    imported = axolotl(
+        tmp_path,
+        "rl: grpo\nmicro_batch_size: 8\nmax_prompt_len: 32\nvllm: {gpu_memory_utilization: 0.85, host: h}\n"
+        "trl: {reward_funcs: [m.f], use_vllm: true, vllm_server_host: h, max_completion_length: 32}\n",
+    )
+    assert "vllm_gpu_memory_utilization: 0.85" in imported.text
+    assert kinds(imported, "trl.vllm_server_host") == kinds(imported, "vllm.host") == ["lost"]
+
+
+def test_early_stopping_is_kept_or_said(tmp_path: Path) -> None:
+    imported = axolotl(tmp_path, "early_stopping_patience: 3\nval_set_size: 0.1\neval_steps: 10\n")
+    assert "metric_for_best_model: eval_loss" in imported.text
+    assert "early_stopping_patience: 3" in imported.text
+    imported = axolotl(tmp_path, "early_stopping_patience: 3\nval_set_size: 0.1\nevals_per_epoch: 4\n")
+    assert "early_stopping_patience" in lost(imported)
+    assert "\nearly_stopping_patience" not in imported.text
+
+
+def test_all_mistakes_at_once(tmp_path: Path) -> None:
+    text = (
+        "model_name_or_path: a\nreward_funcs: [m.f]\nreward_weights: [1.0, 2.0]\nnum_generations: 7\n"
+        "epsilon: 0.2\ndelta: 1.0\ndataset_name: b\n"
+    )
+    with pytest.raises(RecipeError) as caught:
+        convert(tmp_path, text, trainer="trl")
+    assert "3 mistakes" in caught.value.what
+    for line in (3, 4, 6):
+        assert f"- line {line}: " in caught.value.what
+
+
+def test_freeze_is_not_lora(tmp_path: Path) -> None:
+    imported = llamafactory(tmp_path, "finetuning_type: freeze\nfreeze_trainable_layers: 4\nlora_rank: 8\n")
+    assert lost(imported) == {"finetuning_type", "freeze_trainable_layers"}
+    assert "finetuning_type: full" in imported.text
+    assert "lora_r:" not in imported.text
+
+
+def test_oft_is_a_kind_of_adapters(tmp_path: Path) -> None:
+    imported = llamafactory(tmp_path, "finetuning_type: oft\noft_block_size: 16\noft_target: all\n")
+    assert lost(imported) == set()
+    for line in ("finetuning_type: lora", "adapter_type: oft", "oft_block_size: 16", "lora_target: all-linear"):
+        assert line in imported.text
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+@pytest.mark.parametrize("trainer", ["llamafactory", "swift"])
+def test_thinking_is_handed_to_the_chat_template(trainer: str, value: str, tmp_path: Path) -> None:
+    line = f"enable_thinking: {value}\n"
+    swift = f"model: a\nmax_length: 64\ndataset: r.jsonl\n{line}"
+    imported = llamafactory(tmp_path, line) if trainer == "llamafactory" else convert(tmp_path, swift, trainer="swift")
+    assert f"\n  enable_thinking: {value}\n" in imported.text
+    assert kinds(imported, "enable_thinking") == ["mapped"]
+
+
+def test_images_have_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = llamafactory(tmp_path, "", columns={"prompt": "q", "response": "a", "images": "pictures"})
+    assert [each.note for each in said.changes_training if each.theirs == "dataset: mine"] == [
+        "'mine' in dataset_info.json: the column 'pictures': only the text is trained on"
+    ]
+    Path("r.jsonl").write_text(json.dumps({"messages": [], "images": ["a.png"]}) + "\n")
+    for imported in (
+        axolotl(tmp_path, "datasets: [{path: r.jsonl, type: chat_template}]\n"),
+        convert(tmp_path, "model: a\nmax_length: 64\ndataset: r.jsonl\n", trainer="swift"),
+        convert(tmp_path, "model_name_or_path: a\ndataset_name: r.jsonl\n", trainer="trl"),
+    ):
+        assert any("'images'" in each.note for each in imported.changes_training), imported.trainer.name
+
+
+def test_rows_of_openai_are_messages(tmp_path: Path) -> None:
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    imported = llamafactory(tmp_path, "", formatting="openai", columns={"messages": "talk"}, tags=tags)
+    assert "type: messages" in imported.text
+    assert "messages: talk" in imported.text
+
+
+def test_no_false_stars(tmp_path: Path) -> None:
+    columns = "field_messages: prompt, field_chosen: chosen, field_rejected: rejected"
+    entry = f"{{path: r.jsonl, type: chat_template.default, {columns}}}"
+    more = "ring_attn_func: varlen_llama3\ncontext_parallel_size: 2\n"
+    assert lost(axolotl(tmp_path, f"rl: dpo\ndatasets: [{entry}]\n{more}")) == set()
+    own = "{path: r.jsonl, type: {field_prompt: q, field_chosen: good, field_rejected: rejected}}"
+    imported = axolotl(tmp_path, f"rl: dpo\ndatasets: [{own}]\n")
+    assert lost(imported) == set()
+    assert {"prompt: q", "chosen: good"} <= {line.strip() for line in imported.text.splitlines()}
+
+
+def test_without_a_length_no_row_is_left_out(tmp_path: Path) -> None:
+    """A length that is not given, or null, cuts nothing there; a default of ours would cut or drop rows unseen."""
+    imported = convert(tmp_path, "model_name_or_path: a\ndataset_name: b\nmax_length: null\n", trainer="trl")
+    written = imported.text.partition("# Without")[0]
+    assert "overlength: error" in written
+    assert "max_length:" not in written
+    imported = convert(tmp_path, "model: a\ndataset: r.jsonl\ntruncation_strategy: delete\n", trainer="swift")
+    assert "overlength" not in imported.text.partition("# Without")[0]
+
+
+def test_strict_refuses_what_is_cut_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sets = "[{path: a.jsonl, type: completion}, {path: b.jsonl, type: chat_template}]"
+    Path("a.yaml").write_text(f"base_model: a\nsequence_len: 64\ndatasets: {sets}\n")
+    assert call("recipes", "import", "a.yaml", "--strict") == 2
+    assert not Path("a-streamtune.yaml").exists()
+    assert "excess_length_strategy" in capsys.readouterr().err

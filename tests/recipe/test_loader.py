@@ -184,7 +184,7 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
         ),
         ("sample_steps: 5\n", 4, "'sample_steps' needs prompts to complete", "add sample: {prompt: ...}"),
         ("sample: {prompt: []}\n", 4, "'sample.prompt' takes", ""),
-        ("finetuning_type: freeze\n", 4, "'finetuning_type: freeze' is not in this release", "write lora or full"),
+        ("finetuning_type: freeze\n", 4, "'finetuning_type: freeze' trains a part of the layers", "write lora or full"),
         ("finetuning_type: qlora\nquantization: int4\n", 5, "'quantization: int4' is not in this release", "write nf4"),
         ("finetuning_type: qlora\nquantization: fp4\n", 5, "'quantization' takes", ""),
         (
@@ -481,3 +481,19 @@ def test_an_inline_template_is_not_taken_for_a_path(write):
 def test_adapter_keys_of_a_full_run_are_noted(write):
     assert load_recipe(write("lora_r: 8\n")).notes == ("'lora_r' has no effect with finetuning_type: full",)
     assert load_recipe(write("lora_r: 8\nfinetuning_type: lora\n")).notes == ()
+
+
+def test_mistakes_of_several_rules_are_told_at_once(refused):
+    """A rule about several keys stops at its first mistake; the others are found without the key of that one."""
+    error = refused(
+        "eval_steps: 5\nfsdp: true\ndeepspeed: zero2\nlr_layer_decay: 2.0\nwarmup_ratio: 0.1\nwarmup_steps: 3\n"
+    )
+    assert error.what.startswith("4 mistakes\n")
+    for line, key in ((4, "eval_steps"), (5, "deepspeed"), (7, "lr_layer_decay"), (9, "warmup_ratio")):
+        assert f"- line {line}: '{key}'" in error.what
+    assert error.where.endswith(":4")
+
+
+def test_a_mistake_that_may_follow_from_another_is_not_told(refused):
+    error = refused("val_size: much\neval_steps: 5\n")
+    assert error.what == "'val_size' takes a number of at least 0; found 'much'"

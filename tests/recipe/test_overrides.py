@@ -83,7 +83,7 @@ def test_another_model_by_setting(write):
         ("datasets.path=x", "'datasets' has no 'path'", "set it as a whole"),
         ("seed.x=1", "'seed' takes a whole number of at least 0 and below 4294967296; found keys", ""),
         ("offload=disk", "'engine.offload: disk' needs the directory of its file", "add offload_dir"),
-        ("finetuning_type=freeze", "'finetuning_type: freeze' is not in this release", "write lora or full"),
+        ("finetuning_type=freeze", "'finetuning_type: freeze' trains a part of the layers", "write lora or full"),
         ("quantization=int4", "'quantization: int4' is not in this release", "write nf4"),
         ("quantization=nf4", "'quantization: nf4' needs frozen weights", "write finetuning_type: qlora"),
         ("load_in_8bit=true", "'quantization: int8' needs frozen weights", "write finetuning_type: qlora"),

@@ -6,11 +6,22 @@ used; the same key under two names is a mistake.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
+from streamtune.recipe.adapters import AdapterKind
 from streamtune.recipe.yaml import KeyPath, Marks, Mistake, show_path
 
-__all__ = ["ALIASES", "DATASET_ALIASES", "DATASET_INSTEAD", "INSTEAD", "LATER", "SWITCHES", "VALUES", "apply_aliases"]
+__all__ = [
+    "ALIASES",
+    "CHOICES",
+    "DATASET_ALIASES",
+    "DATASET_INSTEAD",
+    "INSTEAD",
+    "LATER",
+    "SWITCHES",
+    "VALUES",
+    "apply_aliases",
+]
 
 ALIASES: dict[str, str] = {
     # model
@@ -115,6 +126,16 @@ DATASET_INSTEAD: dict[str, str] = {
 }
 """Another trainer's key of an entry of ``datasets`` that has no equal: how to say it here."""
 
+CHOICES: dict[str, dict[str, tuple[str, str] | None]] = {
+    name: {
+        "true": None,
+        "default": None,
+        **{kind: ("adapter_type", kind) for kind in ("pissa", "olora", "loftq", "lora_ga")},
+    }
+    for name in ("init_lora_weights", "peft_init_lora_weights", "init_weights")
+}
+"""Another library's key: its values, and our key and value for each; None where it says nothing."""
+
 SWITCHES: dict[str, tuple[str, str]] = {
     "load_in_4bit": ("quantization", "nf4"),
     "load_in_8bit": ("quantization", "int8"),
@@ -148,6 +169,18 @@ INSTEAD: dict[str, str] = {
     "add_special_tokens": "write special_tokens: {additional_special_tokens: [...]}",
     "dataset_test_split": "write eval_datasets: {test: {path: ..., split: test}}",
     "do_train": "delete the line; `streamtune sft` trains",
+    "cosine_min_lr_ratio": "write lr_scheduler_type: cosine_with_min_lr and lr_scheduler_kwargs: {min_lr_rate: 0.1}",
+    "early_stopping_steps": "write early_stopping_patience: N, metric_for_best_model: eval_loss and eval_steps: N",
+    "evaluation_strategy": "write eval_steps: N",
+    "excess_length_strategy": "write overlength: error, truncate, drop or split",
+    "load_best_model_at_end": "write metric_for_best_model: eval_loss, which keeps the best checkpoint",
+    "lora_target_linear": "write lora_target: all-linear",
+    "loraplus_lr_ratio": "write lr_groups: [{match: lora_B, learning_rate: ...}], with 16 times learning_rate",
+    "neat_packing": "write packing: true; rows of a packed sequence never see each other",
+    "packing_strategy": "write packing: true, and overlength: truncate or split",
+    "truncation_mode": "write overlength: truncate, and truncate_side: left or right",
+    "truncation_strategy": "write overlength: error, truncate, drop or split",
+    "use_peft": "write finetuning_type: lora",
     "eos_token": "write special_tokens: {eos_token: ...}",
     "eval_dataset": "write eval_datasets: {NAME: PATH}",
     "eval_on_each_dataset": "delete the line; each of eval_datasets has a loss of its own",
@@ -189,10 +222,22 @@ INSTEAD: dict[str, str] = {
 LATER: dict[tuple[str, ...], str] = {}
 """Keys of the plan that this release does not build: refused by name, never ignored."""
 
-LATER_VALUES: dict[tuple[str, Any], str] = {
-    ("finetuning_type", "freeze"): "write lora or full",
-    ("quantization", "int4"): "write nf4, which is 4 bits too, or int8; torchao's int4 kernels have no backward",
+LATER_VALUES: dict[tuple[str, Any], tuple[str, str]] = {
+    ("finetuning_type", "freeze"): ("trains a part of the layers, which is not here", "write lora or full"),
+    ("quantization", "int4"): (
+        "is not in this release",
+        "write nf4, which is 4 bits too, or int8; torchao's int4 kernels have no backward",
+    ),
+    **{
+        ("finetuning_type", kind): (
+            "names a kind of adapters, and 'finetuning_type' takes 'full', 'lora' or 'qlora'",
+            f"write finetuning_type: {'qlora' if kind == 'loftq' else 'lora'} and adapter_type: {kind}",
+        )
+        for kind in get_args(AdapterKind)
+        if kind != "lora"
+    },
 }
+"""Values of our keys that are refused: what is wrong, and what to write."""
 
 
 def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[Mistake]]:
@@ -218,6 +263,7 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
         if key in tree:
             del tree[key]
             mistakes.append(Mistake((key,), f"'{key}' is another trainer's key", mend))
+    _apply_choices(tree, marks, notes, mistakes)
     for key in [key for key in tree if key in SWITCHES]:
         ours, stands_for = SWITCHES[key]
         switch = tree.pop(key)
@@ -252,11 +298,32 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
             tree[key] = values[str(value)]
             shown = "[]" if tree[key] == [] else tree[key]
             notes.append(f"'{key}: {value}' is read as '{shown}'")
-    for (key, value), mend in LATER_VALUES.items():
+    for (key, value), (what, mend) in LATER_VALUES.items():
         if tree.get(key) == value:
             del tree[key]
-            mistakes.append(Mistake((key,), f"'{key}: {value}' is not in this release", mend))
+            mistakes.append(Mistake((key,), f"'{key}: {value}' {what}", mend))
     return notes, mistakes
+
+
+def _apply_choices(tree: dict[str, Any], marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:
+    """Read keys of :data:`CHOICES`."""
+    for key in [key for key in tree if key in CHOICES]:
+        given = tree.pop(key)
+        value = str(given).lower().replace("-", "_")
+        meant = CHOICES[key].get(value.partition("_niter_")[0], ("", ""))
+        if meant is None:
+            notes.append(f"'{key}: {value}' says what adapter_type: lora does")
+        elif not meant[0]:
+            known = ", ".join(f"{ours}: {kind}" for ours, kind in filter(None, CHOICES[key].values()))
+            what = f"'{key}: {given}' is a start of adapters that is not here"
+            mistakes.append(Mistake((key,), what, f"write one of: {known}"))
+        elif meant[0] in tree:
+            what = f"'{key}' means '{meant[0]}: {meant[1]}', and {marks.where(meant[0])} gives '{meant[0]}' already"
+            mistakes.append(Mistake((key,), what, "delete one of the two"))
+        else:
+            tree[meant[0]] = meant[1]
+            marks.rename((key,), (meant[0],))
+            notes.append(f"'{key}: {value}' is read as '{meant[0]}: {meant[1]}'")
 
 
 def _spell_out_datasets(tree: dict[str, Any], marks: Marks, notes: list[str], mistakes: list[Mistake]) -> None:

@@ -29,7 +29,7 @@ from streamtune.secrets import find_secret, redact
 from .aliases import ALIASES, INSTEAD, LATER, SWITCHES, apply_aliases
 from .datasets import DatasetSpec
 from .kinds import RECIPES, objectives_with
-from .mistakes import explain, to_error, unknown_key
+from .mistakes import find_mistakes, to_error, unknown_key
 from .schema import Recipe
 from .shipped import read_shipped, shipped_names
 
@@ -98,8 +98,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
     _check_objective(tree, marks, objective)
     try:
         recipe = kind.model_validate(tree)
-    except ValidationError as error:
-        raise to_error(mistakes + explain(error, tree, kind), marks) from None
+    except ValidationError:
+        raise to_error(mistakes + find_mistakes(tree, kind), marks) from None
     if mistakes:
         raise to_error(mistakes, marks)
     notes += _without_effect(recipe)

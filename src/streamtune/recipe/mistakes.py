@@ -6,6 +6,7 @@ type.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -17,12 +18,22 @@ from streamtune.errors import RecipeError, did_you_mean
 from streamtune.recipe.yaml import KeyPath, Marks, Mistake, parse_scalar, show_path
 from streamtune.sizes import SIZE_PATTERN
 
-from .aliases import ALIASES, SWITCHES
+from .aliases import ALIASES, CHOICES, SWITCHES
 from .kinds import objectives_with
 from .schema import Recipe
 from .spec import TOO_LARGE
 
-__all__ = ["expected", "explain", "field_at", "leaf_paths", "options", "properties", "to_error", "unknown_key"]
+__all__ = [
+    "expected",
+    "explain",
+    "field_at",
+    "find_mistakes",
+    "leaf_paths",
+    "options",
+    "properties",
+    "to_error",
+    "unknown_key",
+]
 
 MOST_SHOWN = 20
 
@@ -41,6 +52,40 @@ def to_error(mistakes: Sequence[Mistake], marks: Marks) -> RecipeError:
     if (left := len(mistakes) - MOST_SHOWN) > 0:
         lines.append(f"- and {left} more")
     return RecipeError("\n".join(lines), where=_where(first, marks))
+
+
+def find_mistakes(tree: dict[str, Any], kind: type[Recipe]) -> list[Mistake]:
+    """Return all mistakes in a recipe; an empty list if there are none.
+
+    A rule about several keys stops at its first mistake. So the key of each mistake is left out and the rest is checked
+    again. A mistake that names a key that was left out is not reported: it may only follow from that.
+    """
+    tree, found = copy.deepcopy(tree), list[Mistake]()
+    gone: set[KeyPath] = set()
+    while True:
+        try:
+            kind.model_validate(tree)
+        except ValidationError as error:
+            mistakes = explain(error, tree, kind)
+        else:
+            return found
+        named = re.compile(rf"\b({'|'.join(re.escape(str(path[-1])) for path in gone) or '(?!)'})\b")
+        new = [each for each in mistakes if each.path not in gone and not named.search(f"{each.what} {each.mend}")]
+        found += new
+        gone |= {each.path for each in new}
+        if not new or not all(_leave_out(tree, each.path) for each in new):
+            return found
+
+
+def _leave_out(tree: Any, path: KeyPath) -> bool:
+    """Remove a key; return False if it is not there."""
+    try:
+        for part in path[:-1]:
+            tree = tree[part]
+        del tree[path[-1]]
+    except (KeyError, IndexError, TypeError):
+        return False
+    return True
 
 
 def explain(error: ValidationError, tree: dict[str, Any], kind: type[Recipe]) -> list[Mistake]:
@@ -72,7 +117,7 @@ def explain(error: ValidationError, tree: dict[str, Any], kind: type[Recipe]) ->
 def unknown_key(path: KeyPath, kind: type[Recipe]) -> Mistake:
     """Return the mistake of an unknown key, with the nearest key that the recipe has."""
     parent, name = path[:-1], str(path[-1])
-    known = properties(parent, kind) + ([*ALIASES, *SWITCHES] if not parent else [])
+    known = properties(parent, kind) + ([*ALIASES, *CHOICES, *SWITCHES] if not parent else [])
     if not parent and (others := objectives_with(name)):
         how = " or ".join(f"add objective: {other}, or run `streamtune {other}`" for other in others)
         return Mistake(path, f"'{name}' is a key of {' and '.join(others)} recipes", how)

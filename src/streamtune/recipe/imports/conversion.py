@@ -198,6 +198,15 @@ class Conversion:
         lost = trains is not None
         self.findings.append(FieldFinding("lost" if lost else "not_needed", theirs, where, "", why, bool(trains)))
 
+    def write(self, key: str, value: Any, theirs: str, where: str, note: str = "") -> None:
+        """Write a key of ours that comes from another file or a launcher, which have lines of their own."""
+        if wrong := self._refusal(key, value):
+            self.report(theirs, where, wrong, True)
+            return
+        self.ours[key] = value
+        self.notes[key] = "; ".join(part for part in (theirs.partition(":")[0], note) if part)
+        self.findings.append(FieldFinding("mapped", theirs, where, _short(key, value), note))
+
     def refuse(self, *path: str | int, what: str, mend: str = "") -> RecipeError:
         """Return the error of a recipe that cannot be imported at all."""
         return RecipeError(what, where=self.where(*path), mend=mend)

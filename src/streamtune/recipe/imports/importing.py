@@ -6,17 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.recipe.kinds import RECIPES
-from streamtune.recipe.mistakes import explain, to_error
+from streamtune.recipe.mistakes import find_mistakes, to_error
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.yaml import dump_values
 from streamtune.secrets import redact
 
 from .axolotl import AXOLOTL
 from .conversion import Conversion, FieldFinding, PeerTrainer
+from .launching import is_accelerate_config, take_launcher
 from .llamafactory import LLAMAFACTORY
 from .reading import PeerFile, read_peer_file
 from .swift import SWIFT
@@ -88,6 +87,7 @@ def import_recipe(path: Path, trainer: str | None = None, objective: str | None 
         conversion.ours["objective"] = conversion.objective
     conversion.trainer.special(conversion)
     conversion.apply()
+    take_launcher(conversion)
     conversion.trainer.defaults(conversion)
     finish(conversion)
     _check(conversion)
@@ -106,6 +106,12 @@ def _recognise(file: PeerFile) -> tuple[str, tuple[str, ...]]:
     """Return the trainer of a file, and the fields by which it was recognised."""
     if file.trainer:
         return file.trainer, (f"the command {file.trainer}",)
+    if is_accelerate_config(file.fields):
+        raise ArgumentError(
+            "this is a configuration of accelerate, which starts a training script and trains nothing itself",
+            where=str(file.path),
+            mend="import the recipe, or a shell script with the whole command: accelerate launch --config_file ...",
+        )
     names = {name for name, value in file.fields.items() if value is not None}
     signs = {name: sorted(names & trainer.signs) for name, trainer in TRAINERS.items()}
     ranked = sorted(signs, key=lambda name: len(signs[name]), reverse=True)
@@ -127,13 +133,11 @@ def _check(conversion: Conversion) -> None:
     tree: dict[str, Any] = {**conversion.ours}
     tree.setdefault("output_dir", "runs/imported")
     marks = conversion.marks()
-    try:
-        conversion.kind.model_validate(tree)
-    except ValidationError as error:
-        found = to_error(explain(error, tree, conversion.kind), marks)
-        raise RecipeError(
-            f"as a recipe of ours it has a mistake: {found.what}", where=found.where, mend=found.mend
-        ) from None
+    if mistakes := find_mistakes(tree, conversion.kind):
+        found = to_error(mistakes, marks)
+        what = found.what.replace(f"{len(mistakes)} mistakes", "", 1) if len(mistakes) > 1 else f" {found.what}"
+        count = f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "a mistake"
+        raise RecipeError(f"as a recipe of ours it has {count}:{what}", where=found.where, mend=found.mend)
 
 
 def _text(conversion: Conversion) -> str:

@@ -14,6 +14,9 @@ from streamtune.recipe.yaml import Marks, parse_scalar, read_yaml
 
 from .rules import UnconvertedError
 
+LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
+"""Programs that start the ranks of a training script."""
+
 __all__ = ["PeerFile", "json_value", "read_peer_file"]
 
 COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -21,7 +24,8 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "llamafactory-cli": ("llamafactory", ("train",)),
     "lmf": ("llamafactory", ("train",)),
     "trl": ("trl", ("sft", "dpo", "grpo", "kto", "rloo", "reward", "orpo", "cpo")),
-    **dict.fromkeys(("sft.py", "rlhf.py", "dpo.py", "grpo.py"), ("", ())),
+    "axolotl": ("axolotl", ("train", "preprocess")),
+    **dict.fromkeys(("axolotl.cli.train", "sft.py", "rlhf.py", "dpo.py", "grpo.py"), ("", ())),
 }
 """Program -> its trainer, and its words that train. Of a trainer's own script the path says whose it is."""
 
@@ -40,6 +44,7 @@ class PeerFile:
         trainer: The trainer that the file names by a command; empty for a file of keys.
         command: The command's word: ``sft``, ``dpo``, ``rlhf``; empty for a file of keys.
         environment: Variables that are set in front of the command, each with its line.
+        launcher: Options of a launcher in front of the trainer's own, each with its line.
         notes: Messages for the user.
     """
 
@@ -49,6 +54,7 @@ class PeerFile:
     trainer: str = ""
     command: str = ""
     environment: dict[str, tuple[str, int]] = field(default_factory=dict)
+    launcher: dict[str, tuple[Any, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -86,12 +92,13 @@ def _read_script(text: str, path: Path) -> PeerFile:
     if trainer:
         command, options = words[at + 1][0], at + 2
     else:
-        trainer = next((name for name in ("swift", "trl") if name in words[at][0]), "")
+        trainer = next((name for name in ("swift", "trl", "axolotl") if name in words[at][0]), "")
         command = Path(words[at][0]).stem
     read = PeerFile({}, Marks(str(path)), path, trainer, command)
     for word, line in words[:at]:
         if found := _ASSIGNMENT.fullmatch(word):
             read.environment[found[1]] = (found[2], line)
+    read.launcher = _options(words[:at], assigned)
     name = ""
     for word, line in words[options:]:
         if word.startswith("--"):
@@ -109,6 +116,12 @@ def _read_script(text: str, path: Path) -> PeerFile:
             value, before = _value(word, assigned), read.fields[name]
             several = [*before, value] if isinstance(before, list) else [before, value]
             read.fields[name] = value if before is True else several
+    if trainer == "trl" and isinstance(config := read.fields.get("config"), str):
+        raise RecipeError(
+            f"the command takes its arguments from '{config}'",
+            where=f"{path}:{read.marks.lines[('config',)]}",
+            mend=f"import that file, and add the command's other options to it: `streamtune recipes import {config}`",
+        )
     read.notes += [
         f"{path}:{line}: '${match[1] or match[2]}' is a variable that the script does not set"
         for word, line in words[options:]
@@ -118,6 +131,23 @@ def _read_script(text: str, path: Path) -> PeerFile:
     if len(commands) > 1:
         read.notes.append(f"{path}:{commands[1][0][0][1]}: only the first training command is read")
     return read
+
+
+def _options(words: list[tuple[str, int]], assigned: dict[str, str]) -> dict[str, tuple[Any, int]]:
+    """Return the options of the launcher in front of a training script, which ``-m`` may name as a module."""
+    found: dict[str, tuple[Any, int]] = {}
+    starts = [place for place, (word, _) in enumerate(words) if Path(word).name in LAUNCHERS]
+    name = ""
+    for word, line in words[starts[-1] + 1 :] if starts else ():
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = (_value(value, assigned) if equals else True, line)
+            name = "" if equals else name
+        elif name:
+            found[name] = (_value(word, assigned), line)
+            name = ""
+    return found
 
 
 HASH, _IN_WORD = "\ue000", re.compile(r"(?<=[^\s'\"])#")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .conversion import Conversion, PeerTrainer
-from .datasets import DATA_FILES, put_datasets, put_eval_sets, put_weights
+from .datasets import DATA_FILES, put_datasets, put_eval_sets, put_weights, report_media
 from .reading import json_value
 from .rules import (
     FieldRule,
@@ -402,6 +402,7 @@ def _take_datasets(conversion: Conversion, use_hf: Any) -> None:
     columns = _columns(conversion)
     specs, note = _specs(conversion, "dataset", use_hf, columns)
     put_datasets(conversion, specs, "dataset", note=note)
+    report_media(conversion, specs, "dataset")
     specs, note = _specs(conversion, "val_dataset", use_hf, columns)
     put_eval_sets(conversion, specs, "val_dataset", note=note)
     shares = conversion.take("interleave_prob")
