@@ -151,23 +151,26 @@ class CacheFile:
         found = None if content is None else json.loads(content)
         return found if isinstance(found, dict) else {}
 
-    def update(self, change: Callable[[dict[str, Any]], dict[str, Any]], notify: Notify = log.warning) -> None:
+    def update(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Change a JSON object under a lock, so that two processes lose nothing of each other's.
 
         Args:
-            change: Returns the new object, given the one that is there.
-            notify: Called if the file is damaged.
+            change: Returns the new object, given the one that is there; an empty one where the file is damaged.
 
         Raises:
             OSError: It cannot be written.
         """
         with locked(self.path):
-            self.write(json.dumps(change(self.read_json(notify)), indent=1).encode() + b"\n")
+            self.write(json.dumps(change(self.read_json(_silent)), indent=1).encode() + b"\n")
 
     def _line(self, content: bytes) -> bytes:
         digest = new_checksum(f"{MAGIC} {self.key}\n".encode())
         digest.update(content)
         return f"{MAGIC} {self.key} {digest.hexdigest()}\n".encode()
+
+
+def _silent(message: str) -> None:
+    """Tell nobody: whoever read the file before was told."""
 
 
 def cached_result(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from streamtune.run.model import make_blueprint
 from streamtune.run.plan import recipe_workload
 from streamtune.simulate.simulate import simulate
 from streamtune.tasks.sft import Batches
-from streamtune.tasks.taught import TaughtWriter, row_key
+from streamtune.tasks.taught import TaughtWriter, reserved, row_key
 from tests.engine.test_disk import largest_file
 from tests.run.test_sft_losses import COMMON, make_teacher, records, write_weighed
 from tests.sft_kit import run, write_recipe
@@ -157,9 +159,87 @@ def test_another_file_is_refused(folder: Path) -> None:
     assert "cannot be read" in refusal(teacher="broken.safetensors")
 
 
+def place_of(tensor: str) -> tuple[int, int]:
+    """The first byte of a tensor in the file, and the byte behind it."""
+    content = Path("taught.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    start, stop = json.loads(content[8 : 8 + size])[tensor]["data_offsets"]
+    return 8 + size + start, 8 + size + stop
+
+
+def test_a_file_that_changed_is_refused_at_a_start_and_stops_a_run(folder: Path) -> None:
+    assert teach(folder) == 0
+    file = Path("taught.safetensors")
+    whole = file.read_bytes()
+    loaded = load_recipe(write_recipe(folder, RECIPE), [])
+
+    def refusal() -> str:
+        with pytest.raises(ArgumentError) as caught:
+            build_run(loaded)
+        file.write_bytes(whole)
+        return f"{caught.value.what} {caught.value.mend}"
+
+    for tensor in ("ids", "logprobs", "starts", "keys"):
+        start, stop = place_of(tensor)
+        damaged = bytearray(whole)
+        damaged[(start + stop) // 2 & ~3] ^= 1
+        file.write_bytes(damaged)
+        assert "does not fit its hash" in refusal(), tensor
+    start, stop = place_of("ids")
+    file.write_bytes(whole[:start] + bytes(stop - start) + whole[stop:])
+    assert "does not fit its hash" in refusal()
+    file.write_bytes(whole.replace(b'"temperature": "1.0"', b'"temperature": "1.5"'))
+    assert "was written with kd_temperature 1.5" in refusal()
+    file.write_bytes(whole.replace(b'"tokenizer": "', b'"tokeniser": "'))
+    assert "its metadata has no 'tokenizer'" in refusal()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert "cannot be read" in refusal()
+
+    batches = build_run(loaded).batches
+    assert isinstance(batches, Batches)
+    batches.training([0])
+    with file.open("r+b") as opened:
+        opened.seek(place_of("logprobs")[0])
+        opened.write(bytes(16))
+    with pytest.raises(StorageError, match=r"taught\.safetensors was changed while it was read"):
+        batches.training([0])
+    os.truncate(file, 5000)
+    with pytest.raises(StorageError, match=r"taught\.safetensors was cut from .* to 4\.88 KiB"):
+        batches.training([0])
+
+
+def test_one_process_writes_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with reserved(folder / "taught.safetensors") as partial:
+        partial.write_text("of the first")
+        assert teach(folder) == 2
+        assert "another process is writing taught.safetensors" in " ".join(capsys.readouterr().err.split())
+    assert not list(folder.glob("*taught.safetensors*")), "nothing is left"
+    (folder / ".taught.safetensors.writing").mkdir()
+    (folder / ".taught.safetensors.writing" / "rows").write_text("of a process that was killed")
+    assert teach(folder) == 0
+    assert [path.name for path in folder.iterdir() if "taught.safetensors" in path.name] == ["taught.safetensors"]
+    before = Path("taught.safetensors").read_bytes()
+    assert teach(folder) == 2
+    assert "is there already" in " ".join(capsys.readouterr().err.split())
+    assert Path("taught.safetensors").read_bytes() == before
+
+
+def test_a_name_that_another_program_took_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "taught.safetensors"
+
+    def write() -> None:
+        with reserved(out) as partial, TaughtWriter(partial, [], {"k": "8"}).finished(out):
+            out.write_text("another program's")
+
+    with pytest.raises(ArgumentError, match="was made by another program meanwhile"):
+        write()
+    assert [path.name for path in tmp_path.iterdir()] == ["taught.safetensors"]
+    assert out.read_text() == "another program's"
+
+
 @pytest.mark.full
 def test_a_disk_without_room_is_told_and_nothing_is_left(tmp_path: Path) -> None:
-    with largest_file(4096), pytest.raises(StorageError, match="has no room for") as caught:
+    with largest_file(4096), pytest.raises(StorageError, match="no room for") as caught:
         TaughtWriter(tmp_path / "taught.safetensors", [1000] * 4, {"k": "8"})
     assert "--top-k" in caught.value.mend
     assert list(tmp_path.iterdir()) == []

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,70 @@ def test_without_a_shuffle_the_losses_are_those_of_prepared_rows(folder: Path, m
     assert same[0] == same[1]
     assert "streamed" in json.loads(Path("streamed/data.json").read_text())
     assert "epoch" not in json.loads(Path("streamed/metrics.jsonl").read_text().splitlines()[0])
+
+
+@pytest.mark.parametrize("how", ["replaced", "edited in place", "cut", "removed", "a new one beside it"])
+@pytest.mark.quick("replaced", "edited in place")
+def test_a_file_that_changes_in_the_middle_stops_before_its_rows_are_trained_on(folder: Path, how: str) -> None:
+    (folder / "rows").mkdir()
+    for name in ("a", "b"):
+        (folder / f"{name}.jsonl").rename(folder / "rows" / f"{name}.jsonl")
+    file = folder / "rows/b.jsonl"
+    content = file.read_text()
+    steps = steps_of(folder, datasets=[{"path": "rows/*.jsonl"}], **UNSHUFFLED)
+    for _ in range(2):
+        steps.next_step()
+    os.utime(file, (1, 1))  # touched: the same bytes
+    steps.next_step()
+    steps.next_step()  # reads b
+    before = steps.state_dict()
+    if how == "replaced":
+        (folder / "new").write_text(content.replace("b", "c"))
+        (folder / "new").replace(file)
+    elif how == "edited in place":
+        file.write_text(content.replace("b5", "c5"))
+    elif how == "cut":
+        os.truncate(file, 10)
+    elif how == "removed":
+        file.unlink()
+    else:
+        (folder / "rows/a2.jsonl").write_text(content)
+    with pytest.raises(DataError) as caught:
+        deque((steps.next_step() for _ in range(6)), maxlen=0)
+    assert "while the rows are streamed" in caught.value.what
+    assert "rows/a2.jsonl" in caught.value.what if how.startswith("a new") else "rows/b.jsonl" in caught.value.what
+    assert "--allow-change data" in caught.value.mend
+    (folder / "rows/a2.jsonl").unlink(missing_ok=True)
+    file.write_text(content)
+    steps.load_state_dict(before)
+    steps.next_step()
+    steps.close()
+
+
+@pytest.mark.full
+def test_a_run_that_stopped_at_a_file_that_changed_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the file put back as if nothing had happened; with the new one as its name is allowed."""
+    write_recipe(folder, {**KEYS, "save_steps": 2, "max_steps": 8, "callbacks": ["swap.py:Swap"], "allow_code": True})
+    whole, content = (folder / "rows.jsonl"), (folder / "rows.jsonl").read_text()
+    (folder / "swap.py").write_text(
+        "from pathlib import Path\n\n\nclass Swap:\n    def on_step(self, record):\n"
+        "        if record['step'] == 3 and Path('new.jsonl').exists():\n"
+        "            Path('new.jsonl').replace('rows.jsonl')\n"
+    )
+    assert run("--output-dir", "whole") == 0
+    (folder / "new.jsonl").write_text(content.replace("1", "2"))
+    assert run("--output-dir", "out") == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "rows.jsonl was changed, replaced or removed while the rows are streamed" in told
+    assert [each["step"] for each in records("out") if "loss" in each] == [1, 2, 3]
+    shutil.copytree("out", "other")
+    whole.write_text(content)
+    assert run("--output-dir", "out") == 0
+    assert records("out") == records("whole")
+    whole.write_text(content.replace("1", "2"))
+    assert run("--output-dir", "other") == 2
+    assert run("--output-dir", "other", "--allow-change", "data") == 0
+    assert "it is gone through from its beginning" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("more", [

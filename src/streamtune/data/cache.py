@@ -36,7 +36,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from streamtune import __version__, interrupts
 from streamtune.data.fit import LengthFit
 from streamtune.data.fit.state import load_fit, save_fit
-from streamtune.data.reading.contents import FileHashes, fingerprint_rows, fingerprint_source
+from streamtune.data.reading.contents import FileHashes, StreamedFiles, fingerprint_rows, fingerprint_source
 from streamtune.data.reading.sources import Source
 from streamtune.data.records import ROWS, MappedTable, Record, TableWriter, spill
 from streamtune.errors import StorageError
@@ -335,8 +335,11 @@ class SourceContents:
         return None if any(content is None for content in contents) else _name([contents, _own_code()])
 
 
-def fingerprint_stream(sources: Sequence[Source], root: Path, *, keep: bool, notify: Notify) -> tuple[str, list[str]]:
-    """Return a hash of what is known of the contents of streamed sources, and the paths of those of unknown contents.
+def fingerprint_stream(
+    sources: Sequence[Source], root: Path, *, keep: bool, notify: Notify
+) -> tuple[str, list[str], StreamedFiles]:
+    """Return a hash of what is known of the contents of streamed sources, the paths of those of unknown contents, and
+    what compares their files with what they are now.
 
     Args:
         sources: The sources.
@@ -349,7 +352,8 @@ def fingerprint_stream(sources: Sequence[Source], root: Path, *, keep: bool, not
     if keep:
         hashes.save()
     unknown = [source.path for source, content in zip(sources, contents, strict=True) if content is None]
-    return _name([content or source.path for source, content in zip(sources, contents, strict=True)]), unknown
+    name = _name([content or source.path for source, content in zip(sources, contents, strict=True)])
+    return name, unknown, StreamedFiles(hashes)
 
 
 def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:

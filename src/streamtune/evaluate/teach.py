@@ -24,7 +24,7 @@ from streamtune.run.data import make_sources, make_tokenizer
 from streamtune.run.device import blame_recipe, choose_device, prepare_libraries, stream_model
 from streamtune.run.reference import load_reference
 from streamtune.tasks import task_of
-from streamtune.tasks.taught import TaughtWriter, distinct_rows, num_targets, tokenizer_hash
+from streamtune.tasks.taught import TaughtWriter, distinct_rows, num_targets, reserved, tokenizer_hash
 
 __all__ = ["teach"]
 
@@ -46,6 +46,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
     notify, doing = feedback.notify, feedback.doing
     recipe = loaded.recipe
     with blame_recipe(loaded), ExitStack() as stack:
+        partial = stack.enter_context(reserved(output))
         task = task_of(recipe)
         if recipe.objective != "sft":
             raise ArgumentError(f"{recipe.objective} has no rows that a teacher is asked of", where="objective")
@@ -86,9 +87,9 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
             "teacher": recipe.teacher,
             "tokenizer": tokenizer_hash(tokenizer),
         }
-        writer = TaughtWriter(output, [num_targets(rows[number]) for number in numbers], facts)
+        writer = TaughtWriter(partial, [num_targets(rows[number]) for number in numbers], facts)
         model = train.ModelReference(teacher, handle)
-        with writer.finished(), torch.no_grad(), train.autocast(device, recipe.bf16):
+        with writer.finished(output), torch.no_grad(), train.autocast(device, recipe.bf16):
             for start in range(0, len(numbers), recipe.per_device_eval_batch_size):
                 part = [rows[number] for number in numbers[start : start + recipe.per_device_eval_batch_size]]
                 ids, logprobs = _ask(

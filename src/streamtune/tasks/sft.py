@@ -139,7 +139,9 @@ class Sft(Task[Recipe]):
         stream = data.RowStream(streamed, copy.deepcopy(tokenizer), settings, notify)
         stream.check()
         held_out = self._prepare(evaluated, tokenizer, notify, 0.0) if evaluated else None
-        contents, unknown = data.fingerprint_stream(streamed, cache_folder() / "rows", keep=recipe.cache, notify=notify)
+        contents, unknown, stream.files = data.fingerprint_stream(
+            streamed, cache_folder() / "rows", keep=recipe.cache, notify=notify
+        )
         if unknown:
             notify(f"nothing tells whether {', '.join(unknown)} changes: a run is resumed as if it had not")
         return StreamedRows(

@@ -139,7 +139,7 @@ class StreamSteps:
         """See :class:`streamtune.train.StepStream`.
 
         Raises:
-            DataError: A row is bad, see :meth:`streamtune.data.RowStream.examples`.
+            DataError: A row is bad, or a file was replaced, see :meth:`streamtune.data.RowStream.examples`.
         """
         if self._pool is None or not self._begun:  # processes are started by this thread, which handles signals
             self._begun = True
@@ -158,6 +158,7 @@ class StreamSteps:
     def _make(self) -> tuple[list[train.MicroBatch], data.StreamPosition]:
         """Return this rank's micro-batches of the next step, and the position behind it."""
         rows = self._take()
+        self.stream.check_files()
         shares = data.assign_rows(
             range(len(rows)),
             lambda row: self._cost_of(rows[row]),

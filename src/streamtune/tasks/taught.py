@@ -10,6 +10,9 @@ It is in the format of safetensors, with four tensors for R rows of N targets to
 and what it is of in its metadata: k, the size of the vocabulary, the number that logits were divided by, the name of
 the teacher, a hash of the tokenizer and one of everything. Rows are written one after the other, and read as they are
 needed: neither holds the file in memory.
+
+While it is written it is ``.NAME.writing/rows``, under a lock; it gets its name when it is whole. A start reads all of
+it once and compares the hash, and from then on an error names the file where it changes.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,19 +33,22 @@ import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
-from streamtune import data
+from streamtune import data, interrupts
 from streamtune.errors import ArgumentError, StorageError
 from streamtune.labels import IGNORE_INDEX
 from streamtune.ops import TopKTeacher
+from streamtune.result_cache import WatchedFile, checksum_of, is_open_at, try_lock
 from streamtune.sizes import show_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TaughtRows", "TaughtWriter", "distinct_rows", "taught_digest", "tokenizer_hash"]
+__all__ = ["TaughtRows", "TaughtWriter", "distinct_rows", "reserved", "taught_digest", "tokenizer_hash"]
 
 FORMAT = "streamtune teacher 1"
 AGAIN = "run `streamtune teach` with this recipe again"
+ATTEMPTS = 100
+"""Another process may remove the folder of its lock just when this one opens it."""
 
 
 def row_key(row: data.Example) -> bytes:
@@ -108,6 +115,12 @@ class TaughtRows:
         return int(self.facts["k"])
 
     @cached_property
+    def _watched(self) -> WatchedFile:
+        mend = "put the file that the run began with back, and start again: the run goes on from its checkpoint"
+        with self.path.open("rb") as file:
+            return WatchedFile(self.path, file, checksum_of(file), mend)
+
+    @cached_property
     def _file(self) -> Any:
         return safe_open(self.path, "pt").__enter__()
 
@@ -122,15 +135,17 @@ class TaughtRows:
         return starts
 
     def check(self, rows: Iterable[data.Example], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Check that the file is of these rows.
+        """Check that the file is whole, and of these rows.
 
         Args:
             rows: All that are trained on.
             tokenizer: Made their tokens.
 
         Raises:
-            ArgumentError: It was written with another tokenizer, or lacks a row.
+            ArgumentError: It does not fit its hash, was written with another tokenizer, or lacks a row.
+            StorageError: It changed while it was read.
         """
+        self._check_hash()
         if self.facts["tokenizer"] != tokenizer_hash(tokenizer):
             raise ArgumentError(f"{self.path} was written with another tokenizer", where="teacher", mend=AGAIN)
         for row in rows:
@@ -145,11 +160,45 @@ class TaughtRows:
     def of(self, rows: Sequence[data.Example], targets_BT: torch.Tensor) -> TopKTeacher:
         """Return the likeliest tokens at the targets ``[B, T]`` of rows, which lie in this order."""
         found: dict[str, list[torch.Tensor]] = {"ids": [], "logprobs": []}
+        self._watched.check()
         for row in rows:
             number = self._rows[row_key(row)]
             for name, parts in found.items():
                 parts.append(self._file.get_slice(name)[int(self._starts[number]) : int(self._starts[number + 1])])
-        return TopKTeacher.of_targets(targets_BT, torch.cat(found["ids"]), torch.cat(found["logprobs"]))
+        ids, logprobs = (torch.cat(parts) for parts in found.values())
+        self._watched.check()
+        return TopKTeacher.of_targets(targets_BT, ids, logprobs)
+
+    def _check_hash(self) -> None:
+        self._watched.check()
+        try:
+            digest = _new_digest(self.facts)
+            tensors = {name: self._file.get_tensor(name).numpy() for name in ("keys", "starts", "ids", "logprobs")}
+            for number, key in enumerate(tensors["keys"]):
+                start, stop = (int(each) for each in tensors["starts"][number : number + 2])
+                _add_row(digest, key.tobytes(), tensors["ids"][start:stop], tensors["logprobs"][start:stop])
+            whole = digest.hexdigest() == self.facts["digest"]
+        except (SafetensorError, ValueError, LookupError):
+            whole = False
+        self._watched.check()
+        if not whole:
+            raise ArgumentError(
+                f"{self.path} does not fit its hash: it was changed or damaged after it was written",
+                where="teacher",
+                mend=f"use a whole copy of it, or {AGAIN}",
+            )
+
+
+def _new_digest(facts: dict[str, str]) -> Any:
+    """Return a hash of the metadata without the hash in it, to be fed with the rows."""
+    return hashlib.sha256(json.dumps({**facts, "digest": "0" * 64}).encode())
+
+
+def _add_row(digest: Any, key: bytes, ids: npt.NDArray[Any], logprobs: npt.NDArray[Any]) -> None:
+    digest.update(key)
+    if len(ids):
+        digest.update(ids.tobytes())
+        digest.update(logprobs.tobytes())
 
 
 def _facts(path: Path) -> dict[str, str]:
@@ -161,9 +210,12 @@ def _facts(path: Path) -> dict[str, str]:
     if not path.is_file():
         raise ArgumentError(f"there is no file {path}", where="teacher", mend="write it with `streamtune teach`")
     try:
-        with safe_open(path, "pt") as file:
-            facts: dict[str, str] = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
+        with safe_open(path, "pt"):
+            pass
+        with path.open("rb") as file:  # the library gives the metadata in no order, and the hash is of one
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        facts: dict[str, str] = header.get("__metadata__") or {}
+    except (SafetensorError, OSError, ValueError) as error:
         raise ArgumentError(f"{path} cannot be read: {error}", where="teacher", mend=AGAIN) from error
     if facts.get("format") != FORMAT:
         raise ArgumentError(
@@ -171,6 +223,8 @@ def _facts(path: Path) -> dict[str, str]:
             where="teacher",
             mend="write one, or name a folder with a model",
         )
+    if missing := sorted({"k", "vocabulary", "temperature", "teacher", "tokenizer", "rows", "digest"} - facts.keys()):
+        raise ArgumentError(f"{path} is damaged: its metadata has no '{missing[0]}'", where="teacher", mend=AGAIN)
     return facts
 
 
@@ -181,6 +235,52 @@ def taught_digest(path: Path) -> str:
         ArgumentError: It is not there, or no such file.
     """
     return _facts(path)["digest"]
+
+
+@contextmanager
+def reserved(path: Path) -> Iterator[Path]:
+    """Keep other processes from writing a file; yield the path to write to until it is whole.
+
+    Both are on one file system. What was written is removed when the context is left, or a signal ends the process.
+
+    Raises:
+        ArgumentError: Another process writes it, or it is there by now.
+        StorageError: The folder cannot be written to.
+    """
+    folder = path.with_name(f".{path.name}.writing")
+    descriptor = _locked_folder(folder, path)
+    interrupts.remove_too(str(folder))
+    try:
+        if os.path.lexists(path):
+            raise ArgumentError(f"{path} is there already", where="OUT", mend="give another name, or remove it")
+        yield folder / "rows"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _locked_folder(folder: Path, path: Path) -> int:
+    for _ in range(ATTEMPTS):
+        descriptor = -1
+        try:
+            folder.mkdir(exist_ok=True)
+            descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+            try_lock(descriptor)
+            if is_open_at(descriptor, folder / "lock"):
+                return descriptor
+        except FileNotFoundError:
+            pass  # removed by the process that had it
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ArgumentError(
+                f"another process is writing {path}", where="OUT", mend="wait for it, or give another name"
+            ) from None
+        except OSError as error:
+            what = f"{folder.parent} cannot be written to: {error.strerror}"
+            raise StorageError(what, where="OUT", mend="name another folder") from error
+        with suppress(OSError):
+            os.close(descriptor)
+    raise StorageError(f"{folder} is made and removed again and again", where="OUT", mend="give another name")
 
 
 def _reserve(path: Path, header: bytes, size: int) -> None:
@@ -200,7 +300,7 @@ def _reserve(path: Path, header: bytes, size: int) -> None:
     except OSError as error:
         path.unlink(missing_ok=True)
         raise StorageError(
-            f"{path.parent} has no room for {show_size(size)}: {error.strerror}",
+            f"there is no room for {show_size(size)} in {path.parent}: {error.strerror}",
             where="OUT",
             mend="free some space, name another folder, or ask for fewer tokens (--top-k)",
         ) from error
@@ -210,7 +310,7 @@ class TaughtWriter:
     """Writes the rows of a file, one after the other.
 
     Args:
-        path: Not there yet, under a name of its own until everything is written.
+        path: The file while it is written, see :func:`reserved`.
         counts: Targets of each row ``[R]``.
         facts: Metadata: ``k`` among it.
     """
@@ -226,17 +326,17 @@ class TaughtWriter:
             "logprobs": ("F32", np.dtype(np.float32), (total, k + 1)),
         }
         self.order = ("starts", "logprobs", "ids", "keys")  # the widest first: each begins at a multiple of its width
-        self.digest, self.row = hashlib.sha256(json.dumps(self.facts).encode()), 0
-        self.path, self.partial = path, path.with_name(f".{path.name}.partial")
+        self.digest, self.row = _new_digest(self.facts), 0
+        self.path = path
         header = self._header()
         sizes = {name: int(np.prod(shape)) * dtype.itemsize for name, (_, dtype, shape) in self.shapes.items()}
-        _reserve(self.partial, header, len(header) + sum(sizes.values()))
+        _reserve(self.path, header, len(header) + sum(sizes.values()))
         self.parts: dict[str, Any] = {}
         offset = len(header)
         for name in self.order:
             _, dtype, shape = self.shapes[name]
             if sizes[name]:
-                self.parts[name] = np.memmap(self.partial, dtype, "r+", offset, shape)
+                self.parts[name] = np.memmap(self.path, dtype, "r+", offset, shape)
             offset += sizes[name]
         self.parts["starts"][:] = self.starts
 
@@ -259,29 +359,35 @@ class TaughtWriter:
         assert len(ids) == stop - start, "as many as were counted"
         key = row_key(row)
         self.parts["keys"][self.row] = np.frombuffer(key, dtype=np.uint8)
-        self.digest.update(key)
-        for name, values in (("ids", ids.int()), ("logprobs", logprobs.float())):
-            if stop > start:
-                self.parts[name][start:stop] = values.cpu().numpy()
-                self.digest.update(self.parts[name][start:stop].tobytes())
+        values = [ids.int().cpu().numpy(), logprobs.float().cpu().numpy()]
+        if stop > start:
+            self.parts["ids"][start:stop], self.parts["logprobs"][start:stop] = values
+        _add_row(self.digest, key, *values)
         self.row += 1
 
     @contextmanager
-    def finished(self) -> Iterator[TaughtWriter]:
-        """Give the file its name when the context is left, with the hash of all of it; remove it after an error."""
+    def finished(self, path: Path) -> Iterator[TaughtWriter]:
+        """Give the file its name when the context is left without an error, with the hash of all of it.
+
+        Raises:
+            ArgumentError: Something else has that name by then; it is left alone.
+        """
         try:
             yield self
         except BaseException:
             self.parts.clear()
-            self.partial.unlink(missing_ok=True)
             raise
         assert self.row == len(self.starts) - 1, "all rows that were counted"
         for part in self.parts.values():
             part.flush()
         self.parts.clear()
         self.facts["digest"] = self.digest.hexdigest()
-        with self.partial.open("r+b") as file:
+        with self.path.open("r+b") as file:
             file.write(self._header())
             file.flush()
             os.fsync(file.fileno())
-        self.partial.replace(self.path)
+        if os.path.lexists(path):
+            raise ArgumentError(
+                f"{path} was made by another program meanwhile", where="OUT", mend="give another name, or remove it"
+            )
+        self.path.replace(path)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from streamtune.data.faults import BadRows
 from streamtune.data.fit import RowFit
 from streamtune.data.prepare.reading import Reading
 from streamtune.data.prepare.rows import read_contents
+from streamtune.data.reading.contents import StreamedFiles
 from streamtune.data.reading.sources import Source
 from streamtune.data.records import Example, Record, TableWriter
 from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions, RenderLog
@@ -91,6 +92,7 @@ class RowStream:
 
     Attributes:
         left_out: Called with the error of each row that is left out as faulty.
+        files: Compares files that are read with what they were as the run began; None compares nothing.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class RowStream:
         self.sources, self.tokenizer, self.settings = sources, tokenizer, settings
         self.notify = notify
         self.left_out: Callable[[DataError], None] = lambda error: None
+        self.files: StreamedFiles | None = None
         self._noted: set[str] = set()
 
     def check(self) -> None:
@@ -117,6 +120,15 @@ class RowStream:
             if next(self._read(number, Reading(self.sources, self._new_fit()[0], log, bad)), None) is None:
                 bad.nothing_left()
                 raise DataError(f"'{source.path}' has no row", where=source.place)
+
+    def check_files(self) -> None:
+        """Check that the files that are being read are those that the run began with.
+
+        Raises:
+            DataError: One was changed, replaced or removed.
+        """
+        if self.files is not None:
+            self.files.check()
 
     def examples(self, start: StreamPosition) -> Generator[tuple[Example | None, StreamPosition]]:
         """Yield examples, each with the position behind it, and None where a pass ends. Close it to end processes.
@@ -228,7 +240,7 @@ class RowStream:
         return _drawn(items, self.settings.buffer, _random(self.settings.seed, epoch, 0))
 
     def _read(self, number: int, reading: Reading) -> Items:
-        for item in read_contents(self.tokenizer, reading, self.sources[number]):
+        for item in read_contents(self.tokenizer, reading, replace(self.sources[number], watch=self.files)):
             item.source = number
             yield item
             del item  # of a long row the memory counts

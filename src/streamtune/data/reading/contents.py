@@ -13,7 +13,7 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from streamtune.data.reading.sources import BUILT_IN, Source
 from streamtune.errors import DataError
 from streamtune.result_cache import CacheFile, Notify, log
 
-__all__ = ["FileHashes", "fingerprint_rows", "fingerprint_source"]
+__all__ = ["FileHashes", "StreamedFiles", "fingerprint_rows", "fingerprint_source"]
 
 RACY = 2.0
 """Seconds between the last change of a file and its hashing below which the hash is not remembered."""
@@ -45,6 +45,7 @@ class FileHashes:
     _known: dict[str, Any] = field(default_factory=dict)
     _new: dict[str, Any] = field(default_factory=dict)
     _read: dict[Path, list[int]] = field(default_factory=dict)
+    _digests: dict[Path, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._known = self._file().read_json(self.notify)
@@ -61,29 +62,123 @@ class FileHashes:
         name = str(path.resolve())
         found = self._known.get(name)
         if isinstance(found, list) and found[:-1] == facts:
-            return str(found[-1])
-        digest = hashlib.blake2b(digest_size=20)
+            return self._digests.setdefault(path, str(found[-1]))
         began = time.time()
-        with path.open("rb") as opened:
-            while block := opened.read(_BLOCK):
-                digest.update(block)
+        digest = _hash_bytes(path)
+        self._digests.setdefault(path, digest)
         if began - max(status.st_mtime, status.st_ctime) > RACY and _facts(path.stat()) == facts:
-            self._known[name] = self._new[name] = [*facts, digest.hexdigest()]
-        return digest.hexdigest()
+            self._known[name] = self._new[name] = [*facts, digest]
+        return digest
 
     def touched(self) -> list[Path]:
         """Return the files that are not as they were when they were first hashed, by size, times and inode."""
         return [path for path, facts in self._read.items() if _facts_at(path) != facts]
 
+    def is_same(self, path: Path) -> bool:
+        """Return whether a file has the bytes that were first hashed; it is read again only if it was touched.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        facts = _facts(path.stat())
+        if self._read.get(path) != facts:
+            if path not in self._digests or _hash_bytes(path) != self._digests[path]:
+                return False
+            self._read[path] = facts
+        return True
+
     def save(self) -> None:
         """Write the hashes; where that fails they are computed again another time."""
         if self._new:
             with suppress(OSError):
-                self._file().update(lambda known: {**known, **self._new}, self.notify)
+                self._file().update(lambda known: {**known, **self._new})
             self._new = {}
 
     def _file(self) -> CacheFile:
         return CacheFile(self.path, "files")
+
+
+_Entry = tuple[str, str, str | None, str]
+"""An entry of ``datasets``: its path, split, configuration and place in the recipe."""
+
+
+@dataclass
+class StreamedFiles:
+    """The files of rows that are streamed: an error where one is another file than when the run began.
+
+    A file is compared before it is opened, and while it is read after every step's rows are. So no row is trained on
+    that was read from a file that changed.
+    """
+
+    hashes: FileHashes
+    """hashes of the files of this machine, as the run began"""
+    _versions: dict[_Entry, list[tuple[str, str | None]]] = field(default_factory=dict)
+    _reading: dict[_Entry, tuple[Source, Path]] = field(default_factory=dict)
+
+    def listed(self, source: Source, files: Sequence[DataFile]) -> None:
+        """Compare the names of the files, and the versions of those elsewhere, with the first list of them.
+
+        Raises:
+            DataError: A file was added, removed or replaced.
+        """
+        found = [(file.shown, file.version) for file in files]
+        before = self._versions.setdefault(_entry(source), found)
+        if found != before:
+            names = sorted({name for name, _ in {*found} ^ {*before}})
+            raise _replaced(", ".join(names[:MOST_NAMED]), "was added, removed or replaced", source)
+
+    def opens(self, source: Source, file: DataFile) -> None:
+        """Compare a file that is read next.
+
+        Raises:
+            DataError: It was replaced.
+        """
+        self._reading.pop(_entry(source), None)
+        if file.path is not None:
+            self._reading[_entry(source)] = (source, file.path)
+            self._check(source, file.path)
+
+    def check(self) -> None:
+        """Compare the files that are being read.
+
+        Raises:
+            DataError: One was replaced.
+        """
+        for source, path in list(self._reading.values()):
+            self._check(source, path)
+
+    def _check(self, source: Source, path: Path) -> None:
+        try:
+            same = self.hashes.is_same(path)
+        except OSError:
+            same = False
+        if not same:
+            raise _replaced(str(path), "was changed, replaced or removed", source)
+
+
+def _entry(source: Source) -> _Entry:
+    return source.path, source.split, source.name, source.where
+
+
+MOST_NAMED = 3
+"""Files that a message names."""
+
+
+def _replaced(what: str, how: str, source: Source) -> DataError:
+    return DataError(
+        f"{what} {how} while the rows are streamed: others would be trained on than the run began with",
+        where=source.place,
+        mend="put it back and start again: the run goes on from its checkpoint; or start with --allow-change data, "
+        "which goes through the data as it is now from its beginning",
+    )
+
+
+def _hash_bytes(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=20)
+    with path.open("rb") as opened:
+        while block := opened.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _facts(status: os.stat_result) -> list[int]:
@@ -97,7 +192,7 @@ def _facts_at(path: Path) -> list[int] | None:
         return None
 
 
-_AFTERWARDS = ("where", "seed", "repeat", "weight", "mix_by", "evaluates", "streamed")
+_AFTERWARDS = ("where", "watch", "seed", "repeat", "weight", "mix_by", "evaluates", "streamed")
 """Fields of a source that decide nothing of its rows, but for the seed of rows that are drawn."""
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from streamtune.data.faults import BadRows
 from streamtune.data.reading.builtin import (
@@ -20,6 +20,7 @@ from streamtune.data.reading.builtin import (
     stdlib_rows,
 )
 from streamtune.data.reading.cells import column_names
+from streamtune.data.reading.files import DataFile
 from streamtune.data.reading.hub import hub_rows
 from streamtune.data.reading.passkey import PASSKEY_PATH, passkey_rows
 from streamtune.data.reading.places import is_address, local_files, remote_files
@@ -36,6 +37,18 @@ READ_BY = {
     "prompts": "streamtune grpo",
 }
 """Row type -> the commands that read it, for the error of the others."""
+
+
+class SourceWatch(Protocol):
+    """Compares the files of a source that is read again with what they were."""
+
+    def listed(self, source: Source, files: Sequence[DataFile]) -> None:
+        """Compare the list of files. Raises ``DataError`` where it is another one."""
+        ...
+
+    def opens(self, source: Source, file: DataFile) -> None:
+        """Compare a file that is read next. Raises ``DataError`` where it is another one."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,8 @@ class Source:
     """name of the eval set that the rows belong to; None trains on them. Sources of eval sets come after the others"""
     seed: int = 42
     """seed of that draw"""
+    watch: SourceWatch | None = None
+    """told of the files of rows that are streamed, before they are read"""
     streamed: bool = False
     """read a dataset on the hub from there, row by row, without keeping a copy"""
     where: str = ""
@@ -194,7 +209,11 @@ def _all_rows(source: Source, bad: BadRows) -> Iterator[Row]:
         bad.notify(f"{source.path}: split '{source.split}' is {_listed(folder.names)}")
         if folder.left_out:
             bad.notify(f"{source.path}: not read: {_listed(folder.left_out)}")
+    if source.watch is not None:
+        source.watch.listed(source, files)
     for file in files:
+        if source.watch is not None:
+            source.watch.opens(source, file)
         yield from read_data_file(file, bad)
 
 
