@@ -76,11 +76,26 @@ new_checksum = xxhash.xxh3_128
 
 def checksum_of(file: IO[bytes]) -> str:
     """Return the checksum of an open file, read from its first byte; its position stays where it is."""
+    return _checksum(file.fileno(), os.fstat(file.fileno()).st_size)
+
+
+def _checksum(descriptor: int, size: int) -> str:
     digest, place = new_checksum(), 0
-    while block := os.pread(file.fileno(), _BLOCK, place):
+    while block := _read_at(descriptor, min(_BLOCK, size - place), place):
         digest.update(block)
         place += len(block)
     return digest.hexdigest()
+
+
+def _read_at(descriptor: int, size: int, place: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(descriptor, size, place)
+    before = os.lseek(descriptor, 0, os.SEEK_CUR)  # on Windows, where a file that is mapped cannot be cut
+    os.lseek(descriptor, place, os.SEEK_SET)
+    try:
+        return os.read(descriptor, size)
+    finally:
+        os.lseek(descriptor, before, os.SEEK_SET)
 
 
 @dataclass(frozen=True)
@@ -233,12 +248,11 @@ class WatchedFile:
     Args:
         path: The name of the file in the error.
         file: The file, open for reading. It may be closed afterwards.
-        checksum: The checksum that the content has; None computes it where the file is first found to be touched, and
-            so takes every later change for one of its own: for files that no other process knows.
+        checksum: The checksum of the content.
         mend: What to do about a file that changed.
     """
 
-    def __init__(self, path: Path, file: IO[bytes], checksum: str | None, mend: str) -> None:
+    def __init__(self, path: Path, file: IO[bytes], checksum: str, mend: str) -> None:
         self.path, self.mend, self._checksum = path, mend, checksum
         self._descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._descriptor)
@@ -257,17 +271,10 @@ class WatchedFile:
         if now[0] < self.size:
             what = f"{self.path} was cut from {show_size(self.size)} to {show_size(now[0])} while it was read"
             raise StorageError(what, where=str(self.path), mend=self.mend)
-        if self._checksum is not None and self._content() != self._checksum:
+        if _checksum(self._descriptor, self.size) != self._checksum:
             what = f"{self.path} was changed while it was read"
             raise StorageError(what, where=str(self.path), mend=self.mend)
         self._state = now
-
-    def _content(self) -> str:
-        digest, place = new_checksum(), 0
-        while block := os.pread(self._descriptor, min(_BLOCK, self.size - place), place):
-            digest.update(block)
-            place += len(block)
-        return digest.hexdigest()
 
     def _now(self) -> tuple[int, int, int]:
         status = os.fstat(self._descriptor)

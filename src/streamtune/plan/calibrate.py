@@ -245,7 +245,16 @@ def _name(device: torch.device) -> str:
 
 
 def _key(device: torch.device, dtype: torch.dtype) -> str:
-    return " | ".join([_name(device), platform.node(), f"torch {torch.__version__}", str(dtype), FORM])
+    return " | ".join([_name(device), platform.node(), _processor(), f"torch {torch.__version__}", str(dtype), FORM])
+
+
+def _processor() -> str:
+    """Return the model of the processor: a container keeps its host name where it is moved to another machine."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
 
 
 # --- one rate each --------------------------------------------------------------------------------------------------

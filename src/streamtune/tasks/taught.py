@@ -225,6 +225,10 @@ def _facts(path: Path) -> dict[str, str]:
         )
     if missing := sorted({"k", "vocabulary", "temperature", "teacher", "tokenizer", "rows", "digest"} - facts.keys()):
         raise ArgumentError(f"{path} is damaged: its metadata has no '{missing[0]}'", where="teacher", mend=AGAIN)
+    try:
+        int(facts["k"]), float(facts["temperature"])
+    except ValueError as error:
+        raise ArgumentError(f"{path} is damaged: in its metadata {error}", where="teacher", mend=AGAIN) from error
     return facts
 
 
