@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from streamtune.data.reading.readers import Row
+from streamtune.data.rendering.counts import ChatOptions
+from streamtune.data.rendering.render import RowRenderer
+from streamtune.data.rows import normalise
 from streamtune.errors import ArgumentError
-from streamtune.generate import Answer, Answerer, GenerateOptions, load_answerer
+from streamtune.generate import Answer, Answerer, GenerateOptions, load_answerer, read_prompts
 from streamtune.generate import answer as answering
+from streamtune.generate.answer import PromptEncoder
 from tests.conformance.reducer import build as build_any
 from tests.exactness.families import FAMILIES, build
 from tests.export.cases import make_base, tokenizer, write_run
@@ -125,6 +131,41 @@ def test_prompts_of_each_form() -> None:
         raw.encode("")
     with pytest.raises(ArgumentError, match="the model knows 97"):
         answerer(make_base("llama")).encode("zzz")
+
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{{ lead }}{% endif %}"
+)
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+ROW: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": "q <|im_end|>"},
+        CALL,
+        {"role": "tool", "content": "r"},
+        {"role": "assistant", "content": "a"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}],
+    "chat_template_kwargs": {"lead": "own"},
+}
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_prompt_of_a_file_is_the_beginning_of_the_row_that_was_trained(splits: bool, tmp_path: Path) -> None:
+    """Tools, variables, system message and special tokens in the text, token for token."""
+    tok = tokenizer()
+    tok.chat_template = TEMPLATE
+    chat = ChatOptions(default_system="Be brief.", variables={"lead": "all"}, split_special_tokens=splits)
+    trained = RowRenderer(tok, train_on="last", notify=print, chat=chat)(normalise(Row("x:1", ROW), "messages"), "x:1")
+    first = [label >= 0 for label in trained.labels].index(True)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW))
+    [asked] = read_prompts(tmp_path / "rows.jsonl")
+    options = {"system": "Be brief.", "variables": {"lead": "all"}, "split_special_tokens": splits}
+    encode = PromptEncoder(tok, GenerateOptions(**options))
+    assert tok.decode(encode(asked)).endswith("assistant\nown")
+    assert encode(asked)[:first] == list(trained.input_ids)[:first]
+    assert encode("a <|im_end|>").count(tok.convert_tokens_to_ids("<|im_end|>")) == (2 if splits else 3)
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ import pytest
 
 from streamtune.errors import DataError
 from streamtune.generate import read_prompts
+from streamtune.generate.prompts import ToolPrompt
 
 ASK = {"role": "user", "content": "2 + 2?"}
 SAY = {"role": "assistant", "content": "4"}
@@ -37,6 +38,42 @@ def written(folder: Path, name: str, content: Any) -> Path:
 )
 def test_what_a_file_asks(name: str, content: Any, want: list[Any], tmp_path: Path) -> None:
     assert read_prompts(written(tmp_path, name, content)) == want
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]}
+
+
+def test_a_row_is_asked_as_it_is_trained(tmp_path: Path) -> None:
+    """System, tools, variables, calls without content, flags and turns of sharegpt."""
+    row = {
+        "messages": [{**ASK, "train": False}, CALL, {"role": "tool", "content": "r", "name": "f"}, SAY],
+        "system": "Be brief.",
+        "tools": json.dumps(TOOLS),
+        "chat_template_kwargs": {"enable_thinking": False, "other": None},
+    }
+    other = {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]}
+    first, second = read_prompts(written(tmp_path, "a.json", [row, other]))
+    assert first == ToolPrompt(
+        [
+            {"role": "system", "content": "Be brief."},
+            ASK,
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+            {"role": "tool", "content": "r", "name": "f"},
+        ],
+        TOOLS,
+        {"enable_thinking": False},
+    )
+    assert second == [ASK]
+
+
+def test_messages_that_training_refuses_are_refused(tmp_path: Path) -> None:
+    for messages, text in (
+        ([{"role": "usr", "content": "x"}], "unknown role 'usr'"),
+        ([{"role": "user"}], "content is missing"),
+    ):
+        with pytest.raises(DataError, match=text):
+            read_prompts(written(tmp_path, "a.json", {"messages": messages}))
 
 
 @pytest.mark.parametrize(

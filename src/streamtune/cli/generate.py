@@ -149,7 +149,7 @@ def _answer_all(answerer: Answerer, asked: list[Asked], *, as_json: bool) -> Non
             if len(asked) > 1 and not as_json:
                 err.print(Text(f"prompt {number + 1} of {len(asked)}", style="dim"))
             answer = _answer(answerer, each, quiet=as_json)
-            found.append({"prompt": each, **vars(answer)})
+            found.append({**_shown(each), **vars(answer)})
             if not as_json:
                 print(flush=True)  # the speed goes to the other stream
                 _print_speed(answer)
@@ -159,6 +159,14 @@ def _answer_all(answerer: Answerer, asked: list[Asked], *, as_json: bool) -> Non
         print_json({"model": answerer.description, "sampling": vars(answerer.sampling), "answers": found})
     if stopped:
         raise typer.Exit(130)
+
+
+def _shown(asked: Asked) -> dict[str, Any]:
+    """Return a prompt as a JSON document has it: text or messages, and what a row gives besides."""
+    if isinstance(asked, (str, list)):
+        return {"prompt": asked}
+    given = {"tools": asked.tools, "chat_template_kwargs": dict(asked.variables)}
+    return {"prompt": asked.messages, **{name: value for name, value in given.items() if value}}
 
 
 def _answer(answerer: Answerer, asked: Asked, *, quiet: bool = False) -> Answer:
@@ -202,7 +210,7 @@ def _print_speed(answer: Answer) -> None:
 
 def _print_served(asked: list[Asked], answers: list[dict[str, Any]], *, as_json: bool) -> None:
     if as_json:
-        print_json({"answers": [{"prompt": each, **answer} for each, answer in zip(asked, answers, strict=True)]})
+        print_json({"answers": [{**_shown(each), **answer} for each, answer in zip(asked, answers, strict=True)]})
         return
     for answer in answers:
         print(plain(answer["text"]) if out.is_terminal else answer["text"])
@@ -254,7 +262,8 @@ def _chat(answerer: Answerer) -> None:
         if line.startswith("/"):
             messages = _obey(line, answerer, messages)
             continue
-        asked: Asked = [*messages, {"role": "user", "content": line}] if templated else line
+        turns = [*messages, {"role": "user", "content": line}]
+        asked: Asked = turns if templated else line
         try:
             with _stopping(answerer):
                 answer = _answer(answerer, asked)
@@ -264,7 +273,7 @@ def _chat(answerer: Answerer) -> None:
         print()
         _print_speed(answer)
         if templated:
-            messages = [*asked, {"role": "assistant", "content": answer.text}]
+            messages = [*turns, {"role": "assistant", "content": answer.text}]
     print()
 
 

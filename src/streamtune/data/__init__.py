@@ -32,12 +32,14 @@ from streamtune.data.fit import IDENTICAL_PAIRS, OVERLENGTH
 from streamtune.data.fit.parts import EvalSet
 from streamtune.data.preferences import PREFERENCE_TYPES
 from streamtune.data.prepare import (
+    ChatFrame,
     PreparedData,
     PreparedPrompts,
     PreparedTrees,
     RowStream,
     StreamPosition,
     StreamSettings,
+    first_frame,
     holds_messages,
     iter_texts,
     prepare,
@@ -50,7 +52,7 @@ from streamtune.data.reading.sources import Source
 from streamtune.data.records import Example, Prompt, Tree, gather_columns, measure_trees
 from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.policy import RowPolicy
-from streamtune.data.rendering.render import TRAIN_ON
+from streamtune.data.rendering.render import TRAIN_ON, PromptRenderer
 from streamtune.data.report import CompletionReport as CompletionReport
 from streamtune.data.report import DataReport
 from streamtune.data.rows import PROMPT_TYPES, ROW_TYPES
@@ -68,6 +70,7 @@ __all__ = [
     "TRAIN_ON",
     "Batch",
     "BatchFacts",
+    "ChatFrame",
     "ChatOptions",
     "Choice",
     "CollatedTrees",
@@ -85,6 +88,7 @@ __all__ = [
     "PreparedPrompts",
     "PreparedTrees",
     "Prompt",
+    "PromptRenderer",
     "ResumableSampler",
     "RowCache",
     "RowPolicy",
@@ -104,6 +108,7 @@ __all__ = [
     "concat_squares",
     "cut_rows",
     "fingerprint_stream",
+    "first_frame",
     "gather_columns",
     "holds_messages",
     "iter_texts",

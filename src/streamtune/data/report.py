@@ -118,6 +118,8 @@ class DataReport:
     with them, are estimated from what was read"""
     duplicates: int = 0
     """examples with the tokens and labels of an earlier one"""
+    special_rows: int = 0
+    """rows whose text spells special tokens"""
     held_out_duplicates: int = 0
     """examples to train on that are held out as well: in an eval set, or pieces that different rows have in common"""
     sources: tuple[SourceReport, ...] = ()
@@ -139,7 +141,7 @@ class DataReport:
             lost = f"{self.piece_targets_lost:,} trained tokens begin one and are not predicted"
             outside = f", {self.piece_tokens_lost:,} tokens are in none" if self.piece_tokens_lost else ""
             parts.append(f"cut into {self.pieces:,} pieces: {lost}{outside}")
-        parts += _describe_lost(self)
+        parts += _describe_specials(self) + _describe_lost(self)
         cut = " before they were cut" if self.truncated or self.split else ""
         parts.append(f"lengths {_range(self.length_percentiles)}{cut}")
         return "; ".join(parts)
@@ -191,6 +193,8 @@ class CompletionReport:
     """those of them that count; 0 of prompts"""
     duplicates: int = 0
     """trees or prompts that are the same as an earlier one, with all that a run reads of them"""
+    special_rows: int = 0
+    """rows whose text spells special tokens"""
     held_out_duplicates: int = 0
     """those to train on that are in an eval set as well; rows with the same prompt are held out together"""
     sources: tuple[SourceReport, ...] = ()
@@ -210,7 +214,7 @@ class CompletionReport:
             parts.append(f"{self.tokens:,} tokens, {together}, {self.supervised_tokens:,} trained")
         else:
             parts.append(f"{self.tokens:,} tokens")
-        parts += _describe_lost(self)
+        parts += _describe_specials(self) + _describe_lost(self)
         return "; ".join(parts)
 
 
@@ -230,6 +234,12 @@ def _describe_rows(report: DataReport | CompletionReport, pieces_dropped: int = 
     if report.validation_examples:
         parts.append(f"{report.validation_examples:,} held out")
     return parts
+
+
+def _describe_specials(report: DataReport | CompletionReport) -> list[str]:
+    """Return the rows that spell special tokens, as a phrase."""
+    number = report.special_rows
+    return [f"{number:,} {'row spells' if number == 1 else 'rows spell'} special tokens"] if number else []
 
 
 def _describe_lost(report: DataReport | CompletionReport) -> list[str]:

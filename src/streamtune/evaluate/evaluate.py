@@ -32,7 +32,7 @@ from streamtune.run.data import make_sources
 from streamtune.run.device import blame_recipe, choose_device, prepare_libraries, stream_model
 from streamtune.simulate.memory import device_held_bytes
 from streamtune.tasks import TASKS, Task
-from streamtune.tasks.task import Built
+from streamtune.tasks.task import Built, chat_options
 from streamtune.templates import fix_date
 
 __all__ = ["SPLITS", "EvalOptions", "evaluate_model"]
@@ -221,6 +221,7 @@ class _Evaluation:
             chat=bool(self.tokenizer.chat_template) and data.holds_messages(sources),
             tokens=2 * max(lengths),
             notify=self.feedback.notify,
+            frame=data.first_frame(sources, chat_options(recipe)),
         )
         return probe_needles(
             self.handle,

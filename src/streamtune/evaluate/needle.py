@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from streamtune import train
+from streamtune import data, train
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError
 from streamtune.labels import IGNORE_INDEX
@@ -108,7 +108,13 @@ def default_lengths(max_length: int) -> tuple[int, ...]:
 
 
 def gather_hay(
-    texts: Iterable[str], tokenizer: Any, *, chat: bool, tokens: int, notify: Callable[[str], None]
+    texts: Iterable[str],
+    tokenizer: Any,
+    *,
+    chat: bool,
+    tokens: int,
+    notify: Callable[[str], None],
+    frame: data.ChatFrame | None = None,
 ) -> Haystack:
     """Make a haystack of texts.
 
@@ -118,6 +124,7 @@ def gather_hay(
         chat: True if the model was trained on messages; its chat template is used then.
         tokens: Tokens of hay to gather at most.
         notify: Called where the texts come to less, and are repeated.
+        frame: System message, tools and variables of the chat template that the model was trained with.
 
     Raises:
         ArgumentError: There is no text.
@@ -135,16 +142,26 @@ def gather_hay(
         raise ArgumentError("the rows have no text to hide a needle in", where="datasets")
     if len(hay) < tokens:
         notify(f"the rows come to {len(hay):,} tokens of text: the hay of the needle probe repeats them")
-    head, tail, chat = _frame(tokenizer, encode, chat, notify)
+    head, tail, chat = _frame(tokenizer, encode, chat, frame or data.ChatFrame(), notify)
     return Haystack(np.array(hay[:tokens], dtype=np.int64), head, tail, chat, encode)
 
 
 def _frame(
-    tokenizer: Any, encode: Callable[[str], list[int]], chat: bool, notify: Callable[[str], None]
+    tokenizer: Any,
+    encode: Callable[[str], list[int]],
+    chat: bool,
+    frame: data.ChatFrame,
+    notify: Callable[[str], None],
 ) -> tuple[list[int], list[int], bool]:
     """Return the tokens before and after the text of the user, and True if they are a chat template's."""
     if chat and tokenizer.chat_template:
-        rendered = render_chat(tokenizer, [{"role": "user", "content": MARK}], add_generation_prompt=True)
+        rendered = render_chat(
+            tokenizer,
+            [*frame.system, {"role": "user", "content": MARK}],
+            tools=frame.tools,
+            add_generation_prompt=True,
+            variables=frame.variables,
+        )
         if rendered.count(MARK) == 1:
             head, _, tail = rendered.partition(MARK)
             return encode(head), encode(tail), True

@@ -17,7 +17,8 @@ from streamtune.export.source import TrainedModel
 from streamtune.recipe.schema import Recipe
 from streamtune.run.data import make_sources
 from streamtune.tasks import task_of
-from streamtune.templates import fix_date, render_chat
+from streamtune.tasks.task import chat_options
+from streamtune.templates import fix_date
 
 __all__ = ["CheckRows", "choose_rows"]
 
@@ -113,11 +114,7 @@ def _ids(row: Any) -> list[int]:
 
 
 def _encode(tokenizer: Any, prompt: str, recipe: Recipe) -> list[int]:
-    if tokenizer.chat_template:
-        asked, variables = models.ask(prompt, recipe.default_system), recipe.chat_template_kwargs
-        text = render_chat(tokenizer, asked, add_generation_prompt=True, variables=variables)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return list(tokenizer(prompt)["input_ids"])
+    return models.encode_prompt(tokenizer, prompt, chat_options(recipe))
 
 
 def _first_line(error: Exception) -> str:

@@ -17,14 +17,14 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from streamtune import models
+from streamtune import data, models
 from streamtune.adapters import base_of
 from streamtune.errors import ArgumentError
 from streamtune.export import find_trained, load_trained
-from streamtune.generate.prompts import Asked
+from streamtune.generate.prompts import Asked, ToolPrompt
+from streamtune.recipe.schema import Recipe
 from streamtune.rollout import Sampling, TransformersWriter, WritingStopped, end_tokens
 from streamtune.run.device import choose_device, prepare_libraries
-from streamtune.templates import render_chat
 
 __all__ = ["Answer", "Answerer", "GenerateOptions", "load_answerer"]
 
@@ -57,6 +57,17 @@ class GenerateOptions:
     """Variables of the chat template; of a run those of its recipe."""
     raw: bool = False
     """Continue prompts as text, without the chat template."""
+    split_special_tokens: bool = False
+    """Special tokens that a prompt spells stay text; of a run as its recipe says."""
+
+    def trained_by(self, recipe: Recipe) -> GenerateOptions:
+        """Return the options with what a recipe gives to the chat template, where they say nothing else."""
+        return replace(
+            self,
+            system=recipe.default_system if self.system is None else self.system,
+            variables={**recipe.chat_template_kwargs, **self.variables},
+            split_special_tokens=recipe.split_special_tokens,
+        )
 
 
 @dataclass(frozen=True)
@@ -156,6 +167,48 @@ class _ReusingWriter(TransformersWriter):
         self.reading(done, total)
 
 
+class PromptEncoder:
+    """Renders prompts as training does.
+
+    Args:
+        tokenizer: The model's tokenizer, with or without a chat template.
+        options: Say how.
+    """
+
+    def __init__(self, tokenizer: Any, options: GenerateOptions) -> None:
+        self._templated, self._raw = bool(tokenizer.chat_template) and not options.raw, options.raw
+        chat = data.ChatOptions(
+            default_system=options.system,
+            variables=options.variables,
+            split_special_tokens=options.split_special_tokens,
+        )
+        self._render = data.PromptRenderer(tokenizer, chat=chat)
+
+    def __call__(self, asked: Asked) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Raises:
+            ArgumentError: Messages, and no chat template; or a prompt without tokens.
+            DataError: The chat template refuses the messages.
+        """
+        if not self._templated and not isinstance(asked, str):
+            raise ArgumentError(
+                "messages need a chat template, and the tokenizer of this model has none"
+                if not self._raw
+                else "--raw continues text, and these are messages",
+                where="--file",
+                mend="give the prompt as text",
+            )
+        if not asked:
+            raise ArgumentError("the prompt has no tokens", where="--prompt", mend="write something")
+        if isinstance(asked, str):
+            given: str | list[dict[str, Any]] = [{"role": "user", "content": asked}] if self._templated else asked
+            return self._render(given, None, "--prompt")
+        if isinstance(asked, ToolPrompt):
+            return self._render(asked.messages, asked.tools, "--file", asked.variables)
+        return self._render(asked, None, "--file")
+
+
 class Answerer:
     """A model that answers, from :func:`load_answerer`.
 
@@ -166,6 +219,7 @@ class Answerer:
     def __init__(self, model: Any, tokenizer: Any, options: GenerateOptions, description: str) -> None:
         self.model, self.tokenizer, self.options, self.description = model, tokenizer, options, description
         self.stopping = False
+        self._encoder = PromptEncoder(tokenizer, options)
         base = base_of(model)
         self._writer = _ReusingWriter(
             model,
@@ -188,26 +242,7 @@ class Answerer:
         Raises:
             ArgumentError: Messages, and no chat template; or a prompt without tokens.
         """
-        options, tokenizer = self.options, self.tokenizer
-        templated = bool(tokenizer.chat_template) and not options.raw
-        if isinstance(asked, str) and not templated:
-            ids = list(tokenizer(asked)["input_ids"])
-        elif not templated:
-            raise ArgumentError(
-                "messages need a chat template, and the tokenizer of this model has none"
-                if not options.raw
-                else "--raw continues text, and these are messages",
-                where="--file",
-                mend="give the prompt as text",
-            )
-        else:
-            messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
-            if options.system is not None and messages[0]["role"] != "system":
-                messages = [{"role": "system", "content": options.system}, *messages]
-            text = render_chat(tokenizer, messages, add_generation_prompt=True, variables=options.variables)
-            ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if not ids:
-            raise ArgumentError("the prompt has no tokens", where="--prompt", mend="write something")
+        ids = self._encoder(asked)
         if max(ids) >= self.vocabulary:
             raise ArgumentError(
                 f"the tokenizer writes token {max(ids):,}, and the model knows {self.vocabulary:,}",
@@ -352,9 +387,7 @@ def load_answerer(
             notify=notify,
         )
     if trained.loaded is not None:
-        recipe = trained.loaded.recipe
-        system = recipe.default_system if options.system is None else options.system
-        options = replace(options, system=system, variables={**recipe.chat_template_kwargs, **options.variables})
+        options = options.trained_by(trained.loaded.recipe)
     base = base_of(model)
     kind = f", linear layers in {trained.quantization}" if trained.quantization else ""
     adapters = ", with adapters" if trained.adapters else ""

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from streamtune.data.reading.cells import check_message, from_sharegpt, tools_of, variables_of, with_system
 from streamtune.errors import DataError
 
-__all__ = ["Asked", "read_prompts"]
+__all__ = ["Asked", "ToolPrompt", "read_prompts"]
 
-Asked = str | list[dict[str, Any]]
+
+@dataclass(frozen=True)
+class ToolPrompt:
+    """The messages of a conversation, with what its row gives to the chat template besides."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the tools on offer"""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """variables of the chat template (``chat_template_kwargs``)"""
+
+
+Asked = str | list[dict[str, Any]] | ToolPrompt
 """A prompt: text, or the messages of a conversation that an answer is to follow."""
 
 MAX_BYTES = 1 << 30
@@ -23,7 +37,8 @@ def read_prompts(path: Path) -> list[Asked]:
 
     A ``.json`` file holds a list of messages, or an object with ``messages`` or ``prompt``; or a list of such objects.
     A ``.jsonl`` file holds one of them on each line. Any other file is one prompt, as it stands. Of a conversation that
-    ends with an answer that answer is left out.
+    ends with an answer that answer is left out. The columns ``system``, ``tools`` and ``chat_template_kwargs`` of an
+    object are used as in training.
 
     Raises:
         DataError: The file cannot be read, or a prompt is none.
@@ -78,7 +93,7 @@ def _prompt(value: Any, where: str) -> Asked:
     if isinstance(value, Mapping) and not _is_message(value):
         for key in ("messages", "prompt", "conversations"):
             if key in value:
-                return _prompt(value[key], f"{where}: {key}")
+                return _with_columns(_prompt(value[key], f"{where}: {key}"), value, where)
         raise DataError("an object needs 'messages' or 'prompt'", where=where)
     if isinstance(value, str):
         if not value:
@@ -89,7 +104,7 @@ def _prompt(value: Any, where: str) -> Asked:
         raise DataError(
             "this is neither text nor a list of messages", where=where, mend='write {"role": "user", "content": "..."}'
         )
-    asked = [dict(message) for message in messages]
+    asked = [_checked(message, f"messages[{index}]", where) for index, message in enumerate(messages)]
     if asked[-1]["role"] == "assistant":
         asked = asked[:-1]
     if not asked or asked[-1]["role"] == "assistant":
@@ -97,5 +112,24 @@ def _prompt(value: Any, where: str) -> Asked:
     return asked
 
 
+def _with_columns(asked: Asked, columns: Mapping[str, Any], where: str) -> Asked:
+    """Return a conversation with the system message, tools and variables of its row."""
+    if not isinstance(asked, list):
+        return asked
+    messages, _ = with_system(asked, columns, where)
+    tools, variables = tools_of(columns.get("tools"), where), variables_of(columns.get("chat_template_kwargs"), where)
+    return ToolPrompt(messages, tools, variables) if tools or variables else messages
+
+
+def _checked(message: Mapping[str, Any], place: str, where: str) -> dict[str, Any]:
+    """Return a message as training has it: the flags that say what is trained are left out."""
+    own = dict(message)
+    checked = check_message(from_sharegpt(own, place, where) if "from" in own else own, place, where)
+    checked.pop("weight", None)
+    return checked
+
+
 def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and "content" in value
+    if not isinstance(value, Mapping):
+        return False
+    return isinstance(value.get("role"), str) or (isinstance(value.get("from"), str) and "value" in value)

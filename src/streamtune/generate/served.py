@@ -8,8 +8,9 @@ from typing import Any
 
 from streamtune.errors import ArgumentError
 from streamtune.export import find_trained
-from streamtune.generate.answer import GenerateOptions
+from streamtune.generate.answer import GenerateOptions, PromptEncoder
 from streamtune.generate.prompts import Asked
+from streamtune.models import load_tokenizer
 
 __all__ = ["answer_with_vllm", "check_served"]
 
@@ -58,13 +59,10 @@ def answer_with_vllm(given: str, asked: Sequence[Asked], options: GenerateOption
     for name in ("temperature", "top_p", "top_k"):
         if getattr(options, name) is not None:
             setattr(settings, name, getattr(options, name))
-    outputs: Any
-    if options.raw:
-        outputs = engine.generate([str(each) for each in asked], settings)
-    else:
-        first = [{"role": "system", "content": options.system}] if options.system is not None else []
-        chats = [[*first, {"role": "user", "content": each}] if isinstance(each, str) else each for each in asked]
-        outputs = engine.chat(chats, settings)
+    if trained.loaded is not None:
+        options = options.trained_by(trained.loaded.recipe)
+    encode = PromptEncoder(load_tokenizer(trained.folder, trust_remote_code=trained.trusts_code), options)
+    outputs: Any = engine.generate([{"prompt_token_ids": encode(each)} for each in asked], settings)
     return [
         {
             "text": output.outputs[0].text,

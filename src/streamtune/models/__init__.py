@@ -46,7 +46,7 @@ from streamtune.models.lora_ga import first_factors, start_from_factors, summed_
 from streamtune.models.packed import PackedExperts, has_packed_experts
 from streamtune.models.positions import RopeChange, position_limit, pretrained_positions
 from streamtune.models.quantize import choose_quantization, divide_packed, left_whole, quantization
-from streamtune.models.sample import ask, likeliest_tokens, sample_text
+from streamtune.models.sample import encode_prompt, likeliest_tokens, sample_text
 from streamtune.models.tokenizer import (
     CHATML_TEMPLATE,
     load_tokenizer,
@@ -73,7 +73,6 @@ __all__ = [
     "add_lora",
     "add_rows",
     "add_tokens",
-    "ask",
     "blueprint",
     "check_positions",
     "check_saved_settings",
@@ -86,6 +85,7 @@ __all__ = [
     "defer_load",
     "deferred_of",
     "divide_packed",
+    "encode_prompt",
     "fingerprint_files",
     "fingerprint_model",
     "fingerprint_tokenizer",

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from streamtune.data import ChatOptions, PromptRenderer
 from streamtune.model_device import model_device
-from streamtune.templates import render_chat
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = ["ask", "likeliest_tokens", "sample_text"]
+__all__ = ["encode_prompt", "likeliest_tokens", "sample_text"]
 
 
-def ask(prompt: str, system: str | None = None) -> list[dict[str, str]]:
-    """Return a prompt as a message of the user, with a system message before it if there is one."""
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, {"role": "user", "content": prompt}]
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, chat: ChatOptions, origin: str = "sample"
+) -> list[int]:
+    """Return the token ids of a prompt: of a message of the user where there is a chat template, else of its text.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        prompt: The text.
+        chat: Options of rendering.
+        origin: Place that an error names.
+    """
+    asked: str | list[dict[str, Any]] = [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt
+    return PromptRenderer(tokenizer, chat=chat)(asked, None, origin)
 
 
 def sample_text(
@@ -32,8 +41,7 @@ def sample_text(
     temperature: float = 0.0,
     seed: int = 0,
     in_step: bool = False,
-    system: str | None = None,
-    variables: Mapping[str, Any] | None = None,
+    chat: ChatOptions | None = None,
 ) -> str:
     """Return the model's continuation of ``prompt``, without special tokens.
 
@@ -45,28 +53,23 @@ def sample_text(
         temperature: 0 takes the likeliest token at each place.
         seed: Of the draw. The caller's random state is left as it was.
         in_step: Ranks share the weights and compute each token together, a rank that is done too.
-        system: A system message before the prompt, where there is a chat template.
-        variables: Variables of the chat template.
+        chat: Options of rendering, as the rows that were trained on have them.
     """
-    if tokenizer.chat_template:
-        text = render_chat(tokenizer, ask(prompt, system), add_generation_prompt=True, variables=variables)
-        inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-    else:
-        inputs = tokenizer(prompt, return_tensors="pt")
-    inputs = {name: inputs[name].to(model_device(model)) for name in ("input_ids", "attention_mask")}
+    ids = torch.tensor([encode_prompt(tokenizer, prompt, chat or ChatOptions())], device=model_device(model))
     draw = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     model.eval()
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(seed)
         output = model.generate(
-            **inputs,
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
             **draw,
             max_new_tokens=max_new_tokens,
             synced_gpus=in_step,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-    written: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    written: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
     return written
 
 

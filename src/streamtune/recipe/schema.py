@@ -239,6 +239,10 @@ class Recipe(Spec):
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
     """Variables of the chat template, such as `{enable_thinking: false}`; a row's column of this name comes first."""
 
+    split_special_tokens: bool = False
+    """Special tokens that the text of a row spells, such as `<|im_end|>` in an answer, stay text. Otherwise they become
+    these tokens, as in a request to a server, and rows that spell them are counted."""
+
     packing: bool = False
     """Lay several rows end to end in one sequence of at most `max_length` tokens, where none sees another: no padding,
     the same gradient. `per_device_train_batch_size` then counts sequences."""

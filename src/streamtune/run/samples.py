@@ -18,7 +18,7 @@ from streamtune.adapters import base_of
 from streamtune.labels import IGNORE_INDEX
 from streamtune.recipe.schema import Recipe
 from streamtune.secrets import redact_values
-from streamtune.tasks.task import Built
+from streamtune.tasks.task import Built, chat_options
 
 __all__ = ["SAMPLE_TEMPERATURE", "write_samples"]
 
@@ -61,8 +61,7 @@ def write_samples(
                     temperature=SAMPLE_TEMPERATURE,
                     seed=recipe.seed,
                     in_step=together,
-                    system=recipe.default_system,
-                    variables=recipe.chat_template_kwargs,
+                    chat=chat_options(recipe),
                 )
                 written.append({"prompt": asked, "completion": text})
             else:

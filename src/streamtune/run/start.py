@@ -70,6 +70,7 @@ SHAPE_KEYS = frozenset(
 
 
 LATER_KEYS = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "default_system", "chat_template_kwargs",
+              "split_special_tokens",
               "rope_scaling", "rope_theta", "truncate_side", "split_at", "split_overlap", "mix_by", "special_tokens",
               "added_tokens", "batching", "tokens_per_batch", "buckets", "streaming", "shuffle_buffer",
               "select_rows", "select_from", "clip_norm", "optim_states", "optim_args", "lr_groups", "lr_layer_decay",

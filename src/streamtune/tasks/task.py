@@ -573,6 +573,7 @@ def chat_options(recipe: Recipe) -> data.ChatOptions:
         train_on_eos=recipe.train_on_eos,
         default_system=recipe.default_system,
         variables=recipe.chat_template_kwargs,
+        split_special_tokens=recipe.split_special_tokens,
     )
 
 

@@ -319,6 +319,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
             length_percentiles=length_percentiles(self.lengths),
             duplicates=duplicates,
             held_out_duplicates=held_out_duplicates,
+            special_rows=self.counts["special_rows"],
             sources=self._source_reports(),
             **self.own_counts(),
         )

@@ -14,16 +14,18 @@ from __future__ import annotations
 from streamtune.data.prepare.prompts import PreparedPrompts, prepare_prompts
 from streamtune.data.prepare.rows import PreparedData, prepare
 from streamtune.data.prepare.stream import RowStream, StreamPosition, StreamSettings
-from streamtune.data.prepare.texts import holds_messages, iter_texts
+from streamtune.data.prepare.texts import ChatFrame, first_frame, holds_messages, iter_texts
 from streamtune.data.prepare.trees import PreparedTrees, prepare_preferences, prepare_unpaired
 
 __all__ = [
+    "ChatFrame",
     "PreparedData",
     "PreparedPrompts",
     "PreparedTrees",
     "RowStream",
     "StreamPosition",
     "StreamSettings",
+    "first_frame",
     "holds_messages",
     "iter_texts",
     "prepare",

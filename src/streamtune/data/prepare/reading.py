@@ -172,5 +172,6 @@ class Reading:
         if not self.fit.rows:
             self.bad.nothing_left()
         self.log.finish()
+        self.fit.counts["special_rows"] = sum(counts.special_rows for counts in self.log.by_path.values())
         self.fit.bad_rows = self.bad.to_json()
         self.fit.check(self.bad.notify)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 from streamtune.data.faults import ON_BAD_ROW, BadRows
 from streamtune.data.fit import check_choice
 from streamtune.data.preferences import PREFERENCE_TYPES, normalise_preference
-from streamtune.data.reading.cells import texts_of
+from streamtune.data.reading.cells import has_system, texts_of, tools_of, variables_of
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import Source, typed_rows
+from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rows import (
     PROMPT_TYPES,
     ROW_TYPES,
@@ -24,7 +27,7 @@ from streamtune.data.rows import (
 )
 from streamtune.errors import DataError
 
-__all__ = ["holds_messages", "iter_texts"]
+__all__ = ["ChatFrame", "first_frame", "holds_messages", "iter_texts"]
 
 
 _KNOWN = tuple(dict.fromkeys((*ROW_TYPES, *PREFERENCE_TYPES, *PROMPT_TYPES)))
@@ -66,6 +69,49 @@ def holds_messages(sources: Sequence[Source]) -> bool:
                 return not isinstance(prompt_of(row, row_type), str)
             return isinstance(normalise(row, row_type), Conversation)
     return False
+
+
+@dataclass(frozen=True)
+class ChatFrame:
+    """What stands around the question of a user in a conversation that is trained on."""
+
+    system: tuple[dict[str, Any], ...] = ()
+    """the system message, if there is one"""
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the tools on offer"""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """variables of the chat template"""
+
+
+def first_frame(sources: Sequence[Source], chat: ChatOptions) -> ChatFrame:
+    """Return what stands around the question in the first conversation of the first source.
+
+    Args:
+        sources: The first is read.
+        chat: Options of rendering.
+
+    Raises:
+        DataError: A file is missing.
+    """
+    for row, row_type in typed_rows(sources[:1], _KNOWN, _detect, BadRows("skip", sys.maxsize)):
+        messages: Any = None
+        own: dict[str, Any] = {}
+        tools: list[dict[str, Any]] | None = None
+        with suppress(DataError):  # the next row may be sound
+            if row_type in PREFERENCE_TYPES:
+                messages = normalise_preference(row, row_type).prompt
+            elif row_type == "prompts":
+                messages = prompt_of(row, row_type)
+            elif isinstance(content := normalise(row, row_type), Conversation):
+                messages = content.messages
+            own = variables_of(row.columns.get("chat_template_kwargs"), row.origin)
+            tools = tools_of(row.columns.get("tools"), row.origin)
+        if not isinstance(messages, list):
+            continue
+        default = () if chat.default_system is None else ({"role": "system", "content": chat.default_system},)
+        system = tuple(each for each in messages[:1] if has_system([each])) or default
+        return ChatFrame(system, tools, {**chat.variables, **own})
+    return ChatFrame(variables=chat.variables)
 
 
 def _detect(row: Row) -> str:

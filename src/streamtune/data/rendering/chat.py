@@ -42,6 +42,7 @@ from streamtune.data.rendering.renderings import (
     render_messages,
     request_of,
 )
+from streamtune.data.rendering.spelling import special_names
 from streamtune.errors import DataError
 from streamtune.templates import ChatRequest
 
@@ -90,9 +91,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._options = options
         self._end = tokenizer.eos_token
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        names = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
-        self._special_tokens = tuple(sorted(filter(None, names), key=len, reverse=True))
+        self._special_tokens = special_names(tokenizer)
         self._agreed = 0
         """conversations whose spans are the same by both ways; :data:`_DISAGREED` once they are not"""
         self._special = re.compile("|".join(map(re.escape, self._special_tokens)) or r"(?!)")

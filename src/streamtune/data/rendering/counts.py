@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ ON_EMPTY = ("error", "drop", "train")
 """Ways to handle a row with an empty answer."""
 TRAIN_ON_EOS = ("turn", "all", "last", "none")
 """Tokens that end turns of a chat and are trained."""
-_SHOWN = 10
+_SHOWN, _NAMED = 10, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,9 @@ class ChatOptions:
     """system message of conversations that have none"""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """variables of the chat template; a row's own come first"""
+
+    split_special_tokens: bool = False
+    """special tokens that the text of a row spells stay text"""
 
     def __post_init__(self) -> None:
         words = {"reasoning": REASONING, "on_empty": ON_EMPTY, "train_on_eos": TRAIN_ON_EOS}
@@ -85,6 +88,12 @@ class RenderCounts:
     """trained answers that stand before such a system message"""
     other_system: int = 0
     """rows whose column ``system`` is not read, as the messages have another system message"""
+    special_rows: int = 0
+    """rows whose text spells special tokens"""
+    specials_by: Counter[str] = field(default_factory=Counter)
+    """messages that spell special tokens, by their role; ``text`` are texts without roles"""
+    specials: dict[str, None] = field(default_factory=dict)
+    """special tokens that rows spell, in the order in which they were found"""
     begins_twice: int = 0
     """texts that begin with the token that the tokenizer puts in front of texts"""
     completions: int = 0
@@ -116,6 +125,12 @@ class RenderCounts:
         for place in places:
             self.reasoning_dropped += 1
             self.dropped_at += [place] if len(self.dropped_at) < _SHOWN else []
+
+    def spells(self, role: str, names: Sequence[str], *, new_row: bool) -> None:
+        """Count a message that spells special tokens, the first of its row or another one."""
+        self.special_rows += new_row
+        self.specials_by[role] += 1
+        self.specials |= dict.fromkeys(names)
 
     def has_empty(self, answers: int, origin: str) -> None:
         """Count the empty answers of a row."""
@@ -235,6 +250,8 @@ def _sentences(counts: RenderCounts, options: ChatOptions) -> list[str]:
         text += f"asks for an answer: so in {_rows(counts.system_late)}"
         earlier = counts.answers_before_system
         found.append(text + (f", where {earlier:,} earlier answers are trained without it" if earlier else ""))
+    if counts.special_rows:
+        found.append(_describe_specials(counts, options))
     if counts.begins_twice:
         found.append(f"{counts.begins_twice:,} texts begin with the tokenizer's first token already: it is not doubled")
     if counts.merged_borders:
@@ -247,6 +264,17 @@ def _sentences(counts: RenderCounts, options: ChatOptions) -> list[str]:
         trained = ", ".join(options.roles_to_train)
         found.append(f"{number:,} '{role}' {are} marked to be trained and not trained: roles_to_train is {trained}")
     return found
+
+
+def _describe_specials(counts: RenderCounts, options: ChatOptions) -> str:
+    names = ", ".join(list(counts.specials)[:_NAMED]) + (", ..." if len(counts.specials) > _NAMED else "")
+    where = ", ".join(f"{role}: {number:,}" for role, number in counts.specials_by.items())
+    does = (
+        "they stay text (split_special_tokens: true)"
+        if options.split_special_tokens
+        else "they become these tokens, as in a request to a server; split_special_tokens: true keeps them text"
+    )
+    return f"special tokens are spelled in the text of {_rows(counts.special_rows)} ({names}; {where}): {does}"
 
 
 def _rows(number: int) -> str:

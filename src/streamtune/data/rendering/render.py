@@ -22,7 +22,9 @@ behind a text counts. Messages of users and tools in an answer of several turns 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from streamtune.data.preferences import Answers
@@ -36,6 +38,7 @@ from streamtune.data.rendering.policy import RowPolicy
 from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.reasoning import reasoning_of
 from streamtune.data.rendering.renderings import Message, check_unicode, render_messages, require_template
+from streamtune.data.rendering.specials import SpecialText
 from streamtune.data.rendering.tokens import MaskTokenizer, Rendered, TextTokens
 from streamtune.data.rendering.variables import TemplateVariables
 from streamtune.data.rows import Content, Conversation, Document, PromptCompletion, size_of
@@ -95,6 +98,9 @@ class RowRenderer:
         self._chat = ChatRenderer(tokenizer, chat)
         self._policy = policy
         self._tokens = MaskTokenizer(tokenizer, policy, self.log.note)
+        self._specials = SpecialText(tokenizer, policy, self.log.note)
+        self._counted: tuple[str, set[int]] = ("", set())
+        """the row that special tokens were counted of last, and its messages by identity"""
         self._variables = TemplateVariables(tokenizer, chat.variables)
         self._renders_ahead = True
         """False once the template could not render several rows at once"""
@@ -117,6 +123,9 @@ class RowRenderer:
         for content in contents:
             if isinstance(content, Conversation) and size_of(content) < MOST_AHEAD:
                 content = _with_default_system(content, self._options.default_system)
+                if self._options.split_special_tokens:
+                    with suppress(DataError):  # which rendering it raises
+                        content = self._shielded(content, "")
                 trained = self._answers(content)
                 variables = {**self._options.variables, **(content.variables or {})}
                 requests += self._chat.requests(content.messages, content.tools, trained, variables)
@@ -156,6 +165,11 @@ class RowRenderer:
     def _conversation(self, content: Conversation, origin: str) -> Rendered:
         require_template(self._tokenizer, "row", origin)
         content = _with_default_system(content, self._options.default_system)
+        self._count_specials(origin, content.messages)
+        whole = content
+        content = self._shielded(content, origin) if self._options.split_special_tokens else content
+        shielded = content is not whole
+        del whole
         trained = self._trained(content)
         answers = [index for index in trained if content.messages[index]["role"] == "assistant"]
         off = [index for index, message in enumerate(content.messages) if message.get("weight", 1) == 0]
@@ -181,11 +195,44 @@ class RowRenderer:
         self.log.now.drops_reasoning(f"{origin} messages[{index}]" for index in chat.dropped)
         head = self._head(content, chat, origin)
         # As apply_chat_template does: the template has written the special tokens already.
-        tokens = self._tokens(chat.text, chat.turns, origin, special=False, exchanges=chat.exchanges, head=head or 0)
-        del chat  # of a long row the memory counts
+        ask = partial(_ask, turns=chat.turns, origin=origin, exchanges=chat.exchanges, head=head or 0)
+        tokens = (
+            self._specials.tokenise(chat.text, ask, origin, rendered=True) if shielded else ask(self._tokens, chat.text)
+        )
+        del chat, ask  # of a long row the memory counts
         if self._train_on == "all":
             tokens = replace(tokens, trained=~tokens.trained, trained_share=1 - tokens.trained_share)
         return self._rendered(tokens, has_answer=self._train_on != "all", system=None if head is None else tokens.head)
+
+    def _shielded(self, content: Conversation, origin: str) -> Conversation:
+        """Return a conversation with stand-ins for the special tokens that it spells; itself if it spells none."""
+        messages = self._specials.shield(content.messages, origin)
+        tools = self._specials.shield(content.tools, origin)
+        same = messages is content.messages and tools is content.tools
+        return content if same else replace(content, messages=messages, tools=tools)
+
+    def _count_specials(self, origin: str, messages: Sequence[Message]) -> None:
+        """Count the messages of a row that spell special tokens, each once: a row may be rendered several times."""
+        now, (row, seen) = self.log.now, self._counted
+        if row != origin:
+            self._counted = row, seen = origin, set()
+        found = [(message, names) for message in messages if (names := self._specials.found_in(message))]
+        for message, names in found:
+            if id(message) not in seen:
+                now.spells(message["role"], names, new_row=not seen)
+                seen.add(id(message))
+
+    def _text(self, text: str, origin: str, *, turns: list[ChatTurn] | None = None, border: int | None = None) -> Any:
+        """Tokenise a text without roles, and count the special tokens that it spells."""
+        names = self._specials.found(text)
+        if names:
+            self.log.now.spells("text", names, new_row=True)
+
+        def ask(masks: MaskTokenizer, text: str) -> TextTokens:
+            return masks(text, turns, origin, special=True, border=border)
+
+        splits = names and self._options.split_special_tokens
+        return self._specials.tokenise(text, ask, origin, rendered=False) if splits else ask(self._tokens, text)
 
     def _head(self, content: Conversation, chat: RenderedChat, origin: str) -> int | None:
         """Return the characters of the system message, with what is printed before it; 0 where it is not by itself.
@@ -235,7 +282,7 @@ class RowRenderer:
     def _completion(self, content: PromptCompletion, origin: str) -> Rendered:
         text, border, now = content.prompt + content.completion, len(content.prompt), self.log.now
         turns = None if self._train_on == "all" else [ChatTurn(border, len(text))]
-        tokens = self._begun_once(text, self._tokens(text, turns, origin, special=True, border=border))
+        tokens = self._begun_once(text, self._text(text, origin, turns=turns, border=border))
         now.answers += 1
         now.completions += 1
         now.merged_borders += tokens.crosses
@@ -243,7 +290,7 @@ class RowRenderer:
         return self._rendered(self._ended(tokens), has_answer=self._train_on != "all")
 
     def _document(self, content: Document, origin: str) -> Rendered:
-        tokens = self._begun_once(content.text, self._tokens(content.text, None, origin, special=True))
+        tokens = self._begun_once(content.text, self._text(content.text, origin))
         if not tokens.ids:
             raise DataError("the tokenizer makes no token of the text", where=origin, mend="remove the row")
         return self._rendered(self._ended(tokens))
@@ -275,6 +322,12 @@ class RowRenderer:
             tokens.estimated,
             tokens.trained_share,
         )
+
+
+def _ask(
+    masks: MaskTokenizer, text: str, *, turns: list[ChatTurn], origin: str, exchanges: Sequence[int], head: int
+) -> TextTokens:
+    return masks(text, turns, origin, special=False, exchanges=exchanges, head=head)
 
 
 def _with_default_system(content: Conversation, text: str | None) -> Conversation:
@@ -382,10 +435,11 @@ class PromptRenderer:
         notify: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._default_system = chat.default_system
+        self._options = chat
         self._variables = TemplateVariables(tokenizer, chat.variables)
         self.log = RenderLog(chat, notify)
         self._pieces = PieceTokenizer(tokenizer, self.log.note)
+        self._specials = SpecialText(tokenizer, None, self.log.note)
 
     def render_item(self, item: Item[tuple[Row, TextOrMessages]]) -> tuple[Prompt, bytes]:
         """See :class:`Renderer`: the prompt and its hash."""
@@ -412,13 +466,18 @@ class PromptRenderer:
             DataError: There is no chat template for messages, it refuses them, it does not read a variable of the row,
                 or the prompt has no token.
         """
-        ids = self._text(prompt) if isinstance(prompt, str) else self._messages(prompt, tools, origin, variables)
+        ids = (
+            self._text(prompt, origin) if isinstance(prompt, str) else self._messages(prompt, tools, origin, variables)
+        )
         if not ids:
             raise DataError("the tokenizer makes no token of the prompt", where=origin, mend="remove the row")
         return ids
 
-    def _text(self, prompt: str) -> list[int]:
-        ids = list(self._pieces.ids(prompt))
+    def _text(self, prompt: str, origin: str) -> list[int]:
+        names = self._specials.found(prompt)
+        if names:
+            self.log.now.spells("text", names, new_row=True)
+        ids = self._ids(prompt, origin, special=True, splits=bool(names), rendered=False)
         end = self._tokenizer.eos_token
         if end is not None and ids and ids[-1] == self._tokenizer.eos_token_id and not prompt.endswith(end):
             ids.pop()
@@ -431,11 +490,27 @@ class PromptRenderer:
         self, messages: list[dict[str, Any]], tools: Any, origin: str, own: Mapping[str, Any] | None
     ) -> list[int]:
         require_template(self._tokenizer, "prompt", origin)
-        if self._default_system is not None and not has_system(messages):
-            messages = [{"role": "system", "content": self._default_system}, *messages]
+        if self._options.default_system is not None and not has_system(messages):
+            messages = [{"role": "system", "content": self._options.default_system}, *messages]
+        spelled = [(message["role"], names) for message in messages if (names := self._specials.found_in(message))]
+        for number, (role, names) in enumerate(spelled):
+            self.log.now.spells(role, names, new_row=number == 0)
+        shown: Any = (messages, tools)
+        if self._options.split_special_tokens:
+            shown = self._specials.shield([messages, tools], origin)
         variables = self._variables(own, tools, origin)
         text = render_messages(
-            self._tokenizer, messages, tools, origin, generation=True, variables=variables, explain=True
+            self._tokenizer, shown[0], shown[1], origin, generation=True, variables=variables, explain=True
         )
         text = check_unicode(text, origin)
-        return list(self._pieces.ids(text, special=False))
+        return self._ids(text, origin, special=False, splits=shown[0] is not messages, rendered=True)
+
+    def _ids(self, text: str, origin: str, *, special: bool, splits: bool, rendered: bool) -> list[int]:
+        """Return the ids of a text; ``splits`` says that special tokens which it spells stay text, where asked for."""
+        if not splits or not self._options.split_special_tokens:
+            return list(self._pieces.ids(text, special=special))
+
+        def ask(masks: MaskTokenizer, text: str) -> TextTokens:
+            return masks(text, None, origin, special=special)
+
+        return list(self._specials.tokenise(text, ask, origin, rendered=rendered).ids)

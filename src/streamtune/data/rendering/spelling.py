@@ -11,14 +11,24 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from streamtune.data.rendering.borders import component_parts
 
-__all__ = ["ByteSpeller"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["ByteSpeller", "special_names"]
+
+
+def special_names(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Return the special tokens of a tokenizer as text, the longest first."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    names = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+    return tuple(sorted(filter(None, names), key=lambda name: (-len(name), name)))
 
 
 class ByteSpeller:

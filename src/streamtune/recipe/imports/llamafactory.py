@@ -135,7 +135,7 @@ FIELDS: dict[str, FieldRule] = {
     "add_tokens": to("added_tokens", token_list),
     "add_special_tokens": to("special_tokens", more_special_tokens),
     "new_special_tokens_config": no_counterpart("new rows begin as the mean of the others"),
-    **without("special tokens stay whole", "split_special_tokens"),
+    **same("split_special_tokens"),
     **without("attention is exact", "shift_attn"),
     **without("the model keeps its form", "mixture_of_depths", "use_llama_pro"),
     "train_from_scratch": no_counterpart("write model: {init: ...} for a model with random weights"),
