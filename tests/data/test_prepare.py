@@ -90,6 +90,7 @@ def test_report(prepared: Prepared, write: Write) -> None:
         "piece_targets_lost": 0,
         "estimated": 0,
         "duplicates": 0,
+        "special_rows": 0,
         "held_out_duplicates": 0,
     }
     shared = ("rows", "kept", "truncated", "dropped", "split", "tokens", "supervised_tokens")

@@ -11,9 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from streamtune.cli import main
+from streamtune.data import ChatOptions, Source, first_frame
 from streamtune.errors import ArgumentError
 from streamtune.evaluate.needle import Haystack, _trial, default_lengths, gather_hay
 from streamtune.models import load_tokenizer
+from tests.export.cases import tokenizer as make_tokenizer
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
 
 
@@ -166,3 +168,39 @@ def test_wrong_options(options: list[str], words: str, tmp_path: Path, capsys: p
     code, _, shown = evaluated(capsys, str(tmp_path), *options)
     assert code == 2
     assert words in shown
+
+
+def test_needles_are_asked_as_the_first_conversation_is(tmp_path: Path) -> None:
+    """With its system message, tools and variables of the template, behind the recipe's own."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{{ lead }}{{ other }}{% for tool in tools or [] %}{{ tool.name }}\n{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    chat = ChatOptions(default_system="Recipe.", variables={"lead": "L", "other": "O"})
+    answered = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    rows = {
+        "own": {
+            "messages": [{"role": "system", "content": "Row."}, *answered],
+            "tools": [{"name": "f"}],
+            "chat_template_kwargs": {"lead": "R"},
+        },
+        "default": {"messages": answered},
+        "prompt": {"prompt": answered[:1], "tools": [{"name": "f"}]},
+        "text": {"text": "plain"},
+    }
+    want = {
+        "own": "ROf\n<system>Row.<user>",
+        "default": "LO<system>Recipe.<user>",
+        "prompt": "LOf\n<system>Recipe.<user>",
+        "text": "LO<user>",
+    }
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": 3}) + "\n" + json.dumps(row) + "\n")
+        sources = [Source(str(tmp_path / f"{name}.jsonl"), type="auto" if "messages" not in row else "messages")]
+        if "messages" not in row:
+            (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        frame = first_frame(sources, chat)
+        stack = gather_hay(["hay " * 9], tokenizer, chat=True, tokens=9, notify=print, frame=frame)
+        assert tokenizer.decode(stack.head) == want[name]
+        assert tokenizer.decode(stack.tail) == "<a>"

@@ -14,7 +14,7 @@ import typer
 from rich.text import Text
 
 from streamtune import interrupts
-from streamtune.errors import ArgumentError
+from streamtune.errors import ArgumentError, UserError
 
 from .console import err, loading_libraries, out, plain, print_error, print_json, print_note
 from .options import JsonOption, option
@@ -267,7 +267,7 @@ def _chat(answerer: Answerer) -> None:
         try:
             with _stopping(answerer):
                 answer = _answer(answerer, asked)
-        except ArgumentError as error:
+        except UserError as error:
             print_error(error)
             continue
         print()

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from streamtune.data import ChatOptions, PromptRenderer
+from streamtune.errors import ArgumentError, DataError
 from streamtune.model_device import model_device
 
 if TYPE_CHECKING:
@@ -17,19 +18,22 @@ if TYPE_CHECKING:
 __all__ = ["encode_prompt", "likeliest_tokens", "sample_text"]
 
 
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, chat: ChatOptions, origin: str = "sample"
-) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: ChatOptions) -> list[int]:
     """Return the token ids of a prompt: of a message of the user where there is a chat template, else of its text.
 
     Args:
         tokenizer: The model's tokenizer.
         prompt: The text.
         chat: Options of rendering.
-        origin: Place that an error names.
+
+    Raises:
+        ArgumentError: The chat template refuses the prompt, or the prompt has no token.
     """
     asked: str | list[dict[str, Any]] = [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt
-    return PromptRenderer(tokenizer, chat=chat)(asked, None, origin)
+    try:
+        return PromptRenderer(tokenizer, chat=chat)(asked, None, "")
+    except DataError as error:
+        raise ArgumentError(error.what, where="sample", mend="give another prompt, or another chat_template") from error
 
 
 def sample_text(

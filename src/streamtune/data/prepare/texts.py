@@ -73,7 +73,7 @@ def holds_messages(sources: Sequence[Source]) -> bool:
 
 @dataclass(frozen=True)
 class ChatFrame:
-    """What stands around the question of a user in a conversation that is trained on."""
+    """Parts of a conversation around the question of a user: system message, tools, variables."""
 
     system: tuple[dict[str, Any], ...] = ()
     """the system message, if there is one"""

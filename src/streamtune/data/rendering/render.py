@@ -224,7 +224,7 @@ class RowRenderer:
 
     def _text(self, text: str, origin: str, *, turns: list[ChatTurn] | None = None, border: int | None = None) -> Any:
         """Tokenise a text without roles, and count the special tokens that it spells."""
-        names = self._specials.found(text)
+        names = self._specials.found(text.removeprefix(self._tokenizer.bos_token or ""))
         if names:
             self.log.now.spells("text", names, new_row=True)
 
@@ -474,7 +474,7 @@ class PromptRenderer:
         return ids
 
     def _text(self, prompt: str, origin: str) -> list[int]:
-        names = self._specials.found(prompt)
+        names = self._specials.found(prompt.removeprefix(self._tokenizer.bos_token or ""))
         if names:
             self.log.now.spells("text", names, new_row=True)
         ids = self._ids(prompt, origin, special=True, splits=bool(names), rendered=False)
