@@ -121,7 +121,8 @@ WANTED: dict[str, dict[str, Any]] = {
         "model_name_or_path": "own/base-1b", "finetuning_type": "qlora", "quantization": "nf4", "lora_r": 32,
         "lora_alpha": 64, "lora_target": "all-linear", "val_size": 0.05, "output_dir": "out/a", "max_length": 4096,
         "packing": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_train_epochs": 2,
-        "optim": "adamw", "lr_scheduler_type": "cosine", "learning_rate": 2e-4, "train_on": "all", "bf16": True,
+        "optim": "adamw", "lr_scheduler_type": "cosine", "learning_rate": 2e-4, "bf16": True,
+        "roles_to_train": ("system", "developer", "user", "assistant", "tool"),
         "warmup_steps": 10, "dtype": "bfloat16", "overlength": "drop", "report_to": ("wandb",),
     },
     "llamafactory": {
@@ -581,3 +582,22 @@ def test_strict_refuses_what_is_cut_otherwise(
     assert call("recipes", "import", "a.yaml", "--strict") == 2
     assert not Path("a-streamtune.yaml").exists()
     assert "excess_length_strategy" in capsys.readouterr().err
+
+
+def test_texts_of_swift_pt_have_no_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = "swift pt --model a --max_length 64 --dataset r.jsonl --use_hf true\n"
+    Path("r.jsonl").write_text(json.dumps({"messages": []}) + "\n")
+    assert "datasets[0]" in lost(convert(tmp_path, command, "r.sh"))
+    Path("r.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
+    assert lost(convert(tmp_path, command, "r.sh")) == set()
+
+
+def test_what_trl_trains_of_rows_that_are_not_here_is_starred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "model_name_or_path: a\ndataset_name: r.jsonl\n"
+    assert lost(convert(tmp_path, text, trainer="trl")) == {"completion_only_loss"}
+    Path("r.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    imported = convert(tmp_path, text, trainer="trl")
+    assert lost(imported) == set()
+    assert "train_on: completion" in imported.text

@@ -51,6 +51,7 @@ IMPORTANCE = [f"trl.vllm_importance_sampling_{name}" for name in ("cap", "clip_m
 HEAD = "the streamed head computes the loss in chunks"
 NOT_HERE = "of an optimizer that is not here"
 QUANTISED = "quantised loading of its own kind"
+EVERY_ROLE = ("system", "developer", "user", "assistant", "tool")
 PREPARED = "rows are prepared when the run starts"
 TOKENIZER = "the tokenizer is taken as it is"
 
@@ -429,7 +430,12 @@ def _special(conversion: Conversion) -> None:
     _take_precision(conversion)
     _take_template(conversion)
     on_inputs = conversion.take("train_on_inputs")
-    if on_inputs is not None:
+    entries = conversion.get("datasets")
+    kinds = [entry.get("type") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    if on_inputs and any(str(kind).startswith("chat_template") for kind in kinds):
+        note = "the messages of all roles, and not what the chat template writes around them"
+        conversion.put("roles_to_train", list(EVERY_ROLE), "train_on_inputs", note=note)
+    elif on_inputs is not None:
         conversion.put("train_on", "all" if on_inputs else "assistant", "train_on_inputs")
     _take_batch(conversion)
     take_warmup(conversion)

@@ -215,7 +215,9 @@ def _take_trained(conversion: Conversion, key: str, value: Any, name: str, index
     theirs = theirs or key
     if key == "roles_to_train" and isinstance(value, list):
         value = list(dict.fromkeys(ROLES.get(role, role) if isinstance(role, str) else str(role) for role in value))
-    if value in (["assistant"], "turn") and key not in conversion.ours:
+    if key == "roles_to_train" and conversion.get("train_on_inputs"):
+        conversion.unneeded(name, index, theirs, why="train_on_inputs trains every role")
+    elif value in (["assistant"], "turn") and key not in conversion.ours:
         conversion.unneeded(name, index, theirs, why="as here")
     elif conversion.objective != "sft" or conversion.ours.get("train_on") == "all":
         conversion.unneeded(name, index, theirs, why="every token of an answer counts")

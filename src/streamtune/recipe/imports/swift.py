@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .conversion import Conversion, PeerTrainer
-from .datasets import DATA_FILES, put_datasets, put_eval_sets, put_weights, report_media
+from .datasets import DATA_FILES, put_datasets, put_eval_sets, put_weights, report_media, seen_columns
 from .reading import json_value
 from .rules import (
     FieldRule,
@@ -307,6 +307,7 @@ def _special(conversion: Conversion) -> None:
         conversion.unneeded("use_hf", why="names are looked up on the Hugging Face hub")
     _take_model(conversion, use_hf)
     _take_length(conversion)
+    _take_left(conversion)
     _take_quantization(conversion)
     _take_tuner(conversion)
     take_thinking(conversion)
@@ -318,6 +319,8 @@ def _special(conversion: Conversion) -> None:
     take_warmup(conversion)
     take_trackers(conversion, {})
     _take_datasets(conversion, use_hf)
+    if conversion.file.command == "pt" and not conversion.get("use_chat_template"):
+        _take_texts(conversion)
     for name, (value, line) in conversion.file.environment.items():
         if name in ("NPROC_PER_NODE", "CUDA_VISIBLE_DEVICES", "MASTER_PORT", "NNODES"):
             why = (
@@ -347,6 +350,26 @@ def _take_length(conversion: Conversion) -> None:
         conversion.put("max_prompt_length", length, "max_length", note="in GRPO it is that of the prompt")
     else:
         conversion.put("max_length", length, "max_length")
+
+
+def _take_left(conversion: Conversion) -> None:
+    """Convert a cut at the beginning of rows; prompts of GRPO lose their beginning in any case."""
+    name = "truncation_strategy"
+    if conversion.get(name) == "left" and conversion.objective != "dpo":
+        conversion.take(name)
+        conversion.put("overlength", "truncate", name)
+        if conversion.objective == "sft":
+            conversion.put("truncate_side", "left", name)
+
+
+def _take_texts(conversion: Conversion) -> None:
+    """Report rows of messages that ``swift pt`` trains: their text alone, without the chat template."""
+    for index, spec in enumerate(conversion.ours.get("datasets", [])):
+        row = seen_columns(conversion, str(spec["path"]))
+        if row is None or "text" not in row:
+            where = "are not here" if row is None else "have no column 'text'"
+            why = f"swift pt trains texts without a chat template, and the rows {where}: write them as {{text: ...}}"
+            conversion.missing(f"datasets[{index}]", why)
 
 
 def _take_quantization(conversion: Conversion) -> None:
