@@ -10,6 +10,10 @@ A step changes v by about a 1000th of it, and bfloat16 has 8 bits: the nearest n
 and v would never change. Rounding up as often as what is cut off is large has the right mean, ``E[round(x)] = x``. The
 weight is stepped by the moments before they are rounded.
 
+bfloat16 weights lose more than moments do: with a learning rate of 1e-5 most steps are smaller than half of the
+distance between two numbers. With ``rounding: stochastic`` a bfloat16 weight is stepped in float32 as well and rounded
+like the moments.
+
 The random bits are those of the run's seed, the step, the weight and the place in it. A resumed run has the same, in
 whatever order weights are stepped.
 """
@@ -28,10 +32,16 @@ from torch import Tensor
 from streamtune.ops.simulated import kernel_device, turns
 from streamtune.optim.adamw_step import adamw_step
 
-__all__ = ["NarrowStatesAdamW", "StatesDtype", "pieces_of", "random_bits", "round_stochastically", "seeded"]
+__all__ = ["NarrowStatesAdamW", "Rounding", "StatesDtype", "pieces_of", "random_bits", "round_stochastically", "seeded"]
+
+WEIGHT = 1
+"""Marks the random bits of a weight, beside the bits of its moments."""
 
 StatesDtype = Literal["param", "float32", "bfloat16"]
 """The dtype of an optimizer's states; ``param`` is that of each weight."""
+
+Rounding = Literal["nearest", "stochastic"]
+"""How a bfloat16 weight is rounded after its step, which is computed in float32."""
 
 PIECE = {"cpu": 1 << 17}
 """Values that are stepped at a time: temporaries in float32 stay in a processor's cache."""
@@ -40,6 +50,8 @@ LARGE_PIECE = 1 << 22
 """The same elsewhere, where each piece costs the start of a few kernels."""
 
 KEYS = ("exp_avg", "exp_avg_sq")
+OWN_KEYS = ("params", "states", "seed", "rounding")
+"""Keys of a group that a state which is loaded leaves as they are."""
 
 
 class NarrowStatesAdamW(torch.optim.Optimizer):
@@ -51,8 +63,9 @@ class NarrowStatesAdamW(torch.optim.Optimizer):
         betas: Decay rates of the first and second moment.
         eps: Added to the denominator.
         weight_decay: Decoupled decay.
-        states: The dtype of the moments: ``bfloat16`` is rounded stochastically.
+        states: The dtype of the moments: ``bfloat16`` is rounded stochastically. ``param`` is the weight's dtype.
         seed: Of the random bits.
+        rounding: How a bfloat16 weight is rounded after its step.
         fused: Step by torch's fused kernel; its plain operators otherwise.
     """
 
@@ -64,12 +77,13 @@ class NarrowStatesAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        states: Literal["float32", "bfloat16"] = "bfloat16",
+        states: StatesDtype = "bfloat16",
         seed: int = 0,
         fused: bool = True,
+        rounding: Rounding = "nearest",
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": fused}
-        super().__init__(params, {**defaults, "states": states, "seed": seed})
+        super().__init__(params, {**defaults, "states": states, "seed": seed, "rounding": rounding})
         # Counted once: an optimizer in the backward empties the groups but for the weight that it steps.
         every = (parameter for group in self.param_groups for parameter in group["params"])
         self._number = {id(parameter): number for number, parameter in enumerate(every)}
@@ -96,20 +110,22 @@ class NarrowStatesAdamW(torch.optim.Optimizer):
             entry = state_dict["state"].get(number)
             if not entry:
                 continue
-            dtype = getattr(torch, group["states"])
+            dtype = _dtype_of_states(parameter, group)
             self.state[parameter] = {
                 "step": torch.as_tensor(entry["step"], dtype=torch.float32).detach().clone().cpu(),
                 **{key: entry[key].detach().to(parameter.device, dtype, copy=True) for key in KEYS},
             }
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in other.items() if key not in ("params", "states", "seed")})
+            group.update(
+                {key: value for key, value in other.items() if key not in ("params", "states", "seed", "rounding")}
+            )
 
     def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             for key in KEYS:
-                dtype = getattr(torch, group["states"])
+                dtype = _dtype_of_states(parameter, group)
                 state[key] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
         grad = parameter.grad
         assert grad is not None
@@ -127,6 +143,12 @@ class NarrowStatesAdamW(torch.optim.Optimizer):
         if whole is not parameter:
             parameter.copy_(whole)
         state["step"] += 1
+
+
+def _dtype_of_states(parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of a weight's moments."""
+    dtype: torch.dtype = parameter.dtype if group["states"] == "param" else getattr(torch, group["states"])
+    return dtype
 
 
 class _StepOfWeight:
@@ -148,10 +170,13 @@ class _StepOfWeight:
         moments = [x if x.dtype == torch.float32 else x.float() for x in (mean, square)]
         step = torch.full((), float(self.taken), device=device if group["fused"] else "cpu")
         adamw_step(wide, grad.float(), moments[0], moments[1], step, group, fused=group["fused"])
-        if wide is not weight:
+        place = (group["seed"], self.taken + 1, self.number, piece.start)
+        if weight.dtype == torch.bfloat16 and group["rounding"] == "stochastic":
+            round_stochastically(wide, random_bits(len(weight), device, *place, WEIGHT), out=weight)
+        elif wide is not weight:
             weight.copy_(wide)
-        if group["states"] == "bfloat16":
-            bits = random_bits(len(weight), device, group["seed"], self.taken + 1, self.number, piece.start)
+        if mean.dtype == torch.bfloat16:
+            bits = random_bits(len(weight), device, *place)
             round_stochastically(moments[0], bits, out=mean)
             round_stochastically(moments[1], bits.bitwise_right_shift_(16), out=square)
 

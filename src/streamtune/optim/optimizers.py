@@ -15,7 +15,7 @@ from torch import nn
 from streamtune.errors import ArgumentError
 from streamtune.names import look_up
 from streamtune.optim.blocks import EVERY_NAME, BlockAdamW
-from streamtune.optim.narrow_states import NarrowStatesAdamW, StatesDtype
+from streamtune.optim.narrow_states import NarrowStatesAdamW, Rounding, StatesDtype
 from streamtune.optim.weightwise import WeightwiseOptimizer
 from streamtune.optim.zeroth_order import ZerothOrderSGD
 from streamtune.optimizer_table import OPTIMIZERS, check_installed
@@ -37,6 +37,7 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     states: StatesDtype = "param",
+    rounding: Rounding = "nearest",
     seed: int = 0,
     args: Mapping[str, Any] = MappingProxyType({}),
     scale_of: ScaleOf = lambda name: 1.0,
@@ -55,6 +56,8 @@ def build_optimizer(
         betas: Decay rates of AdamW's first and second moment.
         eps: Added to AdamW's denominator.
         states: The dtype of the states of ``adamw``.
+        rounding: How bfloat16 weights are rounded after a step. An optimizer that trains one block at a time keeps the
+            block in float32, and one without a backward steps as it perturbs: both leave it out.
         seed: Of the random numbers that an optimizer takes.
         args: Options of the optimizer; the table has the others.
         scale_of: Gives the factor of the learning rate of each parameter.
@@ -93,6 +96,8 @@ def build_optimizer(
                 group |= {"rule": "adamw", **adam, "fused": True}
             elif name != "adamw" and not (entry.one_block or entry.forward_only):
                 group |= {"rule": name, **given, **(adam if entry.is_adam else {}), "seed": seed}
+            if rounding == "stochastic" and (by_adamw or "rule" in group):
+                group |= {"rounding": rounding, "seed": seed}
             found.setdefault((matrices, by_adamw, scale, decay), group)["params"].append(parameter)
     groups = list(found.values())
     if entry.one_block:
@@ -104,7 +109,9 @@ def build_optimizer(
         return ZerothOrderSGD(groups, lr=learning_rate, eps=given["eps"], directions=given["n"], seed=seed)
     if name != "adamw":
         return WeightwiseOptimizer(groups)
-    return _adamw(groups, learning_rate=learning_rate, betas=betas, eps=eps, states=states, seed=seed)
+    return _adamw(
+        groups, learning_rate=learning_rate, betas=betas, eps=eps, states=states, seed=seed, rounding=rounding
+    )
 
 
 def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
@@ -126,10 +133,14 @@ def _adamw(
     eps: float,
     states: StatesDtype,
     seed: int,
+    rounding: Rounding,
 ) -> torch.optim.Optimizer:
     dtypes = {p.dtype for group in groups for p in group["params"]}
-    if states == "bfloat16" or (states == "float32" and dtypes != {torch.float32}):
-        return NarrowStatesAdamW(groups, lr=learning_rate, betas=betas, eps=eps, states=states, seed=seed)
+    rounds = rounding == "stochastic" and torch.bfloat16 in dtypes
+    if rounds or states == "bfloat16" or (states == "float32" and dtypes != {torch.float32}):
+        return NarrowStatesAdamW(
+            groups, lr=learning_rate, betas=betas, eps=eps, states=states, seed=seed, rounding=rounding
+        )
     # The fused step updates in place, parameter by parameter. torch's default on an accelerator (foreach) holds
     # temporaries as large as all the parameters together, at the very moment when memory is fullest.
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)

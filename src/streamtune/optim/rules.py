@@ -142,7 +142,10 @@ def _schedule_free(params: list[nn.Parameter], options: Options) -> torch.optim.
 
 def _average(weight: Tensor, state: Mapping[str, Any], options: Options) -> Tensor:
     """Return x, where the weight is y = (1 - beta1) z + beta1 x."""
-    return weight.lerp(state["z"].to(weight.device), 1 - 1 / options["betas"][0]) if "z" in state else weight.clone()
+    if "z" not in state:
+        return weight.clone()
+    z = state["z"].to(weight.device)  # float32, where a bfloat16 weight is rounded stochastically
+    return weight.to(z.dtype).lerp(z, 1 - 1 / options["betas"][0])
 
 
 def _sgd(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:

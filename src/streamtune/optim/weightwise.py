@@ -5,12 +5,15 @@
 A step needs temporaries for one weight instead of all. And a library that counts its steps by group counts them by
 weight: stepped in the backward, or on the host, each weight has its own count, which is saved with its state. What a
 library computes from all of its weights at once, such as a norm of all gradients, is the training loop's.
+
+With ``rounding: stochastic`` a bfloat16 weight is handed to the library in float32, with its gradient, and rounded
+stochastically after the step (``narrow_states``). The library's states are then float32.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -18,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.ops.simulated import turns
+from streamtune.optim.narrow_states import pieces_of, random_bits, round_stochastically
 from streamtune.optim.rules import RULES, Rule
 from streamtune.optimizer_table import OPTIMIZERS, state_bytes
 
@@ -31,12 +36,14 @@ __all__ = [
     "unpack_number",
 ]
 
-OWN_KEYS = ("params", "rule", "lr_scale", "seed")
+OWN_KEYS = ("params", "rule", "lr_scale", "seed", "rounding")
 """Keys of a group that are not the library's options."""
 COUNT = "group."
 """Prefix of numbers that a library keeps in a group, in the state of a weight."""
 TAKEN = "taken"
 """Count of steps of a weight of which nothing else is kept: a checkpoint has something of each."""
+ROUNDED = "rounded"
+"""Count of steps of a weight that is rounded stochastically: the random bits of each step are other ones."""
 
 
 class WeightwiseOptimizer(torch.optim.Optimizer):
@@ -85,14 +92,39 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
         if parameter.is_meta and not rule.runs_on_meta:
             self._allocate(group, parameter)
             return
+        if _is_rounded(parameter, group):
+            self._step_rounded(index, group, parameter)
+            return
+        self._step_whole(index, group, parameter, parameter)
+
+    def _step_rounded(self, index: int, group: dict[str, Any], parameter: nn.Parameter) -> None:
+        """Step a float32 copy of a weight, and round it to the weight stochastically."""
+        assert parameter.grad is not None
+        wide = nn.Parameter(parameter.detach().float())
+        wide.grad = parameter.grad.float()
+        rounded = self.state[parameter].pop(ROUNDED, 0) + 1
+        self._step_whole(index, group, parameter, wide)
+        self.state[parameter][ROUNDED] = rounded
+        of = (group.get("seed", 0), rounded, self._number.get(id(parameter), 0), *group["rule"].encode())
+        target = parameter if parameter.is_contiguous() else parameter.contiguous()
+        values, out = wide.detach().contiguous().view(-1), target.view(-1)
+        for piece in turns(pieces_of(values), parameter.device):
+            bits = random_bits(len(values[piece]), parameter.device, *of, piece.start)
+            round_stochastically(values[piece], bits, out=out[piece])
+        if target is not parameter:
+            parameter.copy_(target)
+
+    def _step_whole(self, index: int, group: dict[str, Any], parameter: nn.Parameter, stepped: nn.Parameter) -> None:
+        """Let the library step ``stepped``: the weight, or its copy in float32. The states are the weight's."""
+        rule = RULES[group["rule"]]
         state = self.state[parameter]
         inner = self._inner.get(index)
         if inner is None:
-            inner = rule.make([parameter], {key: group[key] for key in group if key not in OWN_KEYS})
-            inner.state = self.state
+            inner = rule.make([stepped], {key: group[key] for key in group if key not in OWN_KEYS})
             self._inner[index] = inner
+        inner.state = self.state if stepped is parameter else defaultdict(dict, {stepped: state})
         own = inner.param_groups[0]
-        own["params"] = [parameter]
+        own["params"] = [stepped]
         for key in group.keys() & own.keys() - set(OWN_KEYS):
             if isinstance(own[key], Tensor):
                 own[key].fill_(group[key])
@@ -104,7 +136,10 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
             state.update(rule.begin(self._number.get(id(parameter), 0)))
         with _eager(rule, parameter), self._draws(rule, group, parameter, state):
             inner.step()
-        state = self.state[parameter]
+        state = inner.state[stepped]
+        if stepped is not parameter:
+            self.state[parameter] = state
+            own["params"], inner.state = [], self.state
         if new:
             state.update({name: state[name].clone() for name in rule.shared if name in state})
         state.update({COUNT + name: own[name] for name in rule.counts})
@@ -127,6 +162,10 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
     def _allocate(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
         """Allocate, on ``meta``, what the library keeps of a weight and what its step holds for a moment."""
         entry, shape, width = OPTIMIZERS[group["rule"]], tuple(parameter.shape), parameter.element_size()
+        wide: Tensor = parameter
+        if _is_rounded(parameter, group):
+            wide, width = parameter.detach().float(), 4
+            wide.add_(parameter.grad.float())  # type: ignore[union-attr]
         if not self.state[parameter]:
             size = state_bytes(group["rule"], shape, width, {key: group[key] for key in entry.options})
             self.state[parameter] = {"state": torch.empty(size, dtype=torch.uint8, device=parameter.device)}
@@ -134,6 +173,11 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
             torch.empty(entry.scratch(shape, width), dtype=torch.uint8, device=parameter.device).zero_()
         self.state[parameter]["state"].add_(0)  # read and written
         parameter.add_(parameter.grad)  # type: ignore[arg-type]  # a weight that is stepped has one
+
+
+def _is_rounded(parameter: Tensor, group: Mapping[str, Any]) -> bool:
+    """Return True for a weight that is stepped in float32 and rounded stochastically."""
+    return parameter.dtype == torch.bfloat16 and group.get("rounding") == "stochastic"
 
 
 def _eager(rule: Rule, parameter: Tensor) -> AbstractContextManager[Any]:
@@ -208,7 +252,7 @@ def _copied(x: Tensor, parameter: Tensor) -> Tensor:
 
 def _unpacked(entry: Mapping[str, Tensor], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return what :func:`pack_state` was given, on the device of the weight."""
-    rule, state = RULES[group["rule"]], dict[str, Any]()
+    rule, state, wide = RULES[group["rule"]], dict[str, Any](), _is_rounded(parameter, group)
     parts: dict[str, dict[str, Any]] = {}
     for key, value in entry.items():
         prefix, _, name = key.rpartition(".")
@@ -228,5 +272,5 @@ def _unpacked(entry: Mapping[str, Tensor], parameter: Tensor, group: Mapping[str
             state[prefix] = rule.objects[prefix](found, group)
             continue
         assert rule.rebuild is not None, "only libraries that quantise have such states"
-        state[prefix] = rule.rebuild(prefix, found, parameter.dtype)
+        state[prefix] = rule.rebuild(prefix, found, torch.float32 if wide else parameter.dtype)
     return state
