@@ -13,7 +13,7 @@ import torch
 from streamtune import train
 from streamtune.recipe import load_recipe
 from streamtune.run.data import make_sources, make_tokenizer_together, prepare_together
-from streamtune.run.engine import place_on_host
+from streamtune.run.engine import place_weights
 from streamtune.run.plan import place_recipe
 from streamtune.run.start import Start, start_run
 from tests.sft_kit import RECIPE, run, write_recipe, write_rows
@@ -116,7 +116,7 @@ def begun(recipe: dict[str, Any], folder: Path, tiers: dict[str, str] | None = N
         sources = make_sources(start.loaded)
         tokenizer = make_tokenizer_together(start.world, start.recipe, sources, None, said.append)
         prepared = prepare_together(start.task, start.world, sources, tokenizer, said.append)
-        return place_on_host(start, prepared, start.task.longest(prepared), said.append), said
+        return place_weights(start, prepared, start.task.longest(prepared), said.append), said
 
 
 def test_a_run_that_goes_on_keeps_its_place(folder: Path):

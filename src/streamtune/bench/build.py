@@ -23,6 +23,7 @@ from streamtune.recipe.schema import Recipe
 from streamtune.run.device import blame_recipe, choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import make_blueprint, make_model_alone
 from streamtune.run.plan import shares_prompts
+from streamtune.run.precision import precise
 from streamtune.simulate.workload import ALL_MODES, Mode
 from streamtune.tasks import task_of
 
@@ -219,8 +220,9 @@ def _check(lengths: Sequence[int], modes: Sequence[Mode], repeats: int, shortest
 
 
 def _job(recipe: Recipe) -> Job:
+    recipe = precise(recipe)
     make_model = partial(_make_model, recipe, str(choose_device(recipe.device)))
-    return Job(make_model, recipe.per_device_train_batch_size, recipe.bf16)
+    return Job(make_model, recipe.per_device_train_batch_size, bool(recipe.bf16))
 
 
 def _make_model(recipe: Recipe, device: str) -> Any:

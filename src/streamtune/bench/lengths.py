@@ -26,6 +26,7 @@ from streamtune.recipe.schema import Recipe
 from streamtune.run.device import choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import make_blueprint
 from streamtune.run.plan import recipe_workload
+from streamtune.run.precision import precise
 from streamtune.simulate.simulate import simulate
 from streamtune.simulate.workload import Mode
 from streamtune.sizes import show_size
@@ -102,6 +103,7 @@ def _measured(recipe: Recipe, job: Job, budget: Budget) -> tuple[dict[str, Any],
 def _simulated(recipe: Recipe, job: Job, budget: Budget) -> tuple[dict[str, Any], TryLength]:
     kernels = torch.device("cpu" if recipe.device == "cpu" else "cuda")
     prepare_libraries(kernels)
+    recipe = precise(recipe)
     model = make_blueprint(recipe, kernels)
     env = env_of(model, job, torch.device("meta"))
     whole = recipe_workload(recipe, model, task_of(recipe).shortest, kernels)

@@ -198,9 +198,10 @@ def _describe_model(planned: RecipePlan) -> str:
     trained = "all trained" if trainable == total else f"{trainable / 1e6:,.1f}M trained"
     if OPTIMIZERS[planned.loaded.recipe.optim].one_block:
         trained += " at a time"
+    rounded = ", rounded stochastically" if planned.loaded.recipe.weight_rounding == "stochastic" else ""
     autocast = ", computed in bfloat16" if planned.loaded.recipe.bf16 and planned.dtype != "bfloat16" else ""
     size = f"{total / 1e9:.2f}B" if total >= 1e9 else f"{total / 1e6:.1f}M"
-    return f"{planned.model_name}, {size} parameters, {trained}; {planned.dtype}{autocast}"
+    return f"{planned.model_name}, {size} parameters, {trained}; {planned.dtype}{rounded}{autocast}"
 
 
 def _describe_step(planned: RecipePlan) -> str:

@@ -332,8 +332,11 @@ def _training(recipe: Recipe) -> str:
     if recipe.finetuning_type != "full":
         target = recipe.lora_target if isinstance(recipe.lora_target, str) else ", ".join(recipe.lora_target)
         kind = f"{ADAPTERS[recipe.finetuning_type]} of rank {recipe.lora_r} on {target}"
-    weights: str = "the checkpoint's dtype" if recipe.dtype == "auto" and recipe.model is None else recipe.dtype
-    weights = "float32" if weights == "auto" else weights
+    full = recipe.finetuning_type == "full"
+    open_names = {"auto": "float32, or bfloat16 where that does not fit" if full else "the checkpoint's dtype"}
+    open_names["mixed"] = "float32" if full else "the checkpoint's dtype"
+    weights: str = open_names.get(recipe.dtype, recipe.dtype) if recipe.model is None else recipe.dtype
+    weights = "float32" if weights in ("auto", "mixed") else weights
     if recipe.finetuning_type == "qlora":
         bits = "nf4 on an accelerator, int8 on the CPU" if recipe.quantization == "auto" else recipe.quantization
         weights = f"{weights}, linear layers in {bits}"

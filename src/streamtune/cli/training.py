@@ -218,6 +218,8 @@ def _describe_model(run: Run) -> str:
     if run.start.quantization is not None:
         experts = " and experts" if models.has_packed_experts(run.model) else ""
         dtype += f", linear layers{experts} in {run.start.quantization}"
+    if run.recipe.weight_rounding == "stochastic":
+        dtype += ", rounded stochastically"
     autocast = ", computed in bfloat16" if run.recipe.bf16 else ""
     return f"{type(base).__name__}, {_short(total)} parameters, {trained}; {dtype}{autocast} on {run.device}"
 

@@ -30,6 +30,7 @@ from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.data import make_sources
 from streamtune.run.device import blame_recipe, choose_device, prepare_libraries, stream_model
+from streamtune.run.precision import as_before
 from streamtune.simulate.memory import device_held_bytes
 from streamtune.tasks import TASKS, Task
 from streamtune.tasks.task import Built, chat_options
@@ -92,7 +93,7 @@ def evaluate_model(
     if options.lm_eval:
         check_harness(options.lm_eval)
     with blame_recipe(loaded):
-        recipe = _here(loaded.recipe, notify)
+        recipe = _here(as_before(loaded.recipe, trained.settings), notify)
         task = TASKS[recipe.objective].of_run(recipe, loaded.path.parent, notify)
         device = choose_device(recipe.device)
         prepare_libraries(device)
@@ -148,7 +149,7 @@ def evaluate_model(
         "recipe": str(loaded.path),
         "objective": recipe.objective,
         "device": str(device),
-        "bf16": recipe.bf16,
+        "bf16": bool(recipe.bf16),
         "chunk_size": chunk_size,
         "splits": splits,
         **({"needle": needle} if needle is not None else {}),
@@ -178,14 +179,14 @@ class _Evaluation:
             self.feedback.progress("rows", done, total)
 
         if self.task.scores:
-            return measure_rows(self.task, self._built, rows, bf16=recipe.bf16, rows_done=rows_done, names=names)
+            return measure_rows(self.task, self._built, rows, bf16=bool(recipe.bf16), rows_done=rows_done, names=names)
         return score_rows(
             self.handle,
             self.model,
             rows,
             batch_size=recipe.per_device_eval_batch_size,
             pad_token_id=self.tokenizer.pad_token_id,
-            bf16=recipe.bf16,
+            bf16=bool(recipe.bf16),
             device=self.device,
             rows_done=rows_done,
             names=names,
@@ -232,7 +233,7 @@ class _Evaluation:
             lengths,
             asked=bool(options.lengths),
             seed=recipe.seed,
-            bf16=recipe.bf16,
+            bf16=bool(recipe.bf16),
             device=self.device,
             cells_done=lambda done, total: self.feedback.progress("cells of needles", done, total),
         )

@@ -82,7 +82,7 @@ def load_evaluated(
         ArgumentError: It cannot be loaded, or its base is not there.
     """
     own = trained.loaded is not None and trained.settings.get("dtype") == recipe.dtype
-    dtype = None if own or recipe.dtype == "auto" else recipe.dtype
+    dtype = None if own or recipe.dtype in ("auto", "mixed") else recipe.dtype
     base, unknown = _base(trained, recipe, notify)
     if unknown:
         made = make_reference_model(recipe, tokenizer, device, change=models.QuantisedBefore.of(Path(trained.folder)))

@@ -89,7 +89,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
         }
         writer = TaughtWriter(partial, [num_targets(rows[number]) for number in numbers], facts)
         model = train.ModelReference(teacher, handle)
-        with writer.finished(output), torch.no_grad(), train.autocast(device, recipe.bf16):
+        with writer.finished(output), torch.no_grad(), train.autocast(device, bool(recipe.bf16)):
             for start in range(0, len(numbers), recipe.per_device_eval_batch_size):
                 part = [rows[number] for number in numbers[start : start + recipe.per_device_eval_batch_size]]
                 ids, logprobs = _ask(

@@ -256,6 +256,7 @@ def load_trained(
     if is_trained_base(trained, base) is False:
         notify(f"{base} is not the model that these adapters trained on: the result is another model")
     wanted = dtype or (recipe.dtype if recipe is not None else str(trained.settings.get("dtype") or "auto"))
+    wanted = "auto" if wanted == "mixed" else wanted  # the base of adapters is as in its checkpoint
     if name is None:
         made: Any = _made_again(trained, tokenizer, wanted, device, quantization, change)
     else:

@@ -16,6 +16,7 @@ from streamtune.models.adapters import (
 from streamtune.models.blueprint import blueprint, small_like
 from streamtune.models.checkpoint_files import (
     adapter_base,
+    checkpoint_dtype,
     fingerprint_files,
     fingerprint_model,
     fingerprint_tokenizer,
@@ -76,6 +77,7 @@ __all__ = [
     "blueprint",
     "check_positions",
     "check_saved_settings",
+    "checkpoint_dtype",
     "choose_quantization",
     "copy_gathered",
     "copy_weights",

@@ -40,7 +40,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from streamtune.errors import ArgumentError, StreamTuneError
-from streamtune.models.load import check_exists, is_memory_error, loading_error
+from streamtune.models.load import check_exists, is_memory_error, loading_error, read_config
 from streamtune.models.safety import check_folder
 from streamtune.models.weights_check import check_dtypes, check_unused, is_finite, not_finite, size_error
 from streamtune.paths import cache_folder, escape_of
@@ -49,11 +49,31 @@ from streamtune.result_cache import CacheFile
 __all__ = [
     "CheckpointFiles",
     "adapter_base",
+    "checkpoint_dtype",
     "fingerprint_files",
     "fingerprint_model",
     "fingerprint_tokenizer",
     "is_folder",
 ]
+
+
+def checkpoint_dtype(name_or_path: str, trust_remote_code: bool) -> torch.dtype | None:
+    """Return the dtype that ``auto`` loads a checkpoint in; None where it is quantised, or holds adapters.
+
+    Raises:
+        ArgumentError: There is no such checkpoint, or its configuration cannot be read.
+    """
+    check_exists(name_or_path)
+    config = read_config(name_or_path, trust_remote_code)
+    if config is None or getattr(config, "quantization_config", None) is not None:
+        return None
+    found = getattr(config, "dtype", None)
+    if isinstance(found, torch.dtype):
+        return found
+    try:
+        return CheckpointFiles(name_or_path).dtype()
+    except ArgumentError:  # weights are a pickle, or not here: loading them says what is wrong
+        return None
 
 
 class CheckpointFiles:

@@ -28,6 +28,7 @@ from streamtune.run.cluster import RanksAsked
 from streamtune.run.device import blame_recipe, choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import choose_quantization, make_blueprint
 from streamtune.run.plan import device_elsewhere, memory_of, rates_here
+from streamtune.run.precision import precise
 from streamtune.simulate.workload import Mode
 from streamtune.sizes import parse_size, show_size
 from streamtune.tasks import task_of
@@ -109,7 +110,8 @@ def probe_recipe(
             run = measured(prepare, _budget(task), seconds=options.trial_seconds)
             unlimited = measured(prepare, replace(_budget(task), device_bytes=None), seconds=options.trial_seconds)
         else:
-            rates = sheet_rates(target) if target else rates_here(recipe, make_blueprint(recipe, here), here, notify)
+            best = precise(recipe)
+            rates = sheet_rates(target) if target else rates_here(best, make_blueprint(best, here), here, notify)
             run = unlimited = simulated(recipe, task, target, here, rates, RanksAsked(options.ranks, options.nodes))
         report, interrupted = run_probe(task, run, notify=notify, tried=tried)
         limit = report.limits.get("stream")
@@ -311,7 +313,7 @@ def _smaller(recipe: Recipe, terms: dict[str, int], task: ProbeTask) -> list[str
             mends.append("finetuning_type: lora needs no gradients and no optimizer state of the weights")
         elif recipe.finetuning_type == "lora":
             mends.append("finetuning_type: qlora keeps the weights in fewer bits")
-        if recipe.dtype != "bfloat16":
+        if recipe.dtype not in ("bfloat16", "auto"):  # which takes bfloat16 where float32 does not fit
             mends.append("dtype: bfloat16 halves what is in float32")
     else:
         mends.append("smaller engine.chunk_size and engine.head_chunk_size hold fewer activations")

@@ -23,6 +23,7 @@ from streamtune.recipe.schema import Recipe
 from streamtune.run.device import prepare_libraries, stream_model
 from streamtune.run.model import make_model_alone, make_reference_alone, train_largest
 from streamtune.run.plan import place_recipe, plan_model, shares_prompts
+from streamtune.run.precision import precise
 from streamtune.run.ranks import local_backend, local_optimizer
 from streamtune.run.reference import streamed
 from streamtune.schedule import Schedule
@@ -44,8 +45,7 @@ def prepare_step(recipe: Recipe, device_name: str, budget: Budget, shape: Shape)
     """
     device = torch.device(device_name)
     prepare_libraries(device)
-    if shape.mode == "stream":
-        recipe = _placed(task_of(recipe), shape, budget, device)
+    recipe = _placed(task_of(recipe), shape, budget, device) if shape.mode == "stream" else precise(recipe)
     task = task_of(recipe)
     model = make_model_alone(recipe, device)
     held = make_reference_alone(recipe, device, task.reference_name) if task.holds_reference else None
@@ -98,7 +98,7 @@ def make_reference(
 
 
 def _placed(task: Task[Any], shape: Shape, budget: Budget, device: torch.device) -> Recipe:
-    """Return the recipe as a run of batches like these has it, with weights or optimizer on the host if it must."""
+    """Return the recipe as a run of batches like these has it: precision, and weights or optimizer on the host."""
     recipe = task.recipe
 
     def completions(model: Any) -> Completions | None:
@@ -143,7 +143,7 @@ def take_step(recipe: Recipe, trial: TrialStep, optimizer: torch.optim.Optimizer
         eval_steps=0,
         save_steps=0,
         save_total_limit=1,
-        bf16=recipe.bf16,
+        bf16=bool(recipe.bf16),
         seed=recipe.seed,
         out_of_memory_mend="",
     )

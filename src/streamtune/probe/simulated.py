@@ -25,8 +25,8 @@ from streamtune.probe.steps import Shape
 from streamtune.probe.trial import Cause, Outcome
 from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RanksAsked, cluster_of, links_for
-from streamtune.run.model import make_blueprint
-from streamtune.run.plan import announced, recipe_workload
+from streamtune.run.plan import announced, blueprints, recipe_workload
+from streamtune.run.precision import precise
 from streamtune.run.tiers import is_hopeless, placements
 from streamtune.schedule import Schedule
 from streamtune.simulate.simulate import Simulation, simulate
@@ -51,7 +51,8 @@ def simulated(
         asked: The number of ranks and nodes on the command line.
     """
     device = torch.device("cuda") if target is not None else here
-    model = make_blueprint(recipe, device)
+    model_of = blueprints(device)
+    model = model_of(precise(recipe))
     cluster = cluster_of(recipe, model, asked, links_for(target, here))
     ranks = cluster.ranks_per_node
     limits = Limits(
@@ -72,7 +73,8 @@ def simulated(
     rates = replace(rates, host_bandwidth=rates.host_bandwidth / ranks)
     tiers = [
         PlacedStep(
-            recipe_workload(choice, model, task_of(choice).shortest, device, cluster=cluster), choice.engine.written()
+            recipe_workload(choice, model_of(choice), task_of(choice).shortest, device, cluster=cluster),
+            choice.engine.written(),
         )
         for choice in placements(recipe, limits, cluster)
     ]

@@ -56,6 +56,7 @@ def optimizer_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
             mend="delete the line, or write optim: adamw",
         )
     shares = "fsdp" if recipe.fsdp else "deepspeed" if recipe.deepspeed is not None else None
+    yield from _rounding_mistakes(recipe, shares)
     if shares and entry.not_divided:
         yield mistake(
             f"'optim: {name}' does not combine with '{shares}', which divides the optimizer between ranks: "
@@ -94,6 +95,40 @@ def optimizer_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
             "'lr_groups' follow the schedule of 'learning_rate', which is 0",
             key="lr_groups",
             mend="write a learning_rate above 0; lr_groups: [{match: '*', learning_rate: 0.0}] stops the others",
+        )
+
+
+def _rounding_mistakes(recipe: Any, shares: str | None) -> Iterator[PydanticCustomError]:
+    """Yield the mistakes of a recipe that rounds its weights stochastically."""
+    name, entry, key = recipe.optim, OPTIMIZERS[recipe.optim], "weight_rounding"
+    if recipe.weight_rounding == "nearest":
+        return
+    if shares:
+        keeps = "keeps float32 weights beside bfloat16 ones" if shares == "deepspeed" else "divides weights"
+        yield mistake(
+            f"'weight_rounding: stochastic' is of whole weights, and '{shares}' {keeps}",
+            key=key,
+            mend=f"delete the line, or '{shares}'",
+        )
+    if entry.one_block:
+        yield mistake(
+            f"'optim: {name}' keeps the block that it trains in float32, and rounds it once",
+            key=key,
+            mend="delete the line",
+        )
+    if entry.forward_only:
+        yield mistake(
+            f"'optim: {name}' steps along the direction that it perturbed in the dtype of the weights, and a rounding "
+            "would be another direction",
+            key=key,
+            mend="delete the line, or write another optim",
+        )
+    whole = recipe.finetuning_type != "full" and recipe.modules_to_save
+    if recipe.dtype != "bfloat16" and not whole:
+        yield mistake(
+            f"'weight_rounding: stochastic' is of bfloat16 weights that are trained, and 'dtype' is {recipe.dtype}",
+            key=key,
+            mend="write dtype: bfloat16, or delete the line: dtype: auto chooses it where float32 does not fit",
         )
 
 

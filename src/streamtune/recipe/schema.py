@@ -89,8 +89,15 @@ class Recipe(Spec):
     allow_pickle: bool = False
     """Read weights that are a pickle (`pytorch_model.bin`), tensors only. Without it weights are safetensors."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of the weights; `auto` is the checkpoint's own, and float32 for a model made from a configuration."""
+    dtype: Literal["auto", "mixed", "float32", "bfloat16"] = "auto"
+    """Dtype of the weights. `mixed`: the checkpoint's own where they are frozen, float32 where they are trained, which
+    keeps steps that bfloat16 would round away. `auto` is `mixed` with `bf16`; where that does not fit, bfloat16 with
+    `weight_rounding: stochastic`, and the banner says so. A model made from a configuration is float32."""
+
+    weight_rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Rounding of bfloat16 weights after each step, which is computed in float32. `nearest` loses steps smaller than
+    half of the distance between two numbers; `stochastic` rounds up as often as what is cut off is large, by bits of
+    `seed`, and keeps them on average. With `dtype: bfloat16`, or `modules_to_save` of a bfloat16 checkpoint."""
 
     rope_scaling: RopeScaling | None = None
     """Extend the rotary positions of the model to longer rows: `{rope_type: yarn, factor: 4}`. Saved in the model's
@@ -311,8 +318,9 @@ class Recipe(Spec):
     engine: EngineSpec = EngineSpec()
     """Streaming of the sequence; the defaults suit most runs."""
 
-    bf16: bool = False
-    """Compute in bfloat16 (autocast) and keep the weights as they are."""
+    bf16: bool | None = None
+    """Compute in bfloat16 (autocast) and keep the weights as they are. Without it: true where `dtype: auto` trains the
+    weights of a bfloat16 or float16 checkpoint in float32, else false."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; `auto` takes an accelerator where there is one."""

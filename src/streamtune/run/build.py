@@ -10,7 +10,7 @@ from streamtune.engine import StreamHandle
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import make_sources, make_tokenizer_together, prepare_together
 from streamtune.run.device import blame_recipe, check_host_memory
-from streamtune.run.engine import place_on_host, plan_and_stream
+from streamtune.run.engine import place_weights, plan_and_stream
 from streamtune.run.first_factors import start_from_rows
 from streamtune.run.model import make_model, make_trial_model
 from streamtune.run.reference import kept_logps, load_reference, make_reference
@@ -64,8 +64,8 @@ def build_run(
         prepared = prepare_together(task, start.world, sources, tokenizer, notify)
         start.with_data(prepared.fingerprint)
         longest = task.longest(prepared)
-        with doing("choosing where the weights wait"):
-            start = place_on_host(start, prepared, longest, notify)
+        with doing("choosing the precision of the weights and where they wait"):
+            start = place_weights(start, prepared, longest, notify)
         recipe, task = start.recipe, start.task
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, start.checkpoint, start.device, sharing=start.sharing)

@@ -1,8 +1,12 @@
-"""Make a model ready to train: place its weights, plan, put the engine into it, check it, and make its backend."""
+"""Make a model ready to train.
+
+Choose its precision, place its weights, plan, put the engine into it, check it, and make its backend.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -14,8 +18,9 @@ from streamtune.plan.planner import Plan
 from streamtune.run.baselines import baseline_bytes
 from streamtune.run.cluster import cluster_here
 from streamtune.run.device import stream_model
-from streamtune.run.model import make_trial_model
+from streamtune.run.model import make_blueprint, make_trial_model
 from streamtune.run.plan import place_recipe, plan_model, shares_prompts
+from streamtune.run.precision import choices_made, describe_precision, has_choice, precise
 from streamtune.run.ranks import make_backend, sequence_ranks
 from streamtune.run.start import Doing, Start
 from streamtune.run.tiers import describe_tiers, placed_before
@@ -23,10 +28,10 @@ from streamtune.schedule import Schedule
 from streamtune.simulate.scored import Completions
 from streamtune.tasks.task import Notify, PreparedRows
 
-__all__ = ["Streamed", "place_on_host", "plan_and_stream"]
+__all__ = ["Streamed", "place_weights", "plan_and_stream"]
 
 TIERS = "tiers"
-"""Name of the choices of :func:`place_on_host` in the identity of a run; they are not compared."""
+"""Name of the choices of :func:`place_weights` in the identity of a run; they are not compared."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,9 @@ class Streamed:
     """Plans again, for less memory than a schedule that ran out of it. The model must not be streamed then."""
 
 
-def place_on_host(start: Start, prepared: PreparedRows, longest: int, notify: Notify) -> Start:
-    """Return the start with weights or optimizer on the host, where no schedule fits with everything on the device.
+def place_weights(start: Start, prepared: PreparedRows, longest: int, notify: Notify) -> Start:
+    """Return the start with the precision of the weights that are trained, and with weights or optimizer on the host
+    where no schedule fits with everything on the device.
 
     A run that is resumed keeps what it was started with.
 
@@ -54,26 +60,44 @@ def place_on_host(start: Start, prepared: PreparedRows, longest: int, notify: No
         longest: Tokens of its longest row, or of its longest prompt with its completion.
         notify: See :data:`streamtune.tasks.task.Notify`.
     """
-    recipe, task = start.recipe, start.task
-    if start.world.size > 1:
-        return start
+    recipe, task, world = start.recipe, start.task, start.world
+    begun = start.checkpoint is not None or bool(start.continued)
 
     def completions(model: Any) -> Completions | None:
         share = task.scores and shares_prompts(task, model, start.device)
         return task.own_completions(prepared, longest, share=share)
 
     before = start.checkpoint.state["identity"].get(TIERS) if start.checkpoint is not None else None
-    try:
+
+    def choose() -> dict[str, Any]:
         chosen = placed_before(recipe, before) or place_recipe(
-            recipe, task.planned_length(longest), start.device, completions
+            recipe,
+            task.planned_length(longest),
+            start.device,
+            completions,
+            begun=begun,
+            cluster_of=partial(cluster_here, recipe, world=world, device=start.device) if world.size > 1 else None,
         )
-    except (UserError, RuntimeError):  # a model that cannot be made on meta; what is wrong with it loading it says
-        return start
-    if (note := describe_tiers(recipe, chosen)) is None:
-        return start
-    notify(note)
-    start.identity[TIERS] = {"weights": chosen.engine.weights, "optimizer": chosen.engine.optimizer}
-    return start.with_recipe(chosen)
+        moved = {key: getattr(chosen.engine, key) for key in ("weights", "optimizer")}
+        return {"precision": choices_made(recipe, chosen), "tiers": moved}
+
+    chosen = recipe if begun else precise(recipe)
+    if world.size == 1 or (not begun and has_choice(recipe)):  # else weights stay where they are
+        # What is wrong with a model that cannot be made on meta, loading it says.
+        with suppress(UserError, RuntimeError):
+            made = world.main(choose)  # one rank chooses for all
+            engine = recipe.engine.model_copy(update=made["tiers"])
+            chosen = recipe.model_copy(update={**made["precision"], "engine": engine})
+    moved = describe_tiers(recipe, chosen)
+    if moved is not None:
+        notify(moved)
+        start.identity[TIERS] = {"weights": chosen.engine.weights, "optimizer": chosen.engine.optimizer}
+    if precision := choices_made(recipe, chosen):
+        start.identity["recipe"] |= precision
+        with suppress(UserError, RuntimeError):
+            if (note := describe_precision(recipe, chosen, make_blueprint(chosen, start.device))) is not None:
+                notify(note)
+    return start if moved is None and not precision else start.with_recipe(chosen)
 
 
 def plan_and_stream(

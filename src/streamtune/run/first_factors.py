@@ -66,7 +66,7 @@ def _start(recipe: Recipe, task: Task[Any], model: Any, handle: StreamHandle, ba
     totals = objective.totals(rows, alone)
 
     def loss_of(batch: train.MicroBatch) -> Tensor:
-        with train.autocast(device, recipe.bf16):
+        with train.autocast(device, bool(recipe.bf16)):
             return objective.score(model, batch.to(device), totals).minimised
 
     schedule, training = handle.schedule, model.training

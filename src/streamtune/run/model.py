@@ -44,6 +44,7 @@ __all__ = [
     "make_trial_model",
     "shares_weights",
     "train_largest",
+    "weights_dtype",
 ]
 
 
@@ -113,12 +114,15 @@ def make_reference_model(
     Raises:
         ArgumentError: The model cannot be made.
     """
-    new = new_token_ids(recipe, tokenizer) if name in (None, recipe.model_name_or_path) else []
+    own = name in (None, recipe.model_name_or_path)
+    new = new_token_ids(recipe, tokenizer) if own else []
     if new and sharing is not None:
         _refuse_new_tokens(recipe, tokenizer, new)
     name = name or recipe.model_name_or_path
     there = _loaded_on(recipe, device)
-    model = _base_model(recipe, there, len(tokenizer), _ids(tokenizer), name=name, sharing=sharing, change=change)
+    model = _base_model(
+        recipe, there, len(tokenizer), _ids(tokenizer), name=name, sharing=sharing, change=change, frozen=not own
+    )
     if new:
         models.add_rows(model, len(tokenizer), new)
     return _placed(recipe, model, device)
@@ -138,7 +142,9 @@ def _check_host_room(recipe: Recipe, device: torch.device) -> None:
     trained = sum(p.nbytes for p in waiting if p.requires_grad)
     stepped = waiting if recipe.engine.optimizer != "host" else list(model.parameters())
     inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
-    size = {"param": None, "float32": 4, "bfloat16": 2}[recipe.optim_states]
+    # States of bfloat16 weights that are rounded stochastically are float32; AdamW's are as `optim_states` says.
+    rounds = recipe.weight_rounding == "stochastic" and recipe.optim != "adamw"
+    size = 4 if rounds else {"param": None, "float32": 4, "bfloat16": 2}[recipe.optim_states]
     states = sum(
         state_bytes(recipe.optim, tuple(p.shape), size or p.element_size(), recipe.optim_args, in_layer=id(p) in inside)
         for p in stepped
@@ -228,7 +234,8 @@ def _base_alone(
     size = _asked_vocabulary(recipe) or 0
     if recipe.model is not None:
         size = recipe.model.init.get("vocab_size", size)
-    return _base_model(recipe, device, size, {}, name=name, change=change)
+    frozen = name != recipe.model_name_or_path
+    return _base_model(recipe, device, size, {}, name=name, change=change, frozen=frozen)
 
 
 def make_reference_blueprint(recipe: Recipe, device: torch.device, name: str | None) -> Any:
@@ -264,11 +271,23 @@ def _blueprint(recipe: Recipe, device: torch.device, name: str | None) -> Any:
         own if name is None else name,
         vocab_size=_asked_vocabulary(recipe) if name is None else None,
         new_tokens=_count_named(recipe) if name in (None, recipe.model_name_or_path) else 0,
-        dtype=recipe.dtype,
+        dtype=weights_dtype(recipe, frozen=name not in (None, recipe.model_name_or_path)),
         trust_remote_code=recipe.trust_remote_code,
         quantization=choose_quantization(recipe, device),
         rope=_rope(recipe),
     )
+
+
+def weights_dtype(recipe: Recipe, *, frozen: bool = False) -> str:
+    """Return the dtype in which the weights of a base are loaded.
+
+    Args:
+        recipe: The recipe, with its precision.
+        frozen: The base is another model, which is not trained.
+    """
+    if recipe.dtype != "mixed":
+        return recipe.dtype
+    return "auto" if frozen or recipe.finetuning_type != "full" else "float32"
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
@@ -312,6 +331,7 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
         betas=(recipe.adam_beta1, recipe.adam_beta2),
         eps=recipe.adam_epsilon,
         states=recipe.optim_states,
+        rounding=recipe.weight_rounding,
         seed=recipe.seed,
         args=recipe.optim_args,
         scale_of=scale_of,
@@ -368,21 +388,21 @@ def _base_model(
     name: str | None,
     sharing: train.World | None = None,
     change: models.QuantisationChange | None = None,
+    frozen: bool = False,
 ) -> Any:
-    """Make the model of that name, or a new one; without adapters."""
+    """Make the model of that name, or a new one; without adapters. ``frozen`` is another model than the trained one."""
+    dtype = weights_dtype(recipe, frozen=frozen)
     quantization = choose_quantization(recipe, device)
     if sharing is not None and quantization is None:
         if name is not None:
             remote, rope = recipe.trust_remote_code, _rope(recipe)
-            return sharing.together(
-                lambda: models.defer_load(name, dtype=recipe.dtype, trust_remote_code=remote, rope=rope)
-            )
+            return sharing.together(lambda: models.defer_load(name, dtype=dtype, trust_remote_code=remote, rope=rope))
         assert recipe.model is not None, "the schema asks for a model"
         return models.defer_init(
             recipe.model.init,
             vocab_size=vocab_size,
             token_ids=token_ids,
-            dtype=recipe.dtype,
+            dtype=dtype,
             seed=recipe.seed,
             draw=sharing.is_main,
             rope=_rope(recipe),
@@ -390,7 +410,7 @@ def _base_model(
     if name is not None:
         return models.load_model(
             name,
-            dtype=recipe.dtype,
+            dtype=dtype,
             device=str(device),
             trust_remote_code=recipe.trust_remote_code,
             quantization=quantization,
@@ -403,7 +423,7 @@ def _base_model(
         recipe.model.init,
         vocab_size=vocab_size,
         token_ids=token_ids,
-        dtype=recipe.dtype,
+        dtype=dtype,
         device=str(device),
         seed=recipe.seed,
         quantization=quantization,

@@ -38,6 +38,7 @@ from streamtune.run.device import blame_recipe, choose_device, make_schedule, pr
 from streamtune.run.kept_plan import PlanOptions
 from streamtune.run.mfu import peak_of
 from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint, train_largest
+from streamtune.run.precision import precise
 from streamtune.run.tiers import first_that_fits, placements
 from streamtune.schedule import GIVEN, Schedule
 from streamtune.simulate.cluster import Cluster
@@ -54,6 +55,7 @@ __all__ = [
     "PlanOptions",
     "RecipePlan",
     "announced",
+    "blueprints",
     "device_elsewhere",
     "make_workload",
     "memory_of",
@@ -166,7 +168,8 @@ def plan_recipe(
         target, here = _target(recipe, options)
         prepare_libraries(here)
         device = here if target is None else torch.device("cuda")
-        model = make_blueprint(recipe, device)
+        model_of = blueprints(device)
+        model = model_of(precise(recipe))
         length = options.length or recipe.max_length
         if length < task_of(recipe).shortest:
             raise ArgumentError(
@@ -175,16 +178,17 @@ def plan_recipe(
             )
         cluster = cluster_of(recipe, model, RanksAsked(options.ranks, options.nodes), links_for(target, here))
         limits = _limits(recipe.engine, options, target, here, cluster)
-        rates = sheet_rates(target) if target else rates_here(recipe, model, here, notify)
+        rates = sheet_rates(target) if target else rates_here(precise(recipe), model, here, notify)
         rates = replace(rates, host_bandwidth=rates.host_bandwidth / cluster.ranks_per_node)
         notify("planning")
         recipe, workload, chosen = _fastest(
             placements(recipe, limits, cluster),
-            lambda choice: recipe_workload(choice, model, length, device, cluster=cluster),
+            lambda choice: recipe_workload(choice, model_of(choice), length, device, cluster=cluster),
             limits,
             rates,
             announced(notify),
         )
+        model = model_of(recipe)
         wider = tuple(wider_of(recipe, workload, limits, notify)) if cluster.sequence_size == 1 else ()
     base = base_of(model)
     return RecipePlan(
@@ -228,7 +232,9 @@ def _fastest(
     """
     first, workload = choices[0], workload_of(choices[0])
     if first.engine.schedule == "fixed":
-        return first, workload, evaluate_schedule(workload, make_schedule(first.engine), limits, rates)
+        choice = first_that_fits(choices, workload_of, limits, simulate=simulate)
+        workload = workload_of(choice)
+        return choice, workload, evaluate_schedule(workload, make_schedule(choice.engine), limits, rates)
     if len(choices) > 1 and holdings_of(workload).on_device <= LITTLE * limits.device:
         with suppress(NothingFitsError):  # it mostly does
             found = choose(workload, limits, rates, fixed=first.engine.written(), simulate=simulate, explain=False)
@@ -246,8 +252,10 @@ def place_recipe(
     *,
     sizes: EngineSpec | None = None,
     rows: int | None = None,
+    begun: bool = False,
+    cluster_of: Callable[[Any], Cluster] | None = None,
 ) -> Recipe:
-    """Return the recipe of a run with weights or optimizer on the host, where no schedule fits otherwise.
+    """Return the recipe of a run with its precision, and with weights or optimizer on the host where it must be.
 
     Called before the model is loaded, with all of the memory still free.
 
@@ -258,24 +266,40 @@ def place_recipe(
         completions: Returns the completions of a micro-batch, given the model on ``meta``.
         sizes: Has the sizes of memory to plan with, if they are not the recipe's.
         rows: Rows of a micro-batch, if it has not those of the recipe.
+        begun: The run is resumed, with the precision that the recipe has.
+        cluster_of: Returns the ranks of the run, given the model on ``meta``; None for one rank.
 
     Raises:
         ArgumentError: The model cannot be made.
     """
-    alone = Cluster()
-    limits = _limits(sizes or recipe.engine, PlanOptions(), None, device, alone)
-    choices = placements(recipe, limits, alone)
+    model_of = blueprints(device)
+    first = recipe if begun else precise(recipe)
+    cluster = Cluster() if cluster_of is None else cluster_of(model_of(first))
+    limits = _limits(sizes or recipe.engine, PlanOptions(), None, device, cluster)
+    choices = placements(recipe, limits, cluster, begun=begun)
     if len(choices) == 1:
-        return recipe
-    model = make_blueprint(recipe, device)
-    scored = completions(model)
+        return choices[0]
+    scored = completions(model_of(first))
 
     def workload_of(choice: Recipe) -> Workload:
         held = reference_bytes(task_of(choice), device)
-        found = make_workload(choice, model, length, device, completions=scored, reference_bytes=held)
+        model = model_of(choice)
+        found = make_workload(choice, model, length, device, cluster=cluster, completions=scored, reference_bytes=held)
         return found if rows is None else replace(found, batch_size=rows)
 
     return first_that_fits(choices, workload_of, limits)
+
+
+def blueprints(device: torch.device) -> Callable[[Recipe], Any]:
+    """Return a function that makes the model of a recipe on ``meta``, once in each dtype."""
+    made: dict[str, Any] = {}
+
+    def model_of(recipe: Recipe) -> Any:
+        if recipe.dtype not in made:
+            made[recipe.dtype] = make_blueprint(recipe, device)
+        return made[recipe.dtype]
+
+    return model_of
 
 
 def plan_model(
@@ -397,7 +421,7 @@ def make_workload(
         micro_batches=accumulation_of(recipe, cluster or Cluster()),
         cluster=cluster or Cluster(),
         make_optimizer=partial(make_optimizer, recipe),
-        autocast=recipe.bf16,
+        autocast=bool(recipe.bf16),
         device_type=device.type,
         completions=completions,
         token_loss=None if (loss := task_of(recipe).token_loss).is_plain else loss,

@@ -286,7 +286,7 @@ def config_values(recipe: Recipe, model: Any, world: train.World) -> dict[str, A
         "train_batch_size": recipe.per_device_train_batch_size * steps * world.size,
         "gradient_clipping": recipe.max_grad_norm,
         "bf16.enabled": next(model.parameters()).dtype == torch.bfloat16,
-        "torch_autocast.enabled": recipe.bf16,
+        "torch_autocast.enabled": bool(recipe.bf16),
         "zero_optimization.reduce_bucket_size": min(500_000_000, max(1, layers)),
         "zero_optimization.stage3_param_persistence_threshold": 0,
         "zero_optimization.stage3_prefetch_bucket_size": 0,
@@ -318,7 +318,7 @@ class Setup:
         return self.loaded.recipe
 
     def with_recipe(self, recipe: Recipe) -> Self:
-        """Return the setup of a recipe that differs in ``engine`` alone."""
+        """Return the setup of a recipe that differs in ``engine`` and in precision alone."""
         return replace(self, loaded=replace(self.loaded, recipe=recipe), task=self.task.with_recipe(recipe))
 
     @property

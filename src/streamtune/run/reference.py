@@ -145,7 +145,7 @@ def kept_logps(
         return kept
     with doing("asking the reference"):
         trees = map(batches.alone, batches.asked())
-        return compute_logps(key, reference, trees, start.device, bf16=recipe.bf16, notify=notify)
+        return compute_logps(key, reference, trees, start.device, bf16=bool(recipe.bf16), notify=notify)
 
 
 def _share(start: Start, closing: ExitStack) -> Callable[[Any, Any], None]:

@@ -23,6 +23,7 @@ from streamtune.distributed import agree
 from streamtune.errors import ArgumentError, RecipeError, did_you_mean
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import fingerprint_inputs, fingerprint_tokenizer_files
+from streamtune.run.precision import as_before, loses_steps
 from streamtune.run.ranks import Setup, resolve
 from streamtune.tasks import Task
 from streamtune.tasks.task import Notify
@@ -74,6 +75,7 @@ LATER_KEYS = ("roles_to_train", "train_on_eos", "reasoning", "on_empty", "defaul
               "rope_scaling", "rope_theta", "truncate_side", "split_at", "split_overlap", "mix_by", "special_tokens",
               "added_tokens", "batching", "tokens_per_batch", "buckets", "streaming", "shuffle_buffer",
               "select_rows", "select_from", "clip_norm", "optim_states", "optim_args", "lr_groups", "lr_layer_decay",
+              "weight_rounding",
               "focal_gamma", "label_smoothing_factor", "z_loss_coef", "teacher", "kd_divergence", "kd_beta",
               "kd_temperature", "kd_hard_share", "lr_scheduler_kwargs", "lr_scaling",
               "lr_scaling_base", "adapter_type", "lora_exclude", "lora_rank_pattern", "lora_alpha_pattern",
@@ -311,6 +313,9 @@ def start_run(
         taken: list[train.DirectoryHold] = []
         before, kept, tokenizer_files, today = world.main(look)
         checkpoint = None if kept is None else train.Checkpoint(*kept)
+        begun = checkpoint.state["identity"] if checkpoint is not None else before if resume != "never" else None
+        if begun is not None:
+            setup = setup.with_recipe(as_before(recipe, begun.get("recipe", {})))
         continued = {directory.path: before} if before is not None and resume != "never" else {}
         if checkpoint is not None:
             continued[checkpoint.path] = checkpoint.state["identity"]
@@ -395,6 +400,7 @@ def _identify(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[
     """
     recipe = setup.recipe
     compared = recipe.model_dump(mode="json", exclude={*FREE_KEYS, "quantization"})
+    compared["bf16"] = bool(recipe.bf16)
     compared["gradient_accumulation_steps"] = setup.micro_batches * setup.world.data_size
     if recipe.tokens_per_batch is not None:  # which says what a step holds, on any number of ranks
         compared["gradient_accumulation_steps"] = 1
@@ -445,7 +451,7 @@ def tell_of_model(model: Any, longest: int, start: Start, notify: Notify) -> Non
     """
     notes = [models.check_positions(model, longest), models.left_whole(model)]
     if start.checkpoint is None:
-        notes.append(models.left_out(model))
+        notes += [models.left_out(model), loses_steps(start.recipe, model)]
     for note in notes:
         if note is not None:
             notify(note)

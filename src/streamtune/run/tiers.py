@@ -1,7 +1,8 @@
 """Choose where weights and optimizer wait, where a recipe leaves that open: on the device or in the machine's memory.
 
 A step is fastest with everything on the device, so the host is asked only where no schedule fits otherwise. The states
-of the optimizer go there first, which pass once a step; then weights, which pass with every layer, twice or more.
+of the optimizer go there first, which pass once a step; then weights, which pass with every layer, twice or more. Each
+place is tried in every precision that the recipe leaves open (:mod:`streamtune.run.precision`), the best first.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from streamtune.plan.budget import Limits
 from streamtune.plan.estimate import Simulate
 from streamtune.plan.refusal import exceeds_host, excess_of, smallest_step
 from streamtune.recipe.schema import Recipe
+from streamtune.run.device import make_schedule
+from streamtune.run.precision import precisions
 from streamtune.simulate.cluster import Cluster
 from streamtune.simulate.simulate import Simulation, holdings_of, simulate
 from streamtune.simulate.workload import Workload
@@ -24,22 +27,38 @@ from streamtune.simulate.workload import Workload
 __all__ = ["describe_tiers", "first_that_fits", "is_hopeless", "placed_before", "placements"]
 
 
-def placements(recipe: Recipe, limits: Limits, cluster: Cluster) -> list[Recipe]:
-    """Return the recipe as it is, then with the optimizer and then with the weights on the host.
+def placements(recipe: Recipe, limits: Limits, cluster: Cluster, *, begun: bool = False) -> list[Recipe]:
+    """Return the recipe as it is, then with the optimizer and then with the weights on the host, in each precision.
 
-    Of these only what the recipe leaves to the planner and does not contradict. There is nothing but the recipe where
-    the device's memory is the machine's, or ranks or DeepSpeed divide the work.
+    Of these only what the recipe leaves to the planner and does not contradict. Nothing goes to the host where the
+    device's memory is the machine's, or ranks or DeepSpeed divide the work.
+
+    Args:
+        recipe: The recipe.
+        limits: The memory.
+        cluster: The ranks.
+        begun: The recipe has the precision of a run that goes on: no other is asked for.
+
+    Raises:
+        ArgumentError: The checkpoint has no configuration that can be read.
     """
+    chosen = [recipe] if begun else precisions(recipe)
+    moved = [_moved(each, limits, cluster) for each in chosen]
+    return [*chosen, *(each for found in moved for each in found)]
+
+
+def _moved(recipe: Recipe, limits: Limits, cluster: Cluster) -> list[Recipe]:
+    """Return the recipe with the optimizer and with the weights on the host, as far as it leaves that open."""
     spec, full = recipe.engine, recipe.finetuning_type == "full"
     alone = cluster.ranks == 1 and cluster.engine == "none"
     if spec.schedule == "fixed" or limits.shared or not limits.host_bytes or not alone:
-        return [recipe]
+        return []
     tiers: list[dict[str, str]] = []
     if full and spec.optimizer == "auto" and spec.weights != "host":
         tiers.append({"optimizer": "host"})
     if spec.weights == "auto":
         tiers.append({"weights": "host"})
-    found = [recipe]
+    found: list[Recipe] = []
     for tier in tiers:
         with suppress(ValidationError):  # the recipe contradicts it
             engine = type(spec).model_validate({**dict(spec), **tier})
@@ -91,7 +110,10 @@ def first_that_fits(
             continue
         found: Simulation | None = None
         with suppress(ArgumentError):  # what is written contradicts it
-            _, found = smallest_step(workload, limits, choice.engine.written(), simulate)
+            if choice.engine.schedule == "fixed":
+                found = simulate(workload, make_schedule(choice.engine))
+            else:
+                _, found = smallest_step(workload, limits, choice.engine.written(), simulate)
         if found is None:
             continue
         if excess_of(found, limits) <= 0:

@@ -391,7 +391,7 @@ def train_settings(recipe: Recipe, plan: StepPlan, schedule: Schedule) -> train.
         eval_steps=recipe.eval_steps,
         save_steps=recipe.save_steps,
         save_total_limit=recipe.save_total_limit,
-        bf16=recipe.bf16,
+        bf16=bool(recipe.bf16),
         seed=recipe.seed,
         out_of_memory_mend=mend,
         on_nan=recipe.on_nan,
@@ -404,7 +404,15 @@ def train_settings(recipe: Recipe, plan: StepPlan, schedule: Schedule) -> train.
         greater_is_better=_greater_is_better(recipe),
         save_best_limit=recipe.save_best_limit if recipe.metric_for_best_model is not None else 0,
         sample_steps=recipe.sample_steps,
+        least_moved=_least_moved(recipe),
     )
+
+
+def _least_moved(recipe: Recipe) -> float:
+    """Return the share of the trained weights that a step should change."""
+    if recipe.weight_rounding == "stochastic" or recipe.optim == "badam_ratio":  # few values, and the right ones
+        return 0.0
+    return 0.1
 
 
 def _greater_is_better(recipe: Recipe) -> bool:

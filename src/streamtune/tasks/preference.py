@@ -346,7 +346,7 @@ class UnpairedObjective:
         return joined.per_token() if self.recipe.length_normalization else joined
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return train.autocast(self.device, self.recipe.bf16)
+        return train.autocast(self.device, bool(self.recipe.bf16))
 
 
 def pair_knobs(recipe: DpoRecipe) -> dict[str, Any]:

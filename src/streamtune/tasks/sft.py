@@ -308,7 +308,7 @@ class Sft(Task[Recipe]):
                 device=built.device,
                 size=SKETCH,
                 seed=recipe.seed,
-                bf16=recipe.bf16,
+                bf16=bool(recipe.bf16),
             ),
             bounds=prepared.bounds,
             sizes=np.diff(prepared.bounds).tolist() if mixture is None else mixture.visits,

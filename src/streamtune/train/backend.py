@@ -99,6 +99,10 @@ class Backend(ABC):
         """Put back what :meth:`state` returned; empty for a checkpoint that has none."""
 
     @abstractmethod
+    def stepped(self) -> Iterator[Tensor]:
+        """Iterate over the weights that the optimizer steps, as this rank has them: whole, or its part of each."""
+
+    @abstractmethod
     def slices(self) -> Iterator[Slice]:
         """Return the state that this rank writes, see ``slices.Slice``: all ranks together have each value once."""
 
@@ -171,6 +175,10 @@ class TorchBackend(Backend):
     def drop_gradients(self) -> None:
         """See :class:`Backend`."""
         self.optimizer.zero_grad(set_to_none=True)
+
+    def stepped(self) -> Iterator[Tensor]:
+        """See :class:`Backend`."""
+        return (p for group in self.optimizer.param_groups for p in group["params"])
 
     def reset_optimizer(self) -> None:
         """See :class:`Backend`."""

@@ -20,6 +20,7 @@ from streamtune.train.checkpoint import Checkpoint, supersede
 from streamtune.train.guard import NextSchedule, StepGuard
 from streamtune.train.listeners import Listeners
 from streamtune.train.memory import GIB, peak_memory_bytes
+from streamtune.train.moved import FIRST_STEPS, MovedWeights, describe_moved
 from streamtune.train.objective import Objective, StepScore
 from streamtune.train.progress import LossPlot, Progress
 from streamtune.train.records import append_event, append_record, append_records, cut_after_step, cut_events
@@ -241,6 +242,7 @@ def train(
             )
             learning_rate = learning_rate_at(state.step)
             backend.begin_step(learning_rate, replayed(gradients))
+            before = MovedWeights(backend.stepped()) if state.step < FIRST_STEPS else None
             score = guard.attempt(gradients, backend.drop_gradients, state.step + 1)
             if score is None:  # Stopped half-way: `position` still is where this step began.
                 backend.drop_gradients()
@@ -256,6 +258,7 @@ def train(
                 doing = f"the optimizer at step {state.step + 1}"
                 with explain_out_of_memory(doing, micro_batches, settings.out_of_memory_mend):
                     backend.step(learning_rate)
+            moved = {} if before is None or skip else {"moved": round(before.share(world), 6)}
             if not latest:  # now the optimizer has its state: what a checkpoint takes is known
                 saver.check_room(backend)
 
@@ -289,6 +292,7 @@ def train(
                 "lr": learning_rate,
                 **({} if skip else {"grad_norm": grad_norm}),
                 **({} if skip or backend.clipped_by is None else {"clip_norm": backend.clipped_by}),
+                **moved,
                 "tokens": tokens,
                 "supervised_tokens": world.count(sum(batch.num_targets for batch in mine)),
                 "tokens_per_s": round(tokens / seconds, 1),
@@ -298,6 +302,8 @@ def train(
             }
             if not latest and not (settings.metric_for_best_model or "").startswith("eval_"):
                 tell_missing_metric(settings, record, state.step, progress)
+            if moved and state.step == min(FIRST_STEPS, settings.total_steps):
+                tell_unmoved(settings, backend, moved["moved"], learning_rate, state.step, progress)
             latest = dict(record)
             if world.is_main:
                 append_record(run.metrics, record)
@@ -437,6 +443,14 @@ def tell_missing_metric(settings: TrainSettings, latest: Mapping[str, Any], step
         what = "keep checkpoints for" if settings.early_stopping_patience == 0 else "stop early by"
         known = did_you_mean(name, latest) or f"there are {', '.join(latest)}"
         progress.note(step, f"there is no metric '{name}' to {what}; {known}")
+
+
+def tell_unmoved(
+    settings: TrainSettings, backend: Backend, share: float, learning_rate: float, step: int, progress: Progress
+) -> None:
+    """Show a note if a step that should change the weights changes next to none of them."""
+    if learning_rate > 0 and share < settings.least_moved:
+        progress.note(step, describe_moved(share, {x.dtype for x in backend.stepped()}, learning_rate))
 
 
 def is_due(step: int, every: int) -> bool:

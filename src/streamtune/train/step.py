@@ -79,6 +79,8 @@ class TrainSettings:
     """Evaluations in a row without a better metric that end the run; 0 never does."""
     early_stopping_threshold: float = 0.0
     save_best_limit: int = 0
+    least_moved: float = 0.0
+    """Share of the trained weights that a step should change: a note says where it changes fewer."""
     sample_steps: int = 0
     """Steps between two completions of the sample prompts; 0 is never."""
     step_flops: Callable[[Sequence[MicroBatch]], int] | None = None

@@ -38,6 +38,7 @@ from streamtune.run.device import (
     stream_model,
 )
 from streamtune.run.model import make_model
+from streamtune.run.precision import precise
 from streamtune.run.reference import load_reference, streamed
 from streamtune.schedule import Schedule
 from streamtune.simulate.scored import PlainScores
@@ -140,7 +141,7 @@ def build_verify(
         raise ArgumentError(f"--length takes a number of tokens from {LEAST} up", mend="write --length 1024")
     if dtype is not None and dtype not in DTYPES:
         raise ArgumentError(f"--dtype does not know {dtype!r}", mend=f"choose from {', '.join(DTYPES)}")
-    recipe = loaded.recipe
+    recipe = precise(loaded.recipe)
     task = task_of(recipe)
     with blame_recipe(loaded):
         device = choose_device(recipe.device)
@@ -153,7 +154,7 @@ def build_verify(
             model = make_model(recipe, tokenizer, None, device)
         with stream_model(recipe, model) as handle:  # what is refused is refused at once
             task.check_model(handle)
-        bf16 = recipe.bf16 if dtype is None else dtype == "bfloat16"
+        bf16 = bool(recipe.bf16) if dtype is None else dtype == "bfloat16"
         widened: torch.dtype | None = getattr(torch, dtype) if dtype in ("float32", "float64") else None
         choose: Any = _choose_trees if isinstance(task, ScoringTask) else _choose_rows
         chosen = choose(task, model, tokenizer, rows, length, widened, bf16=bf16, notify=notify, doing=doing)

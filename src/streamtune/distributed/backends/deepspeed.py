@@ -165,6 +165,11 @@ class DeepSpeedBackend(Backend):
                     value.zero_()
             state.update({key: 0 for key, value in state.items() if isinstance(value, int)})
 
+    def stepped(self) -> Iterator[Tensor]:
+        """See :class:`streamtune.train.Backend`. In float32, where weights have fewer bits."""
+        parts = (self._held(parameter) for _, parameter in self._trained())
+        return (part.flat[part.start : part.start + part.length] for part in parts if part is not None)
+
     def slices(self) -> Iterator[Slice]:
         """See :class:`streamtune.train.Backend`."""
         for name, parameter in self._trained():

@@ -130,6 +130,10 @@ class FsdpBackend(TorchBackend):
     def _number(self, norm: Tensor) -> float:
         return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
 
+    def stepped(self) -> Iterator[Tensor]:
+        """See :class:`streamtune.train.Backend`."""
+        return (p.to_local() if isinstance(p, DTensor) else p for p in super().stepped())
+
     def slices(self) -> Iterator[Slice]:
         """See :class:`streamtune.train.Backend`."""
         self.module.reshard()  # what a forward without backward leaves gathered: parameters are the optimizer's again

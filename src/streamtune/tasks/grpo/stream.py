@@ -376,7 +376,7 @@ class GrpoSteps:
                 remember_logprobs(name, asked, part, self.prompts.train, self.layout)
 
     def _logprobs(self, model: train.Reference, batch: train.TreeBatch) -> list[float]:
-        with autocast(self.device, self.recipe.bf16):
+        with autocast(self.device, bool(self.recipe.bf16)):
             found: list[float] = model.logprobs(batch.to(self.device)).tolist()
         return found
 

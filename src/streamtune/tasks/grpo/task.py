@@ -303,7 +303,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
             log=log,
             device=device,
             gradient=CompletionGradient(
-                built.model, built.handle, temperature=self.temperature, device=device, bf16=recipe.bf16
+                built.model, built.handle, temperature=self.temperature, device=device, bf16=bool(recipe.bf16)
             )
             if recipe.allocation != "equal"
             else None,
@@ -364,7 +364,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
             found = []
             for batch in drawn:
                 moved = batch.to(device)
-                with autocast(device, recipe.bf16):
+                with autocast(device, bool(recipe.bf16)):
                     known: dict[str, Any] = {
                         name: each.logprobs(moved).cpu() for name, each in references.items() if each is not None
                     }
@@ -385,7 +385,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
             pad_token_id=0,
             prefill_chunk_size=(Schedule() if trial.handle is None else trial.handle.schedule).chunk_size,
             max_rows=at_once,
-            computing=lambda: autocast(trial.device, recipe.bf16),
+            computing=lambda: autocast(trial.device, bool(recipe.bf16)),
         )
         written = min(WRITTEN, trial.length - 1)
         prompts = draw.prompts(max(1, min(at_once // group, recipe.prompts_per_generation)), trial.length - written)
@@ -473,7 +473,7 @@ def _make_writer(recipe: GrpoRecipe, built: Built) -> rollout.Writer:
     def computing() -> Iterator[None]:
         # Adapters are around the model that writes; so are the hooks of FSDP2 that gather what is outside of layers.
         gathered = built.backend.called_directly() if built.shares_weights else nullcontext()
-        with gathered, built.handle.routers.silenced(), autocast(built.device, recipe.bf16):
+        with gathered, built.handle.routers.silenced(), autocast(built.device, bool(recipe.bf16)):
             yield
 
     if recipe.use_vllm:
