@@ -475,7 +475,8 @@ class Recipe(Spec):
     would take more than half of the memory that is free, training waits instead."""
 
     metric_for_best_model: Text | None = None
-    """Keep the best checkpoints too, by this name of `metrics.jsonl` as it was when they were saved: `eval_loss`."""
+    """Keep the best checkpoints too, by this name of `metrics.jsonl` as it was when they were saved: `eval_loss`. An
+    evaluation (`eval_...`) that is among the best so far is saved, whatever `save_steps` says."""
 
     greater_is_better: bool | None = None
     """True if more of that metric is better; without it, more is better unless its name ends in `loss`."""

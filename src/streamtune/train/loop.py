@@ -16,7 +16,7 @@ from streamtune.engine import StreamHandle
 from streamtune.errors import did_you_mean
 from streamtune.train.backend import Backend
 from streamtune.train.batch import MicroBatch, StepStream, counted
-from streamtune.train.checkpoint import Checkpoint, supersede
+from streamtune.train.checkpoint import Checkpoint, checkpoint_path, supersede
 from streamtune.train.guard import NextSchedule, StepGuard
 from streamtune.train.listeners import Listeners
 from streamtune.train.memory import GIB, peak_memory_bytes
@@ -68,6 +68,8 @@ class Progressed:
     """Evaluations in a row whose metric was not better than that."""
     ended_early: bool = False
     """The run is over before its last step."""
+    best_evaluations: Sequence[Sequence[float]] = ()
+    """The best values of ``metric_for_best_model`` (``eval_loss`` without one) and their steps, the best first."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,7 @@ def train(
 
     with saver:  # which waits for a save in flight, however this ends
         while True:
+            is_best = False
             # 1. At a boundary between steps: evaluate and save where it is time to, leave where the run is over.
             if state.eval_due and held_out:
                 progress.activity("evaluating")
@@ -183,6 +186,7 @@ def train(
                     progress.evaluated(state.step, found)
                     tell_missing_metric(settings, latest, state.step, progress)
                     state = after_evaluation(state, found, settings, progress)
+                    state, is_best = among_the_best(state, found, settings)
                     if world.is_main:
                         append_record(run.metrics, {"step": state.step, **found})
                         listeners.evaluated({"step": state.step, **found})
@@ -206,7 +210,7 @@ def train(
             over = stopped or state.step >= settings.total_steps or state.ended_early
             # Also where a run that was stopped in an evaluation has now made up for it: its checkpoint says it is due.
             if (state.step, state.eval_due, state.sample_due) != saved and (
-                over or is_due(state.step, settings.save_steps)
+                over or is_due(state.step, settings.save_steps) or is_best
             ):
                 progress.activity("saving")
                 metric = latest.get(settings.metric_for_best_model or "")
@@ -222,6 +226,7 @@ def train(
                     listeners.saved(step, path)
                 if over:
                     plot.draw(last=True)
+                    tell_lost_best(state, settings, run, progress)
             if over:
                 return state
 
@@ -434,6 +439,38 @@ def after_evaluation(
             f"{state.best:.4g}",
         )
     return replace(state, not_better=not_better, ended_early=ended)
+
+
+def among_the_best(state: Progressed, found: Mapping[str, Any], settings: TrainSettings) -> tuple[Progressed, bool]:
+    """Return the state with an evaluation among its best ones, and True if the weights of it are to be saved.
+
+    A checkpoint of an evaluation that is among the best so far is saved whatever ``save_steps`` says: later there is
+    none of these weights.
+    """
+    value = found.get(settings.metric_for_best_model or "eval_loss")
+    if value is None:
+        return state, False
+    limit = settings.save_best_limit or 1
+    before = [tuple(each) for each in state.best_evaluations]
+    ranked = sorted(
+        [*before, (value, state.step)], key=lambda each: -each[0] if settings.greater_is_better else each[0]
+    )
+    best = ranked[:limit]
+    is_best = (value, state.step) in best and settings.metric_for_best_model is not None
+    return replace(state, best_evaluations=tuple(best)), is_best
+
+
+def tell_lost_best(state: Progressed, settings: TrainSettings, run: RunDirectory, progress: Progress) -> None:
+    """Show a note if an earlier evaluation was better than the last, and its weights are in no checkpoint."""
+    if settings.metric_for_best_model is not None or not state.best_evaluations or state.eval_loss is None:
+        return
+    value, step = state.best_evaluations[0]
+    if value < state.eval_loss and not checkpoint_path(run.checkpoints, int(step)).exists():
+        progress.note(
+            state.step,
+            f"eval_loss was {value:.4g} at step {int(step)} and is {state.eval_loss:.4g}: the weights of that step are "
+            "not kept; metric_for_best_model: eval_loss keeps the best ones of the next run",
+        )
 
 
 def tell_missing_metric(settings: TrainSettings, latest: Mapping[str, Any], step: int, progress: Progress) -> None:
