@@ -127,6 +127,18 @@ def test_the_planner_chooses_under_autocast(tokenizer: PreTrainedTokenizerFast, 
     assert runs[1] == pytest.approx(runs[0], rel=2e-2)
 
 
+def test_weights_that_would_lose_small_steps_are_told(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callback = StreamTuneCallback(chunk_size=CHUNK, max_length=64)
+    trained(hf_trainer(model_for(tokenizer).bfloat16(), tokenizer, tmp_path, max_steps=1), callback)
+    said = capsys.readouterr().out
+    assert "bfloat16 weights are trained and each step is rounded to the nearest number" in said
+    assert "TrainingArguments(bf16=True)" in said
+    trained(hf_trainer(model_for(tokenizer), tokenizer, tmp_path, max_steps=1, bf16=True), callback)
+    assert "rounded to the nearest" not in capsys.readouterr().out
+
+
 def test_without_a_length_the_planner_is_told_nothing(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="how long the longest row is"):
         trained(hf_trainer(model_for(tokenizer), tokenizer, tmp_path), StreamTuneCallback())

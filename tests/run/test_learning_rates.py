@@ -37,6 +37,21 @@ def test_the_schedule_of_a_run_has_its_options(folder: Path) -> None:
     assert [rate(step) for step in (0, 5, 6, 9)] == pytest.approx([1e-2, 1e-2, 1e-2, 5e-3])
 
 
+def test_a_warmup_longer_than_the_run_is_told(folder: Path) -> None:
+    """The rate would never reach what the recipe says, and the losses would not say why."""
+    for warmup, told in ((500, True), (9, True), (8, False)):
+        said: list[str] = []
+        path = write_recipe(folder, {**COMMON, "warmup_steps": warmup, "max_steps": 9})
+        built = build_run(load_recipe(path, []), dry_run=True, notify=said.append)
+        notes = [each for each in said if "the learning rate rises for" in each]
+        assert bool(notes) is told
+        rate = built.start.task.training(built).learning_rate_at
+        if told:
+            assert f"{warmup:,} steps and the run has 9: it ends at {rate(8) / 1e-2:.0%} of learning_rate" in notes[0]
+        else:
+            assert max(map(rate, range(9))) == 1e-2
+
+
 @pytest.mark.parametrize(
     ("keys", "ranks", "want"),
     [

@@ -105,6 +105,8 @@ class StreamTuneCallback(TrainerCallback):
         reset_peak_memory(self._device)
         if state.is_world_process_zero:
             print(self._line(), flush=True)
+            if (note := _lost_steps(model, args)) is not None:
+                print(note, flush=True)
 
     def on_log(
         self,
@@ -163,6 +165,19 @@ class StreamTuneCallback(TrainerCallback):
         if self.plan is None:
             return words + ("" if self._ours else "; streamed before the trainer began")
         return f"{words}; predicted peak {show_size(self.plan.simulation.peak_bytes)}"
+
+
+def _lost_steps(model: nn.Module, args: TrainingArguments) -> str | None:
+    """Return a note if trained weights are bfloat16 or float16: the trainer's optimizer rounds each step to them."""
+    narrow = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.bfloat16, torch.float16}
+    if args.deepspeed is not None or not narrow:  # which keeps float32 weights
+        return None
+    dtype = str(narrow.pop()).removeprefix("torch.")
+    return (
+        f"StreamTune: {dtype} weights are trained and each step is rounded to the nearest number: at a learning rate of "
+        f"{args.learning_rate:g} most small steps are lost. Load the model with dtype=torch.float32, and compute in "
+        "bfloat16 by TrainingArguments(bf16=True)"
+    )
 
 
 def _handle_of(model: nn.Module) -> StreamHandle | None:

@@ -123,7 +123,7 @@ def _rounding_mistakes(recipe: Any, shares: str | None) -> Iterator[PydanticCust
             key=key,
             mend="delete the line, or write another optim",
         )
-    whole = recipe.finetuning_type != "full" and recipe.modules_to_save
+    whole = recipe.finetuning_type != "full" and (recipe.modules_to_save or recipe.adapter_name_or_path)
     if recipe.dtype != "bfloat16" and not whole:
         yield mistake(
             f"'weight_rounding: stochastic' is of bfloat16 weights that are trained, and 'dtype' is {recipe.dtype}",

@@ -99,6 +99,9 @@ def build_run(
             notify=notify,
             doing=doing,
         )
+        plan = task.count_steps(batches, start.micro_batches, start.world)
+        if (note := plan.unfinished_warmup) is not None:
+            notify(note)
         reference: train.Reference | None
         if task.precomputes and not dry_run:
             assert isinstance(batches, PreferenceBatches), "only preferences have log-probs that are kept"
@@ -125,6 +128,6 @@ def build_run(
             handle=streamed.handle,
             reference=reference,
             share=share,
-            plan=task.count_steps(batches, start.micro_batches, start.world),
+            plan=plan,
             closing=closing.pop_all(),
         )

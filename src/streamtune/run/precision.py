@@ -40,14 +40,15 @@ def precisions(recipe: Recipe) -> list[Recipe]:
     Raises:
         ArgumentError: The checkpoint has no configuration that can be read.
     """
-    if recipe.dtype != "auto" or recipe.model_name_or_path is None or recipe.finetuning_type == "qlora":
+    if recipe.dtype != "auto" or recipe.model_name_or_path is None:
         return [recipe]
     own = models.checkpoint_dtype(recipe.model_name_or_path, recipe.trust_remote_code)
     if own not in (torch.bfloat16, torch.float16):
         return [recipe]
     half = {"dtype": "bfloat16"} if own == torch.float16 else {}
     if recipe.finetuning_type != "full":  # adapters are float32; modules that are trained whole are not
-        rounding = {"weight_rounding": "stochastic"} if recipe.modules_to_save and _may_round(recipe) else {}
+        whole = recipe.modules_to_save or recipe.adapter_name_or_path  # which may have such modules
+        rounding = {"weight_rounding": "stochastic"} if whole and _may_round(recipe) else {}
         return [_with(recipe, **half, **rounding)]
     if recipe.deepspeed is not None:  # which keeps float32 weights beside these
         return [_with(recipe, **half)]
@@ -125,11 +126,11 @@ def describe_precision(recipe: Recipe, chosen: Recipe, model: Any) -> str | None
             texts.append(
                 "the checkpoint is float16, whose gradients underflow without a scaled loss: it is loaded in bfloat16"
             )
-        if "weight_rounding" in made:
+        if "weight_rounding" in made and any(p.dtype != torch.float32 for p in model.parameters() if p.requires_grad):
             texts.append(
                 "modules_to_save are bfloat16: each step of theirs is rounded stochastically (weight_rounding)"
             )
-        return "; ".join(texts)
+        return "; ".join(texts) or None
     if chosen.weight_rounding == "stochastic":
         how = "each step is rounded stochastically (weight_rounding: stochastic): right on average, with more noise"
     else:

@@ -202,6 +202,17 @@ class StepPlan:
     supervised_steps: int = 0
     """Supervised steps before the first rollout, among the ``total_steps``."""
 
+    @property
+    def unfinished_warmup(self) -> str | None:
+        """A note if the run ends before its learning rate has risen; None if it does not."""
+        steps = self.total_steps - self.supervised_steps
+        if self.warmup_steps < max(1, steps):
+            return None
+        return (
+            f"the learning rate rises for {self.warmup_steps:,} steps and the run has {steps:,}: it ends at "
+            f"{steps / (self.warmup_steps + 1):.0%} of learning_rate; write fewer warmup_steps, or warmup_ratio: 0.03"
+        )
+
 
 def scaled_rate(recipe: Recipe, world: train.World) -> float:
     """Return the peak learning rate: the recipe's, scaled by the size of a step where it says so.
