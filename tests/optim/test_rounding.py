@@ -13,7 +13,6 @@ from streamtune.ops.simulated import simulating
 from streamtune.optim import build_optimizer, set_learning_rate, state_tensors
 from streamtune.optimizer_table import OPTIMIZERS, state_bytes
 from streamtune.simulate.memory import distinct_bytes
-from streamtune.train import LocalBackend
 from streamtune.train.slices import SliceReader, write_slices
 
 from .test_optimizer_table import ARGS, ON_CPU, Net, backend_of, is_in_layer, ours, run_steps
@@ -27,7 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::U
 
 def moved(model: Net, start: Net) -> Tensor:
     return torch.cat(
-        [(a.detach().float() - b.detach().float()).flatten() for a, b in zip(model.parameters(), start.parameters())]
+        [
+            (a.detach().float() - b.detach().float()).flatten()
+            for a, b in zip(model.parameters(), start.parameters(), strict=True)
+        ]
     )
 
 

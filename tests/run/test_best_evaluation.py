@@ -53,6 +53,7 @@ def test_the_best_evaluation_is_saved_between_two_saves(folder: Path, capsys: py
     assert all(torch.equal(short[key], saved[key]) for key in short)
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_knows_the_best_one_so_far(folder: Path) -> None:
     write_recipe(folder, {**COMMON, "metric_for_best_model": "eval_loss", "save_total_limit": 9})
     assert run() == 0
@@ -63,6 +64,7 @@ def test_a_run_that_goes_on_knows_the_best_one_so_far(folder: Path) -> None:
     assert (6 in kept("other")) == (found[6] < min(found[2], found[4]))
 
 
+@pytest.mark.full
 def test_several_best_ones_are_saved(folder: Path) -> None:
     write_recipe(folder, {**COMMON, "metric_for_best_model": "eval_loss", "save_best_limit": 2})
     assert run() == 0

@@ -101,6 +101,7 @@ def test_bfloat16_that_is_written_is_kept_and_noted(folder: Path, capsys: pytest
     assert all(each["moved"] < 0.2 for each in records(folder / "out")[:10])
 
 
+@pytest.mark.full
 def test_stochastic_rounding_goes_on_to_the_same_bits(folder: Path, capsys: pytest.CaptureFixture[str]):
     for optim in ("adamw", "lion"):
         recipe = {**TRAIN, "dtype": "bfloat16", "weight_rounding": "stochastic", "optim": optim, "save_steps": 2}
@@ -222,6 +223,7 @@ def test_a_run_that_was_begun_keeps_the_precision_it_was_begun_with(folder: Path
     assert (kept.dtype, kept.weight_rounding, kept.optim_states) == ("bfloat16", "stochastic", "bfloat16")
 
 
+@pytest.mark.full
 def test_another_precision_than_the_runs_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]):
     write_recipe(folder, {**TRAIN, "max_steps": 2, "save_steps": 1})
     assert run() == 0
@@ -289,6 +291,7 @@ def test_another_model_that_is_not_trained_keeps_its_own_dtype(folder: Path):
     assert make_blueprint(recipe, CUDA).dtype == torch.float32
 
 
+@pytest.mark.full
 def test_modules_that_are_saved_whole_beside_adapters_move(folder: Path, capsys: pytest.CaptureFixture[str]):
     recipe = {**TRAIN, "finetuning_type": "lora", "lora_target": ["q_proj"], "modules_to_save": ["lm_head"]}
     write_recipe(folder, {**recipe, "weight_decay": 0.0, "max_steps": 4})
@@ -304,6 +307,7 @@ def test_modules_that_are_saved_whole_beside_adapters_move(folder: Path, capsys:
     assert (head.float() != head_before.float()).float().mean() > 0.005  # a step of 1e-6 of 1e-4
 
 
+@pytest.mark.full
 def test_adapters_and_rows_of_new_tokens_are_float32(folder: Path):
     write_recipe(folder, {**TRAIN, "finetuning_type": "lora", "added_tokens": ["<a>"], "max_steps": 1})
     assert run() == 0
@@ -311,6 +315,7 @@ def test_adapters_and_rows_of_new_tokens_are_float32(folder: Path):
     assert {x.dtype for key, x in saved.items() if "lora" in key or "token_adapter" in key} == {torch.float32}
 
 
+@pytest.mark.full
 def test_eval_computes_as_the_run_did(folder: Path, capsys: pytest.CaptureFixture[str]):
     write_recipe(folder, {**TRAIN, "max_steps": 2, "val_size": 4})
     assert run() == 0

@@ -174,8 +174,8 @@ def _lost_steps(model: nn.Module, args: TrainingArguments) -> str | None:
         return None
     dtype = str(narrow.pop()).removeprefix("torch.")
     return (
-        f"StreamTune: {dtype} weights are trained and each step is rounded to the nearest number: at a learning rate of "
-        f"{args.learning_rate:g} most small steps are lost. Load the model with dtype=torch.float32, and compute in "
+        f"StreamTune: {dtype} weights are trained and each step is rounded to the nearest number: at a learning rate "
+        f"of {args.learning_rate:g} most small steps are lost. Load the model with dtype=torch.float32, and compute in "
         "bfloat16 by TrainingArguments(bf16=True)"
     )
 
