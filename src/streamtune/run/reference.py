@@ -117,7 +117,7 @@ def kept_logps(
     # A reference that was allowed to change is asked anew.
     same = start.checkpoint is not None and not start.changed_files() & {"base", "adapter", "reference"}
     known = start.checkpoint.state["identity"].get("reference") if start.checkpoint is not None and same else None
-    how = computation(start.device, bf16=recipe.bf16, temperature=start.task.temperature)
+    how = computation(start.device, bf16=bool(recipe.bf16), temperature=start.task.temperature)
     own = start.task.reference_name is None
     if known is not None:
         parts = [how, *([configuration(model)] if own else [])]
