@@ -52,6 +52,7 @@ PUBLIC = {
         "StreamTuneError",
         "UnsupportedModelError",
         "UserError",
+        "VersionError",
         "did_you_mean",
     },
 }

@@ -5,7 +5,8 @@
     │   ├── RecipeError           a recipe key, value or file
     │   ├── DataError             a dataset file or row
     │   ├── ArgumentError         a command-line or Python argument
-    │   └── UnsupportedModelError a model the engine cannot stream exactly
+    │   ├── UnsupportedModelError a model the engine cannot stream exactly
+    │   └── VersionError          a library of a version that has not what the engine computes with
     └── RunError                  exit 1: it ran and failed
         ├── OutOfMemoryError      device or host memory ran out
         ├── StorageError          a file of layer inputs or prepared rows cannot be written or read
@@ -34,6 +35,7 @@ __all__ = [
     "StreamTuneError",
     "UnsupportedModelError",
     "UserError",
+    "VersionError",
     "did_you_mean",
 ]
 
@@ -84,6 +86,10 @@ class ArgumentError(UserError):
 
 class UnsupportedModelError(UserError):
     """The engine cannot stream this model exactly, so it does not train it."""
+
+
+class VersionError(UserError):
+    """An installed library is of a version that does not have what the engine computes with."""
 
 
 class RunError(StreamTuneError):

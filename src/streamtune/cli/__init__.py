@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 from streamtune import interrupts
 from streamtune.cli.app import app
-from streamtune.cli.console import is_needed, need_output
+from streamtune.cli.console import is_needed, need_output, print_note
 from streamtune.cli.machine import check_directory, error_of_machine, grow_segments, name_locale
 from streamtune.cli.ranks import note_failure, remember_arguments, report_failure
 from streamtune.distributed.launch.ranks import die_with_launcher
@@ -17,8 +17,12 @@ from streamtune.errors import RunError, StreamTuneError
 from streamtune.network import go_offline, is_offline, keep_private
 from streamtune.quiet import quiet_imports
 from streamtune.streams import keep_streams, lost_output, reader_is_gone
+from streamtune.versions import pip_install, untested
 
 __all__ = ["app", "main"]
+
+WITHOUT = ("--version", "doctor", "env", "optim", "recipes", "report", "schema", "validate")
+"""Commands that compute nothing with torch or transformers, and the one that says itself which are untested."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -51,6 +55,7 @@ def _run(given: list[str]) -> None:
     arguments = [argument for argument in arguments if not argument.startswith(("--local_rank=", "--local-rank="))]
     try:
         check_directory()
+        _note_versions(arguments)
         try:
             app(arguments, prog_name="streamtune")
         except SystemExit as left:
@@ -68,6 +73,13 @@ def _run(given: list[str]) -> None:
         except MemoryError:  # what shows an error nicely takes memory too
             os.write(2, f"error: {known.what}\nmend: {known.mend}\n".encode(errors="replace"))
         sys.exit(known.exit_code)
+
+
+def _note_versions(arguments: list[str]) -> None:
+    """Print a note on libraries that are newer than the tested ones, before a command that computes with them."""
+    computes = bool(arguments) and arguments[0] not in WITHOUT and "--help" not in arguments
+    if computes and os.environ.get("RANK", "0") == "0" and (text := untested()):
+        print_note(text)
 
 
 def _check_output() -> None:
@@ -88,4 +100,8 @@ def _unexpected(error: Exception) -> StreamTuneError:
     if known is not None:
         return known
     what = f"{type(error).__name__}: {error}".strip().removesuffix(":")
+    if text := untested():
+        return StreamTuneError(
+            f"{what}; {text}, which is the likely cause", mend=f"{pip_install()}; --debug shows more"
+        )
     return StreamTuneError(what, mend="run it again with --debug for the traceback, and report it: this is a defect")

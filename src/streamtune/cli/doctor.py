@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import time
 import urllib.request
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from rich.text import Text
 
 from streamtune.network import is_offline
 from streamtune.sizes import show_size
+from streamtune.versions import TESTED, pip_install, untested
 
 from .console import err, loading_libraries, out, plain, print_json
 from .env import environment
@@ -142,7 +144,10 @@ def _exactness(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
         model(input_ids=ids, labels=ids).loss.backward()
         want = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
-        with stream(model, chunk_size=48):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="not tested with")  # another check says so
+            handle = stream(model, chunk_size=48)
+        with handle:
             model(input_ids=ids, labels=ids).loss.backward()
         errors = {
             name: float((p.grad - want[name]).norm() / want[name].norm())
@@ -255,7 +260,18 @@ def _packages(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
         yield CheckResult("compiler", "advice", "there is no C++ compiler", mend)
 
 
+def _versions(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
+    """Compare the versions of torch and transformers with those that were tested."""
+    shown = ", ".join(f"{name} {found['versions'][name]}" for name in TESTED)
+    tested = " and ".join(f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items())
+    if text := untested():
+        yield CheckResult("versions", "advice", text, f"{pip_install()}, where something does not work")
+    else:
+        yield CheckResult("versions", "ok", f"{shown}: among those that were tested ({tested})")
+
+
 CHECKS: dict[str, Callable[[dict[str, Any], Path], Iterator[CheckResult]]] = {
+    "versions": _versions,
     "devices": _devices,
     "attention kernels": _kernels,
     "exactness": _exactness,

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function
 
 from streamtune.engine.cache import prefix_of
 from streamtune.engine.context import ChunkContext
+from streamtune.engine.hf_names import CAUSAL_MASK, UNREAD, inside
 from streamtune.engine.masks import recognise
 from streamtune.engine.memory.tiers import Block, Tier
 from streamtune.engine.observe import notify_tensors
@@ -30,20 +30,6 @@ __all__ = ["NAME", "BiasError", "KeptAttention", "SavedOutputs", "dense_mask", "
 
 NAME = "streamtune"
 """The attention implementation's name in a model's config."""
-UNREAD = (
-    "position_ids",
-    "cache_position",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "seq_idx",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "labels",
-    "shift_labels",
-    "num_items_in_batch",
-)
-"""Tensors that attention functions are handed and that say nothing which the mask does not: eager reads none. Arguments
-of the loss are among them, for models hand on what they do not know."""
 
 
 def attention(
@@ -188,7 +174,7 @@ def lazy_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
+    mask_function: Callable[..., Any] = inside(CAUSAL_MASK),  # noqa: B008
     attention_mask: Tensor | LazyMask | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",

@@ -32,9 +32,8 @@ from weakref import proxy
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
-from streamtune.engine.hf_names import CACHE
+from streamtune.engine.hf_names import CACHE, CACHE_CLASS, RWKV_KERNEL, RWKV_LAYER, RWKV_SIZE, inside
 from streamtune.engine.kv import KeysAndValues, StateKey, States, refuse_past
 from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.errors import UnsupportedModelError
@@ -49,7 +48,7 @@ class ProjectionDone(BaseException):
     """Raised after the layer's last key/value update in ``project``: the rest of its forward is not needed."""
 
 
-class ChunkCache(Cache):
+class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
     """The cache that one layer is given for one chunk.
 
     Args:
@@ -392,10 +391,10 @@ def state_before(layer: nn.Module, cache: ChunkCache, hidden: Tensor) -> Any:
     Raises:
         UnsupportedModelError: RWKV's CUDA kernel is loaded, whose backward drops the gradient of the state.
     """
-    if not hasattr(layer, "layer_id"):
+    if not hasattr(layer, RWKV_LAYER):
         parts = [cache.get_recurrent_state(0, index) for index in range(XLSTM_STATES)]
         return None if parts[0] is None else tuple(parts)
-    if hidden.is_cuda and getattr(sys.modules[type(layer).__module__], "rwkv_cuda_kernel", None) is not None:
+    if hidden.is_cuda and getattr(sys.modules[type(layer).__module__], RWKV_KERNEL, None) is not None:
         raise UnsupportedModelError(
             "the CUDA kernel of RWKV gives no gradient of the state that it begins with",
             where=type(layer).__name__,
@@ -404,7 +403,7 @@ def state_before(layer: nn.Module, cache: ChunkCache, hidden: Tensor) -> Any:
     known = [cache.get_recurrent_state(0, index) for index in range(RWKV_STATES)]
     alone = hidden.shape[1] == 1  # then the last token takes the place of a shifted sequence [B, T, C]
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    attended = int(layer.attention.attention_hidden_size)  # type: ignore[union-attr, arg-type]
+    attended = int(getattr(layer.attention, RWKV_SIZE))
     sizes = [(hidden.shape[2], hidden.dtype)] * 2 + [(attended, wide)] * 3
     begin = [hidden.new_zeros((hidden.shape[0], size), dtype=dtype) for size, dtype in sizes]
     begin[4] = begin[4] + NOTHING

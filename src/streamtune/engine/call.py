@@ -34,11 +34,21 @@ from torch import Tensor, nn
 from streamtune.engine.attention import dense_mask
 from streamtune.engine.cache import ChunkCache, state_after, state_before
 from streamtune.engine.call_parts import ChunkSharing, SharedKey
-from streamtune.engine.hf_names import STATE, cache_argument, renamed_cache
+from streamtune.engine.hf_names import (
+    INDEXER_POOLING,
+    KERNEL_ROWS,
+    KEY_BIASES,
+    OTHER_SEQUENCES,
+    POSITIONS,
+    ROTATIONS,
+    STATE,
+    cache_argument,
+    renamed_cache,
+)
 from streamtune.engine.kv import Past, refuse_past
 from streamtune.engine.observe import attention_as
 from streamtune.engine.own_attention import OwnAttention, sees_future, tile
-from streamtune.engine.rows import OTHER_WORDS, Branches
+from streamtune.engine.rows import Branches
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.sharded import adapted_tensors, same_versions
 from streamtune.engine.vjp import Along, cut
@@ -48,17 +58,8 @@ from streamtune.schedule import Schedule
 
 __all__ = ["PAST", "LayerCall", "hands_on_cache", "takes_cache"]
 
-KEY_BIASES = ("alibi", "position_bias")
-"""Arguments that are added to the scores of all queries alike; one number for each key in the last dimension."""
-
 PAST = "past"
 """The name in :attr:`LayerCall.inputs` of trained keys (place 0) and values (1) of tokens before the call."""
-
-POOLING = "compress_ratio"
-"""The name an indexer gives the number of keys it pools; its cache keeps them as they were before their rotation."""
-
-OTHER_SEQUENCES = ("cross_attention_states", "encoder_hidden_states")
-"""Names that decoder layers give another sequence than their own, whose keys and values use the same cache."""
 
 
 @lru_cache(maxsize=512)
@@ -250,7 +251,7 @@ class LayerCall:
     @cached_property
     def _rotates_pooled_keys(self) -> bool:
         """True if an indexer of the layer rotates the keys of prefix and chunk after it has pooled them."""
-        return any(hasattr(module, POOLING) for module in self.layer.modules())
+        return any(hasattr(module, INDEXER_POOLING) for module in self.layer.modules())
 
     def keys(self, chunk: slice) -> slice:
         """Return the places of a chunk's own keys among all: those of tokens before the call come first."""
@@ -329,7 +330,7 @@ class LayerCall:
         if "use_cache" in arguments:
             arguments["use_cache"] = True
         extra.pop("use_cache", None)
-        for word in OTHER_WORDS:
+        for word in KERNEL_ROWS:
             extra.pop(word, None)
         checkpointing = getattr(self.layer, "gradient_checkpointing", False)
         try:
@@ -396,9 +397,9 @@ class LayerCall:
 
     def _dim(self, key: str, value: Tensor, length: int) -> Along:
         """Return the dimension along which an argument follows the sequence, or None."""
-        if key in ("position_ids", "cache_position", *KEY_BIASES) and not _is_square(value, length):
+        if key in (*POSITIONS, *KEY_BIASES) and not _is_square(value, length):
             dim = value.dim() - 1
-        elif key == "position_embeddings":
+        elif key == ROTATIONS:
             dim = value.dim() - 2
         elif _is_square(value, length) or (value.dim() == 4 and value.shape[1] == 1):
             dim = 2
@@ -414,7 +415,7 @@ class LayerCall:
                 return value[..., chunk, first_key : chunk.stop]
             if key in KEY_BIASES and value.shape[-1] == self.keys(slice(0, self.length)).stop:
                 return value[..., first_key : self.keys(chunk).stop]
-            if key == "position_embeddings" and self._rotates_pooled_keys and value.shape[-2] == self.length:
+            if key == ROTATIONS and self._rotates_pooled_keys and value.shape[-2] == self.length:
                 return value[..., first_key : chunk.stop, :]
             return cut(value, self._dim(key, value, self.length), chunk)
         if isinstance(value, LazyMask):
@@ -455,7 +456,7 @@ def _hidden_along(layer: str, hidden: Tensor, arguments: dict[str, Any]) -> int:
     if hidden.dim() == 3:
         return 1
     mask = next((value for value in arguments.values() if isinstance(value, LazyMask)), None)
-    positions = arguments.get("position_embeddings")
+    positions = arguments.get(ROTATIONS)
     if mask is not None:
         length: int | None = mask.q_length
     else:

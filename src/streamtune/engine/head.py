@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from streamtune.engine.evaluated import EvaluatedLogits
 from streamtune.engine.fused import is_linear_original
+from streamtune.engine.hf_names import CAUSAL_LOSS, LOSS, LOSSES, inside
 from streamtune.engine.lazy_logits import LazyForward, LazyLogits, Step
 from streamtune.engine.losses import LossRequest
 from streamtune.engine.observe import foreign_hooks, refuse_hooks, restore_forward
@@ -45,6 +45,9 @@ from streamtune.ops.head.sweep import autocast_dtype, cast
 from streamtune.schedule import Schedule
 
 __all__ = ["StreamedHead", "has_head"]
+
+_LOSSES = inside(LOSSES)
+_causal_loss = inside(CAUSAL_LOSS)
 
 
 def has_head(model: Any) -> bool:
@@ -77,7 +80,7 @@ class StreamedHead:
                 "loss over all of them; only one head over one stream of tokens is streamed",
                 mend="use stream(model, head=False): layers are streamed, the heads are the model's own",
             )
-        self._check_loss(model.__dict__.get("_loss_function"))
+        self._check_loss(model.__dict__.get(LOSS))
 
     def _check_loss(self, function: Any) -> None:
         """Refuse another loss than that of causal language models, the only one that ours replaces.
@@ -88,7 +91,7 @@ class StreamedHead:
         Raises:
             UnsupportedModelError: It is another.
         """
-        if function is not None and function not in (ForCausalLMLoss, self.loss):
+        if function is not None and function not in (_causal_loss, self.loss):
             name = getattr(function, "__name__", type(function).__name__)
             raise UnsupportedModelError(
                 f"the loss of this {type(self.model).__name__} is {name!r}, a function of whole logits, which are not "
@@ -113,13 +116,13 @@ class StreamedHead:
             mend="use stream(model, head=False): layers are streamed, the head is the model's own",
         )
         self.module, self.shadowed = head, head.__dict__.get("forward")
-        self.had_loss = "_loss_function" in self.model.__dict__
-        self.loss_before = self.model.__dict__.get("_loss_function")
+        self.had_loss = LOSS in self.model.__dict__
+        self.loss_before = self.model.__dict__.get(LOSS)
         head.forward = LazyForward(self)
         self.sharded = is_sharded(head)
         if self.sharded:  # lazy logits need no weight: it is gathered when a loss or scores are computed, not before
             head._call_impl = head.forward  # type: ignore[method-assign]
-        self.model._loss_function = self.loss
+        setattr(self.model, LOSS, self.loss)
         self.active = True
 
     def close(self) -> None:
@@ -130,9 +133,9 @@ class StreamedHead:
         restore_forward(self.module, self.shadowed)
         self.module.__dict__.pop("_call_impl", None)
         if self.had_loss:
-            self.model._loss_function = self.loss_before
+            setattr(self.model, LOSS, self.loss_before)
         else:
-            del self.model._loss_function
+            delattr(self.model, LOSS)
 
     def evaluated(self, logits: LazyLogits) -> Tensor | None:
         """Return logits, computed when read unless the head has adapters; None where ranks share them or its weight."""
@@ -180,7 +183,7 @@ class StreamedHead:
             ignore_index: The label that trains nothing.
             shift_labels: ``[B, T]`` already shifted; takes precedence over ``labels``.
         """
-        known = LOSS_MAPPING.get(getattr(self.model, "loss_type", None))
+        known = _LOSSES.get(getattr(self.model, "loss_type", None))
         self._check_loss(self.loss_before if self.had_loss else known)
         if self.shards is not None:
             return self._shared_loss(self.shards, logits, num_items_in_batch, ignore_index)

@@ -1,8 +1,12 @@
 """The names by which the engine knows the inside of ``transformers``, and since which version each is called that.
 
-``transformers`` renames arguments, outputs and functions between minor versions. All names of its inside that this
-package relies on stand here; other modules ask for the thing. A name that the installed version lacks is an error that
-names the version.
+``transformers`` renames arguments, functions and attributes between minor versions. All names of its inside that this
+package computes with stand here, and nowhere else: modules import them, or ask for the thing. The documented arguments
+of a model's call (``input_ids``, ``labels``, ``attention_mask``, ...) and the keys of a configuration are its interface
+and no such names.
+
+A name that the installed version does not have is a :class:`~streamtune.errors.VersionError`: it says what is missing
+of which version, and does not blame a model.
 """
 
 from __future__ import annotations
@@ -10,26 +14,231 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
-__all__ = ["CACHE", "CACHES", "STATE", "cache_argument", "cache_by_name", "parameters_of", "renamed_cache"]
+from transformers import PreTrainedConfig, PreTrainedModel
 
-STATE = "state"
-"""The argument by which xLSTM and RWKV hand a layer its state, in place of a cache."""
+from streamtune.versions import installed, lacks
+
+SAFE_FILE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
+"""The names of the files of weights in a folder, or of their index."""
+
+# --- the cache -------------------------------------------------------------------------------------------------------
 
 CACHES = {
     "past_key_values": "all until 5.23; goes in 5.40",
     "cache_params": "Mamba and its like until 5.23; goes in 5.40",
     "layer_past": "layers of bloom, falcon, gpt_bigcode, gpt_neox, imagegpt and mpt",
-    "past_key_value": "until 4.56; code of repositories",
+    "past_key_value": "before 5.17; code of repositories",
     "cache": "since 5.24",
 }
 """Names of the cache: arguments of models and layers, items of outputs. Who still has an old one means the cache by it,
 so these are first: before 5.24 a few models called something else ``cache``."""
 CACHE = "past_key_values"
-"""The name in messages: the one that people know, and that a model of any version takes."""
+"""The name in messages: the one that people know, and that a model of any tested version takes."""
 OTHER_KEYS = "kv"
 """The argument of attentions (xlm, flaubert) whose ``cache`` is a table of their own."""
+STATE = "state"
+"""The argument by which xLSTM and RWKV hand a layer its state, in place of a cache."""
+
+CACHE_METHODS = {
+    "update": "5.17",
+    "update_indexer": "5.17",
+    "get_seq_length": "5.17",
+    "get_mask_sizes": "5.17",
+    "get_query_offset": "5.17",
+    "update_conv_state": "5.17",
+    "update_recurrent_state": "5.17",
+    "has_previous_state": "5.17",
+    "get_conv_state": "5.21",
+    "get_recurrent_state": "5.21",
+    "is_recording_past": "5.21",
+}
+"""The methods by which layers use their cache, which ``engine/cache.py`` has as well. Before 5.21 layers read the
+states from the items of ``cache.layers``."""
+OWN_CACHE_METHODS = {"get_linear_cache": "minimax", "set_linear_cache": "minimax"}
+"""Methods that a model adds in a cache class of its own."""
+SCAN = "mamba_selective_scan"
+"""The function by which the mixers of Mamba-1 scan, in their modules."""
+STATE_CALLS = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache", SCAN})
+"""Functions called by layers that carry a state from token to token."""
+KEY_CALLS = frozenset({"update", "get_seq_length"})
+"""Methods called by layers that keep keys and values, or count their positions."""
+LAYER_STATES = ("conv_states", "recurrent_states")
+"""Attributes of an item of ``cache.layers``, indexed by the number of a state; layers read them until 5.20."""
+RECORDS_PAST = "record_past"
+"""Attribute of such an item: a chunk of one token must not take the decoding path, which writes its state in place."""
+KEYS_AND_VALUES = ("keys", "values")
+"""Attributes of such an item in a filled cache."""
+STATES_IN_MODULES = ("conv1d_state", "recurrent_states", "recurrent_state", "ssm_state")
+"""Names of attributes in which modules keep a state themselves, outside of the cache (recurrent_gemma)."""
+
+# --- arguments of layers and of attention ----------------------------------------------------------------------------
+
+KEY_BIASES = ("alibi", "position_bias")
+"""Arguments that are added to the scores of all queries alike; one number for each key in the last dimension."""
+POSITIONS = ("position_ids", "cache_position")
+"""Arguments of layers that count tokens in their last dimension; the second is from before 5.17."""
+ROTATIONS = "position_embeddings"
+"""The argument of layers that holds cosine and sine ``[B, T, D]``."""
+OTHER_SEQUENCES = ("cross_attention_states", "encoder_hidden_states")
+"""Arguments that give layers another sequence than their own, whose keys and values use the same cache."""
+ROW_ENDS, ROW_IDS = "cu_seq_lens_q", "seq_idx"
+KERNEL_ROWS = (ROW_ENDS, "cu_seq_lens_k", "max_length_q", "max_length_k", ROW_IDS)
+"""Arguments that name packed rows to kernels. They count from the start of the sequence, so no chunk is given them."""
+UNREAD = (
+    *POSITIONS,
+    ROW_ENDS,
+    "cu_seq_lens_k",
+    ROW_IDS,
+    "token_type_ids",
+    "mm_token_type_ids",
+    "labels",
+    "shift_labels",
+    "num_items_in_batch",
+)
+"""Tensors that attention functions are handed and that say nothing which the mask does not: eager reads none. Arguments
+of the loss are among them, for models hand on what they do not know."""
+KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+"""Implementations that compute softmax(q k' + mask) v, as the engine's own attention does."""
+HUB_KERNELS = "kernels-community/"
+"""The same computed by kernels of the hub: they are published as drop-in replacements of these."""
+BY_POSITIONS = ("flash_attention", HUB_KERNELS)
+"""Attention that finds packed rows in ``position_ids`` by itself."""
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Arguments that give the kind of each token: 0 is text."""
+INDEXER_POOLING = "compress_ratio"
+"""Attribute of an indexer that pools so many keys; its cache keeps them as they were before their rotation."""
+KEPT_WINDOW = "keep_window_size"
+"""Key of configurations (doge) whose attention keeps so many keys, by a score of the value alone."""
+
+# --- attributes of models and configurations, all since 5.17 or before -----------------------------------------------
+
+_ATTENTION = "_attn_implementation_internal"  # of each configuration
+_CHANGES_ATTENTION = "_can_set_attn_implementation"  # of a model's class
+_RECORDED = "_can_record_outputs"  # None, or what to record of which modules
+_CHECKPOINTING = "_set_gradient_checkpointing"  # of a model
+_STATEFUL = "_is_stateful"
+_WIDE = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+_TIED = "all_tied_weights_keys"
+LOSS = "_loss_function"
+"""Attribute of a model that ``model.loss_function = f`` sets."""
+
+# --- functions and classes -------------------------------------------------------------------------------------------
+
+CACHE_CLASS = "cache_utils.Cache"
+LINEAR_CACHE = "cache_utils.LinearAttentionCacheLayerMixin"
+CONVERSIONS = "conversion_mapping.get_model_conversion_mapping"
+CONVERTER, RENAMING = "core_model_loading.WeightConverter", "core_model_loading.WeightRenaming"
+ANY_OF = "core_model_loading.build_glob_alternation"
+ORDER_OF_KEYS = "core_model_loading.dot_natural_key"
+RENAMED_KEY = "core_model_loading.rename_source_key"
+AS_IN_FILES = "core_model_loading.revert_weight_conversion"
+STREAMER = "generation.streamers.BaseStreamer"
+CAUSAL_LOSS = "loss.loss_utils.ForCausalLMLoss"
+LOSSES = "loss.loss_utils.LOSS_MAPPING"
+FIXED_LOSS = "loss.loss_utils.fixed_cross_entropy"
+CAUSAL_MASK = "masking_utils.causal_mask_function"
+FINDS_PACKED = "masking_utils.find_packed_sequence_indices"
+GGUF_KNOWN = "modeling_gguf_pytorch_utils.GGUF_SUPPORTED_ARCHITECTURES"
+GGUF_ORDERS = "modeling_gguf_pytorch_utils.TENSOR_PROCESSORS"
+GGUF_ORDER = "modeling_gguf_pytorch_utils.TensorProcessor"
+CHECKPOINTED_LAYER = "modeling_layers.GradientCheckpointingLayer"
+MTP_MODEL = "modeling_layers.MtpModel"
+ATTENTIONS = "modeling_utils.ALL_ATTENTION_FUNCTIONS"
+CAUSAL_NAMES = "models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+CONV1D = "pytorch_utils.Conv1D"
+QUANTIZERS = "quantizers.AutoHfQuantizer"
+HUB_FILE = "utils.hub.cached_file"
+HUB_COMMIT = "utils.hub.extract_commit_hash"
+FUNCTIONS = {
+    ANY_OF: "5.17",
+    AS_IN_FILES: "5.17",
+    ATTENTIONS: "5.17",
+    CACHE_CLASS: "5.17",
+    CAUSAL_LOSS: "5.17",
+    CAUSAL_MASK: "5.17",
+    CAUSAL_NAMES: "5.17",
+    CHECKPOINTED_LAYER: "5.17",
+    CONV1D: "5.17",
+    CONVERSIONS: "5.17",
+    CONVERTER: "5.17",
+    FINDS_PACKED: "5.17",
+    FIXED_LOSS: "5.17",
+    GGUF_KNOWN: "5.17",
+    GGUF_ORDER: "5.17",
+    GGUF_ORDERS: "5.17",
+    HUB_COMMIT: "5.17",
+    HUB_FILE: "5.17",
+    LINEAR_CACHE: "5.17",
+    LOSSES: "5.17",
+    MTP_MODEL: "5.17",
+    ORDER_OF_KEYS: "5.17",
+    QUANTIZERS: "5.17",
+    RENAMED_KEY: "5.17",
+    RENAMING: "5.17",
+    STREAMER: "5.17",
+}
+"""What is imported of its modules, and since when it is there: 5.17 is the oldest version that was looked at."""
+OF_MODELS = ("cache_utils.", "loss.", "masking_utils.", "modeling_layers.", "modeling_utils.")
+"""The modules that a model loads with it."""
+
+MASKS = {
+    "packed_sequence_mask_function.<locals>.inner_mask": "5.17",
+    "remap_positions_for_packed_sequence.<locals>.inner_mask": "5.23",
+    "sliding_window_overlay.<locals>.inner_mask": "5.17",
+    "chunked_overlay.<locals>.inner_mask": "5.17",
+    "blockwise_overlay.<locals>.inner_mask": "5.17",
+    "and_masks.<locals>.and_mask": "5.17",
+    "or_masks.<locals>.or_mask": "5.17",
+}
+"""Qualified names of the closures of ``masking_utils`` of which masks are composed."""
+PACKED, REMAPPED, WINDOW, SPAN, BLOCKS, EVERY, EITHER = MASKS
+HELD = {
+    PACKED: ("packed_sequence_mask",),
+    REMAPPED: ("mask_function", "position_ids"),
+    WINDOW: ("sliding_window",),
+    SPAN: ("chunk_size", "left_padding"),
+    BLOCKS: ("block_sequence_ids",),
+    EVERY: ("mask_functions",),
+    EITHER: ("mask_functions",),
+}
+"""The variables that each of them holds."""
+
+BALANCE_LOSS, BALANCE_ARGUMENTS = "load_balancing_loss_func", ("gate_logits", "num_experts", "top_k", "attention_mask")
+"""The balance loss in the module of a mixture of experts, and its parameters in all families that share its form."""
+RWKV_KERNEL, RWKV_LAYER, RWKV_SIZE = "rwkv_cuda_kernel", "layer_id", "attention_hidden_size"
+"""The loaded kernel in RWKV's module, and attributes of its layer and of its attention."""
+LAYER_NUMBERS = ("layer_idx", RWKV_LAYER, "layer_number", "block_idx")
+"""Attributes in which modules have the number of their layer."""
+MAKES_POSITIONS = "create_position_ids"
+"""Beginning of the names of functions that make positions from tokens."""
+
+
+def inside(name: str) -> Any:
+    """Return a function or class of :data:`FUNCTIONS`.
+
+    Raises:
+        VersionError: The installed version has none of that name.
+    """
+    assert name in FUNCTIONS, name
+    return _found(name)
+
+
+@lru_cache(maxsize=256)
+def _found(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(import_module(f"transformers.{module}"), attribute)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise lacks("transformers", f"transformers.{name}") from error
+
+
+def replace_inside(name: str, function: Callable[..., Any]) -> None:
+    """Put another function in the place of one of :data:`FUNCTIONS`, in its module."""
+    module, _, attribute = name.rpartition(".")
+    setattr(import_module(f"transformers.{module}"), attribute, function)
 
 
 @lru_cache(maxsize=512)
@@ -61,3 +270,98 @@ def renamed_cache(given: Mapping[str, Any], name: str) -> dict[str, Any]:
 def cache_by_name(forward: Callable[..., Any], cache: Any) -> dict[str, Any]:
     """Return the argument that gives a cache to a model's forward or to a function of ``transformers``."""
     return {cache_argument(forward, state=False) or CACHE: cache}
+
+
+def names_attention(config: Any) -> bool:
+    """Return True for a configuration that names an attention."""
+    return hasattr(config, _ATTENTION)
+
+
+def attention_of(config: Any) -> Any:
+    """Return the name of the attention by which a configuration's modules attend; None where they choose."""
+    return getattr(config, _ATTENTION)
+
+
+def set_attention(config: Any, name: Any) -> None:
+    """Name the attention by which a configuration's modules attend."""
+    setattr(config, _ATTENTION, name)
+
+
+def chooses_attention(model: PreTrainedModel) -> bool:
+    """Return True if layers attend by the function that their configuration names, False if each by its own code."""
+    return bool(getattr(model, _CHANGES_ATTENTION)())
+
+
+def recorded_outputs(module: Any, output: str) -> list[tuple[Any, str | None, int]]:
+    """Return which modules inside of a model are recorded as one of its outputs.
+
+    Returns:
+        The class of each, the end of its name or None, and the index of what it returns.
+    """
+    found = (getattr(module, _RECORDED, None) or {}).get(output)
+    specs = found if isinstance(found, list | tuple) else [] if found is None else [found]
+    return [
+        (getattr(spec, "target_class", spec), getattr(spec, "layer_name", None), getattr(spec, "index", 0))
+        for spec in specs
+    ]
+
+
+def is_stateful(model: Any) -> bool:
+    """Return True for a model whose cache is a state that cannot be cut back."""
+    return bool(getattr(model, _STATEFUL, False))
+
+
+def set_checkpointing(model: Any, enable: bool, function: Callable[..., Any]) -> None:
+    """Make every layer of a model recompute itself by a function, or no layer."""
+    getattr(model, _CHECKPOINTING)(enable=enable, gradient_checkpointing_func=function)
+
+
+def kept_wide(model: Any) -> set[str]:
+    """Return parts of the names of weights that a model keeps in float32, whatever its dtype."""
+    return {each for name in _WIDE for each in getattr(model, name, None) or ()}
+
+
+def tied_weights(model: Any) -> dict[str, str]:
+    """Return the names of tied weights, each with that of the weight it is tied to."""
+    return dict(getattr(model, _TIED, None) or {})
+
+
+@lru_cache(maxsize=1)
+def check_names() -> None:
+    """Check that the installed version has everything that a streamed model computes with; the rest is asked for later.
+
+    Raises:
+        VersionError: It lacks something.
+    """
+    for name, since in FUNCTIONS.items():
+        if _is_there(since) and name.startswith(OF_MODELS):
+            inside(name)
+    Cache, masking_utils = inside("cache_utils.Cache"), import_module("transformers.masking_utils")
+    wanted: list[tuple[Any, str, str]] = [
+        *((Cache, method, "cache_utils.Cache") for method, since in CACHE_METHODS.items() if _is_there(since)),
+        *(
+            (PreTrainedModel, name, "PreTrainedModel")
+            for name in (_CHANGES_ATTENTION, _RECORDED, _CHECKPOINTING, _STATEFUL, *_WIDE)
+        ),
+        (PreTrainedConfig(), _ATTENTION, "PreTrainedConfig"),
+    ]
+    for owner, name, called in wanted:
+        if not hasattr(owner, name):
+            raise lacks("transformers", f"{called}.{name}")
+    for name, since in MASKS.items():
+        maker, _, inner = name.partition(".<locals>.")
+        if _is_there(since):
+            held = _closure_of(getattr(masking_utils, maker, None), inner)
+            if not set(HELD[name]) <= held:
+                raise lacks("transformers", f"masking_utils.{maker} that holds {' and '.join(HELD[name])}")
+
+
+def _is_there(since: str) -> bool:
+    """Return True if the installed version is not older than ``since``."""
+    return tuple(map(int, installed("transformers").split(".")[:2])) >= tuple(map(int, since.split(".")))
+
+
+def _closure_of(maker: Any, inner: str) -> set[str]:
+    """Return the variables that a closure made in a function holds, an empty set where it makes none of that name."""
+    codes = [] if maker is None else inspect.unwrap(maker).__code__.co_consts
+    return {name for code in codes if getattr(code, "co_name", None) == inner for name in code.co_freevars}

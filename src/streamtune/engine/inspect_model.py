@@ -13,18 +13,29 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
-from transformers import PreTrainedModel, modeling_layers
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PreTrainedModel
 
 from streamtune.engine.call import hands_on_cache, takes_cache
+from streamtune.engine.hf_names import (
+    ATTENTIONS,
+    CHECKPOINTED_LAYER,
+    HUB_KERNELS,
+    KEY_CALLS,
+    KNOWN_ATTENTION,
+    MTP_MODEL,
+    STATE_CALLS,
+    STATES_IN_MODULES,
+    attention_of,
+    chooses_attention,
+    inside,
+    names_attention,
+)
 from streamtune.engine.own_attention import FORMS, is_ours
 from streamtune.engine.scan import code_names
 from streamtune.engine.sharded import FlatParametersError
 from streamtune.errors import UnsupportedModelError
 
 __all__ = [
-    "HUB_KERNELS",
     "REFUSED_OUTPUTS",
     "attention_configs",
     "base_model",
@@ -37,21 +48,11 @@ __all__ = [
     "owners",
 ]
 
-KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-"""Implementations of ``transformers`` that compute softmax(q k' + mask) v, as the engine's own attention does."""
-HUB_KERNELS = "kernels-community/"
-"""The same computed by kernels of the hub: they are published as drop-in replacements of these."""
+_GradientCheckpointingLayer = inside(CHECKPOINTED_LAYER)
 
 REFUSED_OUTPUTS = {
     "output_attentions": "attention weights are never built",
 }
-
-STATES = {"update_conv_state", "update_recurrent_state", "set_linear_cache", "mamba_selective_scan"}
-"""Functions called by layers that carry a state from token to token."""
-KEYS = {"update", "get_seq_length"}
-"""Functions called by layers that keep keys and values, or count their positions."""
-STATES_IN_MODULES = ("conv1d_state", "recurrent_states", "recurrent_state", "ssm_state")
-"""Names of attributes in which modules keep a state themselves, outside of the cache."""
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -97,7 +98,7 @@ def _outermost_layers(module: nn.Module, in_lists: bool) -> Iterator[nn.Module]:
     """Yield the layers inside of a module; with ``in_lists`` the members of module lists count as such."""
     for child in module.children():
         listed = isinstance(module, nn.ModuleList) and in_lists and hands_on_cache(child)
-        if listed or (isinstance(child, GradientCheckpointingLayer) and takes_cache(child)):
+        if listed or (isinstance(child, _GradientCheckpointingLayer) and takes_cache(child)):
             yield child
         else:
             yield from _outermost_layers(child, in_lists)
@@ -105,12 +106,12 @@ def _outermost_layers(module: nn.Module, in_lists: bool) -> Iterator[nn.Module]:
 
 def carries_states(layer: nn.Module) -> bool:
     """Return True if a module of the layer calls a function that carries a state from token to token."""
-    return any(STATES & set(code_names(type(module))) for module in layer.modules())
+    return any(STATE_CALLS & set(code_names(type(module))) for module in layer.modules())
 
 
 def keeps_keys(layer: nn.Module) -> bool:
     """Return True if a module of the layer seems to call a function that keeps keys and values."""
-    return any(KEYS & set(code_names(type(module))) for module in layer.modules())
+    return any(KEY_CALLS & set(code_names(type(module))) for module in layer.modules())
 
 
 def both_at_once(model: nn.Module) -> str | None:
@@ -142,8 +143,8 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
     configs = attention_configs(model, layers)
     if own is None:
         for config in configs:
-            _check_attention(name, config._attn_implementation_internal)
-    if isinstance(model, getattr(modeling_layers, "MtpModel", ())):
+            _check_attention(name, attention_of(config))
+    if isinstance(model, inside(MTP_MODEL)):
         raise UnsupportedModelError(
             f"{name} holds layers for multi-token prediction, which only draft: transformers gives them no loss",
             mend="stream the causal language model they belong to",
@@ -194,7 +195,7 @@ def _check_attention(model: str, name: str | None) -> None:
     """
     if name is None or is_ours(name) or name.startswith(HUB_KERNELS):
         return
-    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    function = inside(ATTENTIONS).get(name)
     known = name in KNOWN_ATTENTION and str(getattr(function, "__module__", "transformers.")).startswith(
         "transformers."
     )
@@ -220,7 +221,7 @@ def owners(model: PreTrainedModel, layers: list[nn.Module]) -> list[PreTrainedMo
 def own_attention(model: PreTrainedModel, layers: list[nn.Module]) -> str | None:
     """Return the attention of layers that do not use ``transformers``' ``AttentionInterface``; None for others."""
     owner = owners(model, layers)[-1]
-    return None if owner._can_set_attn_implementation() else str(owner.config._attn_implementation_internal)
+    return None if chooses_attention(owner) else str(attention_of(owner.config))
 
 
 def attention_configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[Any]:
@@ -228,9 +229,5 @@ def attention_configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[A
     found: list[Any] = [model.config.get_text_config(decoder=True)]
     found += [module.config for module in owners(model, layers)]
     for layer in layers:
-        found += [
-            m.config
-            for m in layer.modules()
-            if hasattr(m, "config") and hasattr(m.config, "_attn_implementation_internal")
-        ]
+        found += [m.config for m in layer.modules() if hasattr(m, "config") and names_attention(m.config)]
     return list({id(config): config for config in found}.values())

@@ -21,7 +21,7 @@ from streamtune.engine.chain import chained_call
 from streamtune.engine.context import CallContext
 from streamtune.engine.embeddings import take
 from streamtune.engine.fused import FusedParts
-from streamtune.engine.hf_names import STATE
+from streamtune.engine.hf_names import KEPT_WINDOW, STATE, attention_of, names_attention
 from streamtune.engine.kv import Past, refuse_past
 from streamtune.engine.last_call import LastLayerCall
 from streamtune.engine.leaves import check_leaves
@@ -86,7 +86,7 @@ class StreamedForward:
         self.narrow_states = False
         """True if its last call passed on a state in a narrower dtype than that of its hidden states."""
         configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
-        self.configs = [config for config in configs if hasattr(config, "_attn_implementation_internal")]
+        self.configs = [config for config in configs if names_attention(config)]
         self.own = None if own is None else OwnAttention(own, tuple(self.configs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -266,17 +266,17 @@ class StreamedForward:
         number of keys, which is smaller in a chunk.
         """
         for config in self.configs:
-            kept = getattr(config, "keep_window_size", None)
+            kept = getattr(config, KEPT_WINDOW, None)
             if kept is not None and length > kept:
                 raise UnsupportedModelError(
-                    f"of {length} tokens the attention keeps keep_window_size={kept} by a score that repeated tokens "
+                    f"of {length} tokens the attention keeps {KEPT_WINDOW}={kept} by a score that repeated tokens "
                     "share, so that what it keeps depends on the chunk",
                     where=type(self.layer).__name__,
                     mend=f"train on rows of at most {kept} tokens",
                 )
-            if not is_ours(config._attn_implementation_internal):
+            if not is_ours(attention_of(config)):
                 raise UnsupportedModelError(
-                    f"the attention was set to {config._attn_implementation_internal!r} while the model is streamed",
+                    f"the attention was set to {attention_of(config)!r} while the model is streamed",
                     where=type(self.layer).__name__,
                     mend="call set_attn_implementation before stream(model), or .remove() the stream first",
                 )

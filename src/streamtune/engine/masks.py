@@ -20,15 +20,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import masking_utils
-from transformers.masking_utils import causal_mask_function
 
+from streamtune.engine.hf_names import (
+    BLOCKS,
+    CAUSAL_MASK,
+    EITHER,
+    EVERY,
+    FINDS_PACKED,
+    HELD,
+    PACKED,
+    REMAPPED,
+    SPAN,
+    WINDOW,
+    inside,
+    replace_inside,
+)
 from streamtune.ops.attention.runs import contiguous, run_starts
 from streamtune.ops.launching import host_copy, known_host_copy, with_host_copy
 
 __all__ = ["Facts", "recognise"]
 
-_find_packed_sequence_indices = masking_utils.find_packed_sequence_indices
+_causal_mask_function = inside(CAUSAL_MASK)
+_find_packed_sequence_indices = inside(FINDS_PACKED)
 
 Function = Callable[..., Any]
 
@@ -87,7 +100,7 @@ def _facts(function: Function, position_BT: Tensor) -> Facts:
 
     All of it is computed on the host.
     """
-    if function is causal_mask_function:
+    if function is _causal_mask_function:
         return Facts(causal=True)
     read = _READERS.get(getattr(function, "__qualname__", ""))
     facts = read(function, position_BT) if read is not None else None
@@ -95,17 +108,17 @@ def _facts(function: Function, position_BT: Tensor) -> Facts:
 
 
 def _window(function: Function, position_BT: Tensor) -> Facts | None:
-    size = _closed(function, "sliding_window")
+    (size,) = _closed(function, WINDOW)
     return Facts(window=size) if isinstance(size, int) else None
 
 
 def _packed(function: Function, position_BT: Tensor) -> Facts | None:
-    ids = _closed(function, "packed_sequence_mask")
+    (ids,) = _closed(function, PACKED)
     return Facts(row_start=run_starts(host_copy(ids))) if _are_runs(ids, position_BT) else None
 
 
 def _span(function: Function, position_BT: Tensor) -> Facts | None:
-    size, left = _closed(function, "chunk_size"), _closed(function, "left_padding")
+    size, left = _closed(function, SPAN)
     if not isinstance(size, int) or not isinstance(left, Tensor):
         return None
     rows = max(left.shape[0], position_BT.shape[0])
@@ -115,7 +128,7 @@ def _span(function: Function, position_BT: Tensor) -> Facts | None:
 
 def _block(function: Function, position_BT: Tensor) -> Facts | None:
     """Return a part's blocks. Only :func:`_either` calls this: they have a meaning only in an or with a causal mask."""
-    ids = _closed(function, "block_sequence_ids")
+    (ids,) = _closed(function, BLOCKS)
     if not _are_runs(ids, position_BT):
         return None
     ids = host_copy(ids)
@@ -125,7 +138,7 @@ def _block(function: Function, position_BT: Tensor) -> Facts | None:
 
 def _every(function: Function, position_BT: Tensor) -> Facts | None:
     """Return the facts of ``and_masks``: those of all its parts, joined."""
-    parts = _closed(function, "mask_functions")
+    (parts,) = _closed(function, EVERY)
     if not parts:
         return None
     facts = Facts()
@@ -140,8 +153,9 @@ def _every(function: Function, position_BT: Tensor) -> Facts | None:
 
 def _either(function: Function, position_BT: Tensor) -> Facts | None:
     """Return the facts of ``or_masks`` of a causal mask and blocks, None for other parts."""
-    parts: Any = _closed(function, "mask_functions") or ()
-    if len(parts) != 2 or getattr(parts[1], "__qualname__", "") != "blockwise_overlay.<locals>.inner_mask":
+    (held,) = _closed(function, EITHER)
+    parts: Any = held or ()
+    if len(parts) != 2 or getattr(parts[1], "__qualname__", "") != BLOCKS:
         return None
     base, blocks = _facts(parts[0], position_BT), _block(parts[1], position_BT)
     if blocks is None or not base.causal or base.block_start is not None or base.rest:
@@ -151,7 +165,7 @@ def _either(function: Function, position_BT: Tensor) -> Facts | None:
 
 def _remapped(function: Function, row_start: Tensor | None) -> Facts:
     """Return the facts of a mask of positions that restart; within a packed row they differ by as much as places do."""
-    positions = _closed(function, "position_ids")
+    inner, positions = _closed(function, REMAPPED)
     opaque = Facts(rest=(function,))
     if row_start is None or not isinstance(positions, Tensor) or positions.shape[1] != row_start.shape[1]:
         return opaque
@@ -160,7 +174,7 @@ def _remapped(function: Function, row_start: Tensor | None) -> Facts:
     restarts = (positions.diff(dim=1) != 1) & (row_start[:, 1:] != places[1:])
     if bool(restarts.any()):
         return opaque
-    facts = _facts(_closed(function, "mask_function"), positions)
+    facts = _facts(inner, positions)
     if facts.rest or facts.row_start is not None or facts.block_start is not None:
         # Known or not, its positions are not places. That it is causal is true of both.
         return replace(opaque, causal=facts.causal and facts.block_start is None)
@@ -209,23 +223,22 @@ def _are_runs(ids: Any, position_BT: Tensor) -> bool:
 
 
 def _is_remap(function: Function) -> bool:
-    return getattr(function, "__qualname__", "") == "remap_positions_for_packed_sequence.<locals>.inner_mask"
+    return getattr(function, "__qualname__", "") == REMAPPED
 
 
-def _closed(function: Function, name: str) -> Any:
-    """Return the value of a variable that a closure holds, or None."""
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    if code is None or not cells or name not in code.co_freevars:
-        return None
-    return cells[code.co_freevars.index(name)].cell_contents
+def _closed(function: Function, kind: str) -> tuple[Any, ...]:
+    """Return the values of the variables that a closure of a kind holds; None for one that it does not hold."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    held = dict(zip(names, (cell.cell_contents for cell in getattr(function, "__closure__", None) or ()), strict=True))
+    return tuple(held.get(name) for name in HELD[kind])
 
 
 _READERS: dict[str, Callable[[Function, Tensor], Facts | None]] = {
-    "and_masks.<locals>.and_mask": _every,
-    "or_masks.<locals>.or_mask": _either,
-    "sliding_window_overlay.<locals>.inner_mask": _window,
-    "chunked_overlay.<locals>.inner_mask": _span,
-    "packed_sequence_mask_function.<locals>.inner_mask": _packed,
+    EVERY: _every,
+    EITHER: _either,
+    WINDOW: _window,
+    SPAN: _span,
+    PACKED: _packed,
 }
 """By the qualified name of the closure: these are local functions of ``transformers.masking_utils``."""
 
@@ -243,4 +256,4 @@ def _found_on_the_host(position_ids: Tensor) -> Tensor | None:
     return None if ids is None else with_host_copy(ids, position_ids.device)
 
 
-masking_utils.find_packed_sequence_indices = _found_on_the_host
+replace_inside(FINDS_PACKED, _found_on_the_host)

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from streamtune.engine.hf_names import CACHE, cache_argument, parameters_of, renamed_cache
-from streamtune.engine.inspect_model import HUB_KERNELS
+from streamtune.engine.hf_names import BY_POSITIONS, CACHE, cache_argument, parameters_of, renamed_cache
 from streamtune.engine.rows import PackedRows, names_several_rows
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.labels import IGNORE_INDEX
@@ -29,8 +28,6 @@ __all__ = ["ModelCall", "mark_read", "refuse_surroundings"]
 TOKENS = ("input_ids", "inputs_embeds")
 READ = "_streamtune_read"
 """What marks a cache that a call with gradients has read."""
-BY_POSITIONS = ("flash_attention", HUB_KERNELS)
-"""Attention of ``transformers`` that finds packed rows in ``position_ids`` by itself."""
 
 
 @lru_cache(maxsize=64)

@@ -24,6 +24,7 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from streamtune.engine.hf_names import attention_of, set_attention
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.simulated import DeviceFunctions
 
@@ -140,14 +141,14 @@ def function_modes() -> tuple[TorchFunctionMode, ...]:
 @contextmanager
 def attention_as(configs: list[Any], names: list[Any]) -> Iterator[None]:
     """Set the configs' attention implementations to ``names`` inside the context."""
-    before = [config._attn_implementation_internal for config in configs]
+    before = [attention_of(config) for config in configs]
     try:
         for config, name in zip(configs, names, strict=True):
-            config._attn_implementation_internal = name
+            set_attention(config, name)
         yield
     finally:
         for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
+            set_attention(config, name)
 
 
 def restore_forward(module: nn.Module, before: Any) -> None:

@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from streamtune.engine.hf_names import BALANCE_ARGUMENTS, BALANCE_LOSS, recorded_outputs
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops.exchange import summed
@@ -41,9 +42,6 @@ __all__ = [
     "not_balanced",
     "reduced",
 ]
-
-KNOWN_FORM = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-"""Parameters of the balance loss all families of transformers share."""
 
 
 @dataclass(frozen=True)
@@ -259,8 +257,8 @@ class RouterWatch:
         name = type(self.model).__name__
         if not self._hooks:
             raise UnsupportedModelError(f"{name} has no router in its decoder layers, so there is nothing to balance")
-        form = getattr(sys.modules[type(self.model).__module__], "load_balancing_loss_func", None)
-        if form is None or list(inspect.signature(form).parameters) != KNOWN_FORM:
+        form = getattr(sys.modules[type(self.model).__module__], BALANCE_LOSS, None)
+        if form is None or tuple(inspect.signature(form).parameters) != BALANCE_ARGUMENTS:
             raise UnsupportedModelError(
                 f"{name} has a balance loss of its own form, which is not streamed",
                 mend="train it without output_router_logits",
@@ -313,13 +311,10 @@ def reduced(counts: Tensor) -> Tensor:
 
 def _routers(model: nn.Module, layer: nn.Module) -> Iterator[tuple[nn.Module, int]]:
     """Yield a layer's modules whose output transformers records as router logits, each with that output's index."""
-    specs: list[Any] = []
-    for module in model.modules():
-        recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
-        specs += recorded if isinstance(recorded, list | tuple) else [] if recorded is None else [recorded]
+    recorded = [spec for module in model.modules() for spec in recorded_outputs(module, "router_logits")]
     for name, module in layer.named_modules():
-        for spec in specs:
-            kind, where = getattr(spec, "target_class", spec), getattr(spec, "layer_name", None)
-            if isinstance(kind, type) and isinstance(module, kind) and (where is None or name.endswith(where)):
-                yield module, getattr(spec, "index", 0)
+        for kind, where, index in recorded:
+            of_kind = isinstance(kind, type) and isinstance(module, kind)
+            if of_kind and (where is None or name.endswith(where)):
+                yield module, index
                 break

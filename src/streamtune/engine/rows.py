@@ -35,20 +35,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamtune.engine.hf_names import ROW_ENDS, ROW_IDS
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import Branch, BranchTable, LazyMask, row_starts
 from streamtune.ops.launching import host_copy
 from streamtune.schedule import Schedule
 
-__all__ = ["OTHER_WORDS", "Branches", "PackedRows", "names_several_rows"]
-
-OTHER_WORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Arguments that name packed rows to kernels. They count from the start of the sequence, so no chunk is given them."""
+__all__ = ["Branches", "PackedRows", "names_several_rows"]
 
 
 def names_several_rows(arguments: dict[str, Any]) -> bool:
     """Return True if the arguments that are meant for kernels name more than one row."""
-    ends, ids = arguments.get("cu_seq_lens_q"), arguments.get("seq_idx")
+    ends, ids = arguments.get(ROW_ENDS), arguments.get(ROW_IDS)
     several = isinstance(ends, Tensor) and ends.numel() > 2
     return several or (isinstance(ids, Tensor) and bool((ids != ids.flatten()[0]).any()))
 

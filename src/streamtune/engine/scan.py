@@ -24,12 +24,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streamtune.engine.cache import ChunkCache
+from streamtune.engine.hf_names import SCAN
 from streamtune.engine.observe import restore_forward
 
 __all__ = ["carried_scan", "code_names", "mixers_with_a_bare_scan", "scan_from"]
-
-SCAN = "mamba_selective_scan"
-"""The name under which the mixers of transformers call the scan."""
 
 
 def mixers_with_a_bare_scan(layer: nn.Module) -> list[nn.Module]:

@@ -21,6 +21,7 @@ from streamtune.engine.attention import NAME
 from streamtune.engine.context import CallContext
 from streamtune.engine.embeddings import StreamedEmbedding, read, token_embedding
 from streamtune.engine.head import StreamedHead, has_head
+from streamtune.engine.hf_names import attention_of, check_names, set_attention
 from streamtune.engine.inspect_model import (
     REFUSED_OUTPUTS,
     attention_configs,
@@ -52,6 +53,7 @@ from streamtune.engine.weights.waiting import WaitingWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.model_device import model_device
 from streamtune.schedule import Schedule
+from streamtune.versions import blamed, untested
 
 __all__ = ["StreamHandle", "decoder_layers", "stream"]
 
@@ -124,6 +126,21 @@ class StreamHandle:
         sequence_parallel: SequenceParallel | None = None,
         short: Schedule | None = None,
     ) -> None:
+        check_names()
+        if text := untested():
+            warnings.warn(text, stacklevel=3)
+        with blamed():
+            self._install(model, schedule, head, router_loss, sequence_parallel, short)
+
+    def _install(
+        self,
+        model: nn.Module,
+        schedule: Schedule,
+        head: bool,
+        router_loss: RouterLoss | None,
+        sequence_parallel: SequenceParallel | None,
+        short: Schedule | None,
+    ) -> None:
         self.model = base_model(model)
         if head:
             _refuse_own_loss(model)
@@ -155,13 +172,11 @@ class StreamHandle:
         self.routers = RouterWatch(self.model, self.layers, router_loss)
         self._checkpointing: set[Any] = set()
         self._warned, self._length = False, 0
-        self.attention = [
-            (config, config._attn_implementation_internal) for config in attention_configs(self.model, self.layers)
-        ]
+        self.attention = [(config, attention_of(config)) for config in attention_configs(self.model, self.layers)]
         self.own_attention = own_attention(self.model, self.layers)
         """The implementation that layers which compute their attention themselves keep; None where ours is used."""
         for config, _ in self.attention:
-            config._attn_implementation_internal = NAME if self.own_attention is None else over(self.own_attention)
+            set_attention(config, NAME if self.own_attention is None else over(self.own_attention))
         self.tiers, self._last_call = Tiers(schedule), LastLayerCall[LayerStream]()
         self.waiting: WaitingWeights | None = None
         """The weights that wait on the host; None where all are on the device."""
@@ -311,13 +326,14 @@ class StreamHandle:
         Raises:
             UnsupportedModelError: They differ; the layer is named. The model is left as it was, still streamed.
         """
-        check_exact(self)
-        check_order(self)
-        if self.sequence_parallel is not None:
-            check_shared(self)
-        else:
-            for tokens in lengths_to_check(self) if length is None else [length]:
-                check_length(self, tokens)
+        with blamed():
+            check_exact(self)
+            check_order(self)
+            if self.sequence_parallel is not None:
+                check_shared(self)
+            else:
+                for tokens in lengths_to_check(self) if length is None else [length]:
+                    check_length(self, tokens)
 
     @torch.no_grad()
     def count_routes(self, batches: Iterable[dict[str, Any]]) -> Tensor:
@@ -411,7 +427,7 @@ class StreamHandle:
         for rotation in self._rotations:
             rotation.remove()
         for config, implementation in self.attention:
-            config._attn_implementation_internal = implementation
+            set_attention(config, implementation)
         for module in self._checkpointing:
             module.gradient_checkpointing = True
         ungather_whole(self._gathered)

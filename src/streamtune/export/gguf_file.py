@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from streamtune.engine.hf_names import GGUF_KNOWN, GGUF_ORDER, GGUF_ORDERS, inside
+
 __all__ = ["GgufFile", "weights_of"]
 
 ROUNDINGS = {"F32": 2.0**-23, "F16": 2.0**-11, "BF16": 2.0**-8}
@@ -37,16 +39,15 @@ class GgufFile:
 
     def __init__(self, path: Path, model: Any) -> None:
         import gguf
-        from transformers import modeling_gguf_pytorch_utils as reading
 
         self._reader = gguf.GGUFReader(path)
         self.tensors = {each.name: each for each in self._reader.tensors}
         self.architecture = str(self.fact("general.architecture"))
-        self.known = self.architecture in reading.GGUF_SUPPORTED_ARCHITECTURES
+        self.known = self.architecture in inside(GGUF_KNOWN)
         """True if the order in which its weights are stored is known, so that each number has one place."""
         config = model.config.get_text_config(decoder=True)
-        made = reading.TENSOR_PROCESSORS.get(self.architecture, reading.TensorProcessor)
-        self._order = made(config=config.to_dict()) if self.known else reading.TensorProcessor()
+        made = inside(GGUF_ORDERS).get(self.architecture, inside(GGUF_ORDER))
+        self._order = made(config=config.to_dict()) if self.known else inside(GGUF_ORDER)()
         numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
         layers = config.num_hidden_layers
         self._names = (

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.adapters import base_of
+from streamtune.engine.hf_names import tied_weights
 from streamtune.errors import ArgumentError
 from streamtune.models.quantize import dequantised, is_quantised
 
@@ -41,7 +42,7 @@ def merged_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Ite
             dtype of the model.
     """
     base = base_of(model)
-    tied = {} if must_untie(model) else _tied(base)
+    tied = {} if must_untie(model) else tied_weights(base)
     seen: set[int] = set()
     for name, value, own in _walk(base, base, "", base.dtype):
         if name in tied or id(own) in seen:
@@ -209,7 +210,7 @@ def must_untie(model: nn.Module) -> bool:
     adapted = set(adapted_modules(model)) if hasattr(base, "peft_config") or base is not model else set()
     touched = {
         pair
-        for pair in _tied(base).items()
+        for pair in tied_weights(base).items()
         if adapted & {name.rpartition(".")[0] for name in pair} and not _share_trained(base, pair)
     }
     if not touched:
@@ -233,9 +234,3 @@ def _share_trained(base: Any, pair: tuple[str, str]) -> bool:
         return False
     first, second = (inner._parameters.get(key) for (inner, _), key in found)
     return first is not None and first is second
-
-
-def _tied(base: nn.Module) -> dict[str, str]:
-    """Return the names of weights that are others of the model, with the names of those."""
-    found: dict[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
-    return dict(found)

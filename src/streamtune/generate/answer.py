@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.generation.streamers import BaseStreamer
 
 from streamtune import data, models
 from streamtune.adapters import base_of
+from streamtune.engine.hf_names import STREAMER, inside
 from streamtune.errors import ArgumentError
 from streamtune.export import find_trained, load_trained
 from streamtune.generate.prompts import Asked, ToolPrompt
@@ -94,7 +94,7 @@ class Answer:
         return (self.tokens - 1) / self.seconds if self.tokens > 1 and self.seconds > 0 else 0.0
 
 
-class _Printer(BaseStreamer):
+class _Printer(inside(STREAMER)):  # type: ignore[misc]
     """Hands on the text of tokens as they come, and counts them.
 
     A character may be made of several tokens: text is handed on when it is whole.

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
+from streamtune.engine.hf_names import CONV1D, inside
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.models import loftq
 from streamtune.models.adapter_settings import PEFT_FORM, check_saved_settings
@@ -258,7 +258,7 @@ def _added(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_tokens: Seq
 
 
 def _linear_names(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+    return [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, inside(CONV1D)))]
 
 
 def _ends_with(name: str, end: str) -> bool:
@@ -523,7 +523,7 @@ def _train_columns(model: nn.Module, config: Any) -> None:
                 where="adapter_type",
                 mend="write adapter_type: lora, or use the checkpoint it was made from",
             )
-    config._register_custom_module({nn.Linear: PacaLinear, Conv1D: PacaLinear})
+    config._register_custom_module({nn.Linear: PacaLinear, inside(CONV1D): PacaLinear})
 
 
 def low_rank_layers(adapted: Any) -> Iterator[tuple[str, Any]]:

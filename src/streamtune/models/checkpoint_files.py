@@ -28,17 +28,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    build_glob_alternation,
-    dot_natural_key,
-    rename_source_key,
-)
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file, extract_commit_hash
 
+from streamtune.engine.hf_names import (
+    ANY_OF,
+    CONVERSIONS,
+    CONVERTER,
+    HUB_COMMIT,
+    HUB_FILE,
+    ORDER_OF_KEYS,
+    RENAMED_KEY,
+    RENAMING,
+    SAFE_FILE,
+    SAFE_INDEX,
+    inside,
+)
 from streamtune.errors import ArgumentError, StreamTuneError
 from streamtune.models.load import check_exists, is_memory_error, loading_error, read_config
 from streamtune.models.safety import check_folder
@@ -123,19 +126,19 @@ class CheckpointFiles:
         first: dict[int, str] = {}
         self._aliases = {name: first.setdefault(id(value), name) for name, value in state.items()}
         self.dtypes = _dtypes(model, state)
-        mapping = get_model_conversion_mapping(model)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        mapping = inside(CONVERSIONS)(model)
+        renamings = [entry for entry in mapping if isinstance(entry, inside(RENAMING))]
+        converters = [entry for entry in mapping if isinstance(entry, inside(CONVERTER))]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-        prefix = model.base_model_prefix
-        for key in sorted(self._files, key=dot_natural_key):
-            name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        prefix, renamed = model.base_model_prefix, inside(RENAMED_KEY)
+        for key in sorted(self._files, key=inside(ORDER_OF_KEYS)):
+            name, pattern = renamed(key, renamings, converters, prefix, state)
             if name not in state and key in state:
-                name, pattern = rename_source_key(key, [], [], base_model_prefix=prefix, meta_state_dict=state)
+                name, pattern = renamed(key, [], [], base_model_prefix=prefix, meta_state_dict=state)
             if name not in state:
                 continue  # the model has no use for it
             self._used.add(key)
-            made = WeightRenaming(key, name) if pattern is None else copy.deepcopy(by_pattern[pattern])
+            made = inside(RENAMING)(key, name) if pattern is None else copy.deepcopy(by_pattern[pattern])
             if pattern is None:
                 self._check_size(key, name, state[name])
             load = self._loads.setdefault(name, made)
@@ -161,7 +164,7 @@ class CheckpointFiles:
         """Record the conversion that gives each parameter; refuse files that lack some."""
         for start, load in self._loads.items():
             names = [start]
-            if isinstance(load, WeightConverter) and len(load.target_patterns) > 1:
+            if isinstance(load, inside(CONVERTER)) and len(load.target_patterns) > 1:
                 ends = [pattern.replace("*", "") for pattern in load.target_patterns]
                 used = next((end for end in ends if end in start), None)
                 names += [start.replace(used, end) for end in ends if used is not None and end != used]
@@ -231,7 +234,7 @@ def _dtypes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, to
     plan = model._get_dtype_plan(model.dtype)
     found = {name: value.dtype for name, value in state.items()}
     if plan:
-        pattern, groups, _ = build_glob_alternation(list(plan))
+        pattern, groups, _ = inside(ANY_OF)(list(plan))
         for name in found:
             if (match := pattern.search(name)) is not None and match.lastgroup is not None:
                 found[name] = plan[groups[match.lastgroup]]
@@ -242,12 +245,12 @@ def _find(name_or_path: str) -> dict[str, Path]:
     """Return the file of each tensor."""
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     try:
-        index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME, **options)
+        index = inside(HUB_FILE)(name_or_path, SAFE_INDEX, **options)
         if index is not None:
             listed: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-            paths = {name: cached_file(name_or_path, name) for name in dict.fromkeys(listed.values())}
+            paths = {name: inside(HUB_FILE)(name_or_path, name) for name in dict.fromkeys(listed.values())}
             return {key: Path(str(paths[name])) for key, name in listed.items()}
-        single = cached_file(name_or_path, SAFE_WEIGHTS_NAME, **options)
+        single = inside(HUB_FILE)(name_or_path, SAFE_FILE, **options)
         if single is not None:
             with safe_open(single, framework="pt") as file:
                 return dict.fromkeys(file.keys(), Path(single))
@@ -351,7 +354,7 @@ def _commit_of(name: str) -> str | None:
     if escape_of(name):
         return None
     try:
-        found = cached_file(
+        found = inside(HUB_FILE)(
             name,
             "config.json",
             _raise_exceptions_for_missing_entries=False,
@@ -360,7 +363,7 @@ def _commit_of(name: str) -> str | None:
         )
     except Exception:  # whatever it is, loading the model meets it as well and says so
         return None
-    return extract_commit_hash(found, None)
+    return inside(HUB_COMMIT)(found, None)
 
 
 def _hash_of(path: Path) -> str:

@@ -26,10 +26,9 @@ from contextlib import contextmanager
 
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from streamtune.adapters import base_of
+from streamtune.engine.hf_names import AS_IN_FILES, SAFE_FILE, SAFE_INDEX, inside, tied_weights
 from streamtune.models.adapters import is_written_as_lora, written_adapters
 from streamtune.models.loftq import keep_taken
 
@@ -270,15 +269,15 @@ def write_shards(
             total += values.nbytes
     flush()
     if len(written) == 1:
-        (folder / "part-00000.safetensors").rename(folder / SAFE_WEIGHTS_NAME)
+        (folder / "part-00000.safetensors").rename(folder / SAFE_FILE)
         return
     places: dict[str, str] = {}
     for number, names in enumerate(written):
-        name = SAFE_WEIGHTS_NAME.replace(".", f"-{number + 1:05d}-of-{len(written):05d}.")
+        name = SAFE_FILE.replace(".", f"-{number + 1:05d}-of-{len(written):05d}.")
         (folder / f"part-{number:05d}.safetensors").rename(folder / name)
         places |= dict.fromkeys(names, name)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / SAFE_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _with_buffers(model: Any, found: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
@@ -324,10 +323,10 @@ def _layer(name: str) -> str:
 
 def _as_saved(model: Any, group: dict[str, Tensor], untied: bool = False) -> dict[str, Tensor]:
     """Return tensors with names and shapes as ``save_pretrained`` writes them; of tied weights, only one."""
-    tied = {} if untied else getattr(model, "all_tied_weights_keys", None) or {}
+    tied = {} if untied else tied_weights(model)
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = {tied.get(name, name): values for name, values in group.items() if name not in ignored}
-    converted: dict[str, Tensor] = revert_weight_conversion(model, kept)
+    converted: dict[str, Tensor] = inside(AS_IN_FILES)(model, kept)
     return converted
 
 
@@ -336,7 +335,7 @@ def _write_configuration(model: Any, folder: Path) -> None:
     written = {path.name for path in folder.iterdir()}
     model.save_pretrained(folder / "configuration", state_dict={})
     for path in (folder / "configuration").iterdir():
-        if path.name not in written and not path.name.startswith(SAFE_WEIGHTS_NAME.split(".")[0] + "."):
+        if path.name not in written and not path.name.startswith(SAFE_FILE.split(".")[0] + "."):
             path.rename(folder / path.name)
         else:
             path.unlink()

@@ -22,8 +22,8 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from streamtune.engine.hf_names import CAUSAL_NAMES, inside
 from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
 from streamtune.models.loftq import QuantisationChange
 from streamtune.models.positions import RopeChange, position_limit, pretrained_positions
@@ -339,7 +339,7 @@ def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
     Raises:
         ArgumentError: An unknown model type or key, or a value its class does not take.
     """
-    known_types = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING)
+    known_types = sorted(name for name in inside(CAUSAL_NAMES) if name in CONFIG_MAPPING)
     model_type = str(keys.get("model_type", ""))
     if model_type not in known_types:
         hint = did_you_mean(model_type, known_types)

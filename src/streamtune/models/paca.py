@@ -19,8 +19,8 @@ import torch
 from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers.pytorch_utils import Conv1D
 
+from streamtune.engine.hf_names import CONV1D, inside
 from streamtune.ops.fused import outer
 
 __all__ = ["Columns", "PacaLinear"]
@@ -52,7 +52,9 @@ class PacaLinear(lora.Linear):
     """
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, *, config: Any, **options: Any) -> None:
-        config.fan_in_fan_out = isinstance(base_layer, Conv1D)  # as peft says it of its own layers, and saves it
+        config.fan_in_fan_out = isinstance(
+            base_layer, inside(CONV1D)
+        )  # as peft says it of its own layers, and saves it
         super().__init__(base_layer, adapter_name, config=config, **options)
 
     def update_layer(self, adapter_name: str, r: int, *args: Any, **options: Any) -> None:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from streamtune.engine.hf_names import QUANTIZERS, inside, kept_wide
 from streamtune.errors import ArgumentError
 from streamtune.models.loftq import LoftqStart, QuantisationChange
 from streamtune.models.packed import PackedExperts, divide_experts, pack_experts
@@ -246,7 +247,7 @@ def _convert(model: PreTrainedModel, kind: str, device: torch.device, change: Qu
         _to_int8(model, linears, device, change)
     else:
         _to_nf4(model, linears, device, change)
-    wide, width = _kept_wide(model), model.config.get_text_config(decoder=True).hidden_size
+    wide, width = kept_wide(model), model.config.get_text_config(decoder=True).hidden_size
     for name, module, parameter in list(stacked_experts(model)):
         if wide.isdisjoint(name.split(".")):
             key = name.rpartition(".")[2]
@@ -264,16 +265,11 @@ def _outputs_last(module: nn.Module, key: str, shape: torch.Size, width: int) ->
     return first == width != last
 
 
-def _kept_wide(model: PreTrainedModel) -> set[str]:
-    """Return parts of the names of weights that the model keeps in fp32."""
-    return {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
-
-
 def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     """Yield each ``nn.Linear`` with its name, but the head, any tied to the embedding, and those kept in fp32."""
     ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     kept = {id(module.weight) for module in ends if hasattr(module, "weight")}
-    names = _kept_wide(model)
+    names = kept_wide(model)
     for name, module in model.named_modules():
         if type(module) is nn.Linear and id(module.weight) not in kept and names.isdisjoint(name.split(".")):
             yield name, module
@@ -284,7 +280,6 @@ def _to_int8(
 ) -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
     from transformers import TorchAoConfig
-    from transformers.quantizers import AutoHfQuantizer
 
     config = Int8WeightOnlyConfig(set_inductor_config=False)
 
@@ -301,7 +296,7 @@ def _to_int8(
         else:
             linear.weight = change.quantised(name, linear.weight.data, quantise)
     # As from_pretrained leaves it: peft asks here how to quantise again what it merges.
-    model.hf_quantizer = AutoHfQuantizer.from_config(TorchAoConfig(config), pre_quantized=False)
+    model.hf_quantizer = inside(QUANTIZERS).from_config(TorchAoConfig(config), pre_quantized=False)
 
 
 def _to_nf4(

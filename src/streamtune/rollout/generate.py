@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from streamtune.adapters import base_of
-from streamtune.engine.hf_names import cache_by_name
+from streamtune.engine.hf_names import LINEAR_CACHE, cache_by_name, inside, is_stateful
 from streamtune.model_device import model_device
 from streamtune.rollout.writer import Completion, Sampling, WritingStopped, ended
 
@@ -228,10 +227,9 @@ def _parts(count: int, at_most: int) -> Iterator[int]:
 
 def _keeps_only_keys(model: PreTrainedModel) -> bool:
     """Return True if the model keeps nothing of a token but keys and values in the ordinary cache."""
-    if getattr(model, "_is_stateful", False):
+    if is_stateful(model):
         return False
     layers = DynamicCache(config=model.config).layers
     return all(
-        hasattr(layer, "batch_repeat_interleave") and not isinstance(layer, LinearAttentionCacheLayerMixin)
-        for layer in layers
+        hasattr(layer, "batch_repeat_interleave") and not isinstance(layer, inside(LINEAR_CACHE)) for layer in layers
     )

@@ -104,6 +104,7 @@ def prepare_libraries(device: torch.device) -> None:
         datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\..*")
     # DeepSpeed calls collectives by their old names, and hooks modules whose inputs need no gradient.
+    warnings.filterwarnings("ignore", message="not tested with")  # the command has said it
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
     warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
     # Saving a model imports deepspeed where it is installed, which then announces how it chose a device.

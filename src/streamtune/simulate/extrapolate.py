@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine import decoder_layers
+from streamtune.engine.hf_names import LAYER_NUMBERS
 from streamtune.engine.memory.disk import IN_FLIGHT
 from streamtune.engine.memory.placement import best_segment_size, place_layers
 from streamtune.ops.attention.attention import key_block
@@ -263,9 +264,6 @@ def _agreeing(one: list[Any], other: list[Any]) -> int:
         if a is not b:
             return index
     return min(len(one), len(other))
-
-
-LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx")
 
 
 @dataclass(frozen=True)

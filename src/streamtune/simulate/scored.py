@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streamtune.engine import Branches, TokenScores
+from streamtune.engine.hf_names import set_checkpointing
 from streamtune.errors import ArgumentError
 from streamtune.labels import IGNORE_INDEX
 
@@ -233,7 +234,7 @@ def recompute(function: Callable[..., Any], *args: Any) -> Any:
 
 def use_checkpointing(model: Any, function: Callable[..., Any] = recompute) -> None:
     """Make every layer of a model run through ``function``."""
-    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
+    set_checkpointing(model, True, function)
 
 
 @contextmanager
@@ -243,4 +244,4 @@ def checkpointing(model: Any, function: Callable[..., Any] = recompute) -> Itera
     try:
         yield
     finally:
-        model._set_gradient_checkpointing(enable=False, gradient_checkpointing_func=function)
+        set_checkpointing(model, False, function)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.loss.loss_utils import ForCausalLMLoss, fixed_cross_entropy
 
 from streamtune.adapters import base_of
+from streamtune.engine.hf_names import CAUSAL_LOSS, FIXED_LOSS, LOSS, inside
 from streamtune.labels import IGNORE_INDEX
 
 __all__ = ["attending", "borrowed", "cast", "quantised_as", "routes", "wide_loss"]
@@ -109,16 +109,16 @@ def wide_loss(model: nn.Module) -> Iterator[None]:
     minus one, the gradient at a target that is predicted almost surely, keeps few of its digits.
     """
     inner = base_of(model)
-    if inner.loss_function is not ForCausalLMLoss:  # the user's own, or a family's
+    if inner.loss_function is not inside(CAUSAL_LOSS):  # the user's own, or a family's
         yield
         return
-    own = inner.__dict__.get("_loss_function")
+    own = inner.__dict__.get(LOSS)
     inner.loss_function = _causal_loss
     try:
         yield
     finally:
         if own is None:
-            del inner._loss_function
+            delattr(inner, LOSS)
         else:
             inner.loss_function = own
 
@@ -134,12 +134,12 @@ def _causal_loss(
 ) -> Tensor:
     """Compute ``ForCausalLMLoss`` without narrowing anything."""
     if logits.dtype != torch.float64:
-        return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **more)
+        return inside(CAUSAL_LOSS)(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **more)
     if shift_labels is None:
         assert labels is not None
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.reshape(-1).to(logits.device)
-    return fixed_cross_entropy(logits.view(-1, vocab_size), targets, num_items_in_batch, ignore_index, **more)
+    return inside(FIXED_LOSS)(logits.view(-1, vocab_size), targets, num_items_in_batch, ignore_index, **more)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from streamtune.engine.call import LayerCall
 from streamtune.engine.head import StreamedHead
+from streamtune.engine.hf_names import attention_of
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.leaves import strange_leaves
 from streamtune.engine.observe import attention_as
@@ -106,7 +107,7 @@ class _Preflight:
         self.handle, self.model, self.layers = handle, handle.model, handle.layers
         self.configs = [config for config, _ in handle.attention]
         self.own = handle.own_attention
-        self.ours = [config._attn_implementation_internal for config in self.configs]
+        self.ours = [attention_of(config) for config in self.configs]
         self.reference = reference
         self.head = None if handle.head is None else StreamedHead(handle.model, SCHEDULE, handle.head.waiting)
         self.inputs: dict[str, Any] = {}

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from streamtune.engine.context import CallContext
+from streamtune.engine.hf_names import KEPT_WINDOW, attention_of
 from streamtune.engine.inspect_model import both_at_once
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.observe import attention_as
@@ -312,7 +313,7 @@ class _Forwards:
         self.schedule = Schedule(chunk_size=handle.schedule.chunk_size)
         self.configs = [config for config, _ in handle.attention]
         self.plainly = plainly
-        self.ours = [config._attn_implementation_internal for config in self.configs]
+        self.ours = [attention_of(config) for config in self.configs]
         self.kinds: set[Any] = set()
         self.noted: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -370,5 +371,5 @@ class _Forwards:
 def _longest(handle: StreamedModel) -> int | None:
     """Return the longest row the model takes: some have one vector a position, or choose keys above a length."""
     config = handle.model.config.get_text_config(decoder=True)
-    limits = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "keep_window_size")]
+    limits = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", KEPT_WINDOW)]
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)

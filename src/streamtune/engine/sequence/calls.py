@@ -19,11 +19,11 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.hf_names import CACHES
+from streamtune.engine.hf_names import CACHES, KERNEL_ROWS, MAKES_POSITIONS, POSITIONS, TOKEN_TYPES
 from streamtune.engine.inspect_model import carries_states, keeps_keys, own_attention
 from streamtune.engine.observe import RandomState
 from streamtune.engine.rotary import RowLengths
-from streamtune.engine.rows import OTHER_WORDS, Branches
+from streamtune.engine.rows import Branches
 from streamtune.engine.sequence.shards import SequenceParallel, SequenceShards
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, UnsupportedModelError
@@ -35,9 +35,6 @@ __all__ = ["Sharing", "drawn_apart", "form_for"]
 
 TOKENS = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "position_ids": -1, "shift_labels": 1}
 """Arguments that follow the tokens, and along which dimension."""
-TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Arguments that give the kind of each token: 0 is text."""
-
 UNSHARED = "set sequence_parallel_size: 1"
 
 
@@ -117,7 +114,7 @@ class Sharing:
         shards = SequenceShards(
             ranks.group, handle.form, handle.schedule, batch, length, packed, _targets(kwargs), self._least, branches
         )
-        given = {key: value for key, value in kwargs.items() if key not in (*OTHER_WORDS, "cache_position")}
+        given = {key: value for key, value in kwargs.items() if key not in (*KERNEL_ROWS, POSITIONS[1])}
         given |= _placed(handle, shards, tokens, kwargs)
         shards.padding = given["attention_mask"]
         given.pop("shift_labels", None)
@@ -127,7 +124,7 @@ class Sharing:
         if handle.rotates_by_length:
             lengths = handle.context.lengths or RowLengths.of_batch(given["position_ids"])
             handle.context.lengths = lengths.cut(lambda each_BT: shards.cut(each_BT, -1))
-        for name, dim in (TOKENS | dict.fromkeys(TYPES, 1)).items():
+        for name, dim in (TOKENS | dict.fromkeys(TOKEN_TYPES, 1)).items():
             if isinstance(value := given.get(name), Tensor):
                 given[name] = shards.cut(value, dim, IGNORE_INDEX if name == "labels" else None)
         if branches is not None and shards.total > length:  # what is behind the rows is a row of its own
@@ -191,12 +188,12 @@ def _placed(handle: StreamedModel, shards: SequenceShards, tokens: Tensor, kwarg
 
 def _refuse(handle: StreamedModel, kwargs: dict[str, Any], length: int) -> None:
     """Refuse arguments that do not follow the tokens, or that need all of them."""
-    known = {*TOKENS, *OTHER_WORDS, "attention_mask", "num_items_in_batch", "cache_position"}
+    known = {*TOKENS, *KERNEL_ROWS, *POSITIONS, "attention_mask", "num_items_in_batch"}
     name = type(handle.model).__name__
     for key, value in kwargs.items():
         if key in known or value is None:
             continue
-        if key in TYPES and isinstance(value, Tensor) and value.dim() == 2 and not bool(value.any()):
+        if key in TOKEN_TYPES and isinstance(value, Tensor) and value.dim() == 2 and not bool(value.any()):
             continue
         if isinstance(value, Tensor) and value.dim() > 0:
             raise UnsupportedModelError(f"{name} is handed {key!r}, which ranks cannot share", mend=UNSHARED)
@@ -223,7 +220,7 @@ def _places_tokens_itself(handle: StreamedModel, padded: bool) -> str | None:
             and "attention_mask" in inspect.signature(module.forward).parameters
         )
         names = {*dir(module), *(name for kind in type(module).__mro__ for name in vars(sys.modules[kind.__module__]))}
-        if by_mask or any(name.startswith("create_position_ids") for name in names):
+        if by_mask or any(name.startswith(MAKES_POSITIONS) for name in names):
             return type(module).__name__
     return None
 

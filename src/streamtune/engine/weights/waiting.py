@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.engine.hf_names import kept_wide
 from streamtune.engine.inspect_model import base_model, decoder_layers
 from streamtune.engine.lazy_logits import LazyForward
 from streamtune.engine.memory.host import is_host_storage, mark_host_storage
@@ -130,8 +131,7 @@ def _owners_outside(model: Any, layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 def _kept_wide(model: Any) -> set[int]:
     """Return the identities of the weights that the model keeps in float32 whatever its dtype."""
-    names = [*(getattr(model, "_keep_in_fp32_modules", None) or ())]
-    names += [*(getattr(model, "_keep_in_fp32_modules_strict", None) or ())]
+    names = kept_wide(model)
     return {id(p) for name, p in model.named_parameters() if any(each in name for each in names)}
 
 

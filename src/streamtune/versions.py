@@ -1,0 +1,88 @@
+"""The versions of libraries with which this version was tested, and messages about others.
+
+This module is a leaf: it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+
+from streamtune.errors import UnsupportedModelError, VersionError
+
+__all__ = ["TESTED", "blamed", "installed", "lacks", "pip_install", "untested"]
+
+TESTED = {"transformers": ("5.17", "5.24"), "torch": ("2.11", "2.14")}
+"""The oldest and the newest minor version of which the tests pass. ``pyproject.toml`` has the same bounds; a version
+that is newer than the newest is tried, and said to be untested."""
+
+
+def installed(package: str) -> str:
+    """Return the version of a package, an empty string where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def untested() -> str:
+    """Return a message that names the installed libraries that are newer than all that were tested; empty if none."""
+    found = _newer()
+    return f"not tested with {' and '.join(map(_described, found))}" if found else ""
+
+
+def pip_install() -> str:
+    """Return the command that installs tested versions in place of newer ones."""
+    return " ".join(["pip install", *(f"'{name}<{_after(TESTED[name][1])}'" for name in _newer())])
+
+
+def lacks(package: str, what: str) -> VersionError:
+    """Return the error for something that an installed package does not have, at any version that it may be.
+
+    Args:
+        package: The package.
+        what: What it does not have.
+    """
+    oldest, newest = TESTED[package]
+    version = installed(package)
+    older = bool(version) and _minor(version) < _minor(oldest)
+    return VersionError(
+        f"{package} {version} has no {what}, which StreamTune computes with",
+        where=f"{package} {version}; tested: {oldest} to {newest}",
+        mend=f"pip install '{package}>={oldest}'" if older else f"pip install '{package}<{_after(newest)}'",
+    )
+
+
+@contextmanager
+def blamed() -> Iterator[None]:
+    """Add to a model's refusal that an untested version is the likely cause, where one is installed."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        if (text := untested()) and text not in error.what:
+            error.what = f"{error.what}; {text}, which is the likely cause"
+            error.mend = "; ".join(filter(None, [pip_install(), error.mend and f"or {error.mend}"]))
+            error.args = (error.what,)
+        raise
+
+
+def _newer() -> list[str]:
+    return [name for name, (_, newest) in TESTED.items() if _minor(installed(name)) > _minor(newest)]
+
+
+def _described(name: str) -> str:
+    oldest, newest = TESTED[name]
+    return f"{name} {installed(name)} (tested: {oldest} to {newest})"
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """Return major and minor of a version, zeros where it has none."""
+    parts = [int(part) if part.isdecimal() else 0 for part in version.split(".")[:2]]
+    return (*parts, *[0] * (2 - len(parts)))
+
+
+def _after(newest: str) -> str:
+    """Return the minor version behind the newest tested one, for an upper bound."""
+    major, minor = _minor(newest)
+    return f"{major}.{minor + 1}"
