@@ -64,8 +64,13 @@ log = logging.getLogger(__name__)
 
 MAGIC = "streamtune-cache 1"
 """Name and version of the format."""
-_CHOOSES = ("triton", "flash_attn", "bitsandbytes", "torchao", "causal_conv1d", "fla", "mamba_ssm")
-"""Packages whose presence may choose the operators of a step."""
+_PACKAGES = (
+    *("torch", "transformers", "peft", "triton", "flash-attn", "causal-conv1d", "flash-linear-attention", "mamba-ssm"),
+    *("bitsandbytes", "torchao", "pytorch-optimizer", "apollo-torch", "schedulefree", "deepspeed"),
+)
+"""Packages that a step is made of: operators, quantised weights, optimizers."""
+_CHOOSES = ("triton", "flash_attn", "flash_attn_interface", "causal_conv1d", "fla", "mamba_ssm")
+"""Modules whose presence may choose the operators of a step, whatever package they are from."""
 _BLOCK = 1 << 20
 LOCK_SECONDS = 10.0
 """Seconds that a process waits for a lock, which others hold for milliseconds: a stopped process is not waited for."""
@@ -221,7 +226,10 @@ def hash_of(facts: Any) -> str:
 @cache
 def versions() -> list[str]:
     """Return what a simulated step depends on besides the step: versions, packages, our own code."""
-    found = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "peft")]
+    found = []
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
     found += [name for name in _CHOOSES if util.find_spec(name) is not None]
     package = Path(__file__).parent
     code = hashlib.sha256()

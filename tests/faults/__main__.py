@@ -33,6 +33,7 @@ SUITES = {
     "crash": "tests/faults/test_crash.py",
     "disk": "tests/faults/test_disk.py",
     "flips": "tests/faults/test_flips.py",
+    "kept": "tests/faults/test_kept_files.py",
     "phases": "tests/faults/test_phases.py",
     "signals": "tests/faults/test_signals.py",
     "steps": "tests/faults/test_steps.py",

@@ -124,6 +124,12 @@ ROWS: tuple[tuple[str, str, Callable[[Figures], str]], ...] = (
     ),
     ("resumed at every step of 40: grpo, accumulation 4, two iterations", "resume", _share("resume_grpo", "identical")),
     ("bytes of a checkpoint flipped, files truncated", "flips", _flips),
+    (
+        "a file that is kept between runs (rows, tokenizer, hashes, simulation, plan, rates, log-probs), damaged in 13 "
+        "ways: the same result, one message, made again",
+        "kept",
+        _share("kept_files", "made_again"),
+    ),
     ("SIGTERM while loading, in a forward, in the optimizer, evaluating, saving, writing the model", "phases", _phases),
     ("NaN in the loss of micro-batch k, for every k", "steps", _nan),
     (

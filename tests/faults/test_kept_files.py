@@ -1,4 +1,4 @@
-"""Everything that is kept on disk between runs, damaged in twelve ways and made by two processes at once.
+"""Everything that is kept on disk between runs, damaged in thirteen ways and made by two processes at once.
 
 What is kept is a shortcut: with a damaged file a start gives what it gives without one, with one message, and the next
 start has a whole file again. A teacher's file is no shortcut: damaged, it is refused.
@@ -11,7 +11,8 @@ import multiprocessing
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from streamtune.simulate.simulate import simulate
 from streamtune.simulate.workload import Workload
 from streamtune.tasks.reference import compute_logps, read_logps
 from streamtune.tasks.taught import TaughtRows, TaughtWriter, num_targets, tokenizer_hash
+from tests.faults.kit import report
 
 TEXTS = [f"the {n} quick brown foxes jump over {n * n} lazy dogs" for n in range(30)]
 RATES = Rates("measured on a device", 1e12, 2e12, 3e12, 4e11, 5e10)
@@ -171,6 +173,14 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def counts() -> Iterator[Counter[str]]:
+    """Damages that were tried, and those after which all was as it should be."""
+    found: Counter[str] = Counter()
+    yield found
+    report("kept_files", **found)
+
+
 def prepare_root(root: Path) -> None:
     for name in ("rows.jsonl", "rows2.jsonl"):
         (root / name).write_text("".join(json.dumps({"text": text + name}) + "\n" for text in TEXTS))
@@ -201,8 +211,9 @@ def damage(file: Path, how: str, other: bytes) -> None:
     "plans-garbage", "rates-another version", "log-probs-one bit", "log-probs-a pipe", "rows.arrow-another entry's",
 )  # fmt: skip
 def test_a_damaged_file_is_made_again_with_one_message(
-    root: Path, name: str, how: str, caplog: pytest.LogCaptureFixture
+    root: Path, name: str, how: str, caplog: pytest.LogCaptureFixture, counts: Counter[str]
 ) -> None:
+    counts["trials"] += 1
     kind, notes = KINDS[name], list[str]()
     want = kind.use(root, notes.append)
     (file,) = root.glob(kind.files)
@@ -229,6 +240,7 @@ def test_a_damaged_file_is_made_again_with_one_message(
     if name not in ("entry.json", "hashes of rows", "rates"):  # they hold a time, or more than one entry
         assert file.read_bytes() == whole
     assert not [path for path in root.rglob("*") if path.name.endswith(".tmp") or ".unfinished" in path.name]
+    counts["made_again"] += 1
 
 
 # --- a teacher's file ------------------------------------------------------------------------------------------------

@@ -150,7 +150,9 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
     ],
     ids=["copy", "kept", "adapters", "adapters-kept", "kto", "without"],
 )
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(dpo: Callable[..., int], keys: dict[str, Any]) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
+    dpo: Callable[..., int], keys: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     """The reference is the model that training began with, not the one that is gone on with."""
     settings = ("--output-dir", "run", "--set", "save_steps=2")
     assert dpo(*settings, **keys) == 0
@@ -159,6 +161,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(dpo: Callable[..
     shutil.rmtree("run/checkpoints/step-000004")
     shutil.rmtree("run/final")
     assert dpo(*settings, **keys) == 0
+    assert "the reference is asked again" not in capsys.readouterr().err
     assert records("run") == whole
     [ours, theirs] = (next(Path(where).glob("*.safetensors")).read_bytes() for where in ("run/final", "kept"))
     assert ours == theirs

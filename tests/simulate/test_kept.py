@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from streamtune.result_cache import versions
 from streamtune.schedule import Schedule
 from streamtune.simulate import kept
 from streamtune.simulate.kept import describe_step
@@ -52,6 +54,16 @@ def test_a_second_simulation_is_read(folder: Path, monkeypatch: pytest.MonkeyPat
     for file in folder.iterdir():
         file.write_text("{")
     assert simulate(step, SCHEDULE) == first
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "peft", "torchao", "bitsandbytes", "pytorch-optimizer"])
+def test_another_version_of_a_package_that_a_step_is_made_of_is_another_key(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = versions.__wrapped__
+    before, real = find(), metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0.0.1" if name == package else real(name))
+    assert find() != before
 
 
 def test_everything_that_decides_a_step_is_part_of_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
