@@ -15,6 +15,7 @@ from streamtune.models.adapters import (
 )
 from streamtune.models.blueprint import blueprint, small_like
 from streamtune.models.checkpoint_files import (
+    FileTimes,
     adapter_base,
     checkpoint_dtype,
     fingerprint_files,
@@ -63,6 +64,7 @@ __all__ = [
     "LOFTQ_FILE",
     "AdapterSpec",
     "Deferred",
+    "FileTimes",
     "PackedExperts",
     "ParameterCount",
     "QuantisationChange",

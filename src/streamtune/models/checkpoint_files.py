@@ -51,6 +51,7 @@ from streamtune.result_cache import CacheFile
 
 __all__ = [
     "CheckpointFiles",
+    "FileTimes",
     "adapter_base",
     "checkpoint_dtype",
     "fingerprint_files",
@@ -276,25 +277,30 @@ SETTLED_SECONDS = 3.0
 THREADS = 8
 
 
-def fingerprint_model(name_or_path: str, *, code: bool = False) -> str | None:
+FileTimes = dict[Path, tuple[int, ...]]
+"""Size, times and inode of files, as they were when they were first hashed."""
+
+
+def fingerprint_model(name_or_path: str, *, code: bool = False, times: FileTimes | None = None) -> str | None:
     """Return the fingerprint of a model: of a folder its configuration and weights, of a hub's model its commit.
 
     Args:
         name_or_path: As the recipe has it.
         code: Whether Python files that come with the model are run.
+        times: See :func:`fingerprint_files`.
 
     Returns:
         None where there is no such model, which its loading says.
 
     Raises:
-        ArgumentError: A file cannot be read.
+        ArgumentError: A file cannot be read, or was written to since.
     """
     if not is_folder(name_or_path):
         return _commit_of(name_or_path)
     folder = Path(name_or_path).expanduser()
     weights = _names(folder, WEIGHTS) or _names(folder, PICKLES)
     names = {*_names(folder, SETTINGS), *weights, *(_names(folder, ("*.py",)) if code else ())}
-    return fingerprint_files({name: folder / name for name in names}.items())
+    return fingerprint_files({name: folder / name for name in names}.items(), times)
 
 
 def adapter_base(name_or_path: str) -> str | None:
@@ -326,16 +332,28 @@ def fingerprint_tokenizer(name_or_path: str) -> str | None:
     return fingerprint_files({name: folder / name for name in _names(folder, TOKENIZER)}.items())
 
 
-def fingerprint_files(files: Iterable[tuple[str, Path]]) -> str:
+def fingerprint_files(files: Iterable[tuple[str, Path]], times: FileTimes | None = None) -> str:
     """Return one fingerprint of files by what they are called and hold.
 
     Args:
         files: Names that count, and where each is.
+        times: The files that were hashed before this: one that was written to since is an error, also where it holds
+            the same again, for it may have been read in between. The others are added.
 
     Raises:
-        ArgumentError: One cannot be read.
+        ArgumentError: One cannot be read, or was written to since.
     """
     ordered = sorted(files)
+    for _, path in ordered if times is not None else ():
+        assert times is not None, "asked for"
+        with suppress(OSError):  # which hashing it says
+            status = path.stat()
+            now = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+            if times.setdefault(path, now) != now:
+                raise ArgumentError(
+                    f"{path} was written to while the run was being started",
+                    mend="wait until it is written, and start again",
+                )
     with ThreadPoolExecutor(THREADS) as pool:  # hashing lets go of the interpreter's lock
         found = list(pool.map(_hash_of, [path for _, path in ordered]))
     digest = hashlib.sha256()

@@ -234,7 +234,9 @@ def make_tokenizer_together(
     return world.together(read)
 
 
-def fingerprint_inputs(task: Task[Any], folder: Path, *, resumed: bool, hubs: bool) -> dict[str, str]:
+def fingerprint_inputs(
+    task: Task[Any], folder: Path, *, resumed: bool, hubs: bool, times: models.FileTimes
+) -> dict[str, str]:
     """Return the fingerprints by the keys of :data:`streamtune.train.FILES`, without those of what is not read.
 
     Args:
@@ -242,25 +244,26 @@ def fingerprint_inputs(task: Task[Any], folder: Path, *, resumed: bool, hubs: bo
         folder: Where it is.
         resumed: True if the run goes on from a checkpoint.
         hubs: Ask for the commits of models on a hub: once they are loaded, the answer is at hand.
+        times: See :func:`streamtune.models.fingerprint_files`.
 
     Raises:
-        ArgumentError: A file cannot be read.
+        ArgumentError: A file cannot be read, or was written to since.
     """
     found: dict[str, str | None] = {}
     recipe = task.recipe
     name, reference = recipe.model_name_or_path, task.reference_name
     if name is not None and reads_base(task, resumed=resumed) and _is_at_hand(name, hubs):
-        found["base"] = models.fingerprint_model(name, code=recipe.trust_remote_code)
+        found["base"] = models.fingerprint_model(name, code=recipe.trust_remote_code, times=times)
         if (base := models.adapter_base(name)) is not None:
-            found["adapter"] = models.fingerprint_model(base, code=recipe.trust_remote_code)
+            found["adapter"] = models.fingerprint_model(base, code=recipe.trust_remote_code, times=times)
     if recipe.adapter_name_or_path is not None and recipe.finetuning_type != "full" and not resumed:
-        found["start"] = models.fingerprint_model(recipe.adapter_name_or_path)
+        found["start"] = models.fingerprint_model(recipe.adapter_name_or_path, times=times)
     if reference is not None and _is_at_hand(reference, hubs):
-        found["reference"] = models.fingerprint_model(reference, code=recipe.trust_remote_code)
+        found["reference"] = models.fingerprint_model(reference, code=recipe.trust_remote_code, times=times)
     if recipe.teacher_file is not None:
         found["reference"] = taught_digest(Path(recipe.teacher_file))
     if sources := rewards.reward_sources(list(task.reward_funcs), folder):
-        found["rewards"] = models.fingerprint_files(sources.items())
+        found["rewards"] = models.fingerprint_files(sources.items(), times)
     return {key: value for key, value in found.items() if value is not None}
 
 

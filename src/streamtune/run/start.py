@@ -320,6 +320,7 @@ def start_run(
         if checkpoint is not None:
             continued[checkpoint.path] = checkpoint.state["identity"]
         dates = [identity["date"] for identity in continued.values() if "date" in identity]
+        times: models.FileTimes = {}
         start = Start(
             **vars(setup),
             directory=directory,
@@ -330,7 +331,7 @@ def start_run(
             allow=frozenset(allow_change),
             notify=notify,
             fingerprint=lambda hubs: fingerprint_inputs(
-                setup.task, loaded.path.parent, resumed=checkpoint is not None, hubs=hubs
+                setup.task, loaded.path.parent, resumed=checkpoint is not None, hubs=hubs, times=times
             ),
             hold=taken[0] if taken else None,
         )
