@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from streamtune.errors import ArgumentError
+from streamtune.safe_path import safe_environment
 
-__all__ = ["PatternError", "find_matches", "is_found", "wrong_pattern"]
+__all__ = ["PatternError", "check_splits", "find_matches", "is_found", "of_tokenizer", "wrong_pattern"]
 
 SECONDS = 3
 """Processor time of one key's patterns on all names: a pattern that is not hostile takes milliseconds."""
@@ -104,6 +105,76 @@ def find_matches(
             mend=MEND,
         )
     return [json.loads(answer) for answer in answers]
+
+
+SPLITS = f"""
+import json, sys
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_CPU, ({SECONDS}, {SECONDS} + 1))
+except (ImportError, ValueError, OSError):
+    pass
+from tokenizers import Regex, pre_tokenizers
+patterns, texts = json.load(sys.stdin)
+for pattern in patterns:
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    for text in texts:
+        split.pre_tokenize_str(text)
+    print(flush=True)
+"""
+REPEATED = re.compile(r"\)\s*(?:[*+]|\{\d*,?\d*\})")
+"""A repeated group, without which no pattern takes more than a power of the length."""
+PIECES = ("a", "A", "1", " ", "\n", "!", "_", "'", "é", "中", "a1", "a ", "aA", "ab", "\t ")
+TRIED = [piece * 120 + end for piece in PIECES for end in ("", "\0", "!", "x", "!x")]
+
+
+def check_splits(patterns: Sequence[str], *, where: str) -> None:
+    """Try the patterns by which a tokenizer splits texts, which its library matches without a limit of time.
+
+    Args:
+        patterns: Regular expressions of the library Oniguruma.
+        where: The file, for errors.
+
+    Raises:
+        ArgumentError: One takes more than :data:`SECONDS` of processor time on short texts, or is none.
+    """
+    tried = [pattern for pattern in patterns if REPEATED.search(pattern)]
+    if not tried:
+        return
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", SPLITS],
+            input=json.dumps([tried, TRIED]),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+            env={**safe_environment(), "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"},
+        )
+        passed, ended = done.stdout.count("\n"), done.returncode == 0
+    except subprocess.TimeoutExpired as late:
+        passed, ended = (late.stdout or b"").count(b"\n"), False
+    if not ended:
+        raise ArgumentError(
+            f"the tokenizer's pattern '{tried[passed][:80]}' takes seconds on short texts: it goes back over them again and "
+            "again",
+            where=where,
+            mend="take the repetition inside of a repetition out, or name another tokenizer",
+        )
+
+
+def of_tokenizer(error: BaseException) -> ArgumentError | None:
+    """Return the error to show where a tokenizer's library gave up; None for other errors.
+
+    It raises ``PanicException``, which is no ``Exception``.
+    """
+    if type(error).__name__ != "PanicException":
+        return None
+    return ArgumentError(
+        f"the tokenizer gave up on a text: {error}",
+        where="tokenizer",
+        mend="its pattern goes back over the text again and again: correct it in tokenizer.json, or name another one",
+    )
 
 
 def is_found(pattern: str, text: str, *, whole: bool = False, seconds: float = 2.0) -> bool:

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Regex, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from streamtune.data.rendering.pieces import PieceTokenizer
 from streamtune.errors import ArgumentError
+from streamtune.models import load_tokenizer, train_tokenizer
 from streamtune.models.adapter_settings import check_adapter_settings, check_saved_settings
 from streamtune.models.adapters import AdapterSpec, add_adapters, start_from
 from streamtune.optim.blocks import split_blocks
@@ -131,3 +134,34 @@ def test_searches_are_those_of_re() -> None:
         for text in ["12", "the end", "yes", "aa", "[a]", "a||b", "b", "a&&b", ""]:
             assert is_found(pattern, text) == bool(re.search(pattern, text)), (pattern, text)
             assert is_found(pattern, text, whole=True) == bool(re.fullmatch(pattern, text)), (pattern, text)
+
+
+def tokenizer_with(pattern: str, folder: Path) -> str:
+    tokenizer = train_tokenizer(["hello world"] * 4, vocab_size=270)
+    parts = [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(use_regex=False)]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("pattern", [r"(a|a|aa)+$|\s", r"(\w+\s?)+$", r"( +)*$"])
+def test_a_tokenizer_whose_pattern_takes_for_ever_is_refused(pattern: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="takes seconds on short texts") as caught:
+        load_tokenizer(tokenizer_with(pattern, tmp_path / "t"))
+    assert "tokenizer.json" in caught.value.where
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"(?:\r\n)+|\s+(?!\S)|\p{L}+", r"(\p{N}{3})+|[^\s]+", r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+"]
+)
+def test_a_tokenizer_with_repeated_groups_that_are_quick_is_read(pattern: str, tmp_path: Path) -> None:
+    assert load_tokenizer(tokenizer_with(pattern, tmp_path / "t"))("hello world 123")["input_ids"]
+
+
+def test_a_tokenizer_that_gives_up_on_a_row_is_an_error(tmp_path: Path) -> None:
+    """On a text that no trial foresees."""
+    pattern = "(?:Q|Q|QQ)+Z|hello"
+    pieces = PieceTokenizer(load_tokenizer(tokenizer_with(pattern, tmp_path / "t")))
+    with pytest.raises(ArgumentError, match=r"the tokenizer gave up on a text: .*retry-limit") as caught:
+        pieces.ids("Q" * 200)
+    assert caught.value.where == "tokenizer"

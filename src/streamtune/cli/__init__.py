@@ -15,6 +15,7 @@ from streamtune.cli.ranks import note_failure, remember_arguments, report_failur
 from streamtune.distributed.launch.ranks import die_with_launcher
 from streamtune.errors import RunError, StreamTuneError
 from streamtune.network import go_offline, is_offline, keep_private
+from streamtune.patterns import of_tokenizer
 from streamtune.quiet import quiet_imports
 from streamtune.streams import keep_streams, lost_output, reader_is_gone
 from streamtune.versions import pip_install, untested
@@ -62,8 +63,10 @@ def _run(given: list[str]) -> None:
             if not left.code:
                 _check_output()
             raise
-    except Exception as error:
-        known = error if isinstance(error, StreamTuneError) else _unexpected(error)
+    except BaseException as error:
+        if not isinstance(error, Exception) and of_tokenizer(error) is None:
+            raise
+        known = error if isinstance(error, StreamTuneError) else of_tokenizer(error) or _unexpected(error)
         name_locale(known)
         if debug:
             note_failure(known)
@@ -94,7 +97,7 @@ def _check_output() -> None:
         )
 
 
-def _unexpected(error: Exception) -> StreamTuneError:
+def _unexpected(error: BaseException) -> StreamTuneError:
     """Return a short error for any other exception: a limit of the machine, or a defect (``--debug`` shows it all)."""
     known = error_of_machine(error)
     if known is not None:

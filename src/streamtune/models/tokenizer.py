@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from streamtune.errors import ArgumentError
 from streamtune.models.load import check_exists, loading_error
 from streamtune.models.safety import check_count, key_place
 from streamtune.models.tokens import add_tokens
+from streamtune.patterns import check_splits
 
 __all__ = [
     "CHATML_TEMPLATE",
@@ -177,6 +179,11 @@ def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTok
         )
     except Exception as error:  # the tokenizers library raises nothing more special for a file it cannot read
         raise loading_error("tokenizer", name_or_path, error) from error
+    backend = getattr(found, "backend_tokenizer", None)
+    if backend is not None:
+        parts = (backend.normalizer, backend.pre_tokenizer, backend.decoder)
+        written = [json.loads(part.__getstate__()) for part in parts if part is not None]
+        check_splits(list(_patterns(written)), where=f"tokenizer.json of {name_or_path}")
     if set(found.get_vocab()) <= set(found.all_special_tokens):  # made from the model's configuration alone
         raise ArgumentError(
             f"'{name_or_path}' has no tokenizer: of its files none has tokens",
@@ -184,6 +191,18 @@ def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTok
             mend="copy tokenizer.json and tokenizer_config.json there, or name another: tokenizer: {path: NAME}",
         )
     return found
+
+
+def _patterns(value: Any) -> Iterator[str]:
+    """Yield the regular expressions of a tokenizer's parts, given as JSON values."""
+    if isinstance(value, dict):
+        if isinstance(value.get("Regex"), str):
+            yield value["Regex"]
+        for inner in value.values():
+            yield from _patterns(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _patterns(inner)
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:

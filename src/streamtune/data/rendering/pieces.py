@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from streamtune.data.rendering.borders import CutRule, cut_rule
+from streamtune.patterns import of_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,7 +115,12 @@ class PieceTokenizer:
 
     def _encode(self, text: str, start: int, stop: int, skip: int, *, special: bool, offsets: bool) -> TokenPiece:
         if self._backend is not None:
-            encoded = self._backend.encode(text, add_special_tokens=special)
+            try:
+                encoded = self._backend.encode(text, add_special_tokens=special)
+            except BaseException as error:
+                if (known := of_tokenizer(error)) is not None:
+                    raise known from None
+                raise
             ids, read = encoded.ids, lambda: encoded.offsets
         else:
             # verbose=False: a row longer than the model's own limit is what this program is for
