@@ -156,8 +156,8 @@ def check_splits(patterns: Sequence[str], *, where: str) -> None:
         passed, ended = (late.stdout or b"").count(b"\n"), False
     if not ended:
         raise ArgumentError(
-            f"the tokenizer's pattern '{tried[passed][:80]}' takes seconds on short texts: it goes back over them again and "
-            "again",
+            f"the tokenizer's pattern '{tried[passed][:80]}' takes seconds on short texts: it goes back over them "
+            "again and again",
             where=where,
             mend="take the repetition inside of a repetition out, or name another tokenizer",
         )
