@@ -9,15 +9,31 @@ import os
 import re
 from pathlib import Path, PurePosixPath
 
-__all__ = ["cache_folder", "escape_of", "open_at_once"]
+__all__ = ["NO_HOME", "cache_folder", "escape_of", "has_home", "open_at_once"]
+
+NO_HOME = "STREAMTUNE_NO_HOME"
+"""Set where ``HOME`` is a directory that is removed at the end of the command."""
 
 _DRIVE = re.compile(r"[A-Za-z]:|[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def cache_folder() -> Path:
-    """Return the folder of all caches, which may not exist yet, by the convention of the XDG base directories."""
+    """Return the folder of all caches, which may not exist yet, by the convention of the XDG base directories.
+
+    Without a home directory it is one that nobody can make: what is not kept costs time, and nothing else.
+    """
     home = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(home) if home.startswith("/") else Path.home() / ".cache") / "streamtune"
+    if home.startswith("/"):
+        return Path(home) / "streamtune"
+    return Path(os.devnull if os.environ.get(NO_HOME) or not has_home() else Path.home() / ".cache") / "streamtune"
+
+
+def has_home() -> bool:
+    """Return True if the user has a home directory: ``HOME``, or the entry of a table of users."""
+    try:
+        return Path.home().is_absolute()
+    except (RuntimeError, KeyError, OSError):
+        return False
 
 
 def escape_of(name: object) -> str | None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from streamtune.distributed.watch.verdict import (
     find_failure,
     this_process,
 )
-from streamtune.distributed.watch.vitals import computes
+from streamtune.distributed.watch.vitals import Vitals, computes
 from streamtune.distributed.watch.watchdog import Watchdog
 from streamtune.errors import ArgumentError
 from tests.distributed.ranks_kit import start, wait
@@ -189,6 +190,17 @@ def test_the_watchdog_can_be_given_more_time(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("STREAMTUNE_WATCHDOG", "600")
     limits = Watchdog(RankEnvironment(rank=0, world_size=2))._limits
     assert (limits.stillness, limits.silence, limits.place, limits.waiting) == (600, 600, 1800, 7200)
+
+
+def test_what_a_phase_waited_for_does_not_count_in_the_next() -> None:
+    """A rank that comes back from a judge after 25 s has not stood still, from its first report on."""
+    vitals = Vitals()
+    vitals._moved = vitals._placed = time.monotonic() - 25
+    assert vitals.still > 24
+    vitals.progress()
+    assert (vitals.still < 1, vitals.placed < 1) == (True, True)
+    vitals._moved = time.monotonic() - 25
+    assert vitals.still < 1, "another place is progress, before the next look"
 
 
 JUDGED = """

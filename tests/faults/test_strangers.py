@@ -194,3 +194,35 @@ def test_every_picture_is_drawn_with_the_settings_of_matplotlib_itself() -> None
             if isinstance(function, ast.FunctionDef) and "Figure(" in ast.unparse(function):
                 decorated = [ast.unparse(each) for each in function.decorator_list]
                 assert decorated == ["drawn_plainly"], f"{file}:{function.lineno}"
+
+
+NO_HOME = """
+import os, pwd, sys
+for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "XDG_CACHE_HOME", "HF_HOME"):
+    os.environ.pop(name, None)
+def no_entry(*arguments):
+    raise KeyError("getpwuid(): uid not found: 54321")
+pwd.getpwuid = pwd.getpwnam = no_entry
+from streamtune.__main__ import main
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("data", "tiny.yaml"), pytest.param(("sft", "tiny.yaml", "--nproc", "2"), marks=pytest.mark.full)],
+    ids=["data", "sft"],
+)
+def test_without_a_home_nothing_is_kept_and_nothing_is_left(command: tuple[str, ...], tmp_path: Path) -> None:
+    """As in a container with a user id that no table has."""
+    write_sft(tmp_path)
+    (tmp_path / "tmp").mkdir()
+    program = tmp_path / "tmp" / "program.py"
+    program.write_text(NO_HOME)
+    for _ in range(2):
+        done = start(tmp_path, sys.executable, str(program), *command, TMPDIR=str(tmp_path / "tmp"))
+        assert done.returncode == 0, done.stderr
+        assert "are kept for the next start" not in done.stderr
+        assert sorted(path.name for path in (tmp_path / "tmp").iterdir()) == ["program.py"]
+    assert {path.name for path in tmp_path.iterdir()} <= {"tiny.yaml", "rows.jsonl", "tmp", "runs"}

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from streamtune import interrupts
 from streamtune.cli.app import app
 from streamtune.cli.console import is_needed, need_output, print_note
-from streamtune.cli.machine import check_directory, error_of_machine, grow_segments, name_locale
+from streamtune.cli.machine import check_directory, error_of_machine, grow_segments, name_locale, some_home
 from streamtune.cli.ranks import note_failure, remember_arguments, report_failure
 from streamtune.distributed.launch.ranks import die_with_launcher
 from streamtune.errors import RunError, StreamTuneError
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ExitStack() as undone:
         undone.callback(keep_streams())
         undone.callback(interrupts.install())
+        undone.enter_context(some_home())
         _run(list(sys.argv[1:] if argv is None else argv))
 
 

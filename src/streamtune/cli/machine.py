@@ -11,10 +11,21 @@ import errno
 import os
 import sys
 from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 
+from streamtune import interrupts
 from streamtune.errors import ArgumentError, OutOfMemoryError, RunError, StreamTuneError
+from streamtune.paths import NO_HOME, has_home
 
-__all__ = ["VARIABLES", "allocator_setting", "check_directory", "error_of_machine", "grow_segments", "name_locale"]
+__all__ = [
+    "VARIABLES",
+    "allocator_setting",
+    "check_directory",
+    "error_of_machine",
+    "grow_segments",
+    "name_locale",
+    "some_home",
+]
 
 MEMORY = ("cannot allocate memory", "can't allocate memory", "out of memory", "bad_alloc",
           "failed to map segment")  # fmt: skip
@@ -29,6 +40,25 @@ def check_directory() -> None:
     """
     if _has_no_directory():
         raise _no_directory()
+
+
+@contextmanager
+def some_home() -> Iterator[None]:
+    """Give libraries a directory for their settings and caches where the user has none, as in some containers.
+
+    It is removed at the end. Nothing is kept there by StreamTune.
+    """
+    if has_home():
+        yield
+        return
+    with interrupts.temporary_directory(prefix="streamtune-home-", ignore_cleanup_errors=True) as folder:
+        os.environ["HOME"], os.environ[NO_HOME] = folder, "1"
+        os.environ.setdefault("USER", str(os.getuid()))  # libraries ask the table of users otherwise
+        try:
+            yield
+        finally:
+            for name in ("HOME", NO_HOME):
+                os.environ.pop(name, None)
 
 
 def _no_directory() -> ArgumentError:

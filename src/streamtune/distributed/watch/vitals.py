@@ -168,7 +168,11 @@ class Vitals:
     @property
     def still(self) -> float:
         """Seconds since the process last computed, read, wrote, sent or came to another place."""
-        return time.monotonic() - self._moved
+        return time.monotonic() - max(self._moved, self._placed)
+
+    def progress(self) -> None:
+        """Note that the main thread came to another phase: what it waited for before does not count."""
+        self._moved = self._placed = time.monotonic()
 
     @property
     def placed(self) -> float:

@@ -165,7 +165,8 @@ class Watchdog:
     def _watch(self, post: _Hub | _Client) -> Failure | None:
         """Return the failure of a rank as soon as one is found, or None when this rank leaves."""
         vitals = Vitals(post.descriptors)
-        sent, turn = self._at, time.monotonic()
+        at = sent = self._at
+        turn = time.monotonic()
         look_at = beat_at = turn
         try:
             while not self._leaving.is_set():
@@ -176,13 +177,16 @@ class Watchdog:
                     post.forget(now)
                 turn = now
                 vitals.sample()
+                if (latest := self._at) is not at:
+                    vitals.progress()
+                    at = latest
                 if now >= look_at:
                     look_at = now + BEAT_SECONDS
                     vitals.ours = post.descriptors
                     vitals.look()
-                if now >= beat_at or (self._at is not sent and now >= beat_at - BEAT_SECONDS + MOVE_SECONDS):
-                    beat_at, sent = now + BEAT_SECONDS, self._at
-                    post.beat(self._beat(vitals), now)
+                if now >= beat_at or (at is not sent and now >= beat_at - BEAT_SECONDS + MOVE_SECONDS):
+                    beat_at, sent = now + BEAT_SECONDS, at
+                    post.beat(self._beat(vitals, at), now)
                 self._verdict = post.verdict(now)
                 if self._verdict is not None:
                     self._decided.set()
@@ -191,8 +195,9 @@ class Watchdog:
         finally:
             post.close(self._own, self._verdict)
 
-    def _beat(self, vitals: Vitals) -> Beat:
-        step, phase, patient = self._at
+    @staticmethod
+    def _beat(vitals: Vitals, at: tuple[int, str, bool]) -> Beat:
+        step, phase, patient = at
         place = vitals.place
         return Beat(
             step,
