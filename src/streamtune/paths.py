@@ -5,11 +5,14 @@ This module is a leaf: it imports nothing heavy.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path, PurePosixPath
 
-__all__ = ["NO_HOME", "cache_folder", "escape_of", "has_home", "open_at_once"]
+from streamtune.errors import RunError
+
+__all__ = ["NO_HOME", "cache_folder", "check_descriptors", "escape_of", "has_home", "open_at_once"]
 
 NO_HOME = "STREAMTUNE_NO_HOME"
 """Set where ``HOME`` is a directory that is removed at the end of the command."""
@@ -34,6 +37,20 @@ def has_home() -> bool:
         return Path.home().is_absolute()
     except (RuntimeError, KeyError, OSError):
         return False
+
+
+def check_descriptors(error: OSError) -> None:
+    """Raise an error that says so where the process, or the system, may have no more files open.
+
+    Raises:
+        RunError: That is what the error of the system is.
+    """
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        raise RunError(
+            f"{os.strerror(error.errno).lower()}: the process may not open another one",
+            where=str(error.filename or ""),
+            mend="raise the limit (ulimit -n 4096), or name fewer datasets",
+        ) from error
 
 
 def escape_of(name: object) -> str | None:

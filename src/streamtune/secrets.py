@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["find_secret", "plain", "redact", "redact_values", "visible"]
+__all__ = ["find_secret", "plain", "redact", "redact_values", "visible", "without_controls"]
 
 # A repetition that something must follow is bounded: a text of another person costs time in proportion to its length.
 _FORMS: dict[str, str] = {
@@ -48,6 +48,7 @@ _FORMS: dict[str, str] = {
     ),
 }
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_ORDERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _COMPILED = {kind: re.compile(form) for kind, form in _FORMS.items()}
 # Every form holds one of these: a text without any is let through at the speed of a search for a word.
 _HINT = re.compile(
@@ -118,6 +119,11 @@ def _is_path_or_switch(value: str) -> bool:
     return (
         value.isdecimal() or value.startswith(("/", "~", "./")) or value.lower() in ("disabled", "required", "optional")
     )
+
+
+def without_controls(text: str) -> str:
+    """Return text in which escapes and other controls of a terminal are written out; every letter stays as it is."""
+    return _ORDERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def plain(text: str) -> str:

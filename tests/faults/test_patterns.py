@@ -36,7 +36,7 @@ def spec(**more: Any) -> AdapterSpec:
     return AdapterSpec(r=2, **more)
 
 
-@pytest.mark.parametrize("pattern", SLOW)
+@pytest.mark.parametrize("pattern", [SLOW[0], *(pytest.param(each, marks=pytest.mark.full) for each in SLOW[1:])])
 def test_a_pattern_is_given_up_after_seconds_by_its_key(pattern: str) -> None:
     began = time.monotonic()
     with pytest.raises(ArgumentError, match=r"takes more than 3 s on the 160 names") as caught:
@@ -91,10 +91,10 @@ def test_the_keys_of_a_recipe(tmp_path: Path) -> None:
         ({"rank_pattern": {"q_proj": "8"}}, "'rank_pattern' in"),
         ({"target_modules": 3}, "'target_modules' in"),
         ({"modules_to_save": {"a": 1}}, "'modules_to_save' in"),
-        ({"target_modules": SLOW[0]}, "takes more than"),
-        ({"exclude_modules": SLOW[2]}, "takes more than"),
-        ({"rank_pattern": {SLOW[0]: 8}}, "takes more than"),
-        ({"layers_pattern": SLOW[0]}, "takes more than"),
+        pytest.param({"target_modules": SLOW[0]}, "takes more than", marks=pytest.mark.full),
+        pytest.param({"exclude_modules": SLOW[2]}, "takes more than", marks=pytest.mark.full),
+        pytest.param({"rank_pattern": {SLOW[0]: 8}}, "takes more than", marks=pytest.mark.full),
+        pytest.param({"layers_pattern": SLOW[0]}, "takes more than", marks=pytest.mark.full),
         ([1], "is not a mapping of settings"),
     ],
 )

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from streamtune import interrupts
 from streamtune.errors import ArgumentError, UserError
+from streamtune.secrets import without_controls
 
 from .console import err, loading_libraries, out, plain, print_error, print_json, print_note
 from .options import JsonOption, option
@@ -72,7 +73,7 @@ def generate(
     """
     if prompt is not None and file is not None:
         raise ArgumentError("--prompt and --file are two prompts", where="--file", mend="leave one of them out")
-    _check_ranges(temperature, top_p, top_k)
+    _check_ranges(temperature, top_p, top_k, seed)
     with loading_libraries():
         from streamtune.generate import GenerateOptions, answer_with_vllm, check_served, load_answerer, read_prompts
     options = GenerateOptions(
@@ -115,7 +116,7 @@ def generate(
         _answer_all(answerer, asked, as_json=as_json)
 
 
-def _check_ranges(temperature: float | None, top_p: float | None, top_k: int | None) -> None:
+def _check_ranges(temperature: float | None, top_p: float | None, top_k: int | None, seed: int) -> None:
     """Refuse numbers that no draw has.
 
     Raises:
@@ -129,7 +130,8 @@ def _check_ranges(temperature: float | None, top_p: float | None, top_k: int | N
             "0, or 0.01 to 100",
         ),
         ("--top-p", top_p, top_p is None or 0 < top_p <= 1, "a number above 0, up to 1"),
-        ("--top-k", top_k, top_k is None or top_k >= 0, "a number from 0 up"),
+        ("--top-k", top_k, top_k is None or 0 <= top_k < 2**31, "a number from 0 up"),
+        ("--seed", seed, 0 <= seed < 2**32, "a whole number from 0 to 4294967295"),
     ):
         if not fits:
             raise ArgumentError(f"{name} {value} is out of range", where=name, mend=f"it takes {range_}")
@@ -187,8 +189,8 @@ def _answer(answerer: Answerer, asked: Asked, *, quiet: bool = False) -> Answer:
             status.stop()
             shown[0] = False
         if not quiet:
-            # A terminal obeys what is written to it; a file gets the text as it is.
-            print(plain(text) if out.is_terminal else text, end="", flush=True)
+            # A terminal obeys what is written to it, behind a pipe as well; --json has the text as it is.
+            print(plain(text) if out.is_terminal else without_controls(text), end="", flush=True)
 
     try:
         return answerer.answer(asked, show, reading)
@@ -213,7 +215,7 @@ def _print_served(asked: list[Asked], answers: list[dict[str, Any]], *, as_json:
         print_json({"answers": [{**_shown(each), **answer} for each, answer in zip(asked, answers, strict=True)]})
         return
     for answer in answers:
-        print(plain(answer["text"]) if out.is_terminal else answer["text"])
+        print(plain(answer["text"]) if out.is_terminal else without_controls(answer["text"]))
         err.print(Text(f"{answer['prompt_tokens']:,} tokens read, {answer['tokens']:,} written", style="dim"))
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from streamtune import interrupts
 from streamtune.errors import ArgumentError, OutOfMemoryError, RunError, StreamTuneError
-from streamtune.paths import NO_HOME, has_home
+from streamtune.paths import NO_HOME, check_descriptors, has_home
 
 __all__ = [
     "VARIABLES",
@@ -88,6 +88,11 @@ def error_of_machine(error: BaseException) -> StreamTuneError | None:
                 "the system allows no further process or thread",
                 mend="close other programs, or raise the limit (ulimit -u, or that of the container)",
             )
+        if isinstance(each, OSError):
+            try:
+                check_descriptors(each)
+            except RunError as known:
+                return known
         if isinstance(each, OSError) and each.errno in FULL:
             return RunError(
                 f"{each.strerror or FULL[each.errno]}" + (f": {each.filename}" if each.filename else ""),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from streamtune.adapters import base_of, is_of_adapters
 from streamtune.errors import ArgumentError, RunError
 from streamtune.export.merge import merged_weights, must_untie
 from streamtune.models.quantize import is_quantised, logical_size
+from streamtune.result_cache import try_lock
 from streamtune.sizes import show_size
 from streamtune.train.staging import free_bytes
 
@@ -65,15 +67,13 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
         RunError: There is no room, or it cannot be written.
     """
     partial = _beside(out, "partial")
-    interrupts.remove_too(str(partial))
+    lock: int | None = None
     try:
         free = free_bytes(out)
         if needed > free:
             raise OSError(errno.ENOSPC, "No space left on device")
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
-        (partial / MARK).touch()
+        lock = _own(partial, out)
+        interrupts.remove_too(str(partial))
         yield partial
         if partial.exists():  # else it was kept as OUT.failed
             (partial / MARK).unlink()
@@ -81,8 +81,9 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
                 out.rmdir()
             partial.rename(out)
     except BaseException as error:
-        with suppress(OSError):
-            shutil.rmtree(partial)
+        if lock is not None:  # else it is another export's
+            with suppress(OSError):
+                shutil.rmtree(partial)
         if _is_disk_error(error):
             if isinstance(error, OSError) and error.errno not in (None, errno.ENOSPC, errno.EDQUOT):
                 raise RunError(f"cannot write {out}: {error}", mend="name a folder that can be written to") from error
@@ -91,6 +92,30 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
                 mend="make room, or name a folder on another disk",
             ) from error
         raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _own(partial: Path, out: Path) -> int:
+    """Make the folder that is written, and return the descriptor of its mark, locked; one that was left is removed.
+
+    Raises:
+        ArgumentError: Another export is writing it.
+    """
+    try:
+        if partial.exists():
+            with (partial / MARK).open("rb") as left:
+                try_lock(left.fileno())
+                shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        lock = os.open(partial / MARK, os.O_RDWR | os.O_CREAT, 0o600)
+        try_lock(lock)
+    except (BlockingIOError, FileExistsError, FileNotFoundError) as error:
+        raise ArgumentError(
+            f"another export is writing {out}", where="OUT", mend="wait for its end, or name another folder"
+        ) from error
+    return lock
 
 
 def keep_failed(partial: Path, out: Path) -> Path:

@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 
 from streamtune.data.faults import BadRows
 from streamtune.errors import DataError
-from streamtune.paths import open_at_once
+from streamtune.paths import check_descriptors, open_at_once
 
 __all__ = ["COMPRESSED", "DataFile", "format_of", "iter_lines", "local_file", "open_bytes", "read_whole"]
 
@@ -111,6 +111,7 @@ def _open_local(path: Path, shown: str) -> IO[bytes]:
         _check_regular(path.stat().st_mode, shown)  # before it is opened: a device may do something then
         file = open(path, "rb", opener=open_at_once)  # noqa: SIM115 - whoever reads it closes it
     except OSError as error:
+        check_descriptors(error)
         if path.is_symlink() and isinstance(error, FileNotFoundError):
             raise DataError(
                 f"the symbolic link leads to '{path.readlink()}', where nothing is",
@@ -159,6 +160,7 @@ def open_bytes(file: DataFile, *, text: bool = True) -> Iterator[IO[bytes]]:
             with COMPRESSED[suffix][1](raw) as unpacked:
                 yield unpacked
         except OSError as error:
+            check_descriptors(error)
             if not text:  # those of another format, which its reader knows
                 raise
             what = (

@@ -1,0 +1,85 @@
+"""Two exports at once, seeds beyond any range, too few descriptors, escapes in answers: one error, nothing left."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from streamtune.cli.machine import error_of_machine
+from streamtune.data.reading.files import local_file, open_bytes
+from streamtune.errors import ArgumentError, RunError
+from streamtune.export.write import MARK, check_target, staged
+from streamtune.secrets import without_controls
+
+
+def test_a_second_export_to_the_same_folder_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with staged(out, 0) as partial:
+        (partial / "model.safetensors").write_text("first")
+        for _ in range(2):
+            check_target(out)
+            with pytest.raises(ArgumentError, match="another export is writing"), staged(out, 0):
+                raise AssertionError("never here")
+        assert (partial / "model.safetensors").read_text() == "first"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+
+
+def test_what_a_killed_export_left_is_written_over(tmp_path: Path) -> None:
+    left = tmp_path / "out.partial"
+    left.mkdir()
+    (left / MARK).touch()
+    (left / "old").touch()
+    with staged(tmp_path / "out", 0) as partial:
+        assert [path.name for path in partial.iterdir()] == [MARK]
+        (partial / "new").touch()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
+    with pytest.raises(ValueError, match="in the middle"), staged(tmp_path / "again", 0):
+        raise ValueError("in the middle")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def open_many(held: ExitStack, rows: Path) -> None:
+    for _ in range(1000):
+        held.enter_context(open_bytes(local_file(rows, "rows.jsonl")))
+
+
+def test_too_few_descriptors_are_said_so_wherever_a_file_is_opened(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": "x"}))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, before[1]))  # noqa: PTH208
+        with ExitStack() as held, pytest.raises(RunError, match="too many open files") as caught:
+            open_many(held, rows)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert "ulimit -n" in caught.value.mend
+    known = error_of_machine(OSError(errno.EMFILE, "Too many open files", "x.png"))
+    assert known is not None
+    assert "ulimit -n" in known.mend
+
+
+@pytest.mark.parametrize("seed", [str(2**70), "-1", str(2**32)])
+def test_a_seed_beyond_its_range_is_refused(seed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from streamtune.cli import main
+
+    with pytest.raises(SystemExit) as left:
+        main(["generate", "nowhere", "--prompt", "x", "--seed", seed])
+    said = capsys.readouterr().err
+    assert left.value.code == 2
+    assert "--seed" in said
+    assert "4294967295" in said
+    with pytest.raises(SystemExit) as left:
+        main(["generate", "nowhere", "--prompt", "x", "--top-k", str(2**70)])
+    assert left.value.code == 2
+
+
+def test_answers_behind_a_pipe_have_no_escapes_and_all_letters() -> None:
+    assert without_controls("a\x1b]0;t\x07\x9b2J\r\nb\t\u200fא") == "a\\x1b]0;t\\x07\\x9b2J\r\nb\t\u200fא"
