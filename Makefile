@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The tests start hundreds of processes; without bytecode each would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart fmt check test test-all test-versions test-distributed faults conformance bench bench-comm cuda-host gpu docs clean
+.PHONY: help setup quickstart fmt check canary test test-all test-versions test-distributed faults conformance bench bench-comm cuda-host gpu docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -39,6 +39,9 @@ check: $(STAMP)  ## ruff and mypy --strict
 	$(BIN)/ruff format --check src tests benchmarks tools
 	$(BIN)/ruff check src tests benchmarks tools
 	$(BIN)/mypy
+
+canary: $(STAMP)  ## about 150 quick tests with the newest releases that the index has, in build/canary; three minutes
+	$(BIN)/python -m tests.canary
 
 test: $(STAMP)  ## the quick tests: a case of every feature (tests/conftest.py); about 5 minutes on 2 cores
 	$(PYTEST) -m 'not slow and not full'

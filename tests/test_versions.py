@@ -13,6 +13,7 @@ import pytest
 from streamtune import versions
 from streamtune.cli import main
 from streamtune.versions import TESTED, lacks, untested
+from tests import canary
 from tests import versions as sets
 
 PROJECT = tomllib.loads((sets.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -106,3 +107,20 @@ def test_doctor_compares_the_versions(monkeypatch: pytest.MonkeyPatch, capsys: A
         "found": "not tested with transformers 5.30.0 (tested: 5.17 to 5.24)",
         "mend": "pip install 'transformers<5.25', where something does not work",
     }
+
+
+def test_the_canary_fails_only_where_the_package_allows_what_fails() -> None:
+    oldest, newest = TESTED["transformers"]
+    major, minor = map(int, newest.split("."))
+    assert canary.allowed("transformers", f"{newest}.3")
+    assert not canary.allowed("transformers", f"{major}.{minor + 1}.0")
+    assert not canary.allowed("transformers", f"{major}.{int(oldest.split('.')[1]) - 1}.0")
+    assert canary.allowed("trl", "1.99.0"), "no upper bound is stated"
+    assert not canary.allowed("peft", "0.20.0")
+
+
+def test_every_change_runs_the_canary_on_files_that_are_there() -> None:
+    assert "make canary" in (sets.ROOT / ".ci/run").read_text()
+    assert "-m tests.canary" in (sets.ROOT / "Makefile").read_text()
+    assert [name for name in canary.TESTS if not (sets.ROOT / name).is_file()] == []
+    assert canary.SECONDS <= 180

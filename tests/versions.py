@@ -20,6 +20,7 @@ import sys
 import time
 import tomllib
 import venv
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +43,7 @@ QUICK = "not slow and not full"
 """Marks of `make test`."""
 PEERS = ["liger-kernel"] if sys.platform == "linux" else []
 """Packages that are used where they are installed, and that tests try."""
-SHOWN = ("torch", "transformers", "deepspeed", "triton")
+SHOWN = ("torch", "transformers", "peft", "trl", "datasets", "deepspeed", "torchao", "bitsandbytes", "triton")
 
 
 def main() -> int:
@@ -69,7 +70,8 @@ def main() -> int:
         code = 0 if options.install else run_tests(python, options.tests)
         failed = failed or code != 0
         outcome = "installed" if options.install else "passed" if code == 0 else f"failed (pytest exited {code})"
-        lines.append(f"{name:<8} {outcome}, {time.monotonic() - started:.0f} s: {describe(python)}")
+        day = date.today().isoformat()  # what is newest, and what the lower bounds resolve to, changes from day to day
+        lines.append(f"{name:<8} {day} {outcome}, {time.monotonic() - started:.0f} s: {describe(python)}")
     print("\n".join(["", *lines]))
     return int(failed)
 

@@ -144,7 +144,10 @@ def _new(config: PreTrainedConfig) -> PreTrainedModel:
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not isinstance(config, model_class.config_class):
         config = config.get_text_config(decoder=True)
-    return model_class._from_config(config)
+    model: PreTrainedModel = model_class._from_config(config)
+    if getattr(model.config, "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")  # transformers 5.17 lets gemma2 attend by sdpa, which drops its softcap
+    return model
 
 
 def tiny_config(name: str) -> PreTrainedConfig:
