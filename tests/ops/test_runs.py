@@ -211,6 +211,19 @@ def test_an_image_takes_no_masked_kernel_call() -> None:
     ]
 
 
+@pytest.mark.parametrize("maker", ["causal", "window of 7"])
+def test_blocks_within_packed_rows(maker: str) -> None:
+    """Since 5.24 the packed rows are joined behind the blocks, before it in front of them."""
+    ids = block_ids([(5, 14), (30, 41)])[None]
+    positions = positions_of([[20, 33]])
+    call: dict[str, Any] = {"attention_mask": None, "past_key_values": None, "position_ids": positions}
+    lazy, dense = both(maker, rows=1, block_sequence_ids=ids, **call)
+    assert lazy.function is None
+    assert lazy.row_start is not None
+    assert lazy.block_start is not None
+    assert torch.equal(whole(lazy), dense)
+
+
 # --- what is no fact stays a function -------------------------------------------------------------------------------
 
 

@@ -142,22 +142,39 @@ def _every(function: Function, position_BT: Tensor) -> Facts | None:
     if not parts:
         return None
     facts = Facts()
-    remaps = [part for part in parts if _is_remap(part)]
+    remaps = [part for part in parts if _is_remap(part) or _either_remapped(part)]
     for part in parts:
         if part not in remaps:
             facts = _joined(facts, _facts(part, position_BT))
     for part in remaps:
-        facts = _joined(facts, _remapped(part, facts.row_start))
+        within = _remapped(part, facts.row_start) if _is_remap(part) else _either(part, position_BT, facts.row_start)
+        facts = _joined(facts, within or Facts(rest=(part,)))
     return facts
 
 
-def _either(function: Function, position_BT: Tensor) -> Facts | None:
-    """Return the facts of ``or_masks`` of a causal mask and blocks, None for other parts."""
+def _either_remapped(function: Function) -> bool:
+    """Return True for ``or_masks`` of a remap and others, which is joined with the packed rows since 5.24."""
+    if getattr(function, "__qualname__", "") != EITHER:
+        return False
+    (parts,) = _closed(function, EITHER)
+    return bool(parts) and _is_remap(parts[0])
+
+
+def _either(function: Function, position_BT: Tensor, row_start: Tensor | None = None) -> Facts | None:
+    """Return the facts of ``or_masks`` of a causal mask and blocks, None for other parts.
+
+    Args:
+        function: The mask.
+        position_BT: The positions that it is given.
+        row_start: The packed rows in which it restarts, where it stands beside these.
+    """
     (held,) = _closed(function, EITHER)
     parts: Any = held or ()
     if len(parts) != 2 or getattr(parts[1], "__qualname__", "") != BLOCKS:
         return None
-    base, blocks = _facts(parts[0], position_BT), _block(parts[1], position_BT)
+    first = parts[0]
+    base = _remapped(first, row_start) if _is_remap(first) else _facts(first, position_BT)
+    blocks = _block(parts[1], position_BT)
     if blocks is None or not base.causal or base.block_start is not None or base.rest:
         return None
     return replace(base, block_start=blocks.block_start)
