@@ -43,14 +43,12 @@ class RandomTokens:
         self._generator = torch.Generator().manual_seed(recipe.seed)
 
     def rows(self, rows: int, length: int) -> train.MicroBatch:
-        """Rows in which every token is trained on.
+        """Return a batch of ``rows`` rows of ``length`` tokens each, in which every token is trained.
 
-        Where the recipe packs, a sequence is two rows of half its length, which takes the way of packed ones.
+        Where the recipe packs, a sequence holds one row of the full length, with its positions given, as the collator
+        gives them: attention over one row costs the most of all packings of that length.
         """
-        positions = None
-        if self.recipe.packing and length >= 4:
-            halves = [torch.arange(length - length // 2), torch.arange(length // 2)]
-            positions = torch.cat(halves).expand(rows, length)
+        positions = torch.arange(length).expand(rows, length) if self.recipe.packing else None
         ids = torch.randint(0, self._vocabulary, (rows, length), generator=self._generator)
         labels = ids.roll(-1, dims=1)
         labels[:, -1] = IGNORE_INDEX
