@@ -30,12 +30,14 @@ GIB = 1 << 30
 NAMES = {
     "plain": "plain autograd",
     "checkpoint": "gradient checkpointing",
+    "liger-loss": "checkpointing, Liger's loss",
+    "liger-loss-offload": "the same, layer inputs on the host",
     "device": "StreamTune, all on the device",
     "host": "StreamTune, with host memory",
 }
+BASELINES = ("plain", "checkpoint", "liger-loss", "liger-loss-offload")
 PAINT = {
-    "plain": COLOURS["plain"],
-    "checkpoint": COLOURS["checkpoint"],
+    **{mode: COLOURS[mode] for mode in BASELINES},
     "device": COLOURS["stream"],
     "host": COLOURS["stream-keep-attention"],
 }
@@ -55,9 +57,9 @@ def collect() -> dict[str, Any]:
     found: dict[str, Any] = {"recipe": RECIPE, "devices": {}}
     for memory in DEVICES:
         on_host, on_device = search(memory, HOST, baseline=True), search(memory, "0GiB", baseline=False)
-        longest = {mode: on_host["baseline"][mode] for mode in ("plain", "checkpoint")}
+        longest = {mode: on_host["baseline"][mode] for mode in BASELINES}
         longest |= {"device": on_device["max_length"], "host": on_host["max_length"]}
-        lines = {mode: points(on_host, mode) for mode in ("plain", "checkpoint")}
+        lines = {mode: points(on_host, mode) for mode in BASELINES}
         lines |= {"device": points(on_device, "stream"), "host": points(on_host, "stream")}
         found["devices"][memory] = {"longest": longest, "lines": lines, "torch": on_host["env"]["torch"]}
     return found
@@ -70,7 +72,7 @@ def points(found: dict[str, Any], mode: str) -> list[tuple[int, int]]:
 
 def draw(found: dict[str, Any], path: Path) -> None:
     """Draw memory over length for a device of 80 GiB, and the longest row for every device."""
-    figure = Figure(figsize=(11, 4.8), dpi=160, layout="constrained")
+    figure = Figure(figsize=(11, 5.4), dpi=160, layout="constrained")
     over_length, longest = figure.subplots(1, 2, width_ratios=(1.15, 1))
     draw_memory(over_length, found["devices"]["80GiB"]["lines"], 80)
     draw_longest(longest, {memory: of["longest"] for memory, of in found["devices"].items()})
@@ -78,7 +80,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axes.tick_params(colors=INK, labelsize=11)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, labelcolor=INK, fontsize=11, columnspacing=1.6)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, labelcolor=INK, fontsize=11, columnspacing=1.6)
     FigureCanvasAgg(figure).print_png(str(path))
 
 

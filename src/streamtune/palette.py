@@ -18,6 +18,7 @@ COLOURS: dict[str, str] = {
     "checkpoint-offload": "#f0a202",
     "deepspeed-tiled": "#8d5ab5",
     "liger-loss": "#3a9d5d",
+    "liger-loss-offload": "#9bc53d",
     "liger": "#1f6b3b",
     "trl": "#c2678d",
     "unsloth": "#8a6d3b",

@@ -141,7 +141,7 @@ def test_unsloth_is_measured_without_the_others(monkeypatch: pytest.MonkeyPatch)
     assert "--modes plain,checkpoint,unsloth" in missing["unsloth"]
 
 
-@pytest.mark.parametrize("mode", ["liger-loss", "liger", "trl", "unsloth"])
+@pytest.mark.parametrize("mode", ["liger-loss", "liger-loss-offload", "liger", "trl", "unsloth"])
 def test_a_peer_that_cannot_run_is_named_with_the_reason(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert absent([mode], "cpu")[mode].startswith("not run here: ")  # type: ignore[list-item]
     monkeypatch.setattr(known, "find_spec", lambda name: None)

@@ -178,9 +178,10 @@ def test_a_device_that_is_not_there(probe: Callable[..., int], capsys: pytest.Ca
     assert probe("--method", "simulate", *size, "--baseline", "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["method"], document["max_length"]) == ("simulate", 4096)
-    assert document["baseline"] == {"checkpoint": 4096, "plain": 4096}
-    stream, checkpoint, plain = (trial["peak_bytes"] for trial in document["trials"])
-    assert stream < checkpoint < plain
+    modes = ("liger-loss-offload", "liger-loss", "checkpoint", "plain")
+    assert document["baseline"] == dict.fromkeys(modes, 4096)
+    stream, on_host, fused, checkpoint, plain = (trial["peak_bytes"] for trial in document["trials"])
+    assert stream < on_host < fused < checkpoint < plain
     assert document["trials"][0]["terms"]["weights"] > 0
     assert document["env"]["device"] == "NVIDIA L4"
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -92,7 +93,7 @@ def _checkpointed(model: Any, schedule: Schedule) -> Iterator[Ready]:
 
 
 @contextmanager
-def _offloaded(model: Any, schedule: Schedule) -> Iterator[Ready]:
+def _inputs_on_host(model: Any) -> Iterator[Tiers | None]:
     """Prepare checkpointing under torch's ``save_on_cpu``, which keeps the inputs of layers in pinned memory.
 
     If the device is the CPU, that would copy nothing. The inputs are then copied to memory that is counted as the
@@ -108,7 +109,13 @@ def _offloaded(model: Any, schedule: Schedule) -> Iterator[Ready]:
             return recompute(function, *args)
 
     with checkpointing(model, on_host):
-        yield Ready(_own_loss(model), None if here.type == "cuda" else tiers)
+        yield None if here.type == "cuda" else tiers
+
+
+@contextmanager
+def _offloaded(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    with _inputs_on_host(model) as tiers:
+        yield Ready(_own_loss(model), tiers)
 
 
 @contextmanager
@@ -125,8 +132,18 @@ def _tiled(model: Any, schedule: Schedule) -> Iterator[Ready]:
 @contextmanager
 def _liger_head(model: Any, schedule: Schedule) -> Iterator[Ready]:
     with checkpointing(model):
-        head = model.get_output_embeddings()
-        yield Ready(lambda batch: peers.liger_loss(head, last_hidden_state(model, batch), _next_tokens(batch)))
+        yield Ready(partial(_liger_loss, model))
+
+
+@contextmanager
+def _liger_head_offloaded(model: Any, schedule: Schedule) -> Iterator[Ready]:
+    with _inputs_on_host(model) as tiers:
+        yield Ready(partial(_liger_loss, model), tiers)
+
+
+def _liger_loss(model: Any, batch: Batch) -> Tensor:
+    head = model.get_output_embeddings()
+    return peers.liger_loss(head, last_hidden_state(model, batch), _next_tokens(batch))
 
 
 def _peer(prepared: Callable[[Any], AbstractContextManager[peers.Loss]]) -> Entered:
@@ -161,6 +178,7 @@ WAYS: dict[Mode, Way] = {
     "checkpoint-offload": Way(_offloaded),
     "deepspeed-tiled": Way(_tiled, package="deepspeed"),
     "liger-loss": Way(_liger_head, "liger_kernel", "Liger's kernels need an accelerator"),
+    "liger-loss-offload": Way(_liger_head_offloaded, "liger_kernel", "Liger's kernels need an accelerator"),
     "liger": Way(_peer(peers.liger), "liger_kernel", "Liger's kernels need an accelerator"),
     "trl": Way(_peer(peers.trl), "trl", "TRL's offloading needs an accelerator"),
     "unsloth": Way(_peer(peers.unsloth), "unsloth", "Unsloth's offloading needs an accelerator", UNSLOTH_ALONE),

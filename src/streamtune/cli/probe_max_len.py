@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["probe_max_len"]
 
-NAMES = {"plain": "plain autograd", "checkpoint": "checkpointing", "stream": "StreamTune"}
+NAMES = {
+    "plain": "plain autograd",
+    "checkpoint": "checkpointing",
+    "liger-loss": "Liger checkpointing",
+    "liger-loss-offload": "Liger, host inputs",
+    "stream": "StreamTune",
+}
 
 
 def probe_max_len(
@@ -196,7 +202,7 @@ def _table(report: ProbeReport) -> Table:
     scaled = "tokens" if report.task.scaled == "length" else f"{report.task.unit}s"
     streamed = report.limits["stream"].fits if "stream" in report.limits else 0
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in (
         f"longest, {scaled}" if scaled == "tokens" else f"largest, {scaled}",
         "ours is",

@@ -36,6 +36,8 @@ from streamtune.tasks import task_of
 __all__ = ["ProbeOptions", "probe_recipe"]
 
 BASELINES: tuple[Mode, ...] = ("checkpoint", "plain")
+FUSED_BASELINES: tuple[Mode, ...] = ("liger-loss-offload", "liger-loss")
+"""Baselines of a simulated search for rows whose loss is the cross entropy: what people train long rows with."""
 
 LEAST_LENGTH, STEP, GRAIN = 256, 256, 64
 """Tokens: of the shortest trial unless one is asked for, where the search stops, and what lengths are rounded to."""
@@ -204,7 +206,7 @@ def _make_task(recipe: Recipe, options: ProbeOptions, target: Device | None, her
         scaled="batch" if options.batch_size else "length",
         fixed=(options.length or recipe.max_length) if options.batch_size else recipe.per_device_train_batch_size,
         within=_range(options),
-        modes=("stream", *(BASELINES if options.baseline else ())),
+        modes=("stream", *(_baselines(recipe, options.method) if options.baseline else ())),
         device_bytes=sizes["device"],
         host_bytes=sizes["host"],
         disk_bytes=sizes["disk"],
@@ -212,6 +214,12 @@ def _make_task(recipe: Recipe, options: ProbeOptions, target: Device | None, her
         margin=margin,
         unit=task_of(recipe).unit,
     )
+
+
+def _baselines(recipe: Recipe, method: str) -> tuple[Mode, ...]:
+    task = task_of(recipe)
+    ordinary = recipe.objective == "sft" and task.token_loss.is_plain
+    return (*(FUSED_BASELINES if ordinary and method == "simulate" else ()), *BASELINES)
 
 
 def _budget(task: ProbeTask) -> Budget:

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from streamtune.adapters import base_of
 from streamtune.engine import Branches, LazyLogits, LossRequest, StreamHandle, decoder_layers
+from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.memory.rooms import HostRooms
 from streamtune.engine.passes import placeholder
 from streamtune.engine.weights.waiting import waiting_parameters
@@ -24,6 +26,7 @@ from streamtune.ops.head.sweep import autocast_dtype, cast
 from streamtune.ops.simulated import DeviceFunctions, simulating
 from streamtune.schedule import Schedule
 from streamtune.simulate.facts import all_modules, configs_of
+from streamtune.simulate.fused_loss import fused_loss
 from streamtune.simulate.memory import GRADIENT
 from streamtune.simulate.meta_operators import MetaAutocast, autocast_on_meta, with_value
 from streamtune.simulate.scored import PlainScores, Scored, checkpointing
@@ -32,6 +35,9 @@ from streamtune.simulate.trace import Trace
 from streamtune.simulate.workload import Mode, TeacherShape
 
 __all__ = ["Step", "fewer_layers", "shortened", "trace_step"]
+
+FUSED = ("liger-loss", "liger-loss-offload")
+"""Modes with the fused loss of another library."""
 
 FLASH = 1
 """The number of flash attention in torch's ``SDPBackend``."""
@@ -129,7 +135,9 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
             stack.enter_context(torch.no_grad())
             stack.enter_context(step.perturb(model))
         with autocast.region(), bf16:
-            if step.scored is None or step.token_loss is not None:
+            if step.mode in FUSED:
+                loss = fused_loss(model, ids)
+            elif step.scored is None or step.token_loss is not None:
                 with _with_loss(scorer, step, teacher_weight) as given:
                     loss = model(**{"input_ids": ids, "labels": labels, "use_cache": False, **given(ids, labels)}).loss
             else:
@@ -259,8 +267,12 @@ def _prepared(
     stack: ExitStack, model: Any, schedule: Schedule, mode: Mode, autocast: MetaAutocast
 ) -> tuple[Any, Callable[[], tuple[int, int, int, int]]]:
     """Put the model into its mode until the stack closes; return a scorer, and a reader of bytes on host and disk."""
-    if mode == "checkpoint":
+    if mode in ("checkpoint", "liger-loss"):
         stack.enter_context(checkpointing(model, partial(_checkpoint, autocast)))
+    elif mode == "liger-loss-offload":
+        tiers = Tiers(Schedule(offload="host"))
+        stack.enter_context(checkpointing(model, partial(_checkpoint_on_host, autocast, tiers)))
+        return PlainScores(model), lambda: (tiers.host.live_bytes, 0, tiers.host.moved_bytes, 0)
     elif mode == "stream":
         handle = stack.enter_context(StreamHandle(model, schedule, head=True))
         host, disk = handle.tiers.host, handle.tiers.disk
@@ -273,6 +285,12 @@ def _checkpoint(autocast: MetaAutocast, function: Callable[..., Any], *args: Any
         return nullcontext(), autocast.region()  # a layer that is computed again has a region of its own
 
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
+def _checkpoint_on_host(autocast: MetaAutocast, tiers: Tiers, function: Callable[..., Any], *args: Any) -> Any:
+    host = tiers.of("host", torch.device("meta"))
+    with saved_tensors_hooks(host.put, lambda block: block.get()):
+        return _checkpoint(autocast, function, *args)
 
 
 @contextmanager

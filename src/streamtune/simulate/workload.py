@@ -25,6 +25,7 @@ Mode = Literal[
     "checkpoint-offload",
     "deepspeed-tiled",
     "liger-loss",
+    "liger-loss-offload",
     "liger",
     "trl",
     "unsloth",
@@ -45,6 +46,7 @@ LABELS: dict[Mode, str] = {
     "checkpoint-offload": "checkpointing, inputs on host (save_on_cpu)",
     "deepspeed-tiled": "checkpointing, tiled MLP and loss (ALST)",
     "liger-loss": "checkpointing, fused loss (Liger)",
+    "liger-loss-offload": "checkpointing, fused loss (Liger), inputs on host",
     "liger": "checkpointing, all kernels (Liger)",
     "trl": "checkpointing, offloading, fused loss (TRL)",
     "unsloth": "checkpointing, offloading, chunked loss (Unsloth)",
@@ -89,7 +91,8 @@ class Workload:
         micro_batches: Micro-batches of a step. If several, the gradients of the first are there during the others.
         make_optimizer: Builds the optimizer of a model; None trains without one.
         autocast: Compute in bf16.
-        mode: ``stream``, or a baseline: ``plain`` autograd, or ``checkpoint`` for every layer.
+        mode: ``stream``, or a baseline: ``plain`` autograd, ``checkpoint`` for every layer, the same with Liger's fused
+            loss (``liger-loss``), and with the inputs of the layers on the host (``liger-loss-offload``).
         cluster: The devices that train, and the part of the step that each has. Lengths and rows are those of all ranks
             that share a sequence together; one of these ranks is simulated.
         device_type: The device whose kernels compute: ``cuda`` or ``cpu``.
