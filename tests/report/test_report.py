@@ -125,6 +125,23 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert "Their recipes are the same" in again
 
 
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ({"max_length": 512}, "512 tokens (9,000 in the data)"),
+        ({"max_length": 16384}, "9,000 tokens"),
+        ({"objective": "grpo", "max_prompt_length": 256, "max_length": 16384}, "256 tokens (9,000 in the data)"),
+        ({"max_length": "long"}, "9,000 tokens"),
+    ],
+    ids=["split", "whole", "prompts", "damaged"],
+)
+def test_the_longest_row_is_the_one_that_was_trained(recipe: dict[str, Any], said: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", 3, **recipe)
+    (run / "data.json").write_text(json.dumps({"rows": 4, "length_percentiles": {"max": 9000}}))
+    text = render_page([read_run(run)])
+    assert f">{said}<" in text.partition("longest row")[2][:200]
+
+
 def test_torn_young_and_old_runs(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "torn", 5)
     with (folder / "metrics.jsonl").open("a") as file:

@@ -292,6 +292,16 @@ def test_another_run_is_refused_by_what_differs(now: dict[str, Any], named: str)
     assert "--resume never" in caught.value.mend
 
 
+def test_a_run_of_another_objective_is_refused_by_one_line() -> None:
+    """Not by the keys of both recipes, and no flag lets it go on."""
+    now = {"recipe": {"objective": "dpo", "seed": 1, "beta": 0.1, "loss_type": "sigmoid"}, "data": "b"}
+    with pytest.raises(RecipeError) as caught:
+        check_same_run({"recipe": {"seed": 1}, "data": "a"}, now, where=Path("runs/x"), allow={"objective"})
+    assert caught.value.what == "runs/x holds a run of sft, and this is dpo: one cannot go on as the other"
+    assert "--output-dir" in caught.value.mend
+    assert "--allow-change" not in caught.value.mend
+
+
 def test_every_changed_key_is_named_where_the_change_may_be_allowed() -> None:
     before = {"recipe": {"learning_rate": 1e-4, "max_steps": 3}, "data": "a"}
     now = {"recipe": {"learning_rate": 1e-3, "max_steps": 5}, "data": "b"}

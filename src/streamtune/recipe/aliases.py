@@ -187,7 +187,7 @@ INSTEAD: dict[str, str] = {
     "evals_per_epoch": "write eval_steps: N",
     "eval_strategy": "write eval_steps: N",
     "flash_attention": "delete the line; the engine picks the attention kernel, see `streamtune env`",
-    "fp16": "write bf16: true",
+    "fp16": "write bf16: true; on a device without bfloat16 (V100, T4) bf16: false, which computes in float32",
     "group_by_length": "write packing: true, or batching: tokens with tokens_per_batch: N",
     "gradient_checkpointing": "delete the line; streaming takes its place",
     "output_router_logits": "write router_aux_loss_coef: 0.001, or what the model's card says",

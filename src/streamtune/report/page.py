@@ -135,9 +135,17 @@ def _numbers(run: RunRecords) -> Iterator[tuple[str, str]]:
     peaks = [value for _, value in run.series("peak_mem_gib")]
     if peaks:
         yield "peak memory", gib(max(peaks) * GIB)
-    longest = _inner(run.data, "length_percentiles", "max")
+    longest, most = _inner(run.data, "length_percentiles", "max"), _limit(run)
     if isinstance(longest, int):
-        yield "longest row", f"{longest:,} tokens"
+        cut = f" ({longest:,} in the data)" if most is not None and longest > most else ""
+        yield "longest row", f"{longest if most is None else min(longest, most):,} tokens{cut}"
+
+
+def _limit(run: RunRecords) -> int | None:
+    """Return the tokens that a row is limited to: of a prompt where rows are prompts."""
+    key = "max_prompt_length" if run.recipe.get("objective") == "grpo" else "max_length"
+    limit = run.recipe.get(key)
+    return limit if isinstance(limit, int) else None
 
 
 def _duration(seconds: float) -> str:
@@ -240,7 +248,7 @@ def _lengths(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
     if rows:
         head = "".join(f"<th class=n>{escape(key)}</th>" for key in ("rows", *keys))
         table = f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
-        yield f"<h2>Lengths of rows, in tokens</h2><div class=box>{table}</div>"
+        yield f"<h2>Lengths of rows in the data, in tokens</h2><div class=box>{table}</div>"
 
 
 def _count(value: Any) -> str:

@@ -347,6 +347,12 @@ def check_same_run(
     Raises:
         RecipeError: They differ; the message names each key with both values.
     """
+    objectives = [each.get("recipe", {}).get("objective", "sft") for each in (before, now)]
+    if objectives[0] != objectives[1]:
+        raise RecipeError(
+            f"{where} holds a run of {objectives[0]}, and this is {objectives[1]}: one cannot go on as the other",
+            mend="write to another folder (--output-dir NEW), or start anew: --resume never moves the old run aside",
+        )
     found = _changes(before.get("recipe", {}), now.get("recipe", {}))
     if "data" in now and before.get("data") != now["data"]:
         found["data"] = "the data is not the same"
