@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamtune.engine import LossRequest, decoder_layers, stream
@@ -92,6 +93,19 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "weights on host, two levels": {"weights": "host", "levels": 2, "segment_size": 2, "offload": "host"},
     "weights fetched in bfloat16": {"weights": "host", "fetch_dtype": "bfloat16", "keep_attention": "device"},
 }
+
+
+def allocated(step: Callable[[], Any]) -> int:
+    """The largest number of bytes that the CPU's allocator gives out during ``step`` and has not got back."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        step()
+    events: Any = found.profiler
+    changes = [event for event in events.kineto_results.events() if event.name() == "[memory]"]
+    total = peak = 0
+    for event in sorted(changes, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        peak = max(peak, total)
+    return peak
 
 
 def build(family: str, device: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
@@ -480,10 +494,33 @@ def test_so_it_is_with_every_kind_of_optimizer(name: str) -> None:
 
     step = workload(make, make_optimizer=optimizer)
     found = simulate(step, BASE)
-    assert found.peak_bytes == pytest.approx(measured(make, "stream", BASE, optimizer), rel=0.01)
+    live = measured(make, "stream", BASE, optimizer)
+    assert found.peak_bytes == pytest.approx(max(live, held_in_a_step(make("cpu"), optimizer)), rel=0.01)
     named = make("meta").named_parameters()
     states = sum(state_bytes(name, tuple(p.shape), 4, args, in_layer=in_layer(own)) for own, p in named)
     assert Holdings.of(make("meta"), step).state == pytest.approx(states, rel=1e-3)
+
+
+def held_in_a_step(model: Any, make_optimizer: Any) -> int:
+    """Weights, gradients, states, and by the allocator what a step needs besides: live bytes have nothing of what
+    operators of a library allocate inside of themselves."""
+    optimizer = make_optimizer(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    gc.collect()
+    allocated(optimizer.step)  # what this frees was allocated before: it is not seen
+    states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    weights = sum(p.nbytes for p in model.parameters())
+    return 2 * weights + sum(map(bytes_of, states)) + allocated(optimizer.step)
+
+
+def bytes_of(x: torch.Tensor) -> int:
+    """Bytes of a tensor, or of those that it is made of."""
+    if not hasattr(x, "__tensor_flatten__"):
+        return x.nbytes
+    names, _ = x.__tensor_flatten__()  # type: ignore[operator]
+    return sum(bytes_of(getattr(x, name)) for name in names)
 
 
 @pytest.mark.full

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Cost = Literal["view", "room", "product", "attention", "other"]
-Reach = Literal["all", "result"] | int
+Reach = Literal["all", "result", "made"] | int
 
 ATTENTION_WORK = {"forward": 2, "backward": 5}
 """Matrix products of a tile: scores and output; and scores again, dV, dP, dQ, dK."""
@@ -47,6 +47,11 @@ CAUSAL_AT = {
 }
 """Fused attentions, and which of their arguments says that they are causal."""
 
+
+STEP_IN_8_BITS = "bitsandbytes::optimizer_update_8bit_blockwise"
+"""A step of an optimizer of bitsandbytes, which has a kernel on accelerators and is computed by torch on a CPU."""
+
+SVD, MEAN = "aten::_linalg_svd", "aten::mean"
 
 PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
 """A product with a weight in 4 bits, which torch has no formula for."""
@@ -196,7 +201,7 @@ UNSORTED = 3072
 
 def has_scratch(func: Any) -> bool:
     """Return True if a kernel of some device allocates memory for itself."""
-    return func._schema.name in (PACKED_PRODUCT, FLASH_BACKWARD, EMBEDDING_BACKWARD)
+    return func._schema.name in (PACKED_PRODUCT, FLASH_BACKWARD, EMBEDDING_BACKWARD, STEP_IN_8_BITS, SVD, MEAN)
 
 
 def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
@@ -208,9 +213,18 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
     32 (``embedding_backward_cuda_kernel`` in torch's ``EmbeddingBackwardKernel.cu``). Here it is a sum for each token,
     which grows with the length; :class:`EmbeddingSums` makes of it what the kernel takes.
     bitsandbytes writes a 4-bit weight out and the scales of its blocks with it (but for few rows, where some devices
-    have a kernel that does not).
+    have a kernel that does not). On a CPU its step of an optimizer holds five tensors in fp32, and the weight where it
+    is narrower; torch's mean of narrow numbers widens them there. A singular value decomposition writes over a copy of
+    its matrix.
     """
-    if device != "cuda" or not has_scratch(func):
+    if func._schema.name == SVD:
+        return int(args[0].nbytes)
+    if func._schema.name == MEAN and device == "cpu":
+        return 4 * int(args[0].numel()) if args[0].element_size() < 4 and args[0].is_floating_point() else 0
+    if func._schema.name == STEP_IN_8_BITS and device == "cpu":
+        gradient, weight = args[1:3] if isinstance(args[0], str) else args[:2]
+        return int((20 if weight.element_size() == 4 else 24) * gradient.numel())
+    if device != "cuda" or func._schema.name not in (PACKED_PRODUCT, FLASH_BACKWARD, EMBEDDING_BACKWARD):
         return 0
     if func._schema.name == EMBEDDING_BACKWARD:
         sums = embedding_sums(func, args)
@@ -228,14 +242,17 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
 
 
 GATHERS = ("index", "index_select", "gather", "embedding")
+MAKERS = ("new_full", "new_ones", "new_zeros", "full_like", "ones_like", "zeros_like")
+"""Operators that fill a tensor of their own, and read nothing of the one that they take the form from."""
 SCATTERS = {"index_put": 2, "index_put_": 2, "scatter_add_": 3, "index_add_": 3, "scatter_": 3}
 """Operators that touch a few places of a tensor; of the second kind which argument says how many."""
 
 
 def reach_of(func: Any) -> Reach:
-    """Return the part of its arguments that an operator touches: all, as many bytes as it returns, or one of them."""
+    """Return what an operator touches: all of its arguments, of them as many bytes as it returns, one of them, or none
+    but what it makes."""
     name = func._schema.name.removeprefix("aten::")
-    return "result" if name in GATHERS else SCATTERS.get(name, "all")
+    return "result" if name in GATHERS else "made" if name in MAKERS else SCATTERS.get(name, "all")
 
 
 def touched_bytes(reach: Reach, args: tuple[Any, ...], out: Any) -> int:
@@ -243,6 +260,8 @@ def touched_bytes(reach: Reach, args: tuple[Any, ...], out: Any) -> int:
     total = 0
     if reach == "result":
         args = (out,)
+    elif reach == "made":
+        args = ()
     elif reach != "all":
         out = values = args[reach] if len(args) > reach else None
         args = (values,)

@@ -150,6 +150,11 @@ class LiveBytes(TorchDispatchMode):
         self._see(out)
         return out
 
+    def meet(self, *tensors: Tensor) -> None:
+        """Count tensors that are there and that no operator returned."""
+        for tensor in tensors:
+            self._meet(tensor)
+
     def _see(self, out: Any) -> None:
         """Count the tensors that an operator returned."""
         before = self.total

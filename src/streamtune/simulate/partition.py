@@ -123,7 +123,6 @@ class Holdings:
             gradients = 0
         elif workload.optim_in_backward and workload.micro_batches == 1:  # each is stepped and freed when it is there
             gradients = _largest_gradients(model, [p for p in model.parameters() if p.requires_grad])
-            temporary = min(temporary, gradients)
         kept = {
             "weights": weights + scales,
             "master": master,
@@ -173,13 +172,14 @@ class Holdings:
         waits = in_backward and workload.micro_batches == 1 and workload.device_type == "cuda"
         touched = _step_touched(size, self.state) + copies
         host = {**self.host, "optimizer": self.host.get("optimizer", 0) + self.state}
+        _, temporary, _ = _optimizer_step(model, replace(workload, device_type="cpu", optim_in_backward=True))
         return replace(
             self,
             state=0,
             touched=0,
             temporary=0,
             buckets=self.buckets + (2 * _largest_gradients(model, trained) if waits else 0),
-            host={**host, "stepped weight": 2 * max((p.nbytes for p in trained), default=0)},
+            host={**host, "stepped weight": 2 * max((p.nbytes for p in trained), default=0) + temporary},
             host_touched=self.host_touched + (0 if in_backward else touched),
             host_overlapped=self.host_overlapped + (touched if in_backward else 0),
             host_moved=self.host_moved + copies,
@@ -226,7 +226,7 @@ def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
         host["optimizer"] = state
         if workload.optim_in_backward:
             alone = workload.micro_batches == 1  # else they add up until the last one
-            host["gradients"] = 2 * _largest_gradients(model, away) if alone else trained
+            host["gradients"] = (2 * _largest_gradients(model, away) if alone else trained) + temporary
             overlapped = _step_touched(trained, state) + trained  # and the norm
         else:
             host["gradients"] = trained + temporary
@@ -357,30 +357,67 @@ def _stepped(model: nn.Module, cluster: Cluster) -> nn.Module:
 
 
 def _optimizer_step(model: nn.Module, workload: Workload) -> tuple[int, int, int]:
-    """Return the bytes of state, of temporaries, and bytes touched, of a second step, when the state is there."""
+    """Return the bytes of state, of temporaries, and bytes touched, of a second step, when the state is there.
+
+    An optimizer in the backward steps a weight at a time: its temporaries are those of the weight that needs most.
+    """
     if workload.make_optimizer is None:
         return 0, 0, 0
-    trace = Trace(model, decoder_layers(model), device=workload.device_type, tiers=lambda: (0, 0, 0, 0))
+    layers, device = decoder_layers(model), workload.device_type
+    trace = Trace(model, layers, device=device, tiers=lambda: (0, 0, 0, 0), unwraps=True)
     optimizer: Any = workload.make_optimizer(model)
-    with trace, simulating(workload.device_type):
-        for parameter in model.parameters():
-            if parameter.requires_grad and not workload.forward_only:
-                parameter.grad = torch.empty_like(parameter)
+    trained = [p for p in model.parameters() if p.requires_grad and not workload.forward_only]
+    with trace, simulating(device):
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
         chosen = [(group.get("foreach"), group.get("fused")) for group in optimizer.param_groups]
         # Which form a step takes is chosen by the device, and torch knows no form but the plain one for ``meta``.
         for group in optimizer.param_groups:
             group.update({key: False for key in ("foreach", "fused") if key in group})
         optimizer.step()
         for group, (foreach, fused) in zip(optimizer.param_groups, chosen, strict=True):
-            on_device = foreach is None and not fused and workload.device_type == "cuda"
+            on_device = foreach is None and not fused and device == "cuda"
             group.update({"foreach": on_device or foreach} if "foreach" in group else {})
             group.update({"fused": fused} if "fused" in group else {})
+        for state in optimizer.state.values():  # tables of values are made by torch.tensor, which no mode sees
+            trace.meet(*(value for value in state.values() if isinstance(value, torch.Tensor)))
         before = trace.total
         trace.enter("optimizer")
         optimizer.step()
-    cell = trace.cells[CellPlace("optimizer")]
-    peak = max(sum(moment) for moment in cell.moments)
-    gradients = 0 if workload.forward_only else trained_bytes(model)
+        cell = trace.cells[CellPlace("optimizer")]
+        temporary = _peak(trace, "optimizer") - before
+        if workload.optim_in_backward:
+            temporary = max((_step_alone(trace, optimizer, p, trained) for p in _kinds(optimizer)), default=0)
+    gradients = sum(p.nbytes for p in trained)
     for parameter in model.parameters():
         parameter.grad = None
-    return before - gradients, peak - before, round(cell.work[WORK.index("touched_bytes")])
+    return before - gradients, temporary, round(cell.work[WORK.index("touched_bytes")])
+
+
+def _peak(trace: Trace, phase: str) -> int:
+    return max(sum(moment) for moment in trace.cells[CellPlace(phase)].moments)
+
+
+def _kinds(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return one weight of each group, shape and dtype."""
+    found: dict[tuple[int, torch.Size, torch.dtype], nn.Parameter] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            found.setdefault((number, parameter.shape, parameter.dtype), parameter)
+    return list(found.values())
+
+
+def _step_alone(trace: Trace, optimizer: Any, alone: nn.Parameter, trained: Sequence[nn.Parameter]) -> int:
+    """Return the bytes that the step of one weight needs besides."""
+    if alone.grad is None:
+        return 0
+    held = [(p, p.grad) for p in trained if p is not alone]
+    for parameter, _ in held:
+        parameter.grad = None
+    before = trace.total
+    phase = f"step of {id(alone)}"
+    trace.enter(phase)
+    optimizer.step()
+    for parameter, gradient in held:
+        parameter.grad = gradient
+    return _peak(trace, phase) - before

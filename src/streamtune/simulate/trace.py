@@ -128,6 +128,8 @@ class Trace(LiveBytes):
         device: The kind of device that is simulated.
         tiers: ``() -> (host bytes, disk bytes, bytes moved to and from the host, to and from the disk)``.
         shard: A rank's part of each row, where ranks share the rows; by default rows are whole.
+        unwraps: Operators on a tensor that is made of others, such as a quantised state of an optimizer, are recorded
+            as those that compute them.
     """
 
     def __init__(
@@ -138,8 +140,10 @@ class Trace(LiveBytes):
         device: str,
         tiers: Callable[[], tuple[int, int, int, int]],
         shard: RankShard = WHOLE,
+        unwraps: bool = False,
     ) -> None:
         super().__init__(model, layers, count_cpu=device == "cpu")
+        self.unwraps = unwraps
         self.device, self.tiers, self.shard = device, tiers, shard
         self.integers, self.shapes = IntegerValues(), Shapes()
         self.cells: dict[CellPlace, Cell] = {}
@@ -221,6 +225,8 @@ class Trace(LiveBytes):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.unwraps and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # then the tensor's own class computes it, and this mode sees of what
         given = kwargs or {}
         rule = _RULES.get(id(func)) or _rule_of(func)
         cost = rule.cost
