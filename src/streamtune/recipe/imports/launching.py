@@ -94,7 +94,7 @@ def _take(
         else:
             conversion.report(theirs, where, "the recipe says it", None)
     elif name in MACHINES:
-        conversion.report(theirs, where, "`--nproc` starts one machine; docs/guide/distributed.md has several", None)
+        conversion.report(theirs, where, "`--nproc` starts one machine; docs/guide/many-gpus.md has several", None)
     elif name.startswith("parallelism_config") or group == "parallelism_config":
         off = text in ("1", "none", "false", "true", "0")
         conversion.report(theirs, where, "off" if off else "write sequence_parallel_size: N", None if off else False)
