@@ -138,7 +138,7 @@ def kept_logps(
         rows = world.collect(row_key(weights, batches.asked()))[0]
         key = f"{how}-{configuration(asked)}-{rows}"
     start.identity["reference"] = key
-    kept = read_logps(key, notify)
+    kept = None if key == known else read_logps(key, notify)  # which was read above, and cannot be used
     if not world.any(kept is None):
         assert kept is not None
         notify("the reference's log-probs are known from an earlier run")
