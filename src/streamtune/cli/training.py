@@ -199,6 +199,7 @@ def _print_banner(run: Run) -> None:
             *([("without", _describe_baselines(run))] if run.streamed.baselines else []),
             *([("preset", preset)] if (preset := describe_preset(run.recipe)) is not None else []),
             *method_facts(run.recipe),
+            *([("stops at", _describe_ends(run))] if run.added_ends else []),
             ("steps", _describe_steps(run)),
             ("output", _describe_output(run)),
             *([("runs code", "; ".join(code))] if (code := code_of(run.recipe)) else []),
@@ -272,6 +273,12 @@ def _describe_deepspeed(run: Run) -> str:
     return f"{shown or 'as written'}; all of it in {run.directory.deepspeed.name}"
 
 
+def _describe_ends(run: Run) -> str:
+    from streamtune.run.ends import describe_ends
+
+    return describe_ends(run.added_ends, run.tokenizer, run.model)
+
+
 def _describe_steps(run: Run) -> str:
     from streamtune.tasks.steps import scaled_rate
 
@@ -328,6 +335,9 @@ def _print_outcome(run: Run, outcome: RunOutcome) -> None:
     if outcome.finished:
         rows.append(("model", str(run.directory.final)))
         rows.append(("load it", _how_to_load(run)))
+        if run.added_ends and run.recipe.finetuning_type != "full":  # peft takes the generation config of the base
+            ends = f'generation_config=GenerationConfig.from_pretrained("{run.directory.final}")'
+            rows.append(("generate", f"model.generate(..., {ends}) stops where the trained turns end"))
         rows.append(("use it", f"streamtune generate {folder}; streamtune export {folder} OUT"))
         again = run.directory.recipe
         rows.append(("verify", f"streamtune verify {again}: is the streamed gradient that of plain autograd?"))

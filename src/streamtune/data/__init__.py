@@ -27,6 +27,7 @@ from streamtune.data.batches.ranks import assign_rows
 from streamtune.data.batches.sampler import Packs, ResumableSampler, pack_rows
 from streamtune.data.batches.steps import EpochSteps, StepSampler, bucket_steps, token_steps
 from streamtune.data.cache import RowCache, fingerprint_stream
+from streamtune.data.ends import trained_ends
 from streamtune.data.fit import COMPLETION_OVERLENGTH as COMPLETION_OVERLENGTH
 from streamtune.data.fit import IDENTICAL_PAIRS, OVERLENGTH
 from streamtune.data.fit.parts import EvalSet
@@ -121,4 +122,5 @@ __all__ = [
     "prepare_unpaired",
     "small_sources",
     "token_steps",
+    "trained_ends",
 ]

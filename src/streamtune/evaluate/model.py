@@ -86,6 +86,7 @@ def load_evaluated(
     base, unknown = _base(trained, recipe, notify)
     if unknown:
         made = make_reference_model(recipe, tokenizer, device, change=models.QuantisedBefore.of(Path(trained.folder)))
+        models.use_saved_ends(made, Path(trained.folder))
         model = models.load_lora(made, Path(trained.folder)).requires_grad_(False).eval()
         return EvaluatedModel(model, adapters=True)
     quantization = trained.quantization

@@ -273,6 +273,7 @@ def load_trained(
         rows, wanted_rows = made.get_input_embeddings().weight.shape[0], _rows_of_tokens(Path(trained.folder))
         if wanted_rows > rows:  # of new tokens, whose values come with the adapters
             models.add_rows(made, wanted_rows, range(rows, wanted_rows))
+    models.use_saved_ends(made, Path(trained.folder))
     adapted = _load_adapters(made, Path(trained.folder))
     return adapted.requires_grad_(False).eval(), tokenizer
 

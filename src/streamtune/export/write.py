@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from streamtune import interrupts, models
 from streamtune.adapters import base_of, is_of_adapters
@@ -199,8 +200,9 @@ def write_adapters(source: Path, tokenizer: Any, folder: Path, base: str | None)
     """
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copyfile(source / name, folder / name)
-    if (source / models.LOFTQ_FILE).is_file():
-        shutil.copyfile(source / models.LOFTQ_FILE, folder / models.LOFTQ_FILE)
+    for name in (models.LOFTQ_FILE, GENERATION_CONFIG_NAME):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
     if base is not None:
         settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         settings["base_model_name_or_path"] = base

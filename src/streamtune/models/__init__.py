@@ -32,6 +32,7 @@ from streamtune.models.export import (
     save_copied,
     save_gathered,
     save_pretrained,
+    use_saved_ends,
     write_shards,
 )
 from streamtune.models.load import (
@@ -125,6 +126,7 @@ __all__ = [
     "summed_bytes",
     "taken_of",
     "train_tokenizer",
+    "use_saved_ends",
     "use_special_tokens",
     "write_shards",
 ]

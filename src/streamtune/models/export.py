@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -26,11 +26,14 @@ from contextlib import contextmanager
 
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from streamtune.adapters import base_of
 from streamtune.engine.hf_names import AS_IN_FILES, SAFE_FILE, SAFE_INDEX, inside, tied_weights
+from streamtune.errors import ArgumentError
 from streamtune.models.adapters import is_written_as_lora, written_adapters
 from streamtune.models.loftq import keep_taken
+from streamtune.rollout import add_ends, ends_of
 
 __all__ = [
     "SavedTokenizer",
@@ -40,6 +43,7 @@ __all__ = [
     "save_copied",
     "save_gathered",
     "save_pretrained",
+    "use_saved_ends",
     "write_shards",
 ]
 
@@ -119,11 +123,14 @@ def save_pretrained(
         config, adapters = written_adapters(model, weights)
         save_file(adapters, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         config.save_pretrained(str(folder))
+        _write_generation(model, folder)
         tokenizer.save_pretrained(folder)
         return
     if hasattr(model, "peft_config"):  # rows of new tokens are among the adapters: the whole table is not needed
         more["save_embedding_layers"] = False
     model.save_pretrained(folder, **more)
+    if hasattr(model, "peft_config"):
+        _write_generation(model, folder)
     keep_taken(base_of(model), folder)
     tokenizer.save_pretrained(folder)
 
@@ -137,9 +144,31 @@ def save_architecture(
     """
     base = base_of(model)
     base.config.save_pretrained(folder)
-    if base.can_generate():
-        base.generation_config.save_pretrained(folder)
+    _write_generation(model, folder)
     tokenizer.save_pretrained(folder)
+
+
+def _write_generation(model: Any, folder: Path) -> None:
+    """Write ``generation_config.json``, beside adapters as well: it says at which tokens the trained turns end."""
+    base = base_of(model)
+    if base.can_generate() and base.generation_config is not None:
+        base.generation_config.save_pretrained(folder)
+
+
+def use_saved_ends(model: Any, folder: Path) -> None:
+    """Let generation end where ``generation_config.json`` beside saved adapters says, besides the ends of the base.
+
+    Raises:
+        ArgumentError: The file cannot be read.
+    """
+    path = folder / GENERATION_CONFIG_NAME
+    if not path.is_file():
+        return
+    try:
+        ends = ends_of(GenerationConfig.from_pretrained(str(folder)))
+    except (OSError, ValueError, TypeError) as error:
+        raise ArgumentError(f"{path} cannot be read: {error}", where="RUN", mend="mend or delete it") from error
+    add_ends(model, ends)
 
 
 SHARD_BYTES = 2 << 30
@@ -221,6 +250,7 @@ def _write(
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "peft_config"):
         model.save_pretrained(folder, state_dict={name: x.contiguous() for name, x in saved})
+        _write_generation(model, folder)
     else:
         write_shards(model, saved, folder, shard_bytes)
         _write_configuration(model, folder)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from streamtune.data import ChatOptions, PromptRenderer
 from streamtune.errors import ArgumentError, DataError
 from streamtune.model_device import model_device
+from streamtune.rollout import end_tokens
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -53,7 +54,7 @@ def sample_text(
         model: Streamed or not; it is put into evaluation mode, and left in it.
         tokenizer: Renders the prompt as a user's message where it has a chat template, and takes it as it is otherwise.
         prompt: What to answer or to continue.
-        max_new_tokens: Tokens at most; it stops sooner at the tokenizer's end token.
+        max_new_tokens: Tokens at most; it stops sooner at a token that ends its generation.
         temperature: 0 takes the likeliest token at each place.
         seed: Of the draw. The caller's random state is left as it was.
         in_step: Ranks share the weights and compute each token together, a rank that is done too.
@@ -70,7 +71,7 @@ def sample_text(
             **draw,
             max_new_tokens=max_new_tokens,
             synced_gpus=in_step,
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=end_tokens(model, tokenizer) or None,
             pad_token_id=tokenizer.pad_token_id,
         )
     written: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
@@ -82,7 +83,7 @@ def likeliest_tokens(
     prompt: Sequence[int],
     *,
     max_new_tokens: int,
-    end: int | None,
+    ends: Sequence[int],
     pad: int | None,
     in_step: bool = False,
 ) -> list[int]:
@@ -92,7 +93,7 @@ def likeliest_tokens(
         model: Streamed or not; it is put into evaluation mode, and left in it.
         prompt: Token ids.
         max_new_tokens: Tokens at most.
-        end: The id that ends the text; it is the last one returned.
+        ends: The ids that end the text; one of them is the last one returned.
         pad: The id for padding.
         in_step: As for :func:`sample_text`.
     """
@@ -105,7 +106,7 @@ def likeliest_tokens(
             do_sample=False,
             max_new_tokens=max_new_tokens,
             synced_gpus=in_step,
-            eos_token_id=end,
+            eos_token_id=list(ends) or None,
             pad_token_id=pad,
         )
     written: list[int] = output[0, len(prompt) :].tolist()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from streamtune.rollout.allocate import LEAST, GradientNorms, allocate, variance_score
-from streamtune.rollout.generate import TransformersWriter, end_tokens
+from streamtune.rollout.ends import add_ends, end_tokens, ends_of
+from streamtune.rollout.generate import TransformersWriter
 from streamtune.rollout.select import PROMPT_CHOICES, PassRates, PromptPicker
 from streamtune.rollout.vllm import VllmWriter, check_vllm
 from streamtune.rollout.writer import Completion, Sampling, Writer, WritingStopped
@@ -20,8 +21,10 @@ __all__ = [
     "VllmWriter",
     "Writer",
     "WritingStopped",
+    "add_ends",
     "allocate",
     "check_vllm",
     "end_tokens",
+    "ends_of",
     "variance_score",
 ]

@@ -27,7 +27,7 @@ from streamtune.engine.hf_names import LINEAR_CACHE, cache_by_name, inside, is_s
 from streamtune.model_device import model_device
 from streamtune.rollout.writer import Completion, Sampling, WritingStopped, ended
 
-__all__ = ["TransformersWriter", "end_tokens"]
+__all__ = ["TransformersWriter"]
 
 
 class TransformersWriter:
@@ -179,13 +179,6 @@ class TransformersWriter:
         finally:
             self.model.generation_config = before
             self.model.train(training)
-
-
-def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
-    """Return the tokenizer's end token, and those at which the model's generation config ends."""
-    configured = getattr(base_of(model).generation_config, "eos_token_id", None)
-    listed = configured if isinstance(configured, list) else [configured]
-    return sorted({token for token in (*listed, tokenizer.eos_token_id) if token is not None})
 
 
 class _WhenAsked(StoppingCriteria):

@@ -10,6 +10,7 @@ from streamtune.engine import StreamHandle
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import make_sources, make_tokenizer_together, prepare_together
 from streamtune.run.device import blame_recipe, check_host_memory
+from streamtune.run.ends import end_as_trained
 from streamtune.run.engine import place_weights, plan_and_stream
 from streamtune.run.first_factors import start_from_rows
 from streamtune.run.model import make_model, make_trial_model
@@ -70,6 +71,7 @@ def build_run(
         with doing("loading the model"):
             model = make_model(recipe, tokenizer, start.checkpoint, start.device, sharing=start.sharing)
         tell_of_model(model, longest, start, notify)
+        added_ends = end_as_trained(task, prepared, tokenizer, model)
         held = None
         if task.compares and not task.precomputes:
             with doing("loading the reference"):
@@ -130,4 +132,5 @@ def build_run(
             share=share,
             plan=plan,
             closing=closing.pop_all(),
+            added_ends=added_ends,
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from streamtune import data, models, train
+from streamtune import data, models, rollout, train
 from streamtune.adapters import base_of
 from streamtune.labels import IGNORE_INDEX
 from streamtune.recipe.schema import Recipe
@@ -97,11 +97,12 @@ def _answer(model: Any, tokenizer: Any, row: data.Example, *, in_step: bool) -> 
     begin, end = _answer_span(row)
     ids = [int(token) for token in row.input_ids]
     wanted = ids[begin:end]
-    stop = tokenizer.eos_token_id
+    ends = rollout.end_tokens(model, tokenizer)
     got = models.likeliest_tokens(
-        model, ids[:begin], max_new_tokens=len(wanted), end=stop, pad=tokenizer.pad_token_id, in_step=in_step
+        model, ids[:begin], max_new_tokens=len(wanted), ends=ends, pad=tokenizer.pad_token_id, in_step=in_step
     )
-    compared = wanted[: wanted.index(stop) + 1] if stop in wanted else wanted  # what a template writes after the end
+    stop = next((place for place, token in enumerate(wanted) if token in ends), len(wanted))
+    compared = wanted[: stop + 1]  # without what a template writes after the end
     shown = tokenizer.decode(ids[max(0, begin - SHOWN_TOKENS) : begin], skip_special_tokens=True)
     return {
         "prompt": f"... {shown}" if begin > SHOWN_TOKENS else shown,

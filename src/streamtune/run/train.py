@@ -52,6 +52,8 @@ class Run(Built):
     streamed: Streamed
     batch_facts: data.BatchFacts | None
     """Measures of the batches; None where they depend on the model."""
+    added_ends: list[int] = field(default_factory=list)
+    """Tokens that end trained turns, at which the generation of the model did not end before."""
     watchdog: Watchdog = field(default_factory=lambda: Watchdog(RankEnvironment()))
     """Watches the ranks while they train; by itself that of a run of one, which does nothing."""
 

@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Batches", "Sft", "prefix_batch"]
 
+STREAMED_LOOKED_AT = 64
+"""Streamed rows whose ends are looked at before the first step."""
+
 
 class Sft(Task[Recipe]):
     """The task of ``objective: sft``."""
@@ -316,6 +319,11 @@ class Sft(Task[Recipe]):
             path=built.directory.selected,
             taken=built.first_step,
         )
+
+    def trained_ends(self, prepared: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """See :meth:`Task.trained_ends`; of streamed rows the first ones are looked at."""
+        rows = prepared.first(STREAMED_LOOKED_AT) if isinstance(prepared, StreamedRows) else prepared.train
+        return data.trained_ends(rows, tokenizer, chat_options(self.recipe))
 
     def training(self, built: Built) -> Training:
         """See :meth:`Task.training`."""

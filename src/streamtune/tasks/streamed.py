@@ -10,7 +10,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,18 @@ class StreamedRows:
     def train(self) -> Sequence[data.Example]:
         """None: they are not known."""
         return ()
+
+    def first(self, count: int) -> list[data.Example]:
+        """Return the first examples in the order of the sources."""
+        settings = replace(self.stream.settings, buffer=1, processes=1)
+        stream = data.RowStream(self.stream.sources, self.stream.tokenizer, settings)
+        found: list[data.Example] = []
+        with closing(stream.examples(data.StreamPosition())) as examples:
+            for example, _ in examples:
+                if example is None or len(found) == count:
+                    break
+                found.append(example)
+        return found
 
     @property
     def validation(self) -> Sequence[data.Example]:

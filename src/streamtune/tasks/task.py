@@ -448,6 +448,10 @@ class Task(ABC, Generic[R_co]):
         """Return the micro-batches of one step after the other."""
         return Steps(built.batches, self.recipe, built.world, RowCost.of_model(built.model))
 
+    def trained_ends(self, prepared: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Return the tokens that end trained turns or texts: generation must stop at them."""
+        return data.trained_ends(prepared.train, tokenizer, chat_options(self.recipe))
+
     def training(self, built: Built) -> Training:
         """Return everything of the objective that the training loop is run with."""
         recipe = self.recipe

@@ -1,0 +1,42 @@
+"""The tokens that a model's generation ends at: those of its generation config, and the tokenizer's end token."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers import GenerationConfig
+
+from streamtune.adapters import base_of
+
+__all__ = ["add_ends", "end_tokens", "ends_of"]
+
+
+def ends_of(settings: GenerationConfig | None) -> list[int]:
+    """Return the tokens that a generation config ends at; none without one."""
+    found: Any = getattr(settings, "eos_token_id", None)
+    return [int(token) for token in (found if isinstance(found, list | tuple) else [found]) if token is not None]
+
+
+def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
+    """Return the tokenizer's end token, and the tokens that the model's generation config ends at."""
+    configured = ends_of(getattr(base_of(model), "generation_config", None))
+    return sorted({token for token in (*configured, tokenizer.eos_token_id) if token is not None})
+
+
+def add_ends(model: nn.Module, tokens: Sequence[int]) -> list[int]:
+    """Let a model's generation end at more tokens; return those at which it did not end before.
+
+    The model gets a changed copy of its generation config: another thread may be writing the old one.
+    """
+    base: Any = base_of(model)
+    known = ends_of(getattr(base, "generation_config", None))
+    new = [token for token in tokens if token not in known]
+    if new:
+        settings = copy.deepcopy(base.generation_config) if base.generation_config is not None else GenerationConfig()
+        settings.eos_token_id = [*known, *new] if len(known) + len(new) > 1 else new[0]
+        settings._from_model_config = False  # else transformers may make it again from the model's configuration
+        base.generation_config = settings
+    return new

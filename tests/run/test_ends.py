@@ -1,0 +1,156 @@
+"""A base that ends its texts with one token, trained on turns that end with another: generation stops at both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from streamtune.export import ExportOptions, export_model, find_trained, load_trained
+from streamtune.generate import GenerateOptions, load_answerer
+from streamtune.models import train_tokenizer
+from streamtune.rollout import end_tokens
+from streamtune.templates import render_chat
+from tests.sft_kit import FIXED, QWEN3, run, write_recipe
+
+TEXT_END, TURN_END = "<|endoftext|>", "<|im_end|>"
+
+
+def save_base(folder: Path, ends: list[str]) -> Any:
+    """Save a base that generates until one of ``ends``, with a chat template in its tokenizer."""
+    tokenizer = train_tokenizer(["Say it. ok then"] * 8, vocab_size=300)
+    tokenizer.eos_token = TEXT_END
+    number = [tokenizer.convert_tokens_to_ids(end) for end in ends]
+    torch.manual_seed(0)
+    config = Qwen3Config(**{**QWEN3, "vocab_size": len(tokenizer), "eos_token_id": number[0]})
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=number[0] if len(number) == 1 else number, top_k=7,
+                                               do_sample=True)  # fmt: skip
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+RECIPE: dict[str, Any] = {
+    "model_name_or_path": "base",
+    "datasets": [{"path": "rows.jsonl"}],
+    "engine": FIXED,
+    "max_length": 64,
+    "learning_rate": 1.0e-2,
+    "max_steps": 30,
+    "save_steps": 15,
+    "per_device_train_batch_size": 4,
+    "output_dir": "run",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        for asked in ("Say it.", "Say it then.") * 4:
+            messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": "ok"}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return tmp_path
+
+
+def written_ends(folder: str | Path) -> list[str]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found: Any = json.loads((Path(folder) / "generation_config.json").read_text())["eos_token_id"]
+    return list(tokenizer.convert_ids_to_tokens(found if isinstance(found, list) else [found]))
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"finetuning_type": "lora", "lora_r": 32, "learning_rate": 5.0e-2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_end_of_trained_turns_is_in_all_that_is_written(
+    folder: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = save_base(folder / "base", [TEXT_END])
+    write_recipe(folder, {**RECIPE, **KINDS[kind], "max_steps": 1, "save_steps": 1})
+    assert run() == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    number = tokenizer.convert_tokens_to_ids(TURN_END)
+    assert f"{TURN_END} ({number}), as the trained turns do; besides {TEXT_END}" in shown
+    for place in ("run/final", "run/checkpoints/step-000001/model"):
+        assert written_ends(place) == [TEXT_END, TURN_END]
+    own = json.loads(Path("run/final/generation_config.json").read_text())
+    assert (own["top_k"], own["do_sample"]) == (7, True), "the rest is the base's own"
+    for merge in (True, False) if kind == "lora" else (True,):
+        out = folder / f"out-{merge}"
+        export_model("run", out, ExportOptions(check=False, merge=merge))
+        assert written_ends(out) == [TEXT_END, TURN_END]
+        model, own_tokenizer = load_trained(find_trained(str(out)))
+        assert number in end_tokens(model, own_tokenizer)
+    model, own_tokenizer = load_trained(find_trained("run"))
+    assert number in end_tokens(model, own_tokenizer)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_generation_stops_where_the_trained_turns_end(folder: Path, kind: str) -> None:
+    tokenizer = save_base(folder / "base", [TEXT_END])
+    sample = {"prompt": "Say it.", "max_new_tokens": 9, "held_out": 1}
+    write_recipe(folder, {**RECIPE, **KINDS[kind], "sample": sample, "val_size": 1})
+    assert run() == 0
+    answer = load_answerer("run", GenerateOptions(device="cpu", max_new_tokens=9, temperature=0.0)).answer("Say it.")
+    assert (answer.text, answer.finished) == ("ok", True)
+    samples = [json.loads(line) for line in Path("run/samples.jsonl").read_text().splitlines()]
+    assert (samples[-1]["completion"], samples[-1]["right"]) == ("ok", True)
+    export_model("run", folder / "out", ExportOptions(check=False))
+    model = AutoModelForCausalLM.from_pretrained("out")
+    asked = render_chat(tokenizer, [{"role": "user", "content": "Say it."}], add_generation_prompt=True)
+    ids = torch.tensor([tokenizer(asked, add_special_tokens=False)["input_ids"]])
+    written = model.generate(ids, do_sample=False, max_new_tokens=9)[0, ids.shape[1] :].tolist()
+    assert written[-1] == tokenizer.convert_tokens_to_ids(TURN_END)
+    assert len(written) < 9, "transformers stops there by itself"
+
+
+def test_a_base_that_ends_there_already_is_left_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_base(folder / "base", [TEXT_END, TURN_END])
+    write_recipe(folder, {**RECIPE, "max_steps": 1})
+    assert run() == 0
+    assert "stops at" not in capsys.readouterr().out
+    before, after = (json.loads(Path(each, "generation_config.json").read_text()) for each in ("base", "run/final"))
+    assert before == after
+
+
+def test_a_base_that_trains_on_texts_keeps_its_end(folder: Path) -> None:
+    save_base(folder / "base", [TEXT_END])
+    Path("rows.jsonl").write_text('{"text": "ok then"}\n' * 8)
+    write_recipe(folder, {**RECIPE, "max_steps": 1})
+    assert run() == 0
+    assert written_ends("run/final") == [TEXT_END]
+
+
+def test_of_streamed_rows_the_first_are_looked_at(folder: Path) -> None:
+    save_base(folder / "base", [TEXT_END])
+    write_recipe(folder, {**RECIPE, "max_steps": 1, "streaming": True, "overlength": "drop"})
+    assert run() == 0
+    assert written_ends("run/final") == [TEXT_END, TURN_END]
+
+
+def test_a_policy_stops_at_the_end_of_its_turn(folder: Path) -> None:
+    """Supervised steps teach it to end its turns; with the base's end alone every completion was cut off."""
+    save_base(folder / "base", [TEXT_END])
+    row = {"prompt": [{"role": "user", "content": "Say it."}], "completion": [{"role": "assistant", "content": "ok"}]}
+    Path("rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    Path("rewards.py").write_text(
+        "def turns(completions, **columns):\n    return [i % 2 for i in range(len(completions))]\n"
+    )
+    grpo = {"reward_funcs": ["rewards.py:turns"], "allow_code": True, "num_generations": 2, "sft_steps": 15,
+            "max_completion_length": 8, "max_prompt_length": 48, "max_steps": 1}  # fmt: skip
+    recipe = {key: value for key, value in RECIPE.items() if key != "max_length"}
+    write_recipe(folder, {**recipe, **grpo})
+    assert run(command="grpo") == 0
+    assert written_ends("run/final") == [TEXT_END, TURN_END]
+    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["completions/clipped_ratio"] < 1
