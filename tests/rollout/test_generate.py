@@ -177,6 +177,31 @@ def test_a_checkpoints_own_generation_settings_do_not_count_and_are_kept() -> No
     assert max(len(completion.token_ids) for completion in written) == 5
 
 
+def test_another_thread_sees_the_models_own_settings_while_it_writes() -> None:
+    """Checkpoints are written meanwhile, of the model as it is: config, generation config, which module is which."""
+    model = build("qwen3")
+    own = model.generation_config = GenerationConfig(max_new_tokens=99, eos_token_id=2)
+    configuration = model.config.to_dict()
+    seen: list[object] = []
+
+    def stop() -> bool:
+        seen.append(model.generation_config)
+        assert model.config.to_dict() == configuration
+        return False
+
+    writer(model, stop=stop).write(prompts(2), 2, Sampling(max_completion_length=5, top_k=3))
+    assert seen
+    assert all(each is own for each in seen)
+
+
+def test_modules_that_are_in_another_mode_stay_in_it() -> None:
+    model = build("qwen3").train()
+    model.model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    writer(model).write(prompts(1), 1, Sampling(max_completion_length=2))
+    assert [module.training for module in model.modules()] == before
+
+
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -154,3 +154,25 @@ def test_a_policy_stops_at_the_end_of_its_turn(folder: Path) -> None:
     assert written_ends("run/final") == [TEXT_END, TURN_END]
     records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert records[-1]["completions/clipped_ratio"] < 1
+
+
+@pytest.mark.full
+def test_a_policys_checkpoints_have_its_own_settings(folder: Path) -> None:
+    """They are written while it writes completions, and the run that goes on from them keeps its own to the end."""
+    save_base(folder / "base", [TEXT_END, TURN_END])
+    Path("rows.jsonl").write_text('{"prompt": "Say it."}\n' * 8)
+    Path("rewards.py").write_text(
+        "def turns(completions, **columns):\n    return [i % 2 for i in range(len(completions))]\n"
+    )
+    grpo = {"reward_funcs": ["rewards.py:turns"], "allow_code": True, "num_generations": 4, "save_steps": 1, "top_k": 3,
+            "max_completion_length": 24, "max_prompt_length": 40, "max_steps": 3, "save_async": True}  # fmt: skip
+    recipe = {key: value for key, value in RECIPE.items() if key != "max_length"}
+    write_recipe(folder, {**recipe, **grpo, "save_total_limit": 9})
+    assert run(command="grpo") == 0
+    assert run("--resume", "run/checkpoints/step-000001", "--output-dir", "again", command="grpo") == 0
+    own = json.loads(Path("base/generation_config.json").read_text())
+    places = [*Path().glob("run/checkpoints/*/model"), *Path().glob("again/checkpoints/*/model"), Path("run/final"),
+              Path("again/final")]  # fmt: skip
+    assert len(places) >= 7
+    for place in places:
+        assert json.loads((place / "generation_config.json").read_text()) == own, place

@@ -21,16 +21,18 @@ merging loses the adapters in the rounding, and the report says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from streamtune.adapters import base_of
 from streamtune.export.wide import Rounding, widened
 from streamtune.model_device import model_device
+from streamtune.rollout import with_generation
 
 __all__ = ["AsTrained", "Differences", "compare", "measure", "row_errors", "row_logits"]
 
@@ -271,30 +273,18 @@ def _largest(found: Sequence[Tensor], want: Sequence[Tensor]) -> float:
 def _greedy(model: Any, prompt: Tensor, new_tokens: int) -> tuple[list[int], Tensor]:
     """Return the likeliest tokens after a prompt, and the logits ``[N, vocabulary]`` they were chosen from."""
     base = base_of(model)
-    with _plain_generation(base):
-        output = base.generate(
-            input_ids=prompt.to(base.device),
-            attention_mask=torch.ones_like(prompt).to(base.device),
-            do_sample=False,
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+    # Without the settings of the checkpoint: penalties and temperatures are no weights.
+    plain = with_generation(base, GenerationConfig(pad_token_id=0, eos_token_id=None))
+    output = plain.generate(
+        input_ids=prompt.to(base.device),
+        attention_mask=torch.ones_like(prompt).to(base.device),
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
     return output.sequences[0, prompt.shape[1] :].tolist(), torch.cat([each.float().cpu() for each in output.logits])
-
-
-@contextmanager
-def _plain_generation(base: Any) -> Iterator[None]:
-    """Generate without the settings of the checkpoint while inside: penalties and temperatures are no weights."""
-    from transformers import GenerationConfig
-
-    before = base.generation_config
-    base.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=None)
-    try:
-        yield
-    finally:
-        base.generation_config = before
 
 
 def _routes(model: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamtune.rollout.allocate import LEAST, GradientNorms, allocate, variance_score
-from streamtune.rollout.ends import add_ends, end_tokens, ends_of
+from streamtune.rollout.ends import add_ends, end_tokens, ends_of, with_generation
 from streamtune.rollout.generate import TransformersWriter
 from streamtune.rollout.select import PROMPT_CHOICES, PassRates, PromptPicker
 from streamtune.rollout.vllm import VllmWriter, check_vllm
@@ -27,4 +27,5 @@ __all__ = [
     "end_tokens",
     "ends_of",
     "variance_score",
+    "with_generation",
 ]

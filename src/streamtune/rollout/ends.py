@@ -1,4 +1,7 @@
-"""The tokens that a model's generation ends at: those of its generation config, and the tokenizer's end token."""
+"""The generation config of a model: the tokens it ends at, and another one to write with.
+
+It is never changed in place: a checkpoint is written by another thread while the model goes on, and has the model's own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from transformers import GenerationConfig
 
 from streamtune.adapters import base_of
 
-__all__ = ["add_ends", "end_tokens", "ends_of"]
+__all__ = ["add_ends", "end_tokens", "ends_of", "with_generation"]
 
 
 def ends_of(settings: GenerationConfig | None) -> list[int]:
@@ -40,3 +43,15 @@ def add_ends(model: nn.Module, tokens: Sequence[int]) -> list[int]:
         settings._from_model_config = False  # else transformers may make it again from the model's configuration
         base.generation_config = settings
     return new
+
+
+def with_generation(model: Any, settings: GenerationConfig) -> Any:
+    """Return a model that generates by ``settings`` alone, and is ``model`` in all else.
+
+    Both are the same modules, weights and hooks; ``model`` keeps its own generation config. Settings that are handed to
+    ``generate`` would not do: what they leave open is filled from the model's own.
+    """
+    seen = object.__new__(type(model))
+    vars(seen).update(vars(model))
+    vars(seen)["generation_config"] = settings
+    return seen

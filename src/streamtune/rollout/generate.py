@@ -25,6 +25,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Stoppi
 from streamtune.adapters import base_of
 from streamtune.engine.hf_names import LINEAR_CACHE, cache_by_name, inside, is_stateful
 from streamtune.model_device import model_device
+from streamtune.rollout.ends import with_generation
 from streamtune.rollout.writer import Completion, Sampling, WritingStopped, ended
 
 __all__ = ["TransformersWriter"]
@@ -77,15 +78,15 @@ class TransformersWriter:
         counts = [count] * len(prompts) if isinstance(count, int) else list(count)
         # A penalty on what stands in a row already would count its padding.
         padded = self.longest is not None or (self.shares_prompts and sampling.repetition_penalty == 1.0)
-        with torch.no_grad(), self._writing(sampling), self.computing():
+        with torch.no_grad(), self._writing(sampling) as model, self.computing():
             for batch in _batches(prompts, counts, max_rows=self.max_rows, padded=padded):
                 repeats = [own for _, own in batch]
-                rows = iter(self._rows([prompts[index] for index, _ in batch], repeats))
+                rows = iter(self._rows(model, [prompts[index] for index, _ in batch], repeats))
                 for index, own in batch:
                     written[index] += islice(rows, own)
         return written
 
-    def _rows(self, prompts: Sequence[list[int]], repeats: Sequence[int]) -> list[Completion]:
+    def _rows(self, model: PreTrainedModel, prompts: Sequence[list[int]], repeats: Sequence[int]) -> list[Completion]:
         """Return so many completions of each prompt, those of one prompt next to each other."""
         ids_PT, mask_PT = self._padded(prompts)
         cache = self._read(ids_PT, mask_PT) if self.shares_prompts and ids_PT.shape[1] > 1 else None
@@ -96,7 +97,7 @@ class TransformersWriter:
                 cache.batch_repeat_interleave(repeats[0] if len(set(repeats)) == 1 else repeats_P)
             given |= cache_by_name(type(self.model).prepare_inputs_for_generation, cache)
         ids_NT, mask_NT = ids_PT.repeat_interleave(repeats_P, dim=0), mask_PT.repeat_interleave(repeats_P, dim=0)
-        output: Any = self.model.generate(
+        output: Any = model.generate(
             input_ids=ids_NT,
             attention_mask=mask_NT,
             # In step, a rank whose rows are done goes on computing and asks nobody.
@@ -158,8 +159,8 @@ class TransformersWriter:
         """Do nothing; called before each chunk of prompts and after the last, with the tokens read so far and all."""
 
     @contextmanager
-    def _writing(self, sampling: Sampling) -> Iterator[None]:
-        """Put the model in evaluation mode with our settings: a checkpoint's own would fill those that we leave out."""
+    def _writing(self, sampling: Sampling) -> Iterator[PreTrainedModel]:
+        """Put the model in evaluation mode; yield it with our settings in place of its own."""
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         settings = GenerationConfig(
             max_new_tokens=sampling.max_completion_length,
@@ -171,14 +172,13 @@ class TransformersWriter:
             pad_token_id=self.pad_token_id,
             use_cache=True,
         )
-        before, training = self.model.generation_config, self.model.training
-        self.model.generation_config = settings
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
-            yield
+            yield with_generation(self.model, settings)
         finally:
-            self.model.generation_config = before
-            self.model.train(training)
+            for module, training in modes:
+                module.training = training
 
 
 class _WhenAsked(StoppingCriteria):
