@@ -157,7 +157,7 @@ def write_merged(
     names = _names(model, dtype)
     models.write_shards(base, names, folder, shard_bytes, untied=untied)
     _write_configuration(base, folder, dtype, untied=untied)
-    tokenizer.save_pretrained(folder)
+    models.SavedTokenizer(tokenizer).save_pretrained(folder)
 
 
 def _names(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
@@ -176,6 +176,7 @@ def _write_configuration(base: Any, folder: Path, dtype: torch.dtype | None, *, 
     config.architectures = [type(base).__name__]
     config.dtype = dtype or base.dtype
     config.save_pretrained(folder)
+    models.add_old_names(folder)
     if base.generation_config is not None and base.can_generate():
         with suppress(ValueError):  # a checkpoint's own may contradict itself, and then it is left out
             base.generation_config.save_pretrained(folder)
@@ -207,4 +208,4 @@ def write_adapters(source: Path, tokenizer: Any, folder: Path, base: str | None)
         settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         settings["base_model_name_or_path"] = base
         (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    tokenizer.save_pretrained(folder)
+    models.SavedTokenizer(tokenizer).save_pretrained(folder)

@@ -46,6 +46,7 @@ from streamtune.models.load import (
 )
 from streamtune.models.loftq import LOFTQ_FILE, QuantisationChange, QuantisedBefore, taken_of
 from streamtune.models.lora_ga import first_factors, start_from_factors, summed_bytes
+from streamtune.models.older import add_old_names
 from streamtune.models.packed import PackedExperts, has_packed_experts
 from streamtune.models.positions import RopeChange, position_limit, pretrained_positions
 from streamtune.models.quantize import choose_quantization, divide_packed, left_whole, quantization
@@ -75,6 +76,7 @@ __all__ = [
     "adapter_base",
     "add_adapters",
     "add_lora",
+    "add_old_names",
     "add_rows",
     "add_tokens",
     "blueprint",

@@ -33,6 +33,7 @@ from streamtune.engine.hf_names import AS_IN_FILES, SAFE_FILE, SAFE_INDEX, insid
 from streamtune.errors import ArgumentError
 from streamtune.models.adapters import is_written_as_lora, written_adapters
 from streamtune.models.loftq import keep_taken
+from streamtune.models.older import AS_TRANSFORMERS, TOKENIZER_CONFIG, add_old_names, old_tokenizer_config
 from streamtune.rollout import add_ends, ends_of
 
 __all__ = [
@@ -64,6 +65,10 @@ class SavedTokenizer:
             with TemporaryDirectory() as name:
                 folder = Path(name)
                 self._tokenizer.save_pretrained(folder)
+                if (path := folder / TOKENIZER_CONFIG).is_file():
+                    written = json.loads(path.read_text(encoding="utf-8"))
+                    settings = old_tokenizer_config(written, self._tokenizer)
+                    path.write_text(json.dumps(settings, **AS_TRANSFORMERS) + "\n", encoding="utf-8")
                 files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
                 self._files = {path.relative_to(folder): path.read_bytes() for path in files}
         return self._files
@@ -131,6 +136,8 @@ def save_pretrained(
     model.save_pretrained(folder, **more)
     if hasattr(model, "peft_config"):
         _write_generation(model, folder)
+    else:
+        add_old_names(folder)
     keep_taken(base_of(model), folder)
     tokenizer.save_pretrained(folder)
 
@@ -144,6 +151,7 @@ def save_architecture(
     """
     base = base_of(model)
     base.config.save_pretrained(folder)
+    add_old_names(folder)
     _write_generation(model, folder)
     tokenizer.save_pretrained(folder)
 
@@ -254,6 +262,7 @@ def _write(
     else:
         write_shards(model, saved, folder, shard_bytes)
         _write_configuration(model, folder)
+        add_old_names(folder)
     tokenizer.save_pretrained(folder)
 
 

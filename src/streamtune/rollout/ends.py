@@ -1,6 +1,6 @@
 """The generation config of a model: the tokens it ends at, and another one to write with.
 
-It is never changed in place: a checkpoint is written by another thread while the model goes on, and has the model's own.
+It is never changed in place: another thread may be writing a checkpoint, which has the model's own.
 """
 
 from __future__ import annotations

@@ -1,0 +1,148 @@
+"""Written folders that ``transformers`` 4 reads as well: inference servers stay with it for years.
+
+``transformers`` 5 writes the base of rotary positions, their scaling, the dtype and the class of a tokenizer under new
+names. Version 4 knows none of them, and says nothing: it takes a base of 10,000 for a model that has 1,000,000. The old
+names are written beside the new ones; version 5 reads both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
+from transformers.utils import CONFIG_NAME, cached_file
+
+__all__ = ["AS_TRANSFORMERS", "TOKENIZER_CONFIG", "add_old_names", "old_tokenizer_config", "with_old_names"]
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+AS_TRANSFORMERS: dict[str, Any] = {"indent": 2, "sort_keys": True, "ensure_ascii": False}
+"""How it writes JSON."""
+
+NEW_CLASS = "TokenizersBackend"
+"""The class of a tokenizer in ``transformers`` 5 that is all in ``tokenizer.json``."""
+OLD_CLASS = "PreTrainedTokenizerFast"
+"""What ``transformers`` 4 calls it."""
+
+OLD_KEYS = ("add_bos_token", "add_eos_token")
+"""Settings of the old classes that ``transformers`` 5 leaves out: without them they add tokens by their defaults."""
+
+THETA: tuple[tuple[str, str, str], ...] = (
+    # model types that begin so, the old name of the base of full attention, and of attention with a window
+    ("gemma3", "rope_theta", "rope_local_base_freq"),
+    ("modernbert", "global_rope_theta", "local_rope_theta"),
+    ("gpt_neox", "rotary_emb_base", ""),
+    ("", "rope_theta", ""),
+)
+SHARE: tuple[tuple[str, str], ...] = (("gpt_neox", "rotary_pct"), ("", "partial_rotary_factor"))
+"""The old name of the share of a head that is rotated."""
+ORIGINAL = "original_max_position_embeddings"
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts: version 5 writes one of them, version 4 may read another."""
+LAYERS: dict[str, tuple[str, dict[str, str]]] = {
+    "granitemoehybrid": ("layer_types", {"linear_attention": "mamba", "full_attention": "attention"}),
+    **dict.fromkeys(("zamba", "zamba2"), ("layers_block_type", {"linear_attention": "mamba"})),
+}
+"""The list of the kinds of layers, and the old words in it."""
+
+
+def add_old_names(folder: Path) -> None:
+    """Add the old names to the ``config.json`` of a folder that was written."""
+    path = folder / CONFIG_NAME
+    config = with_old_names(json.loads(path.read_text(encoding="utf-8")))
+    path.write_text(json.dumps(config, **AS_TRANSFORMERS) + "\n", encoding="utf-8")
+
+
+def with_old_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration, as JSON has it, with the names of ``transformers`` 4 beside those of 5.
+
+    Args:
+        config: As it is in ``config.json``; configurations in it are changed too.
+    """
+    found = {
+        key: with_old_names(value) if isinstance(value, Mapping) and key.endswith("_config") else _plain(value)
+        for key, value in config.items()
+    }
+    model_type = str(config.get("model_type", ""))
+    for new, old_name in _expert_names(model_type):
+        if new in found:
+            found.setdefault(old_name, found[new])
+    if model_type in LAYERS:
+        key, words = LAYERS[model_type]
+        found |= {key: [words.get(kind, kind) for kind in found[key]]} if isinstance(found.get(key), list) else {}
+    if isinstance(config.get("dtype"), str):
+        found.setdefault("torch_dtype", config["dtype"])
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, Mapping) or not rope:
+        return found
+    kinds = [value for value in rope.values() if isinstance(value, Mapping)]
+    nested = any(isinstance(rope.get(name), Mapping) for name in ("full_attention", "sliding_attention"))
+    full = rope.get("full_attention") or kinds[0] if nested else rope
+    theta, windowed = next(names for start, *names in THETA if model_type.startswith(start))
+    share = next(name for start, name in SHARE if model_type.startswith(start))
+    old: dict[str, Any] = {theta: full.get("rope_theta"), share: full.get("partial_rotary_factor")}
+    if nested and windowed and isinstance(rope.get("sliding_attention"), Mapping):
+        old[windowed] = rope["sliding_attention"].get("rope_theta")
+    scaling = {key: value for key, value in full.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    if set(scaling) - {"rope_type"} or scaling.get("rope_type", "default") != "default":
+        old["rope_scaling"] = scaling
+        if scaling.get("rope_type") == "longrope" and ORIGINAL in scaling:
+            old[ORIGINAL] = scaling[ORIGINAL]
+        if model_type.startswith(("phi3", "phi4")):  # which take these three fields and no other
+            old["rope_scaling"] = {
+                "type": scaling.get("rope_type"),
+                **{key: scaling[key] for key in ("short_factor", "long_factor") if key in scaling},
+            }
+    return {**found, **{key: value for key, value in old.items() if value is not None}}
+
+
+def _expert_names(model_type: str) -> Iterator[tuple[str, str]]:
+    """Yield names of the number of experts that a configuration takes for each other: as written, and another."""
+    for alias, written in (CONFIG_MAPPING[model_type].attribute_map if model_type in CONFIG_MAPPING else {}).items():
+        if alias in EXPERTS and written in EXPERTS:
+            yield written, alias
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with infinities as Python writes them to JSON: version 5 writes an object that only it reads."""
+    if isinstance(value, Mapping) and value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def old_tokenizer_config(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return a ``tokenizer_config.json`` with the class and the settings that ``transformers`` 4 reads.
+
+    The class is the one that the files name from which the tokenizer was loaded.
+
+    Args:
+        config: What ``transformers`` 5 wrote.
+        tokenizer: Whose it is.
+    """
+    found, base = dict(config), _base_config(tokenizer)
+    named = base.get("tokenizer_class")
+    known = isinstance(named, str) and named != NEW_CLASS
+    if found.get("tokenizer_class") == NEW_CLASS:
+        found["tokenizer_class"] = named if known else OLD_CLASS
+    if known:
+        found |= {key: base[key] for key in OLD_KEYS if key in base and key not in found}
+    if isinstance(found.get("extra_special_tokens"), list):  # there a dict of names, as multimodal models have it
+        found["additional_special_tokens"] = found.pop("extra_special_tokens")
+    if isinstance(named_tokens := base.get("extra_special_tokens"), Mapping) and named_tokens:
+        found["extra_special_tokens"] = dict(named_tokens)
+    return found
+
+
+def _base_config(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
+    """Return the ``tokenizer_config.json`` that a tokenizer was loaded with; empty where there is none."""
+    name = tokenizer.name_or_path
+    if not name:
+        return {}
+    try:
+        path = cached_file(name, TOKENIZER_CONFIG, local_files_only=True)
+        found = json.loads(Path(path).read_text(encoding="utf-8")) if path is not None else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
