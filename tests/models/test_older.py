@@ -57,8 +57,8 @@ def test_the_names_of_both_are_written_and_this_version_reads_the_same(family: s
     assert written.keys() >= plain.keys()
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain/config.json").write_text(json.dumps(plain))
-    of_plain, of_both = (AutoConfig.from_pretrained(folder) for folder in (tmp_path / "plain", tmp_path))
-    assert of_both.to_json_string() == of_plain.to_json_string()
+    of_plain, of_both = (AutoConfig.from_pretrained(folder).to_dict() for folder in (tmp_path / "plain", tmp_path))
+    assert {key: of_both[key] for key in of_plain} == of_plain, "this version reads what it would read without them"
     assert written["torch_dtype"] == "float32"
     if family == "qwen3_moe":
         assert written["num_experts"] == 4
