@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from streamtune.cli import main
+from streamtune.export import ExportOptions, export_model, find_trained, load_trained
 from streamtune.recipe import load_recipe
 from streamtune.run.build import build_run
 from tests.sft_kit import FIXED, QWEN3, run, write_recipe
@@ -160,6 +161,24 @@ def test_adapters_train_the_new_rows_and_no_others(
     assert torch.allclose(embedded, next(rows for name, rows in deltas.items() if "embed_tokens" in name))
     before = load_file("base/model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(merged.get_input_embeddings().weight[:first], before[:first])
+
+
+def test_tied_tables_with_new_rows_are_exported_tied(folder: Path) -> None:
+    """Adapters change both tables in the same rows by the same values: the merged model needs one."""
+    write_base(folder / "base")
+    write_recipe(folder, {**RECIPE, "finetuning_type": "lora", "lora_r": 4, "max_steps": 1, "output_dir": "run"})
+    assert run() == 0
+    export_model("run", folder / "out", ExportOptions(check=False))
+    weights = load_file("out/model.safetensors")
+    assert "lm_head.weight" not in weights
+    assert json.loads(Path("out/config.json").read_text())["tie_word_embeddings"] is True
+    (rows,) = [x for name, x in load_file("run/final/adapter_model.safetensors").items() if "trainable_tokens" in name]
+    assert torch.equal(weights["model.embed_tokens.weight"][-4:], rows)
+    model, _ = load_trained(find_trained("run"))
+    with torch.no_grad():
+        ids = torch.tensor([[1, 5, 9, len(weights["model.embed_tokens.weight"]) - 1]])
+        before, after = model(ids).logits, AutoModelForCausalLM.from_pretrained("out").eval()(ids).logits
+    assert torch.allclose(before, after, atol=1e-5)
 
 
 @pytest.mark.full

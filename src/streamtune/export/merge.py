@@ -10,6 +10,7 @@ The model itself is left as it is:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,13 +42,13 @@ def merged_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Ite
         dtype: Of the floating-point weights; None keeps the dtype of each, and gives those that were quantised the
             dtype of the model.
     """
-    base = base_of(model)
-    tied = {} if must_untie(model) else tied_weights(base)
+    base, untied = base_of(model), must_untie(model)
+    tied = {} if untied else tied_weights(base)
     seen: set[int] = set()
     for name, value, own in _walk(base, base, "", base.dtype):
         if name in tied or id(own) in seen:
             continue
-        if not must_untie(model):
+        if not untied:
             seen.add(id(own))
         yield name, value() if dtype is None or not own.is_floating_point() else value().to(dtype)
 
@@ -201,7 +202,7 @@ def _in_float(inner: nn.Module, chain: list[Any]) -> Iterator[None]:
 
 
 def must_untie(model: nn.Module) -> bool:
-    """Return True if adapters changed one of two weights that the base ties, so that the merged model needs both.
+    """Return True if adapters made two weights differ that the base ties, so that the merged model needs both.
 
     Raises:
         ArgumentError: They are not those of the embedding and the head, which alone can be untied.
@@ -211,7 +212,9 @@ def must_untie(model: nn.Module) -> bool:
     touched = {
         pair
         for pair in tied_weights(base).items()
-        if adapted & {name.rpartition(".")[0] for name in pair} and not _share_trained(base, pair)
+        if adapted & {name.rpartition(".")[0] for name in pair}
+        and not _share_trained(base, pair)
+        and len({_merged_digest(base, name) for name in pair}) > 1
     }
     if not touched:
         return False
@@ -234,3 +237,12 @@ def _share_trained(base: Any, pair: tuple[str, str]) -> bool:
         return False
     first, second = (inner._parameters.get(key) for (inner, _), key in found)
     return first is not None and first is second
+
+
+def _merged_digest(base: Any, name: str) -> bytes:
+    """Return the hash of a weight with its adapters merged: two that are tied are not in memory together."""
+    place, _, key = name.rpartition(".")
+    module = base.get_submodule(place)
+    inner, chain = inner_module(module)
+    value: Tensor = merged_parameters(module)[key] if chain else inner._parameters[key].detach()  # type: ignore[union-attr]
+    return hashlib.sha256(value.float().cpu().contiguous().numpy().data).digest()
