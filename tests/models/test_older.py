@@ -59,9 +59,11 @@ def test_the_names_of_both_are_written_and_this_version_reads_the_same(family: s
     (tmp_path / "plain/config.json").write_text(json.dumps(plain))
     folders = (tmp_path / "plain", tmp_path)
     of_plain, of_both = (json.loads(AutoConfig.from_pretrained(each).to_json_string()) for each in folders)
-    for read in (of_plain, of_both):  # a share of 1 is the default, and is filled in where a scaling is read
-        if read.get("rope_parameters", {}).get("partial_rotary_factor") == 1.0:
-            del read["rope_parameters"]["partial_rotary_factor"]
+    for read in (of_plain, of_both):  # where a scaling is read, a share of 1 is filled in, and the old name stays
+        rope = read.get("rope_parameters", {})
+        rope.pop("type", None)
+        if rope.get("partial_rotary_factor") == 1.0:
+            del rope["partial_rotary_factor"]
     assert {key: of_both[key] for key in of_plain} == of_plain, "this version reads what it would read without them"
     assert written["torch_dtype"] == "float32"
     if family == "qwen3_moe":
