@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from streamtune.export import ExportOptions, export_model, find_trained, load_trained
@@ -176,3 +178,37 @@ def test_a_policys_checkpoints_have_its_own_settings(folder: Path) -> None:
     assert len(places) >= 7
     for place in places:
         assert json.loads((place / "generation_config.json").read_text()) == own, place
+
+
+def test_adapters_name_their_base_for_any_directory(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_base(folder / "base", [TEXT_END])
+    write_recipe(folder, {**RECIPE, **KINDS["lora"], "max_steps": 1, "save_steps": 1})
+    assert run() == 0
+    printed = re.search(r'from_pretrained\("(.*?)"', capsys.readouterr().out)
+    assert printed is not None
+    for place in ("run/final", "run/checkpoints/step-000001/model"):
+        assert json.loads(Path(place, "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+            folder / "base"
+        )
+    loaded = AutoPeftModelForCausalLM.from_pretrained(folder / printed[1])
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    again = AutoPeftModelForCausalLM.from_pretrained("../run/final")
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, again(ids).logits)
+        ours, _ = load_trained(find_trained("../run"))
+        assert torch.allclose(ours(ids).logits, again(ids).logits, atol=1e-6)
+    export_model("../run", Path("out"), ExportOptions(check=False, merge=False))
+    assert json.loads(Path("out/adapter_config.json").read_text())["base_model_name_or_path"] == str(folder / "base")
+
+
+def test_adapters_at_other_positions_are_merged_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The base alone has the old positions: peft would put the adapters on another model without a word."""
+    save_base(folder / "base", [TEXT_END])
+    scaled = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_steps": 1}
+    write_recipe(folder, {**RECIPE, **KINDS["lora"], **scaled})
+    assert run() == 0
+    assert "merge it first: the base's configuration has other positions" in " ".join(capsys.readouterr().out.split())

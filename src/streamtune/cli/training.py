@@ -391,6 +391,8 @@ def _how_to_load(run: Run) -> str:
         return "merge it first: the base is quantised from weights that were changed (loftq_iter)"
     if run.recipe.finetuning_type != "full" and run.recipe.model is not None:
         return "merge it first: the base was made from a configuration and is in no folder that adapters could name"
+    if run.recipe.finetuning_type != "full" and _describe_positions(run):
+        return "merge it first: the base's configuration has other positions than the adapters trained at"
     loader = "AutoPeftModelForCausalLM" if run.recipe.finetuning_type != "full" else "AutoModelForCausalLM"
     quantized = f", quantization_config={QUANTIZED[run.start.quantization]}" if run.start.quantization else ""
     return f'{loader}.from_pretrained("{run.directory.final}"{quantized})'

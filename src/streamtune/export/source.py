@@ -75,7 +75,11 @@ class TrainedModel:
         if self.settings.get("model") is not None:
             return None
         named = self.loaded.recipe.model_name_or_path if self.loaded is not None else None
-        return named or self.settings.get("model_name_or_path") or _named_base(Path(self.folder))
+        named = named or self.settings.get("model_name_or_path")
+        own = _named_base(Path(self.folder))
+        if named is None or (own is not None and Path(own).is_absolute() and not models.is_folder(named)):
+            return own  # the run's name may be relative to the directory that the run was started in
+        return named
 
     def describe(self) -> str:
         """Return the folder in words, with the step of a checkpoint."""

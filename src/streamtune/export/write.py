@@ -206,6 +206,6 @@ def write_adapters(source: Path, tokenizer: Any, folder: Path, base: str | None)
             shutil.copyfile(source / name, folder / name)
     if base is not None:
         settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        settings["base_model_name_or_path"] = base
+        settings["base_model_name_or_path"] = models.absolute_name(base)
         (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     models.SavedTokenizer(tokenizer).save_pretrained(folder)

@@ -16,6 +16,7 @@ from streamtune.models.adapters import (
 from streamtune.models.blueprint import blueprint, small_like
 from streamtune.models.checkpoint_files import (
     FileTimes,
+    absolute_name,
     adapter_base,
     checkpoint_dtype,
     fingerprint_files,
@@ -73,6 +74,7 @@ __all__ = [
     "QuantisedBefore",
     "RopeChange",
     "SavedTokenizer",
+    "absolute_name",
     "adapter_base",
     "add_adapters",
     "add_lora",

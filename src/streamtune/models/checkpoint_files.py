@@ -52,6 +52,7 @@ from streamtune.result_cache import CacheFile
 __all__ = [
     "CheckpointFiles",
     "FileTimes",
+    "absolute_name",
     "adapter_base",
     "checkpoint_dtype",
     "fingerprint_files",
@@ -314,6 +315,11 @@ def adapter_base(name_or_path: str) -> str | None:
         return str(found) if found.is_dir() and found.resolve() != folder.resolve() else None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError):
         return None
+
+
+def absolute_name(name_or_path: str) -> str:
+    """Return the absolute path of a folder, and any other name as it is: adapters are loaded from any directory."""
+    return str(Path(name_or_path).expanduser().absolute()) if is_folder(name_or_path) else name_or_path
 
 
 def is_folder(name_or_path: str) -> bool:

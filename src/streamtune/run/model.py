@@ -93,11 +93,16 @@ def _make_model(
     models.use_special_tokens(model, tokenizer, recipe.special_tokens.model_dump())
     _check_vocabulary(model, tokenizer)
     with models.phantom_weights(model):
-        if checkpoint is not None and adapters:
-            if recipe.adapter_name_or_path is not None:  # they are as they were loaded, of whatever kind
-                return models.load_lora(model, checkpoint.model_dir)
-            return models.load_adapters(model, checkpoint.model_dir, _adapters(recipe), new_tokens=new)
-        return _adapted(recipe, model, new)
+        if checkpoint is None or not adapters:
+            made = _adapted(recipe, model, new)
+        elif recipe.adapter_name_or_path is not None:  # they are as they were loaded, of whatever kind
+            made = models.load_lora(model, checkpoint.model_dir)
+        else:
+            made = models.load_adapters(model, checkpoint.model_dir, _adapters(recipe), new_tokens=new)
+    if recipe.model_name_or_path is not None:
+        for config in getattr(made, "peft_config", {}).values():
+            config.base_model_name_or_path = models.absolute_name(recipe.model_name_or_path)
+    return made
 
 
 def make_reference_model(
