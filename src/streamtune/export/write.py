@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from streamtune import interrupts, models
 from streamtune.adapters import base_of, is_of_adapters
@@ -201,7 +200,7 @@ def write_adapters(source: Path, tokenizer: Any, folder: Path, base: str | None)
     """
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copyfile(source / name, folder / name)
-    for name in (models.LOFTQ_FILE, GENERATION_CONFIG_NAME):
+    for name in (models.LOFTQ_FILE, "generation_config.json"):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     if base is not None:

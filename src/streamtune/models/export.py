@@ -26,7 +26,6 @@ from contextlib import contextmanager
 
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from streamtune.adapters import base_of
 from streamtune.engine.hf_names import AS_IN_FILES, SAFE_FILE, SAFE_INDEX, inside, tied_weights
@@ -169,7 +168,7 @@ def use_saved_ends(model: Any, folder: Path) -> None:
     Raises:
         ArgumentError: The file cannot be read.
     """
-    path = folder / GENERATION_CONFIG_NAME
+    path = folder / "generation_config.json"
     if not path.is_file():
         return
     try:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
-from transformers.utils import CONFIG_NAME, cached_file
+
+from streamtune.engine.hf_names import HUB_FILE, inside
 
 __all__ = ["AS_TRANSFORMERS", "TOKENIZER_CONFIG", "add_old_names", "old_tokenizer_config", "with_old_names"]
 
@@ -50,7 +51,7 @@ LAYERS: dict[str, tuple[str, dict[str, str]]] = {
 
 def add_old_names(folder: Path) -> None:
     """Add the old names to the ``config.json`` of a folder that was written."""
-    path = folder / CONFIG_NAME
+    path = folder / "config.json"
     config = with_old_names(json.loads(path.read_text(encoding="utf-8")))
     path.write_text(json.dumps(config, **AS_TRANSFORMERS) + "\n", encoding="utf-8")
 
@@ -141,7 +142,7 @@ def _base_config(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
     if not name:
         return {}
     try:
-        path = cached_file(name, TOKENIZER_CONFIG, local_files_only=True)
+        path = inside(HUB_FILE)(name, TOKENIZER_CONFIG, local_files_only=True)
         found = json.loads(Path(path).read_text(encoding="utf-8")) if path is not None else {}
     except (OSError, ValueError):
         return {}
