@@ -136,6 +136,21 @@ def test_a_run_rounded_stochastically_learns_as_one_in_float32(folder: Path):
     assert found["nearest"] - found["float32"] > 0.3 * learnt
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("key", "value", "dtype"),
+    [("fsdp", True, "mixed"), ("deepspeed", "zero2", "auto"), ("deepspeed", "zero3", "auto"), ("seed", 1, "mixed")],
+)
+def test_ranks_step_float32_weights_too(folder: Path, key: str, value: Any, dtype: str):
+    """FSDP2 has them, DeepSpeed keeps them beside bfloat16 ones, and without either each rank has the whole model."""
+    if key == "deepspeed":
+        pytest.importorskip("deepspeed")
+    write_recipe(folder, {**TRAIN, "max_steps": 2, key: value})
+    assert run("--nproc", "2") == 0
+    assert all(each["moved"] > 0.7 for each in records(folder / "out"))
+    assert json.loads((folder / "out" / "run.json").read_text())["recipe"]["dtype"] == dtype
+
+
 def large(folder: Path, **more: Any) -> Recipe:
     """A recipe whose checkpoint is a configuration: enough to plan."""
     (folder / "large").mkdir(exist_ok=True)

@@ -450,9 +450,9 @@ def tell_of_model(model: Any, longest: int, start: Start, notify: Notify) -> Non
         ArgumentError: Its table of positions is shorter than the rows, or a file changed while it was read.
         RecipeError: The model's files are not those of the run that is gone on with.
     """
-    notes = [models.check_positions(model, longest), models.left_whole(model)]
+    notes = [models.check_positions(model, longest), models.left_whole(model), loses_steps(start.recipe, model)]
     if start.checkpoint is None:
-        notes += [models.left_out(model), loses_steps(start.recipe, model)]
+        notes.append(models.left_out(model))
     for note in notes:
         if note is not None:
             notify(note)
