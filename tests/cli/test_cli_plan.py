@@ -65,6 +65,23 @@ def test_the_document(recipe: Path, capfd: pytest.CaptureFixture[str]):
     assert found["limits"]["host_bytes"] == 8 << 30
 
 
+def test_rows_beyond_the_positions_of_the_model_are_told_with_the_scaling_to_write(
+    recipe: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    init = {**RECIPE["model"]["init"], "max_position_embeddings": 1500}
+    recipe.write_text(yaml.safe_dump({**RECIPE, "model": {"init": init}}))
+    beyond = ("--device", "rtx-4090", "--host-memory", "8GiB")
+    assert plan(*beyond) == 0
+    line = " ".join(capfd.readouterr().out.split())
+    assert "the longest row has 4,096 tokens; the model was made for 1,500" in line
+    assert "a run refuses such rows" in line
+    assert "rope_scaling: {rope_type: yarn, factor: 3}" in line
+    assert plan(*beyond, "--json") == 0
+    assert "factor: 3}" in json.loads(capfd.readouterr().out)["positions"]
+    assert plan(*beyond, "--set", "rope_scaling={rope_type: yarn, factor: 3}", "--json") == 0
+    assert json.loads(capfd.readouterr().out)["positions"] is None
+
+
 @pytest.mark.full
 def test_the_screen(recipe: Path, capfd: pytest.CaptureFixture[str]):
     assert plan("--device-memory", "60MiB", "--host-memory", "1GiB", "--length", "8192") == 0

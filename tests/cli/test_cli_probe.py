@@ -50,6 +50,16 @@ def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
     return run
 
 
+def test_a_length_beyond_the_positions_of_the_model_is_told(
+    probe: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulated = ("--method", "simulate", "--device-memory", "1GiB", "--from", "1024", "--to", "1024")
+    init = {**RECIPE["model"]["init"], "max_position_embeddings": 512}
+    Path("tiny.yaml").write_text(yaml.safe_dump({**RECIPE, "model": {"init": init}}))
+    assert probe(*simulated, "--output-dir", "out", "--json") == 0
+    assert "rope_scaling: {rope_type: yarn, factor: 2}" in json.loads(capsys.readouterr().out)["positions"]
+
+
 @pytest.mark.full
 def test_the_longest_of_each_mode(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     """A range of one length: streaming fits into the budget, the others do not."""

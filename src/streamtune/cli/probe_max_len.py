@@ -146,6 +146,8 @@ def _print_report(report: ProbeReport, folder: Path) -> None:
     out.print(_title(report), style="bold")
     out.print(_table(report))
     rows = [("schedule", _describe_schedule(report))]
+    if report.positions is not None:
+        rows.append(("positions", report.positions))
     if report.task.objective != "sft":
         rows.insert(0, ("length", _describe_length(report)))
     for mode, limit in report.limits.items():

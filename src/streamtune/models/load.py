@@ -49,6 +49,7 @@ __all__ = [
     "check_positions",
     "count_parameters",
     "count_weights",
+    "describe_positions",
     "init_model",
     "left_out",
     "load_model",
@@ -122,6 +123,19 @@ def check_positions(model: Any, longest: int, *, training: bool = True) -> str |
         mend=f"extend its positions: rope_scaling: {{rope_type: yarn, factor: {factor}}}; or train "
         f"at positions it has never seen: rope_scaling: {{rope_type: default}}; or set max_length: {limit}",
     )
+
+
+def describe_positions(model: Any, longest: int) -> str | None:
+    """Return one line for rows of ``longest`` tokens over the positions of a model, with what to write; else None.
+
+    Args:
+        model: Its configuration is read, and its modules; it may have no weights.
+        longest: Tokens of the longest row.
+    """
+    try:
+        return check_positions(model, longest)
+    except ArgumentError as error:
+        return f"{error.what}: a run refuses such rows; {error.mend}"
 
 
 def left_out(model: Any) -> str | None:

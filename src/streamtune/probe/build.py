@@ -12,6 +12,8 @@ from functools import partial
 
 import torch
 
+from streamtune import models
+from streamtune.adapters import base_of
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.optim import check_optimizer
@@ -125,6 +127,9 @@ def probe_recipe(
         if limit is not None and limit.complete and not limit.fits and limit.failed is not None:
             notify("what the smallest needs")
             raise _nothing_fits(recipe, task, limit.failed, _needed(unlimited, task, limit.failed))
+        if limit is not None and limit.fits:
+            length = limit.fits if task.scaled == "length" else task.fixed
+            report.positions = models.describe_positions(base_of(make_blueprint(recipe, here)), length)
     return report, interrupted
 
 

@@ -105,6 +105,8 @@ class ProbeReport:
     env: dict[str, Any] = field(default_factory=dict)
     limits: dict[Mode, Limit] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
+    positions: str | None = None
+    """what to write where the longest exceeds the positions of the model; None where it does not"""
 
     @property
     def complete(self) -> bool:
@@ -142,6 +144,7 @@ class ProbeReport:
             **fixed,
             "method": task.method,
             "objective": task.objective,
+            "positions": self.positions,
             "unit": task.unit,
             "device_memory_bytes": self.device_bytes,
             "host_memory_bytes": task.host_bytes,

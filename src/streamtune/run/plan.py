@@ -102,6 +102,7 @@ class RecipePlan:
         peak_flops: FLOP/s of one device by its data sheet, or by the recipe; None where it is not known.
         select_flops: Operations of a rank by which the rows of a step are chosen; 0 where all that are drawn are
             trained on.
+        positions: What to write where rows exceed the positions of the model; None where they do not.
     """
 
     loaded: LoadedRecipe
@@ -120,6 +121,7 @@ class RecipePlan:
     flops: int = 0
     peak_flops: float | None = None
     select_flops: int = 0
+    positions: str | None = None
 
     @property
     def select_seconds(self) -> float:
@@ -208,6 +210,7 @@ def plan_recipe(
         flops=cluster.data_size * chosen.flops,
         peak_flops=recipe.peak_flops or (target.matmul_flops if target else peak_of(recipe, here)),
         select_flops=_select_flops(recipe, workload),
+        positions=models.describe_positions(base, length),
     )
 
 
