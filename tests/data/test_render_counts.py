@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fixed_tokenizer import fixed_tokenizer
 from tokenizers import Tokenizer, processors
-from trained_tokenizers import wrap
+from trained_tokenizers import read_template, wrap
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.data import ChatOptions, Source, prepare, prepare_preferences, prepare_prompts
@@ -253,6 +253,18 @@ def test_columns_that_are_not_read_are_named_once(write: Write) -> None:
 
 
 # --- plain text
+
+
+@pytest.mark.parametrize(("template", "printed"), [("llama3", False), ("gemma3", False), ("chatml_tools", True)])
+def test_tools_that_the_template_does_not_print_are_told(
+    write: Write, bpe: Tokenizer, template: str, printed: bool
+) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    path = write("a.jsonl", [{"messages": [user("q"), answer("a")], "tools": tools}] * 2)
+    text = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + read_template("chatml")
+    made = Made(path, wrap(bpe, text if printed else read_template(template), bos_token="<s>"))
+    note = "the chat template does not print the tools of 2 rows"
+    assert (note in made.told) is not printed
 
 
 def test_the_first_token_is_not_doubled(write: Write, bpe: Tokenizer) -> None:

@@ -27,8 +27,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 6},
     "gemma3_text": {"sliding_window": 6},
     "mixtral": {},
+    "gpt_oss": {"sliding_window": 6},
+    "opt": {},
 }
-RECURRENT = ("qwen3_next", "mamba2", "mamba", "falcon_h1", "lfm2", "zamba2", "bamba", "nemotron_h", "zaya")
+"""``transformers`` makes the masks of the last two without a look at positions: the engine keeps their rows apart."""
+RECURRENT = (
+    "granitemoehybrid",
+    "qwen3_next",
+    "mamba2",
+    "mamba",
+    "falcon_h1",
+    "lfm2",
+    "zamba2",
+    "bamba",
+    "nemotron_h",
+    "zaya",
+)
 CHUNKS = (1, 4, 8, 11, 64)
 
 
@@ -75,7 +89,7 @@ def apart(model: torch.nn.Module, pieces: list[Tensor]) -> Reference:
     return reference_of(model, lambda m: alone(m, pieces))
 
 
-@pytest.mark.quick("llama", "gemma2")
+@pytest.mark.quick("llama", "gemma2", "gpt_oss")
 @pytest.mark.parametrize("keep_kv", [False, True], ids=["", "keep_kv"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_sequence_equals_its_rows(family: str, keep_kv: bool) -> None:
@@ -109,7 +123,7 @@ def test_several_sequences(family: str, alike: bool) -> None:
             want.check(gradients(model, {**packed(*packs), "num_items_in_batch": targets(pieces)}), chunk_size)
 
 
-@pytest.mark.quick("qwen3_next", "mamba2")
+@pytest.mark.quick("granitemoehybrid", "qwen3_next", "mamba2")
 @pytest.mark.parametrize("family", RECURRENT)
 def test_a_state_ends_with_its_row(family: str) -> None:
     model, pieces = build_any(family), rows()
@@ -211,16 +225,28 @@ def test_the_preflight_lets_a_model_pass_that_keeps_rows_apart(family: str, dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["gpt_oss", "opt"])
+@pytest.mark.parametrize("family", ["mpt"])
 def test_the_preflight_refuses_a_model_that_does_not(family: str, dtype: torch.dtype) -> None:
-    """``transformers`` makes these two models' masks without looking at positions: packed rows would meet."""
-    model = build(family, dtype=dtype)
+    """A bias by distance counts from the start of the sequence, so a row sees how far behind it begins."""
+    model = build_any(family).to(dtype)
     with streamtune.stream(model, chunk_size=8) as handle:
         with pytest.raises(UnsupportedModelError, match="does not keep packed rows apart") as caught:
             check_packing(handle)
         assert type(model).__name__ in caught.value.what
         assert "layer 0 of 2" in caught.value.where
         gradients(model, batch("plain"))  # still streamed
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mistral"])
+def test_several_sequences_with_masks_that_the_engine_makes(family: str) -> None:
+    """Rows that begin elsewhere in each sequence, with a window, with and without the library's own packed mask."""
+    model = build(family, sliding_window=6)
+    packs = [rows(), rows((5, 20), seed=6), rows((1, 30), seed=7)]
+    pieces = [row for pack in packs for row in pack]
+    want = apart(model, pieces)
+    for schedule in (Schedule(chunk_size=8), Schedule(chunk_size=8, order="chunk"), Schedule(chunk_size=64)):
+        with streamtune.stream(model, schedule=schedule):
+            want.check(gradients(model, {**packed(*packs), "num_items_in_batch": targets(pieces)}), schedule)
 
 
 def test_the_preflight_finds_positions_that_do_not_restart() -> None:

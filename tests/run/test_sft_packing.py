@@ -125,11 +125,16 @@ def test_trains_and_resumes_to_the_same_curve(folder: Path, capsys: pytest.Captu
 
 
 def test_a_model_that_does_not_keep_rows_apart_is_refused_before_training(folder: Path) -> None:
-    init = {**QWEN3, "model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1}
-    with pytest.raises(UnsupportedModelError, match="GptOssForCausalLM does not keep packed rows apart") as caught:
+    init = {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}
+    with pytest.raises(UnsupportedModelError, match="MptForCausalLM does not keep packed rows apart") as caught:
         built(folder, model={"init": init})
     assert caught.value.mend == "set packing: false"
     assert built(folder, model={"init": init}, packing=False).prepared.packs is None
+
+
+def test_a_model_whose_mask_ignores_positions_trains_packed(folder: Path) -> None:
+    init = {**QWEN3, "model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1}
+    assert built(folder, model={"init": init}).prepared.packs is not None
 
 
 def test_another_packing_is_another_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

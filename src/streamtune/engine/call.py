@@ -48,7 +48,7 @@ from streamtune.engine.hf_names import (
 from streamtune.engine.kv import Past, refuse_past
 from streamtune.engine.observe import attention_as
 from streamtune.engine.own_attention import OwnAttention, sees_future, tile
-from streamtune.engine.rows import Branches
+from streamtune.engine.rows import PackedRows
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.sharded import adapted_tensors, same_versions
 from streamtune.engine.vjp import Along, cut
@@ -195,9 +195,9 @@ class LayerCall:
                 self.inputs[PAST, None, place] = None
         self.past = past.detached()
 
-    def branch(self, branches: Branches) -> None:
-        """Replace the masks of rows that stand alone by those of rows that share their beginnings."""
-        self._with_masks(branches.masked)
+    def separate(self, rows: PackedRows) -> None:
+        """Replace the masks of one row by those of packed rows, or of rows that share their beginnings."""
+        self._with_masks(rows.masked)
 
     def share(self, shards: SequenceShards) -> None:
         """Take the tokens for one rank's shards, and replace the masks by those of the whole sequence.

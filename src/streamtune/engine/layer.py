@@ -126,8 +126,8 @@ class StreamedForward:
             call = self._biased(error, args, kwargs)
         if self.context.shards is not None:
             call.share(self.context.shards)
-        if isinstance(self.context.rows, Branches):
-            call.branch(self.context.rows)
+        if self.context.rows is not None and (self.context.shards is None or isinstance(self.context.rows, Branches)):
+            call.separate(self.context.rows)
         if call.cache is not None:
             if not torch.is_grad_enabled():  # generation: the model's own cache and passes
                 return self._generate(call)

@@ -27,7 +27,7 @@ Shape suffixes: B batch, T tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -38,6 +38,7 @@ from torch import Tensor
 from streamtune.engine.hf_names import ROW_ENDS, ROW_IDS
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import Branch, BranchTable, LazyMask, row_starts
+from streamtune.ops.attention.runs import run_starts
 from streamtune.ops.launching import host_copy
 from streamtune.schedule import Schedule
 
@@ -81,6 +82,23 @@ class PackedRows:
     def clean_starts(self) -> frozenset[int]:
         """Positions at which a row begins in every sequence."""
         return frozenset(int(place) for place in host_copy(self.begins).all(0).nonzero().flatten().tolist())
+
+    def masked(self, mask: LazyMask) -> LazyMask:
+        """Return the mask under which no row sees another; made once for each mask.
+
+        Some models make their masks without a look at positions (gpt_oss, granitemoehybrid).
+        """
+        if mask.row_start is not None or not mask.causal or mask.q_length != self.positions_BT.shape[1]:
+            return mask
+        known = self._masks.get(id(mask))
+        if known is None or known[0] is not mask:
+            starts = run_starts(host_copy(self.begins).cumsum(1)).to(mask.device)
+            known = self._masks[id(mask)] = (mask, replace(mask, row_start=starts))
+        return known[1]
+
+    @cached_property
+    def _masks(self) -> dict[int, tuple[LazyMask, LazyMask]]:
+        return {}
 
     def chunks(self, schedule: Schedule) -> list[slice]:
         """Return the chunks of the schedule, cut wherever a row begins.
@@ -248,7 +266,3 @@ class Branches(PackedRows):
         if known is None or known[0] is not mask:
             known = self._masks[id(mask)] = (mask, mask.branched(self.table))
         return known[1]
-
-    @cached_property
-    def _masks(self) -> dict[int, tuple[LazyMask, LazyMask]]:
-        return {}

@@ -75,7 +75,8 @@ def stream(
     As under gradient checkpointing, a call that trains (training mode, with ``labels`` or gradients) returns no cache;
     one that is passed is read and not written to. Under ``torch.no_grad()`` ``use_cache=True`` is honoured.
     ``position_ids`` that restart mean packed rows where they do to ``transformers``: without ``attention_mask``, and
-    with ``use_cache=False`` of the call or of the configuration, which trainers set.
+    with ``use_cache=False`` of the call or of the configuration, which trainers set. Such rows never see each other, in
+    models that make their masks without positions neither (gpt_oss, granitemoehybrid, opt), where plain rows do.
 
     Args:
         model: A causal language model of ``transformers``, with or without peft adapters.

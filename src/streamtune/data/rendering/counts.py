@@ -86,6 +86,8 @@ class RenderCounts:
     """rows whose system message it prints with the last message of the user"""
     answers_before_system: int = 0
     """trained answers that stand before such a system message"""
+    tools_left_out: int = 0
+    """rows whose tools the chat template does not print"""
     other_system: int = 0
     """rows whose column ``system`` is not read, as the messages have another system message"""
     special_rows: int = 0
@@ -245,6 +247,8 @@ def _sentences(counts: RenderCounts, options: ChatOptions) -> list[str]:
         found.append(f"the column 'system' of {_rows(counts.other_system)} is not read: messages have another one")
     if counts.system_left_out:
         found.append(f"the chat template does not print the system message of {_rows(counts.system_left_out)}")
+    if counts.tools_left_out:
+        found.append(f"the chat template does not print the tools of {_rows(counts.tools_left_out)}")
     if counts.system_late:
         text = "the chat template prints a system message with the last message of the user alone, as it does when it "
         text += f"asks for an answer: so in {_rows(counts.system_late)}"

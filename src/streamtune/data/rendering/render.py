@@ -190,6 +190,9 @@ class RowRenderer:
                 "the chat template ends answers without a special token: the model does not learn where to stop"
             )
         self._count(content, trained, answers, chat.system, origin)
+        self.log.now.tools_left_out += bool(content.tools) and not any(
+            name in chat.text for name in _names(content.tools)
+        )
         self.log.now.reasoning += chat.reasoned
         self.log.now.reasoning_closed += chat.closed
         self.log.now.drops_reasoning(f"{origin} messages[{index}]" for index in chat.dropped)
@@ -336,6 +339,12 @@ def _with_default_system(content: Conversation, text: str | None) -> Conversatio
         return content
     first = content.first_answer + 1 if content.first_answer else 0
     return replace(content, messages=[{"role": "system", "content": text}, *content.messages], first_answer=first)
+
+
+def _names(tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
+    """Return the names of tools; of one without a name all that it says."""
+    functions = [tool.get("function") or tool for tool in tools or ()]
+    return [str(each.get("name", each)) for each in functions]
 
 
 def _is_empty(message: Message) -> bool:
