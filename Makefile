@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The tests start hundreds of processes; without bytecode each would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart fmt check canary test test-all test-versions test-distributed faults conformance bench bench-comm cuda-host gpu docs clean
+.PHONY: help setup quickstart fmt check canary test test-all test-versions test-distributed faults peers conformance bench bench-comm cuda-host gpu docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -59,6 +59,12 @@ test-distributed: $(STAMP)  ## everything of several ranks, slow ones too; write
 	rm -f build/distributed/equality.jsonl
 	STREAMTUNE_EQUALITY=1 $(BIN)/python -m pytest -m '' tests/distributed
 	$(BIN)/python -m tests.distributed.equality_page
+
+PEERS := build/peers
+peers: $(STAMP)  ## keys of axolotl, LLaMA-Factory and ms-swift: their newest releases, by the package index, against the importer's table
+	rm -rf $(PEERS) && $(BIN)/python -m pip download --no-deps --dest $(PEERS) axolotl llamafactory ms-swift
+	cd $(PEERS) && for wheel in *.whl; do unzip -q -o $$wheel; done
+	STREAMTUNE_PEERS=$(PEERS) $(BIN)/python -m pytest -m '' tests/recipe/test_import_fields.py
 
 cuda-host: $(STAMP)  ## launches, waits and bytes on CUDA without a device; installs torch for CUDA in build/versions (6 GB)
 	python=$$($(BIN)/python -m tests.cuda_host.interpreter) && \

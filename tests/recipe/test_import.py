@@ -455,7 +455,7 @@ def kinds(imported: ImportedRecipe, name: str) -> list[str]:
 
 def axolotl(folder: Path, lines: str) -> ImportedRecipe:
     base = "base_model: a\nsequence_len: 64\nlearning_rate: 1e-5\nadapter: lora\nlora_target_linear: true\n"
-    sets = "" if "dataset" in lines else "datasets: [{path: r.jsonl}]\n"
+    sets = "" if "datasets: [" in lines else "datasets: [{path: r.jsonl}]\n"
     return convert(folder, base + sets + dedent(lines), trainer="axolotl")
 
 
@@ -601,3 +601,39 @@ def test_what_trl_trains_of_rows_that_are_not_here_is_starred(tmp_path: Path, mo
     imported = convert(tmp_path, text, trainer="trl")
     assert lost(imported) == set()
     assert "train_on: completion" in imported.text
+
+
+def test_a_shuffle_before_that_of_each_epoch_is_not_an_order(tmp_path: Path) -> None:
+    """``shuffle: false`` visits rows in the order of the files, which the Trainer does only where it is told so."""
+    imported = axolotl(tmp_path, "shuffle_merged_datasets: false\n")
+    assert kinds(imported, "shuffle_merged_datasets") == ["not_needed"]
+    assert "shuffle" not in imported.text
+    assert "shuffle: false" in axolotl(tmp_path, "curriculum_sampling: true\n").text
+    rows = "model_name_or_path: a\ndataset_name: b\nshuffle_dataset: false\n"
+    assert "shuffle" not in convert(tmp_path, rows, trainer="trl").text
+    grpo = rows + "reward_funcs: [m.f]\n"
+    assert "shuffle: false" in convert(tmp_path, grpo, trainer="trl", objective="grpo").text
+
+
+def test_fsdp_of_axolotl_by_its_configuration_alone(tmp_path: Path) -> None:
+    imported = axolotl(tmp_path, "fsdp_version: 2\nfsdp_config: {offload_params: false}\n")
+    assert "fsdp: true  # fsdp_config" in imported.text
+    assert lost(imported) == set()
+
+
+def test_thoughts_of_another_column_are_starred(tmp_path: Path) -> None:
+    entry = "datasets: [{{path: r.jsonl, type: chat_template, field_thinking: {}}}]\n"
+    assert lost(axolotl(tmp_path, entry.format("reasoning_content"))) == set()
+    assert lost(axolotl(tmp_path, entry.format("chain"))) == {"datasets.field_thinking"}
+
+
+def test_rope_scaling_of_a_configuration(tmp_path: Path) -> None:
+    imported = axolotl(tmp_path, "overrides_of_model_config: {rope_scaling: {type: yarn, factor: 4}, window: 8}\n")
+    assert "rope_type: yarn" in imported.text
+    assert lost(imported) == {"overrides_of_model_config.window"}
+
+
+def test_adapters_that_do_not_combine_are_starred(tmp_path: Path) -> None:
+    imported = axolotl(tmp_path, "load_in_4bit: true\npeft_init_lora_weights: pissa\n")
+    assert lost(imported) == {"peft_init_lora_weights"}
+    assert "adapter_type: pissa" in axolotl(tmp_path, "peft_init_lora_weights: pissa_niter_16\n").text

@@ -50,7 +50,6 @@ ALIASES: dict[str, str] = {
     "default_system_message": "default_system",
     "system": "default_system",
     "val_set_size": "val_size",
-    "shuffle_merged_datasets": "shuffle",
     # tokens
     "add_tokens": "added_tokens",
     "tokens": "added_tokens",
@@ -205,6 +204,7 @@ INSTEAD: dict[str, str] = {
     "stopping_strategy": "delete the line; an epoch of weighted datasets is as long as all rows",
     "logging_dir": "delete the line; everything a run writes is in output_dir",
     "overwrite_output_dir": "delete the line; use another output_dir, or --resume",
+    "shuffle_merged_datasets": "delete the line; each epoch visits the rows in another order unless shuffle is false",
     "save_strategy": "write save_steps: N",
     "saves_per_epoch": "write save_steps: N",
     "max_samples": "write max_rows: N in each entry of datasets",

@@ -230,6 +230,7 @@ FIELDS: dict[str, FieldRule] = {
     **by_itself("read with the plugin expert_parallel only", "expert_parallel_num_rdma_bytes"),
     **by_itself("experts are quantised with the linear layers", "quantize_moe_experts"),
     # taken together
+    **together("fsdp_config", ours="fsdp"),
     **together("rl reward_model process_reward_model", why="the objective of the recipe"),
     **together("dpo_loss_type", ours="loss_type"),
     **together("adapter", ours="finetuning_type"),
@@ -352,7 +353,7 @@ FIELDS: dict[str, FieldRule] = {
     ),
     **without("attention is exact", "s2_attention"),
     "curriculum_sampling": to("shuffle", lambda value: not value),
-    "shuffle_merged_datasets": to("shuffle"),
+    **by_itself("each epoch visits the rows in another order anyway", "shuffle_merged_datasets"),
     "shuffle_before_merging_datasets": no_counterpart("rows of all datasets are shuffled together", trains=False),
     "dataset_exact_deduplication": no_counterpart("rows that are equal are all trained"),
     "min_sample_len": no_counterpart("short rows are trained as well"),
@@ -430,6 +431,11 @@ def _special(conversion: Conversion) -> None:
     _take_precision(conversion)
     _take_template(conversion)
     on_inputs = conversion.take("train_on_inputs")
+    sharding = conversion.take("fsdp_config")
+    if sharding and not conversion.get("fsdp"):
+        conversion.put("fsdp", True, "fsdp_config", note="FSDP2 shards by itself", trains=False)
+    elif "fsdp_config" in conversion.file.fields:
+        conversion.unneeded("fsdp_config", why="FSDP2 shards by itself where fsdp: true" if sharding else "no value")
     entries = conversion.get("datasets")
     kinds = [entry.get("type") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
     if on_inputs and any(str(kind).startswith("chat_template") for kind in kinds):

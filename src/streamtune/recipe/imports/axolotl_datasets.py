@@ -57,7 +57,8 @@ ENTRY_FIELDS: dict[str, FieldRule] = {
     **together("chat_template chat_template_jinja message_field_training roles", ours="datasets"),
     **by_itself("the file's ending says it; a dataset's code is not run", "ds_type trust_remote_code"),
     **by_itself("rows are prepared when the run starts", "preprocess_shards"),
-    **by_itself("a message is trained unless it says so itself", "split_thinking field_thinking"),
+    **by_itself("thoughts in the text are rendered as they stand, or see reasoning", "split_thinking"),
+    **by_itself("thoughts are read from reasoning_content, reasoning and thinking", "field_thinking"),
     **by_itself("read with kd_trainer only", "logprobs_field temperature"),
     **by_itself("the names of the roles say it", "field_human field_model"),
     **by_itself("read with type: synthetic only", "length sequence_length min_input_id max_input_id seed"),
@@ -89,6 +90,9 @@ ROLES = {"gpt": "assistant", "human": "user", "model": "assistant"}
 
 FLAGS = ("train", "training", "loss", "weight")
 """Fields of a message that say here whether it is trained."""
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message that hold its thoughts."""
 
 LOADERS = ("json", "csv", "parquet", "text", "arrow")
 """Paths that are no datasets, but say how ``data_files`` are read."""
@@ -176,6 +180,8 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
             spec["name"] = value
         elif key == "split":
             rows_of_split(spec, value, lambda why: lose("split", why))
+        elif key == "field_thinking" and value not in THOUGHTS:
+            lose(key, f"thoughts are read from {', '.join(THOUGHTS)}")
         elif key in ENTRY_FIELDS and not ENTRY_FIELDS[key].needed:
             conversion.unneeded(name, index, key, why=ENTRY_FIELDS[key].why)
         elif key == "data_files":
