@@ -319,6 +319,8 @@ def _defaults(conversion: Conversion) -> None:
     conversion.default("overlength", "truncate", cut if conversion.objective == "sft" else "")
     if conversion.objective == "sft" and conversion.ours["overlength"] == "truncate":
         conversion.default("truncate_side", "right")
+    if "bf16" not in conversion.ours:
+        conversion.default("bf16", False, "nothing is cast there unless it is written")
     if "dtype" not in conversion.ours and conversion.get("bf16"):
         note = "frozen weights are kept in the precision of the computation" if adapters else "weights are kept in fp32"
         conversion.default("dtype", "bfloat16" if adapters else "float32", note)
@@ -340,7 +342,7 @@ LLAMAFACTORY = PeerTrainer(
     defaults=_defaults,
     other_defaults=frozenset(
         [
-            *("finetuning_type", "lora_r", "learning_rate", "lr_scheduler_type", "num_train_epochs", "dtype"),
+            *("finetuning_type", "lora_r", "learning_rate", "lr_scheduler_type", "num_train_epochs", "dtype", "bf16"),
             *("per_device_train_batch_size", "overlength", "truncate_side", "split_at", "packing", "train_on"),
         ]
     ),
