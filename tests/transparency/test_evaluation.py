@@ -81,11 +81,19 @@ def test_nobody_pays_for_what_is_not_read() -> None:
         assert max(tokens) == 5, "the vocabulary is reduced chunk by chunk"
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_a_call_that_trains_has_none(training: bool) -> None:
-    model = build("qwen3").train(training)
+def test_a_call_that_trains_has_none() -> None:
+    model = build("qwen3").train()
     with streamtune.stream(model, schedule=SCHEDULE):
         assert model(input_ids=IDS, labels=IDS).logits is None
+
+
+def test_an_evaluation_with_gradients_has_them() -> None:
+    model = build("qwen3").eval()
+    plain = model(input_ids=IDS, labels=IDS).logits
+    with streamtune.stream(model, schedule=SCHEDULE):
+        logits = model(input_ids=IDS, labels=IDS).logits
+        assert logits.requires_grad
+        assert torch.allclose(logits, plain, atol=1e-5)
 
 
 WRITTEN: dict[str, Callable[[Tensor], Any]] = {

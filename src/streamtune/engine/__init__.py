@@ -23,6 +23,7 @@ forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of
     hf_names                        what transformers calls its inside, in which version
     evaluated                       logits of an evaluation, computed when they are read
     model_call                      arguments of the model's call
+    plain_calls                     evaluation and generation that are the plain model's
     nested                          functions over nested arguments
     streamed_model                  the handle's attributes, as scores, checks and calls of several ranks see them
     preflight/                      is this very model streamed exactly? asked before training

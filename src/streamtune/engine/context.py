@@ -28,6 +28,8 @@ class CallContext:
     """The schedule of this call's layers; None is the one they were given."""
     whole: bool = False
     """The layers run on all tokens at once, by the model's eager attention."""
+    plain: bool = False
+    """The layers run whole, by the model's own attention: the call is the plain model's."""
 
 
 @dataclass(frozen=True)

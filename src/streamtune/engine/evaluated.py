@@ -21,7 +21,7 @@ from streamtune.engine.nested import map_nested
 from streamtune.engine.observe import Autocast
 from streamtune.engine.sharded import Weights
 
-__all__ = ["EvaluatedLogits"]
+__all__ = ["EvaluatedLogits", "ReadableLogits"]
 
 _aten = torch.ops.aten
 
@@ -126,6 +126,60 @@ for _name in (*READERS, "__array__", "__dlpack__", "__dlpack_device__", "__reduc
     setattr(EvaluatedLogits, _name, _of_computed(_name))
 
 
+class ReadableLogits(Tensor):
+    """Stands for ``transform(head(hidden))`` with its gradient: computed by the first function of torch that reads it.
+
+    Shape, dtype and device are known before.
+
+    Attributes:
+        found: Logits, once they are computed.
+    """
+
+    source: _Source
+    found: Tensor | None
+
+    @staticmethod
+    def of(head: nn.Module, hidden: Tensor, transform: Callable[[Tensor], Tensor], chunk_size: int) -> ReadableLogits:
+        """Return a tensor without memory; arguments as :class:`EvaluatedLogits`, with the graph of ``hidden``."""
+        with torch.no_grad():
+            first = transform(head(hidden[..., :1, :]))
+        shape = (*hidden.shape[:-1], first.shape[-1])
+        made: Any = Tensor._make_wrapper_subclass(ReadableLogits, shape, dtype=first.dtype, device=hidden.device)
+        made.source, made.found = _Source(head, hidden, transform, chunk_size), None
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in KNOWN_BEFORE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return func(*map_nested(_with_graph, args), **map_nested(_with_graph, kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return func(*map_nested(_with_graph, args), **map_nested(_with_graph, kwargs or {}))
+
+    def computed(self) -> Tensor:
+        """Return the logits, with their graph; the same tensor each time."""
+        if self.found is None:
+            with torch.enable_grad():
+                self.found = self.source.with_graph()
+        return self.found
+
+
+KNOWN_BEFORE = (
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
+)
+"""Functions of torch that read no number."""
+
+
+def _with_graph(value: Any) -> Any:
+    return value.computed() if isinstance(value, ReadableLogits) else value
+
+
 class _Source:
     """Hidden states, and the head with the weights it had in the call, from which logits are computed."""
 
@@ -145,6 +199,16 @@ class _Source:
             with self.autocast.again(), self.weights.again():
                 logits = self.transform(self.head(part))
             yield logits
+
+    def with_graph(self) -> Tensor:
+        """Return all logits at once, with their graph.
+
+        Raises:
+            ArgumentError: The weight of the head was changed since the call.
+        """
+        self.weights.check("the call and the reading of its logits")
+        with self.autocast.again(), self.weights.again():
+            return self.transform(self.head(self.hidden))
 
 
 def _computed(value: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.evaluated import EvaluatedLogits
+from streamtune.engine.evaluated import EvaluatedLogits, ReadableLogits
 from streamtune.engine.fused import is_linear_original
 from streamtune.engine.hf_names import CAUSAL_LOSS, LOSS, LOSSES, inside
 from streamtune.engine.lazy_logits import LazyForward, LazyLogits, Step
@@ -144,6 +144,14 @@ class StreamedHead:
         if any(True for _ in self.module.children()):  # adapters, which may be on or off when they are read
             return logits.transform(self.module(logits.hidden))
         return EvaluatedLogits(self.module, logits.hidden, logits.transform, self.schedule.head_chunk_size)
+
+    def readable(self, logits: LazyLogits) -> Tensor | None:
+        """Return logits with their gradient, computed when they are read; None where ranks share them or its weight."""
+        if self.sharded or self.shards is not None:
+            return None
+        if any(True for _ in self.module.children()):  # adapters, which may be on or off when they are read
+            return logits.transform(self.module(logits.hidden))
+        return ReadableLogits.of(self.module, logits.hidden, logits.transform, self.schedule.head_chunk_size)
 
     def _with_weight(self, logits: LazyLogits, compute: Callable[[LazyLogits], Any]) -> Any:
         """Return ``compute(logits)``, computed inside a call of the head if its weight is whole only there.

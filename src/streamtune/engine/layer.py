@@ -28,7 +28,7 @@ from streamtune.engine.leaves import check_leaves
 from streamtune.engine.memory.placement import Placement, Tiers
 from streamtune.engine.memory.tiers import StoredTensor
 from streamtune.engine.observe import RandomState, may_bring_leaves, notify_chunk, refuse_hooks
-from streamtune.engine.own_attention import OwnAttention, is_ours
+from streamtune.engine.own_attention import OwnAttention, is_ours, name_ours
 from streamtune.engine.passes import LayerStream, placeholder
 from streamtune.engine.routers import RouterWatch
 from streamtune.engine.rows import Branches
@@ -87,11 +87,21 @@ class StreamedForward:
         """True if its last call passed on a state in a narrower dtype than that of its hidden states."""
         configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
         self.configs = [config for config in configs if names_attention(config)]
+        self.kept_attention = own
         self.own = None if own is None else OwnAttention(own, tuple(self.configs))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Let the configs of a copied layer name our attention again, which copies of configs alone do not."""
+        vars(self).update(state)
+        for config in self.configs:
+            name_ours(config, self.kept_attention)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, with its own signature and result."""
         args, kwargs = tuple(map(take, args)), {key: take(value) for key, value in kwargs.items()}
+        if self.context.plain:
+            with self.on_device((), then=1):
+                return type(self.layer).forward(self.layer, *args, **kwargs)
         if self.own is not None or self.attention_known:
             return self._call(args, kwargs)
         hidden = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)

@@ -26,10 +26,21 @@ from torch import Tensor
 from transformers import AttentionMaskInterface
 
 from streamtune.engine.attention import NAME, lazy_mask
+from streamtune.engine.hf_names import attention_of, set_attention
 from streamtune.ops.attention.mask import LazyMask
 from streamtune.ops.attention.view import MaskView
 
-__all__ = ["FORMS", "FormedMask", "OwnAttention", "is_ours", "over", "sees_future", "tile"]
+__all__ = [
+    "FORMS",
+    "AttentionName",
+    "FormedMask",
+    "OwnAttention",
+    "is_ours",
+    "name_ours",
+    "over",
+    "sees_future",
+    "tile",
+]
 
 FORMS = ("eager", "sdpa")
 """Implementations a layer may keep while its chunks are handed tiles."""
@@ -40,6 +51,47 @@ _OVER = f"{NAME}-over-"
 def over(own: str) -> str:
     """Return the attention name for a config whose layers keep ``own``: it selects our mask, the layers their own."""
     return _OVER + own
+
+
+class AttentionName(str):
+    """An attention name of ours in a config of a streamed model, which a copy of the config does not take over.
+
+    A config is copied (``copy.deepcopy``, ``pickle``) for another model, which is not streamed. The copy of a streamed
+    model puts the name into its own configs again.
+
+    Args:
+        name: The name.
+        own: The name that the config had, for copies.
+    """
+
+    own: str
+
+    def __new__(cls, name: str, own: str) -> AttentionName:
+        """Return the name."""
+        made = super().__new__(cls, name)
+        made.own = own
+        return made
+
+    def __copy__(self) -> str:
+        return self.own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        return self.own
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return str, (self.own,)
+
+
+def name_ours(config: Any, own: str | None) -> None:
+    """Let a config name our attention, or the one that selects our mask only; one that does is left as it is.
+
+    Args:
+        config: The config of a module of the model.
+        own: The implementation that layers which compute their attention themselves keep; None where ours is used.
+    """
+    now = attention_of(config)
+    if not is_ours(now):
+        set_attention(config, AttentionName(NAME if own is None else over(own), str(now)))
 
 
 def is_ours(name: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.attention import NAME
 from streamtune.engine.context import CallContext
 from streamtune.engine.embeddings import StreamedEmbedding, read, token_embedding
 from streamtune.engine.head import StreamedHead, has_head
@@ -39,8 +38,9 @@ from streamtune.engine.memory.placement import Tiers, place_layers
 from streamtune.engine.model_call import ModelCall, mark_read, refuse_surroundings
 from streamtune.engine.norms import StreamedNorm, norms_outside
 from streamtune.engine.observe import RandomState
-from streamtune.engine.own_attention import over
+from streamtune.engine.own_attention import name_ours
 from streamtune.engine.passes import LayerStream
+from streamtune.engine.plain_calls import Generation, has_generate, names_as_before, needs_whole_layers
 from streamtune.engine.preflight import check_exact, check_length, check_order, check_shared, lengths_to_check
 from streamtune.engine.rotary import LengthRotary, RowLengths
 from streamtune.engine.routers import RouterLoss, RouterTerms, RouterWatch, balances_itself, not_balanced, reduced
@@ -88,7 +88,7 @@ def stream(
             without a language-model head (a classifier, a reward model) keeps the one it has.
         router_loss: Losses on the routers of a mixture of experts, added to the loss of a call with ``labels``. None
             adds what the model itself would, its balance loss where ``output_router_logits`` is set. Router logits are
-            not returned.
+            returned by calls without labels and gradients.
         sequence_parallel: Ranks that share each sequence. All of them make the same calls with the same whole rows; a
             call with labels, or one that is scored, has the loss of the whole rows on every rank, and the gradients of
             the ranks add up to the gradient.
@@ -172,12 +172,13 @@ class StreamHandle:
         self._laid_out: Branches | None = None
         self.routers = RouterWatch(self.model, self.layers, router_loss)
         self._checkpointing: set[Any] = set()
-        self._warned, self._length = False, 0
+        self._warned = self._warned_of_routers = False
+        self._length = 0
         self.attention = [(config, attention_of(config)) for config in attention_configs(self.model, self.layers)]
         self.own_attention = own_attention(self.model, self.layers)
         """The implementation that layers which compute their attention themselves keep; None where ours is used."""
         for config, _ in self.attention:
-            set_attention(config, NAME if self.own_attention is None else over(self.own_attention))
+            name_ours(config, self.own_attention)
         self.tiers, self._last_call = Tiers(schedule), LastLayerCall[LayerStream]()
         self.waiting: WaitingWeights | None = None
         """The weights that wait on the host; None where all are on the device."""
@@ -205,6 +206,10 @@ class StreamHandle:
         if self._embedding is not None:
             self._embedding.forward = StreamedEmbedding(self._embedding)  # type: ignore[method-assign]
         self._rotations = LengthRotary.install(self.model, partial(_lengths_of, self.context))
+        self._plain_call = ExitStack()
+        """Open while a call runs that is the plain model's."""
+        if has_generate(self.model):
+            self.model.generate = Generation(self)
         self._hooks = [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after, always_call=True),
@@ -312,6 +317,20 @@ class StreamHandle:
         finally:
             self.scored = None
 
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Make calls inside the context the plain model's own: nothing is streamed.
+
+        Raises:
+            ArgumentError: Gradients are on.
+        """
+        if torch.is_grad_enabled():
+            raise ArgumentError(
+                "plain calls of a streamed model compute no gradient", mend="use torch.no_grad(), or remove() first"
+            )
+        with names_as_before(self.attention, self.context):
+            yield
+
     def check(self, length: int | None = None) -> None:
         """Compare this very model streamed and unstreamed on random tokens; costs a few short forwards.
 
@@ -400,11 +419,13 @@ class StreamHandle:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes but one that a copy makes anew: a copy of a streamed model is streamed by itself."""
-        return {key: value for key, value in vars(self).items() if key != "_sharing"}
+        return {key: value for key, value in vars(self).items() if key not in ("_sharing", "_plain_call")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._sharing = Sharing(self)
+        for config, _ in self.attention:
+            name_ours(config, self.own_attention)
+        self._sharing, self._plain_call = Sharing(self), ExitStack()
 
     def remove(self) -> None:
         """Restore the model exactly as it was; harmless when called twice. A loss still to go backward is lost.
@@ -427,6 +448,8 @@ class StreamHandle:
                 del module.forward
         for rotation in self._rotations:
             rotation.remove()
+        if isinstance(vars(self.model).get("generate"), Generation):
+            del self.model.generate
         for config, implementation in self.attention:
             set_attention(config, implementation)
         for module in self._checkpointing:
@@ -449,9 +472,11 @@ class StreamHandle:
         if args and not isinstance(args[0], Tensor | None):  # somebody's function stands in forward's place (TRL)
             self._length = 0
             return args, kwargs
-        for name, why in REFUSED_OUTPUTS.items():
-            if kwargs.get(name):
-                raise UnsupportedModelError(f"{name}=True was asked for, but {why}")
+        if self._is_plain(ModelCall(self.model, args, kwargs)):
+            if not self.context.plain:
+                self._plain_call.enter_context(self.plain())
+            return args, kwargs
+        self._refuse_outputs(kwargs)
         for module in self._checkpointed():  # the node stands in checkpointing's place; both would recompute twice
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
@@ -488,6 +513,39 @@ class StreamHandle:
             self._sharing.open_routers(padding)
             kwargs = {**kwargs, "output_router_logits": False}
         return args, kwargs
+
+    def _is_plain(self, call: ModelCall) -> bool:
+        """Return True if a call is the plain model's: it asks for what streaming never builds, without gradients."""
+        self._plain_call.close()  # an interrupt in a call has left it open
+        if self.context.plain:
+            return True
+        if torch.is_grad_enabled() or self.scored is not None or self.sequence_parallel is not None:
+            return False
+        return needs_whole_layers(call.kwargs, call.cache, call.get("labels") is not None)
+
+    def _refuse_outputs(self, asked: dict[str, Any]) -> None:
+        """Refuse outputs that a streamed call has not, by name; those of routers are left out with a warning.
+
+        Raises:
+            UnsupportedModelError: Attention weights are asked for, or a cache of an evaluation with gradients.
+        """
+        for name, why in REFUSED_OUTPUTS.items():
+            if asked.get(name):
+                raise UnsupportedModelError(
+                    f"{name}=True was asked for, but {why}", mend="call the model under torch.no_grad()"
+                )
+        if asked.get("use_cache") and torch.is_grad_enabled() and not self.model.training and self.scored is None:
+            raise UnsupportedModelError(
+                "use_cache=True was asked for in evaluation with gradients on, where streaming returns no cache",
+                mend="call the model under torch.no_grad(), or leave use_cache out",
+            )
+        if asked.get("output_router_logits") and not self.model.training and not self._warned_of_routers:
+            self._warned_of_routers = True
+            warnings.warn(
+                "router_logits are not returned by a streamed evaluation with labels or gradients: aux_loss and loss are. "
+                "Without labels, under torch.no_grad(), they are returned",
+                stacklevel=3,
+            )
 
     def _set_lengths(self) -> None:
         """Give rotary embeddings the lengths of the rows of the call, where they depend on them."""
@@ -536,13 +594,23 @@ class StreamHandle:
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         try:
+            if self.context.plain:
+                return self._with_plain_states(output)
             if self.scored is not None:
                 return self._score_output(self.scored, output)
             self._check_hidden_states(output)
             return self._with_router_loss(self._without_lazy_logits(output))
         finally:
+            self._plain_call.close()
             self._sharing.end()
             self.context.whole, self.context.schedule = False, None
+
+    @staticmethod
+    def _with_plain_states(output: Any) -> Any:
+        """Return the output with hidden states that are plain tensors."""
+        if isinstance(states := getattr(output, "hidden_states", None), tuple):
+            output.hidden_states = tuple(map(read, states))
+        return output
 
     def _check_hidden_states(self, output: Any) -> None:
         """Refuse hidden states recorded inside of a layer, which are those of one chunk; return plain tensors.
@@ -589,17 +657,18 @@ class StreamHandle:
     def _evaluated(self, output: Any) -> Any:
         """Return the output of an evaluation, with logits that are computed when they are read."""
         assert self.head is not None
+        compute = self.head.readable if torch.is_grad_enabled() else self.head.evaluated
         if isinstance(output, tuple):
-            return tuple(self.head.evaluated(x) if isinstance(x, LazyLogits) else x for x in output)
+            return tuple(compute(x) if isinstance(x, LazyLogits) else x for x in output)
         if isinstance(lazy := getattr(output, "logits", None), LazyLogits):
-            output.logits = self.head.evaluated(lazy)
+            output.logits = compute(lazy)
         return output
 
     def _without_lazy_logits(self, output: Any) -> Any:
         if self.head is None or not self.head.active:
             return output
         self.head.close()
-        if not torch.is_grad_enabled() and not self.model.training:
+        if not self.model.training:
             return self._evaluated(output)
         if isinstance(output, tuple):
             return tuple(item for item in output if not isinstance(item, LazyLogits))
