@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The tests start hundreds of processes; without bytecode each would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart fmt check canary test test-all test-versions test-distributed faults peers conformance bench bench-comm cuda-host gpu docs clean
+.PHONY: help setup quickstart fmt check canary test test-all test-versions test-distributed faults peers conformance suites bench bench-comm cuda-host gpu docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -85,6 +85,9 @@ docs: $(STAMP)  ## regenerate what is made from the code, and build the pages in
 conformance: $(STAMP)  ## exactness: tested families, then every causal LM of transformers; writes docs/families.md
 	$(BIN)/python -m pytest -m '' tests/exactness tests/engine
 	$(BIN)/python -m pytest -m '' -n 2 tests/conformance --families docs/families.md
+
+suites: $(STAMP)  ## the tests of transformers and peft, plain and streamed, an hour and more; writes docs/suites.md
+	$(BIN)/python -m tests.suites
 
 bench: $(STAMP)  ## plain autograd, gradient checkpointing and streaming side by side
 	$(BIN)/streamtune bench recipes/bench.yaml

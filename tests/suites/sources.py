@@ -32,6 +32,9 @@ def fetch(name: str) -> Path | None:
     if not archive.exists():
         _pip("download", "--no-deps", "--no-binary", ":all:", "--dest", str(archive.parent), f"{name}=={release}")
     place = BUILD / "src" / f"{name}_tests"
+    made = place / "VERSION"
+    if made.exists() and made.read_text(encoding="utf-8") == release:
+        return place
     shutil.rmtree(place, ignore_errors=True)
     inside = f"{name}-{release}/tests/"
     with tarfile.open(archive) as tar:
@@ -47,6 +50,7 @@ def fetch(name: str) -> Path | None:
             (place / file).parent.mkdir(exist_ok=True)
             (place / file).parent.joinpath("__init__.py").touch()
             (place / file).write_text(f"class {mixin}:\n    pass\n", encoding="utf-8")
+    made.write_text(release, encoding="utf-8")
     return place
 
 

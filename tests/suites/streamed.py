@@ -79,6 +79,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     error = call.excinfo.value if call.excinfo is not None and report.outcome == "failed" else None
     outcome = "refused" if isinstance(error, StreamTuneError) else report.outcome
     why = "" if error is None else f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:300]
-    line = {"test": item.nodeid.rpartition("/")[2], "outcome": outcome, "why": why}
+    line = {"test": item.name, "outcome": outcome, "why": why}
     with Path(os.environ["OUTCOMES"]).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

@@ -41,11 +41,18 @@ def draw(run: RunDirectory) -> None:
     draw_loss(read_records(run.metrics), run.loss_plot, title="run")
 
 
+def cut(run: RunDirectory) -> None:
+    """Drop a line that another follows: the file is written anew."""
+    for record in ({"step": 5, "eval_loss": 1.0}, {"step": 5, "loss": 1.0}):
+        append_record(run.metrics, record)
+    cut_after_step(run.metrics, 5, evaluated=False)
+
+
 STAGED: dict[str, Callable[[RunDirectory], None]] = {
     ".tmp-run.json": claim,
     ".tmp-recipe.yaml": claim,
     ".tmp-deepspeed.json": claim,
-    ".tmp-metrics.jsonl": lambda run: cut_after_step(run.metrics, 1),
+    ".tmp-metrics.jsonl": cut,
     ".tmp-events.jsonl": lambda run: cut_events(run.events, 1),
     ".tmp-completions.jsonl": lambda run: write_durably(run.path / "completions.jsonl", ""),
     ".tmp-loss.png": draw,

@@ -89,6 +89,9 @@ def test_router_logits(family: str) -> None:
         with torch.no_grad():
             ours = model(ids, output_router_logits=True)
             assert same(ours.router_logits, plain.router_logits)
+            model.config.output_router_logits = True
+            assert same(model(ids).router_logits, plain.router_logits)
+            model.config.output_router_logits = False
             assert torch.allclose(ours.aux_loss, plain.aux_loss)
             with pytest.warns(UserWarning, match="router_logits are not returned"):
                 ours = model(ids, labels=ids, output_router_logits=True)

@@ -521,7 +521,9 @@ class StreamHandle:
             return True
         if torch.is_grad_enabled() or self.scored is not None or self.sequence_parallel is not None:
             return False
-        return needs_whole_layers(call.kwargs, call.cache, call.get("labels") is not None)
+        by_config = not self.routers.silent and balances_itself(self.model)
+        asked = {"output_router_logits": by_config, **call.kwargs}
+        return needs_whole_layers(asked, call.cache, call.get("labels") is not None)
 
     def _refuse_outputs(self, asked: dict[str, Any]) -> None:
         """Refuse outputs that a streamed call has not, by name; those of routers are left out with a warning.
@@ -542,8 +544,8 @@ class StreamHandle:
         if asked.get("output_router_logits") and not self.model.training and not self._warned_of_routers:
             self._warned_of_routers = True
             warnings.warn(
-                "router_logits are not returned by a streamed evaluation with labels or gradients: aux_loss and loss are. "
-                "Without labels, under torch.no_grad(), they are returned",
+                "router_logits are not returned by a streamed evaluation with labels or gradients; aux_loss and loss "
+                "are. Without labels, under torch.no_grad(), they are returned",
                 stacklevel=3,
             )
 

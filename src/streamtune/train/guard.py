@@ -7,10 +7,11 @@ alike: :meth:`StepGuard.skips` is where their flags are combined, and all of the
 from __future__ import annotations
 
 import gc
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import islice
 from statistics import median
 from typing import TypeVar
 
@@ -20,7 +21,7 @@ from streamtune.errors import NonFiniteError, OutOfMemoryError, StreamTuneError
 from streamtune.schedule import Schedule
 from streamtune.train.batch import MicroBatch
 from streamtune.train.memory import GIB, peak_memory_bytes
-from streamtune.train.records import append_event, read_records
+from streamtune.train.records import append_event, read_records, records_backwards
 from streamtune.train.rng import capture_rng, restore_rng
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.step import TrainSettings, name_rows
@@ -96,8 +97,15 @@ class StepGuard:
     ) -> None:
         self.settings, self.run, self.device = settings, run, device
         self.next_schedule, self.world = next_schedule, world
-        before = [record for record in read_records(run.metrics) if "loss" in record][-WINDOW:]
+        losses = (record for record in records_backwards(run.metrics) if "loss" in record)
+        before = list(islice(losses, WINDOW))[::-1]
         self._seen = {name: deque((r[name] for r in before), maxlen=WINDOW) for name in ("loss", "grad_norm")}
+        self._told: dict[str, int] = {}
+        """The step of the last event of each metric; later jumps within a window are counted in the next one."""
+        for event in islice((e for e in records_backwards(run.events) if e.get("event") == "spike"), 4 * WINDOW):
+            if isinstance(event.get("step"), int):
+                self._told.setdefault(str(event.get("metric")), event["step"])
+        self._untold: Counter[str] = Counter()
 
     def skips(self, wrong: NonFiniteError | None, step: int, skipped: int) -> bool:
         """Return True if step ``step`` is left out: its gradients are dropped and the schedule goes on.
@@ -173,14 +181,29 @@ class StepGuard:
         raise AssertionError("the last attempt returns or raises")
 
     def watch(self, step: int, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch]) -> None:
-        """Write an event with this rank's rows if the loss or the gradient norm jumped."""
+        """Write an event with this rank's rows if the loss or the gradient norm jumped.
+
+        There is one in a window of steps: a policy's loss and norms jump in most of its steps. The next event tells how
+        many jumps there were since.
+        """
         for name, value in (("loss", loss), ("grad_norm", grad_norm)):
             seen = self._seen[name]
             if len(seen) >= LEAST_STEPS:
                 middle = median(seen)
                 deviation = 1.4826 * median(abs(other - middle) for other in seen)
                 jump = max(SPIKE * deviation, LEAST_SPIKE * abs(middle))
-                if self.world.is_main and value > middle + jump:
-                    rows = name_rows(micro_batches, most=16)
-                    append_event(self.run.events, "spike", step=step, metric=name, value=value, usual=middle, rows=rows)
+                if value > middle + jump:
+                    self._tell(step, name, value, middle, micro_batches)
             seen.append(value)
+
+    def _tell(self, step: int, name: str, value: float, usual: float, micro_batches: Sequence[MicroBatch]) -> None:
+        last = self._told.get(name)
+        if last is not None and last < step < last + WINDOW:
+            self._untold[name] += 1
+            return
+        self._told[name] = step
+        more = {"more": untold} if (untold := self._untold.pop(name, 0)) else {}
+        if self.world.is_main:
+            rows = name_rows(micro_batches, most=16)
+            details = {"step": step, "metric": name, "value": value, "usual": usual, "rows": rows}
+            append_event(self.run.events, "spike", **details, **more)

@@ -28,7 +28,7 @@ from typing import Any
 from streamtune.errors import ArgumentError, CheckpointError, RecipeError, did_you_mean
 from streamtune.train.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 from streamtune.train.hold import IDENTITY, LOCK, DirectoryHold
-from streamtune.train.records import read_records
+from streamtune.train.records import read_records, rotated
 from streamtune.train.staging import fsync_path, write_durably, write_error
 from streamtune.train.world import World
 
@@ -177,7 +177,7 @@ class RunDirectory:
         """
         texts = [self.identity, self.recipe, self.deepspeed, self.metrics, self.events, self.loss_plot]
         texts += [self.plan, self.data, self.bad_rows, self.report, self.samples, self.trackers, self.selected]
-        texts += [self.path / LOCK, self.path / "completions.jsonl"]
+        texts += [self.path / LOCK, *rotated(self.path / "completions.jsonl")]
         folders = [self.checkpoints, self.final, self.path / "logs", self.path / "vllm"]
         folders += [self.path / name for name in ("tensorboard", "wandb", "mlflow", "trackio")]
         files = (*texts, *folders)

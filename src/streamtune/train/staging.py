@@ -201,10 +201,47 @@ def append_to(path: Path, content: bytes) -> None:
         descriptor = folder.open(path.name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     with os.fdopen(descriptor, "r+b") as file:
         end = file.seek(0, os.SEEK_END)
-        if end and file.seek(end - 1) >= 0 and file.read(1) != b"\n":
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
+        whole = _last_line_end(file, end)
+        if whole < end:
+            file.truncate(whole)
         file.write(content)
+
+
+def _last_line_end(file: IO[bytes], end: int) -> int:
+    """Return the number of bytes of a file up to the end of its last whole line, read from the end."""
+    while end:
+        start = max(0, end - (1 << 16))
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0
+
+
+def cut_file(path: Path, size: int) -> None:
+    """Cut a file to so many bytes; it is on disk when this returns.
+
+    Raises:
+        OSError: It cannot be written, or is a link or something else that is no plain file.
+    """
+    with OpenFolder(path.parent) as folder:
+        descriptor = folder.open(path.name, os.O_RDWR)
+    try:
+        os.ftruncate(descriptor, size)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename_file(path: Path, name: str) -> None:
+    """Give a file another name in its directory; what has that name is replaced.
+
+    Raises:
+        OSError: It cannot be renamed.
+    """
+    with OpenFolder(path.parent) as folder:
+        folder.rename(path.name, name)
 
 
 def refuse_link(folder: Path) -> None:

@@ -46,7 +46,7 @@ from streamtune.tasks.grpo.ranks import SharedLogprobs
 from streamtune.tasks.steps import share_out
 from streamtune.tasks.task import chat_options
 from streamtune.train.objective import autocast
-from streamtune.train.records import append_record, cut_after_step
+from streamtune.train.records import append_records, cut_rotated, rotate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -472,8 +472,9 @@ class CompletionLog:
         most = max(len(group.completions) for group in groups)
         rows = [(place, index) for index in range(most) for place in range(len(groups))]
         there = [(place, index) for place, index in rows if index < len(groups[place].completions)]
-        for place, index in there[: self.count]:
-            append_record(self.path, self._record(step, groups[place], prompts[place], index))
+        rotate(self.path)
+        kept = there[: self.count]
+        append_records(self.path, [self._record(step, groups[place], prompts[place], index) for place, index in kept])
 
     def skipped(self, step: int, why: str) -> None:
         """Note that a rollout taught nothing and is drawn anew."""
@@ -483,7 +484,7 @@ class CompletionLog:
     def cut(self, step: int) -> None:
         """Forget what was kept after ``step``: those steps are taken again."""
         if self.writes:
-            cut_after_step(self.path, step)
+            cut_rotated(self.path, step)
 
     def _record(self, step: int, group: Group, prompt: data.Prompt, index: int) -> dict[str, Any]:
         return {
