@@ -130,17 +130,18 @@ def write_page(
 
 
 def _reasons(found: dict[str, dict[str, str]]) -> list[str]:
-    """Return a table of the tests, how many suites each is in, and the reason in most of them."""
-    tests = sorted({name for tests in found.values() for name in tests})
-    if not tests:
-        return []
-    lines = ["| test | suites | why |", "|---|---|---|"]
-    for test in tests:
-        why = Counter(tests[test] for tests in found.values() if test in tests).most_common(1)[0][0]
-        names = [name for name, tests in found.items() if test in tests]
+    """Return a table of the tests, in how many cases and in which suites, with the reason in most of them."""
+    cases: dict[str, list[tuple[str, str]]] = {}
+    for suite, tests in found.items():
+        for name, why in tests.items():
+            cases.setdefault(name.partition("[")[0], []).append((suite, why))
+    lines = ["| test | cases | suites | why |", "|---|---:|---|---|"]
+    for test, told in sorted(cases.items()):
+        why = Counter(why for _, why in told).most_common(1)[0][0]
+        names = list(dict.fromkeys(suite for suite, _ in told))
         where = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        lines.append(f"| `{test}` | {where} | {EXPLAINED.get(test) or _in_a_cell(why)} |")
-    return lines
+        lines.append(f"| `{test}` | {len(told)} | {where} | {EXPLAINED.get(test) or _in_a_cell(why)} |")
+    return lines if cases else []
 
 
 def _in_a_cell(text: str) -> str:

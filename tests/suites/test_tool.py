@@ -87,7 +87,7 @@ def test_a_test_in_parts_counts_as_its_worst_and_one_that_is_lost_as_failed(tmp_
     page = (tmp_path / "page.md").read_text()
     assert "| llama | 3 | 0 | 1 | 2 |" in page
     assert "Not run: qwen3." in page
-    assert "| `y` | llama | failed \\| so |" in page
+    assert "| `y` | 1 | llama | failed \\| so |" in page
 
 
 def test_names_of_models_on_the_hub() -> None:
