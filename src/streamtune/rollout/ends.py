@@ -54,4 +54,5 @@ def with_generation(model: Any, settings: GenerationConfig) -> Any:
     seen = object.__new__(type(model))
     vars(seen).update(vars(model))
     vars(seen)["generation_config"] = settings
+    vars(seen).pop("generate", None)  # a streamed model has one of its own, which is bound to ``model``
     return seen
