@@ -28,8 +28,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from streamtune import Schedule, StreamHandle, stream
-from streamtune.engine.cache import STATE
 from streamtune.engine.call import takes_cache
+from streamtune.engine.hf_names import STATE
 from streamtune.engine.own_attention import FormedMask
 from streamtune.errors import UnsupportedModelError
 from tests.conformance.exceptions import NOT_CAUSAL

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from streamtune.recipe import load_recipe
+from streamtune.recipe.imports.axolotl import EVERY_ROLE
 from streamtune.recipe.imports.importing import import_recipe
 
 GRPO = "model_name_or_path: a/b\nobjective: grpo\nreward_funcs: [length]\ndatasets: [{path: a.jsonl}]\n"
@@ -59,4 +60,6 @@ def test_what_is_trained_of_axolotl_datasets(tmp_path: Path) -> None:
     assert lost.note == "train_on_eos is the same for all datasets here"
     path.write_text(text + "train_on_inputs: true\n")
     (tmp_path / "ours.yaml").write_text(import_recipe(path, "axolotl").text)
-    assert load_recipe(tmp_path / "ours.yaml", []).recipe.train_on == "all"
+    recipe = load_recipe(tmp_path / "ours.yaml", []).recipe
+    # The messages of every role, and nothing of the template around them, as axolotl trains them.
+    assert (recipe.train_on, set(recipe.roles_to_train)) == ("assistant", set(EVERY_ROLE))

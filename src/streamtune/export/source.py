@@ -305,7 +305,7 @@ def _load_adapters(base: Any, folder: Path) -> Any:
         raise ArgumentError(
             f"{folder} has no adapter_model.safetensors", where="RUN", mend="use a checkpoint of the run: --checkpoint"
         )
-    models.check_saved_settings(folder, [], where="RUN")
+    models.check_saved_settings(folder, [], where="RUN", mend="use a checkpoint of the run: --checkpoint")
     try:
         config = PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -20,13 +20,16 @@ PEFT_FORM = r"(.*\.)?({})$"
 """The expression that peft makes of a key of ``rank_pattern``."""
 
 
-def check_saved_settings(folder: Path, names: Sequence[str], *, where: str) -> None:
+def check_saved_settings(
+    folder: Path, names: Sequence[str], *, where: str, mend: str = "use a whole copy of it"
+) -> None:
     """Read the settings of a folder with adapters, and refuse what peft would trip over or match for minutes.
 
     Args:
         folder: The folder.
         names: Names of the modules that the patterns are matched with.
         where: The key or the argument that named the folder, for errors.
+        mend: The way out where the file cannot be read.
 
     Raises:
         ArgumentError: A setting is of another type, or a pattern takes too long.
@@ -35,7 +38,7 @@ def check_saved_settings(folder: Path, names: Sequence[str], *, where: str) -> N
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ArgumentError(f"{path} cannot be read: {error}", where=where, mend="use a whole copy of it") from error
+        raise ArgumentError(f"{path} cannot be read: {error}", where=where, mend=mend) from error
     check_adapter_settings(settings, path, names, where=where)
 
 

@@ -417,7 +417,9 @@ def resume(
         restore_rng(checkpoint.rng(world.rank))
     else:
         seed_everything(seed, world.rank, checkpoint.step)
-    return Progressed(**checkpoint.state["progressed"])
+    progressed = dict(checkpoint.state["progressed"])
+    progressed["best_evaluations"] = tuple(map(tuple, progressed.get("best_evaluations", ())))  # JSON has no tuples
+    return Progressed(**progressed)
 
 
 def after_evaluation(
