@@ -149,6 +149,7 @@ def paths_there(connection: Connection) -> None:
     connection.send((sys.flags.safe_path, os.environ["PYTHONSAFEPATH"]))
 
 
+@pytest.mark.full
 def test_a_child_of_a_program_that_uses_the_library_has_a_safe_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     child = Child(paths_there)

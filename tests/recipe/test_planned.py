@@ -63,6 +63,7 @@ def test_rows_are_no_longer_than_the_model_goes(shipped: ShippedRecipe):
     assert recipe.max_length <= positions or (recipe.max_length <= 131072 and "YaRN" in shipped.text)
 
 
+@pytest.mark.quick("qwen3/0.6b-full-24gb")
 @pytest.mark.parametrize("name", ["qwen3/0.6b-full-24gb", "qwen3/1.7b-full-24gb", "llama3/1b-full-24gb"])
 def test_a_shorter_row_is_planned_for_the_device_of_the_header(name: str, tmp_path: Path):
     (shipped,) = [recipe for recipe in PLANNED if recipe.name == name]
