@@ -67,3 +67,14 @@ def test_the_allocator_gives_what_is_simulated(name: str, dtype: torch.dtype) ->
 
 SMALL = 1 << 17
 """Bytes: buffers of a BLAS for products of narrow numbers, and counts of steps."""
+
+
+@pytest.mark.quick("galore", "adamw_torch_8bit")
+@pytest.mark.parametrize("name", NAMES)
+def test_states_of_weights_that_wait_are_on_the_host(name: str) -> None:
+    """Of every optimizer: those that project a gradient find no matrix among the weights that stay on the device."""
+    make = partial(build, "qwen3", vocab_size=VOCABULARY)
+    step = workload(make, make_optimizer=partial(optimizer_of, name))
+    there, away = Holdings.of(make("meta"), step), Holdings.of(make("meta"), step, "host")
+    assert away.state + away.host["optimizer"] == pytest.approx(there.state, abs=4)  # torchao's rate is a tensor
+    assert away.state < 0.01 * there.state or not there.state

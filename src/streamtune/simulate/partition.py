@@ -33,8 +33,7 @@ with the computation. The optimizer does not: it waits for the last gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -221,8 +220,7 @@ def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
     trained = sum(p.nbytes for p in away)
     host_touched = overlapped = 0
     if workload.make_optimizer is not None and away:
-        with _frozen(here):
-            state, temporary, _ = _optimizer_step(model, replace(workload, device_type="cpu"))
+        state, temporary, _ = _optimizer_step(model, replace(workload, device_type="cpu"), away)
         host["optimizer"] = state
         if workload.optim_in_backward:
             alone = workload.micro_batches == 1  # else they add up until the last one
@@ -235,8 +233,7 @@ def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
         host["gradients"] = trained
     state = temporary = touched = 0
     if here and workload.make_optimizer is not None:
-        with _frozen(away):
-            state, temporary, touched = _optimizer_step(model, workload)
+        state, temporary, touched = _optimizer_step(model, workload, here)
     holdings = Holdings(
         weights=held_bytes(model) - host["weights"],
         gathered=dict.fromkeys(PHASES, 0),
@@ -267,18 +264,6 @@ def _largest_gradients(model: Any, trained: Sequence[nn.Parameter]) -> int:
     layers = [sum(p.nbytes for p in layer.parameters() if id(p) in known) for layer in decoder_layers(model)]
     inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
     return max([*layers, *(p.nbytes for p in trained if id(p) not in inside)], default=0)
-
-
-@contextmanager
-def _frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let an optimizer leave these parameters out while inside."""
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
 
 
 def trained_bytes(model: nn.Module) -> int:
@@ -356,17 +341,25 @@ def _stepped(model: nn.Module, cluster: Cluster) -> nn.Module:
     return wide
 
 
-def _optimizer_step(model: nn.Module, workload: Workload) -> tuple[int, int, int]:
+def _optimizer_step(
+    model: nn.Module, workload: Workload, stepped: Sequence[nn.Parameter] | None = None
+) -> tuple[int, int, int]:
     """Return the bytes of state, of temporaries, and bytes touched, of a second step, when the state is there.
 
     An optimizer in the backward steps a weight at a time: its temporaries are those of the weight that needs most.
+
+    Args:
+        model: The model.
+        workload: It makes the optimizer of all trained weights.
+        stepped: The weights that have a gradient; None is all that are trained.
     """
     if workload.make_optimizer is None:
         return 0, 0, 0
     layers, device = decoder_layers(model), workload.device_type
     trace = Trace(model, layers, device=device, tiers=lambda: (0, 0, 0, 0), unwraps=True)
     optimizer: Any = workload.make_optimizer(model)
-    trained = [p for p in model.parameters() if p.requires_grad and not workload.forward_only]
+    every = [p for p in model.parameters() if p.requires_grad] if stepped is None else list(stepped)
+    trained = [] if workload.forward_only else every
     with trace, simulating(device):
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
