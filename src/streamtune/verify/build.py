@@ -11,6 +11,7 @@ Where completions are scored, their own loss is compared (:class:`TreeLosses`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -375,7 +376,9 @@ def _cross_entropy(
     asked, balance = _balance(batch, router_loss, model)
     if not asked:
         return loss_of(model, batch, num_targets=batch.target_weight, bf16=bf16)
-    with autocast(batch.input_ids.device, bf16):
+    with autocast(batch.input_ids.device, bf16), warnings.catch_warnings():
+        # The balance loss is asked for by the argument of the router logits, which nobody reads here.
+        warnings.filterwarnings("ignore", message="router_logits are not returned")
         output = output_of(model, batch, num_targets=batch.target_weight, **asked)
     loss: torch.Tensor = output.loss + (balance - balance_coefficient(base_of(model))) * output.aux_loss
     return loss
