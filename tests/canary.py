@@ -27,7 +27,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build/canary"
 NEWEST = ("transformers", "peft", "trl", "accelerate", "datasets", "deepspeed", "torchao", "bitsandbytes")
-"""What is taken as new as the index has it, with what these need."""
+"""Packages whose newest release is installed, with their dependencies."""
 TESTS = (
     "tests/engine/test_hf_names.py",
     "tests/engine/test_check.py",

@@ -94,7 +94,7 @@ TRAINED: dict[str, list[str]] = {
     "ends with the user": ["A-1."],
     "ends with a tool": [CALL],
 }
-"""What is trained with ``enable_thinking: false``, without the end of the turns."""
+"""Trained text with ``enable_thinking: false``, without the end of the turns."""
 
 KEPT = {
     "reasoning": [f"{FIRST}A-1.", f"{SECOND}A-2."],

@@ -159,7 +159,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "longer": lambda content: content + content,
 }
 PLACES = ("a folder", "a pipe", "a dangling link", "another entry's")
-"""What stands in the place of the file."""
+"""Damages that put something else in the place of the file."""
 
 
 @pytest.fixture

@@ -141,7 +141,7 @@ def test_float32_weights_are_not_rounded_and_each_keeps_its_own_dtype() -> None:
 
 
 def test_blocks_keep_float32_and_losses_alone_are_left_out() -> None:
-    """What the table says of these: their weights are not rounded by this option."""
+    """The table says that this option does not round the weights of these."""
     for name, entry in OPTIMIZERS.items():
         if entry.one_block or entry.forward_only:
             args = {"blocks": ["layer"]} if entry.one_block else {}

@@ -166,3 +166,17 @@ def test_random_tokens_are_in_the_vocabulary_of_the_teacher_too(folder: Path) ->
         each.get_input_embeddings = lambda each=each: each
     assert RandomTokens(recipe, model, teacher).rows(2, 200).input_ids.max() < 40
     assert RandomTokens(recipe, model).rows(2, 200).input_ids.max() >= 40
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_random_row_is_one_row_of_its_length(packing: bool, folder: Path) -> None:
+    """Where a recipe packs too: two rows of half the length would do half the work of attention."""
+    recipe = load_recipe(write_recipe(folder, {**COMMON, "packing": packing}), []).recipe
+    model = torch.nn.Embedding(300, 4)
+    model.get_input_embeddings = lambda: model  # type: ignore[method-assign]
+    batch = RandomTokens(recipe, model).rows(2, 200)
+    assert batch.input_ids.shape == (2, 200)
+    positions = batch.position_ids
+    assert (positions is not None) == packing
+    if positions is not None:
+        assert positions.tolist() == [list(range(200))] * 2

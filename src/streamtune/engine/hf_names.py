@@ -180,7 +180,7 @@ FUNCTIONS = {
     RENAMING: "5.17",
     STREAMER: "5.17",
 }
-"""What is imported of its modules, and since when it is there: 5.17 is the oldest version that was looked at."""
+"""Names imported from modules of transformers, and the version that each is there since (5.17 is the oldest tried)."""
 OF_MODELS = ("cache_utils.", "loss.", "masking_utils.", "modeling_layers.", "modeling_utils.")
 """The modules that a model loads with it."""
 

@@ -20,12 +20,12 @@ __all__ = ["AS_TRANSFORMERS", "TOKENIZER_CONFIG", "add_old_names", "old_tokenize
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 AS_TRANSFORMERS: dict[str, Any] = {"indent": 2, "sort_keys": True, "ensure_ascii": False}
-"""How it writes JSON."""
+"""Layout of the JSON files that transformers writes."""
 
 NEW_CLASS = "TokenizersBackend"
 """The class of a tokenizer in ``transformers`` 5 that is all in ``tokenizer.json``."""
 OLD_CLASS = "PreTrainedTokenizerFast"
-"""What ``transformers`` 4 calls it."""
+"""Class name of such a tokenizer in ``transformers`` 4."""
 
 OLD_KEYS = ("add_bos_token", "add_eos_token")
 """Settings of the old classes that ``transformers`` 5 leaves out: without them they add tokens by their defaults."""

@@ -41,7 +41,7 @@ StatesDtype = Literal["param", "float32", "bfloat16"]
 """The dtype of an optimizer's states; ``param`` is that of each weight."""
 
 Rounding = Literal["nearest", "stochastic"]
-"""How a bfloat16 weight is rounded after its step, which is computed in float32."""
+"""Rounding of a bfloat16 weight after its step, which is computed in float32."""
 
 PIECE = {"cpu": 1 << 17}
 """Values that are stepped at a time: temporaries in float32 stay in a processor's cache."""
