@@ -131,6 +131,27 @@ def test_records_are_added_to_plain_files_only(run: RunDirectory, victim: Path) 
     assert victim.read_text() == "precious"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [lambda path: append_record(path, {"step": 3, "loss": 1.0}), lambda path: cut_after_step(path, 1)],
+    ids=["append", "cut"],
+)
+def test_records_are_not_written_through_a_hard_link(run: RunDirectory, change: Callable[[Path], None]) -> None:
+    other = run.path.parent / "other"
+    os.link(run.metrics, other)
+    text = other.read_text()
+    change(run.metrics)
+    assert other.read_text() == text
+    assert run.metrics.read_text() != text
+
+
+def test_links_among_the_records_that_lead_nowhere_stop_no_checkpoint(run: RunDirectory) -> None:
+    for name in (".tmp-metrics.jsonl", "theirs.jsonl"):
+        (run.path / name).symlink_to(run.path.parent / "nowhere")
+    run.sync()
+    assert not (run.path.parent / "nowhere").exists()
+
+
 @pytest.mark.parametrize("name", [".lock", "logs", "vllm", "completions.jsonl", "checkpoints", "run.json", "loss.png"])
 def test_a_link_in_the_place_of_a_run_s_own_file_is_refused(run: RunDirectory, victim: Path, name: str) -> None:
     place = run.path / name

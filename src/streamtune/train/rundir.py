@@ -251,8 +251,9 @@ class RunDirectory:
 
     def sync(self) -> None:
         """Wait until every line of the run's records is on disk."""
-        for path in self.path.glob("*.jsonl"):
-            fsync_path(path)
+        for path in self.path.glob("[!.]*.jsonl"):
+            if path.is_file() and not path.is_symlink():  # else it is none of the run's
+                fsync_path(path)
         fsync_path(self.path)
 
     def move_aside(self) -> Path:

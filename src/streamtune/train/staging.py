@@ -7,7 +7,8 @@
 Killed at any moment, the process leaves the directory as it was before, or as it is afterwards.
 
 Names in a run directory may have been made by somebody else. So nothing is written through a symbolic link: files are
-created where nothing is (``O_EXCL``), in a directory that is opened once, and appended to only where they are plain.
+created where nothing is (``O_EXCL``), in a directory that is opened once, and appended to only where they are plain and
+have no other name.
 """
 
 from __future__ import annotations
@@ -197,6 +198,7 @@ def append_to(path: Path, content: bytes) -> None:
     Raises:
         OSError: It cannot be written, or is a link or something else that is no plain file.
     """
+    _leave_other_names(path)
     with OpenFolder(path.parent) as folder:
         descriptor = folder.open(path.name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     with os.fdopen(descriptor, "r+b") as file:
@@ -205,6 +207,16 @@ def append_to(path: Path, content: bytes) -> None:
         if whole < end:
             file.truncate(whole)
         file.write(content)
+
+
+def _leave_other_names(path: Path) -> None:
+    """Replace a file that has other names too, as hard links, by a copy: what these name is not written to."""
+    with OpenFolder(path.parent) as folder, suppress(FileNotFoundError):
+        with os.fdopen(folder.open(path.name, os.O_RDONLY), "rb") as file:
+            if os.fstat(file.fileno()).st_nlink < 2:
+                return
+            content = file.read()
+        replace_file(path, content)
 
 
 def _last_line_end(file: IO[bytes], end: int) -> int:
@@ -225,6 +237,7 @@ def cut_file(path: Path, size: int) -> None:
     Raises:
         OSError: It cannot be written, or is a link or something else that is no plain file.
     """
+    _leave_other_names(path)
     with OpenFolder(path.parent) as folder:
         descriptor = folder.open(path.name, os.O_RDWR)
     try:
