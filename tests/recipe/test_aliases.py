@@ -8,7 +8,7 @@ import pytest
 
 from streamtune.recipe import RECIPES, load_recipe
 from streamtune.recipe.adapters import AdapterKind
-from streamtune.recipe.aliases import ALIASES, INSTEAD, LATER, SWITCHES, VALUES
+from streamtune.recipe.aliases import ALIASES, INSTEAD, SWITCHES, VALUES
 
 
 def test_a_recipe_in_other_trainers_names(write):
@@ -58,14 +58,6 @@ def test_a_key_with_no_equal_says_how_to_say_it_here(refused, key):
     assert error.where.endswith(":5")
 
 
-@pytest.mark.parametrize("path", LATER, ids=".".join)
-def test_a_key_of_a_later_release_is_refused_by_name(refused, path):
-    *parents, key = path
-    error = refused("".join(f"{parent}: {{" for parent in parents) + f"{key}: x" + "}" * len(parents) + "\n")
-    assert error.what == f"'{'.'.join(path)}' is not in this release"
-    assert error.where.endswith(":4")
-
-
 @pytest.mark.parametrize(
     ("lines", "quantization"),
     [
@@ -113,7 +105,6 @@ def test_the_tables_agree_with_the_schema():
     assert set(VALUES) <= keys
     assert {key for key, _ in SWITCHES.values()} <= keys
     assert not keys & (set(ALIASES) | set(INSTEAD) | set(SWITCHES))
-    assert not keys & {path[0] for path in LATER if len(path) == 1}
 
 
 @pytest.mark.parametrize(

@@ -336,7 +336,7 @@ def check_names() -> None:
     for name, since in FUNCTIONS.items():
         if _is_there(since) and name.startswith(OF_MODELS):
             inside(name)
-    Cache, masking_utils = inside("cache_utils.Cache"), import_module("transformers.masking_utils")
+    Cache, masking_utils = inside(CACHE_CLASS), import_module("transformers.masking_utils")
     wanted: list[tuple[Any, str, str]] = [
         *((Cache, method, "cache_utils.Cache") for method, since in CACHE_METHODS.items() if _is_there(since)),
         *(

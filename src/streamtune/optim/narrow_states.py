@@ -116,9 +116,7 @@ class NarrowStatesAdamW(torch.optim.Optimizer):
                 **{key: entry[key].detach().to(parameter.device, dtype, copy=True) for key in KEYS},
             }
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(
-                {key: value for key, value in other.items() if key not in ("params", "states", "seed", "rounding")}
-            )
+            group.update({key: value for key, value in other.items() if key not in OWN_KEYS})
 
     def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

@@ -17,7 +17,6 @@ __all__ = [
     "DATASET_ALIASES",
     "DATASET_INSTEAD",
     "INSTEAD",
-    "LATER",
     "SWITCHES",
     "VALUES",
     "apply_aliases",
@@ -219,10 +218,7 @@ INSTEAD: dict[str, str] = {
 }
 """Another trainer's key that has no equal: how to say it here."""
 
-LATER: dict[tuple[str, ...], str] = {}
-"""Keys of the plan that this release does not build: refused by name, never ignored."""
-
-LATER_VALUES: dict[tuple[str, Any], tuple[str, str]] = {
+REFUSED_VALUES: dict[tuple[str, Any], tuple[str, str]] = {
     ("finetuning_type", "freeze"): ("trains a part of the layers, which is not here", "write lora or full"),
     ("quantization", "int4"): (
         "is not in this release",
@@ -248,17 +244,12 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
         marks: Where its keys stand; changed with it.
 
     Returns:
-        Notes on the names taken, and the mistakes: a key under two names, a key with no equal here, a key of a later
-        release. A key that is a mistake is removed, so that it is reported once.
+        Notes on the names taken, and the mistakes: a key under two names, a key or a value with no equal here. A key
+        that is a mistake is removed, so that it is reported once.
     """
     notes: list[str] = []
     mistakes: list[Mistake] = []
     _spell_out_datasets(tree, marks, notes, mistakes)
-    for path, mend in LATER.items():
-        parent = tree if len(path) == 1 else tree.get(path[0])
-        if isinstance(parent, dict) and path[-1] in parent:
-            parent.pop(path[-1])
-            mistakes.append(Mistake(path, f"'{show_path(path)}' is not in this release", mend))
     for key, mend in INSTEAD.items():
         if key in tree:
             del tree[key]
@@ -298,7 +289,7 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
             tree[key] = values[str(value)]
             shown = "[]" if tree[key] == [] else tree[key]
             notes.append(f"'{key}: {value}' is read as '{shown}'")
-    for (key, value), (what, mend) in LATER_VALUES.items():
+    for (key, value), (what, mend) in REFUSED_VALUES.items():
         if tree.get(key) == value:
             del tree[key]
             mistakes.append(Mistake((key,), f"'{key}: {value}' {what}", mend))

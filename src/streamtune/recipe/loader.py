@@ -26,7 +26,7 @@ from streamtune.recipe.mistakes import leaf_paths
 from streamtune.recipe.yaml import MAX_BYTES, KeyPath, Marks, parse_scalar, read_yaml, show_path
 from streamtune.secrets import find_secret, redact
 
-from .aliases import ALIASES, INSTEAD, LATER, SWITCHES, apply_aliases
+from .aliases import ALIASES, INSTEAD, SWITCHES, apply_aliases
 from .datasets import DatasetSpec
 from .kinds import RECIPES, objectives_with
 from .mistakes import find_mistakes, to_error, unknown_key
@@ -354,7 +354,7 @@ def _find(name: str, tree: dict[str, Any], setting: str, kind: type[Recipe]) -> 
     """Return the path that a name stands for: written in full, at the top level, or a last name that is unique."""
     parts = tuple(int(part) if part.isdecimal() else part for part in re.sub(r"\[(\d+)\]", r".\1", name).split("."))
     leaves = leaf_paths(kind)
-    if len(parts) > 1 or (name,) in leaves.get(name, []) or name in {*INSTEAD, *SWITCHES} or (name,) in LATER:
+    if len(parts) > 1 or (name,) in leaves.get(name, []) or name in {*INSTEAD, *SWITCHES}:
         return parts
     if name in {str(paths[0][0]) for paths in leaves.values()}:  # 'engine', 'tokenizer': whole groups
         return parts

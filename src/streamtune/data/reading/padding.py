@@ -81,21 +81,22 @@ def _have_same_keys(rows: Iterator[_HasColumns]) -> bool:
     """Return True if there are several calls, and the objects at each place of their arguments have the same keys."""
     keys: dict[tuple[str, ...], frozenset[str]] = {}
     count = 0
-
-    def agree(value: Any, place: tuple[str, ...]) -> bool:
-        if isinstance(value, list):
-            return all(agree(item, (*place, "[]")) for item in value)
-        if not isinstance(value, dict):
-            return True
-        same = keys.setdefault(place, frozenset(value)) == value.keys()
-        return same and all(agree(item, (*place, name)) for name, item in value.items())
-
     for row in rows:
         for arguments in _arguments(row.columns):
             count += 1
-            if not agree(arguments, ()):
+            if not _agrees(arguments, (), keys):
                 return False
     return count > 1
+
+
+def _agrees(value: Any, place: tuple[str, ...], keys: dict[tuple[str, ...], frozenset[str]]) -> bool:
+    """Return True if the objects of a value have the keys that are known at their place; unknown ones are added."""
+    if isinstance(value, list):
+        return all(_agrees(item, (*place, "[]"), keys) for item in value)
+    if not isinstance(value, dict):
+        return True
+    same = keys.setdefault(place, frozenset(value)) == value.keys()
+    return same and all(_agrees(item, (*place, name), keys) for name, item in value.items())
 
 
 def _leave_out_nulls(columns: Mapping[str, Any]) -> None:
