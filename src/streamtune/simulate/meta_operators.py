@@ -1,10 +1,10 @@
 """Models and operators on ``meta`` tensors: values of integers, cached results, the casts of autocast.
 
 Tensors on ``meta`` have no values, but models and the engine need some of them: do positions restart, does a mask hide
-anything, which tokens have a target. All of that is computed from integers and booleans, which are small compared with
-activations. So each such tensor carries its value on the CPU, computed there by the same operator; the values of large
-masks, which are seldom needed, only when they are asked for. The choices of a router are not known; it is taken to
-spread tokens evenly over experts.
+anything, which tokens have a target. All of that is computed from integers and booleans, or from constants, which are
+small compared with activations. So each such tensor carries its value on the CPU, computed there by the same operator;
+the values of large masks, which are seldom needed, only when they are asked for. The choices of a router are not known;
+it is taken to spread tokens evenly over experts.
 
 Shape functions of many operators are written in Python and take longer than their kernels; a step calls them with the
 same forms for every chunk and layer, so each is called once for each form of its arguments. (The same idea as torch's
@@ -34,6 +34,7 @@ from streamtune.models import PackedExperts
 from streamtune.ops.simulated import autocast_kind
 
 __all__ = [
+    "CONSTANTS",
     "IntegerValues",
     "MetaAutocast",
     "ResultKind",
@@ -62,6 +63,10 @@ ASKED = {
     aten.bincount.default,
 }
 """Operators whose result, or the shape of it, is a matter of values."""
+
+
+CONSTANTS = (aten.ones.default, aten.zeros.default, aten.full.default)
+"""Operators that fill a tensor with one number. Of floating point, too, it is known: some models make a mask so."""
 
 
 def asks(func: Any) -> bool:
@@ -110,7 +115,7 @@ def _can_wait(func: Any) -> bool:
     """Return True for an operator whose value may be computed later: on each element, or a constant."""
     if func._schema.is_mutable or len(func._schema.returns) != 1:
         return False
-    return torch.Tag.pointwise in func.tags or func in (aten.ones.default, aten.zeros.default, aten.full.default)
+    return torch.Tag.pointwise in func.tags or func in CONSTANTS
 
 
 class IntegerValues:
@@ -148,6 +153,9 @@ class IntegerValues:
         """Attach values to the operator's results, where they are integers or booleans computed from known values."""
         if func is aten.topk.default:
             self._spread(out[1], args[0].shape[-1])
+            return
+        if func in CONSTANTS and out.is_floating_point() and out.numel() <= LARGEST:
+            out._constant = self._later(func, args, kwargs), out._version
             return
         results = (out,) if isinstance(out, Tensor) else out
         if not isinstance(results, (tuple, list)):
@@ -202,7 +210,7 @@ class IntegerValues:
             return type(item)(self._value(part, func) for part in item)
         if not isinstance(item, Tensor) or item.device.type == "cpu":
             return item
-        value = getattr(item, "_value", None) if wait else _known(item)
+        value = _carried(item) if wait else _known(item)
         if value is None and (beyond := getattr(item, "_beyond", 0)):
             raise ArgumentError(
                 f"the micro-batch is more than a simulated step can hold: its positions or masks have {beyond:,} "
@@ -232,8 +240,15 @@ class IntegerValues:
 
 def _known(x: Tensor) -> Tensor | None:
     """Return the value that a tensor carries, computed now if it was to be computed later; None if it has none."""
-    value: Tensor | LaterValue | None = getattr(x, "_value", None)
+    value = _carried(x)
     return value.value() if isinstance(value, LaterValue) else value
+
+
+def _carried(x: Any) -> Tensor | LaterValue | None:
+    """Return the value that a tensor carries, or will; of a constant in floating point until something writes to it."""
+    value: Tensor | LaterValue | None = getattr(x, "_value", None)
+    constant, version = getattr(x, "_constant", (None, None))
+    return constant if value is None and version == x._version else value
 
 
 @lru_cache(maxsize=1024)

@@ -32,7 +32,7 @@ from streamtune.simulate.costs import (
     waiting_bytes,
 )
 from streamtune.simulate.memory import ACTIVATION, HEAD, KINDS, LiveBytes
-from streamtune.simulate.meta_operators import IntegerValues, ResultKind, Shapes, asks, result_kind_of
+from streamtune.simulate.meta_operators import CONSTANTS, IntegerValues, ResultKind, Shapes, asks, result_kind_of
 from streamtune.simulate.shard import WHOLE, RankShard
 
 __all__ = ["COLUMNS", "EARLIER", "WORK", "Cell", "CellPlace", "Trace"]
@@ -55,6 +55,7 @@ class _Rule:
         result: The way in which the form of its result is found.
         reach: The part of its arguments that it touches.
         scratch: True if its kernel allocates memory for itself.
+        fills: True if it fills a tensor with one number.
     """
 
     func: Any
@@ -63,6 +64,7 @@ class _Rule:
     result: ResultKind
     reach: Reach
     scratch: bool
+    fills: bool
 
 
 _RULES: dict[int, _Rule] = {}
@@ -71,7 +73,7 @@ _RULES: dict[int, _Rule] = {}
 
 def _rule_of(func: Any) -> _Rule:
     rule = _RULES[id(func)] = _Rule(
-        func, cost_of(func), asks(func), result_kind_of(func), reach_of(func), has_scratch(func)
+        func, cost_of(func), asks(func), result_kind_of(func), reach_of(func), has_scratch(func), func in CONSTANTS
     )
     return rule
 
@@ -233,7 +235,7 @@ class Trace(LiveBytes):
         answered, out = self.integers.asked(func, args, given) if rule.asks else (False, None)
         if not answered:
             out = self.shapes.call(func, rule.result, args, given)
-            if not (isinstance(out, Tensor) and out.dtype.is_floating_point):
+            if rule.fills or not (isinstance(out, Tensor) and out.dtype.is_floating_point):
                 self.integers.follow(func, args, given, out)
             elif cost == "view" or copies_itself(func, args):
                 return out
