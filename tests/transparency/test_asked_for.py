@@ -171,8 +171,12 @@ def test_generation_is_the_plain_models(eager: Any, options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "gptj", "falcon", "codegen"])
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config))])
-def test_a_copied_configuration_is_its_own(family: str, copied: Any) -> None:
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config)), lambda config: config],
+    ids=["deepcopy", "pickle", "itself"],
+)
+def test_a_model_built_from_the_configuration_is_plain(family: str, copied: Any) -> None:
     model, ids = build_any(family).train(), tokens() % 60
     before = model.config._attn_implementation
     with streamtune.stream(model, chunk_size=CHUNK):
@@ -181,9 +185,26 @@ def test_a_copied_configuration_is_its_own(family: str, copied: Any) -> None:
         assert other.config._attn_implementation == before
         other.load_state_dict(model.state_dict())
         torch.testing.assert_close(other(input_ids=ids, labels=ids).loss, ours)
-        twin = copied(model)
-        assert twin.config._attn_implementation == model.config._attn_implementation != before
+        assert not any("forward" in vars(module) for module in other.modules())
+        with streamtune.stream(other, chunk_size=CHUNK):
+            torch.testing.assert_close(other(input_ids=ids, labels=ids).loss, ours)
+        torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, ours)
+        twin = copy.deepcopy(model)
         torch.testing.assert_close(twin(input_ids=ids, labels=ids).loss, ours)
         streamtune.StreamHandle.of(twin).remove()
-        assert twin.config._attn_implementation == before
+        assert twin.config._attn_implementation == model.config._attn_implementation == before
     assert model.config._attn_implementation == before
+
+
+def test_a_config_names_our_attention_in_calls_alone() -> None:
+    """Of the model, of the decoder inside that is called by itself, and also where a call fails."""
+    model, ids, seen = build_any("llama").train(), tokens() % 60, list[str]()
+    before = model.config._attn_implementation
+    model.model.norm.register_forward_hook(lambda *given: seen.append(model.config._attn_implementation))
+    with streamtune.stream(model, chunk_size=CHUNK):
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.model(input_ids=ids)
+        with pytest.raises(IndexError):
+            model(input_ids=ids + 10_000)
+        assert seen == ["streamtune"] * 2
+        assert model.config._attn_implementation == before

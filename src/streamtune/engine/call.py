@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import inspect
 from collections import UserDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.attention import dense_mask
+from streamtune.engine.attention import NAME, dense_mask
 from streamtune.engine.cache import ChunkCache, state_after, state_before
 from streamtune.engine.call_parts import ChunkSharing, SharedKey
 from streamtune.engine.hf_names import (
@@ -100,12 +100,19 @@ class LayerCall:
     shared: dict[SharedKey, Tensor | None]
     dtype: torch.dtype
     own: OwnAttention | None = None
+    configs: Sequence[Any] = ()
+    """The configs from which the layer reads its attention."""
     shards: SequenceShards | None = None
     past: Past | None = None
 
     @classmethod
     def bind(
-        cls, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own: OwnAttention | None = None
+        cls,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        own: OwnAttention | None = None,
+        configs: Sequence[Any] = (),
     ) -> LayerCall:
         """Bind a call as Python would.
 
@@ -113,6 +120,7 @@ class LayerCall:
             layer: The decoder layer.
             args, kwargs: Its arguments.
             own: Its own attention, if it keeps that.
+            configs: The configs from which it reads its attention.
 
         Raises:
             UnsupportedModelError: The layer has no cache argument, or its first argument is not ``[B, T, ..., C]``.
@@ -146,7 +154,7 @@ class LayerCall:
                 elif sees_future(value):
                     raise UnsupportedModelError(f"{key!r} of {name} lets a token see later tokens, or is no mask")
         inputs: dict[str | SharedKey, Along] = {hidden_name: along}
-        call = cls(layer, arguments, extra, cache_name, hidden_name, length, inputs, {}, hidden.dtype, own)
+        call = cls(layer, arguments, extra, cache_name, hidden_name, length, inputs, {}, hidden.dtype, own, configs)
         for key, value in call._all().items():
             call._classify(key, value)
         return call
@@ -382,10 +390,7 @@ class LayerCall:
 
     def _attending(self) -> AbstractContextManager[None]:
         """Return a context in which the layer's configs name the attention it computes with."""
-        if self.own is None:
-            return nullcontext()
-        configs = list(self.own.configs)
-        return attention_as(configs, [self.own.name] * len(configs))
+        return attention_as(list(self.configs), [NAME if self.own is None else self.own.name] * len(self.configs))
 
     def _chunk_sharing(self, cache: ChunkCache, given: dict[str | SharedKey, Tensor]) -> ChunkSharing:
         whole: dict[Any, tuple[Tensor, ...]] = {}

@@ -28,7 +28,7 @@ from streamtune.engine.leaves import check_leaves
 from streamtune.engine.memory.placement import Placement, Tiers
 from streamtune.engine.memory.tiers import StoredTensor
 from streamtune.engine.observe import RandomState, may_bring_leaves, notify_chunk, refuse_hooks
-from streamtune.engine.own_attention import OwnAttention, is_ours, name_ours
+from streamtune.engine.own_attention import OwnAttention, refuse_another
 from streamtune.engine.passes import LayerStream, placeholder
 from streamtune.engine.routers import RouterWatch
 from streamtune.engine.rows import Branches
@@ -86,15 +86,9 @@ class StreamedForward:
         self.narrow_states = False
         """True if its last call passed on a state in a narrower dtype than that of its hidden states."""
         configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
-        self.configs = [config for config in configs if names_attention(config)]
-        self.kept_attention = own
-        self.own = None if own is None else OwnAttention(own, tuple(self.configs))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Let the configs of a copied layer name our attention again, which copies of configs alone do not."""
-        vars(self).update(state)
-        for config in self.configs:
-            name_ours(config, self.kept_attention)
+        self.configs = list({id(config): config for config in configs if names_attention(config)}.values())
+        self.attention = [attention_of(config) for config in self.configs]
+        self.own = None if own is None else OwnAttention(own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, with its own signature and result."""
@@ -111,7 +105,7 @@ class StreamedForward:
         except ForeignAttentionError as error:
             if self.context.shards is not None:
                 raise UnsupportedModelError(error.what, mend="set sequence_parallel_size: 1") from error
-            self.own = OwnAttention("eager", tuple(self.configs))
+            self.own = OwnAttention("eager")
             before.restore()
             return self._call(args, kwargs)
         except Exception as error:
@@ -129,9 +123,9 @@ class StreamedForward:
         return result
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own = OwnAttention("eager", tuple(self.configs)) if self.own is None and self.context.whole else self.own
+        own = OwnAttention("eager") if self.own is None and self.context.whole else self.own
         try:
-            call = LayerCall.bind(self.layer, args, kwargs, own)
+            call = LayerCall.bind(self.layer, args, kwargs, own, self.configs)
         except BiasError as error:
             call = self._biased(error, args, kwargs)
         if self.context.shards is not None:
@@ -201,10 +195,9 @@ class StreamedForward:
             return torch.zeros(value.shape, dtype=hidden.dtype, device=value.device).masked_fill_(~value, lowest)
 
         hidden: Tensor = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        own = OwnAttention("eager", tuple(self.configs))
-        return LayerCall.bind(
-            self.layer, tuple(map(added, args)), {key: added(value) for key, value in kwargs.items()}, own
-        )
+        own = OwnAttention("eager")
+        named = {key: added(value) for key, value in kwargs.items()}
+        return LayerCall.bind(self.layer, tuple(map(added, args)), named, own, self.configs)
 
     def _generate(self, call: LayerCall) -> Any:
         """Run the layer on its model's own cache.
@@ -275,7 +268,7 @@ class StreamedForward:
         the value alone is the same wherever a token is repeated, and which of them ``torch.topk`` keeps depends on the
         number of keys, which is smaller in a chunk.
         """
-        for config in self.configs:
+        for config, name in zip(self.configs, self.attention, strict=True):
             kept = getattr(config, KEPT_WINDOW, None)
             if kept is not None and length > kept:
                 raise UnsupportedModelError(
@@ -284,12 +277,7 @@ class StreamedForward:
                     where=type(self.layer).__name__,
                     mend=f"train on rows of at most {kept} tokens",
                 )
-            if not is_ours(attention_of(config)):
-                raise UnsupportedModelError(
-                    f"the attention was set to {attention_of(config)!r} while the model is streamed",
-                    where=type(self.layer).__name__,
-                    mend="call set_attn_implementation before stream(model), or .remove() the stream first",
-                )
+            refuse_another(config, name, type(self.layer).__name__)
 
 
 BETWEEN_RANKS = ("torch.distributed", "streamtune.ops.messages")

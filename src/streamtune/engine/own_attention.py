@@ -17,6 +17,8 @@ Shape suffixes: B batch, T queries, S keys.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -27,17 +29,19 @@ from transformers import AttentionMaskInterface
 
 from streamtune.engine.attention import NAME, lazy_mask
 from streamtune.engine.hf_names import attention_of, set_attention
+from streamtune.engine.observe import attention_as
+from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.mask import LazyMask
 from streamtune.ops.attention.view import MaskView
 
 __all__ = [
     "FORMS",
-    "AttentionName",
+    "CallNames",
     "FormedMask",
     "OwnAttention",
     "is_ours",
-    "name_ours",
     "over",
+    "refuse_another",
     "sees_future",
     "tile",
 ]
@@ -53,45 +57,78 @@ def over(own: str) -> str:
     return _OVER + own
 
 
-class AttentionName(str):
-    """An attention name of ours in a config of a streamed model, which a copy of the config does not take over.
+class CallNames:
+    """Lets the configs of a streamed model name our attention while it runs, and at no other time.
 
-    A config is copied (``copy.deepcopy``, ``pickle``) for another model, which is not streamed. The copy of a streamed
-    model puts the name into its own configs again.
-
-    Args:
-        name: The name.
-        own: The name that the config had, for copies.
-    """
-
-    own: str
-
-    def __new__(cls, name: str, own: str) -> AttentionName:
-        """Return the name."""
-        made = super().__new__(cls, name)
-        made.own = own
-        return made
-
-    def __copy__(self) -> str:
-        return self.own
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> str:
-        return self.own
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return str, (self.own,)
-
-
-def name_ours(config: Any, own: str | None) -> None:
-    """Let a config name our attention, or the one that selects our mask only; one that does is left as it is.
+    So another model that is built from a config, or from a copy of it, attends as it would without the streamed one.
 
     Args:
-        config: The config of a module of the model.
+        configs: Configs from which the decoder and its layers read their attention.
         own: The implementation that layers which compute their attention themselves keep; None where ours is used.
     """
+
+    def __init__(self, configs: Sequence[Any], own: str | None) -> None:
+        self.configs = list(configs)
+        self.before = [attention_of(config) for config in configs]
+        """The names that the configs have outside of calls."""
+        self.ours = [NAME if own is None else over(own)] * len(self.configs)
+        self._depth = 0
+
+    def begin(self, where: str) -> int:
+        """Begin a call, which may be inside of another; return the number of calls around it.
+
+        Raises:
+            UnsupportedModelError: A config was given another attention since; ``where`` is named.
+        """
+        if not self._depth:
+            for config, name in zip(self.configs, self.before, strict=True):
+                refuse_another(config, name, where)
+            self._set(self.ours)
+        self._depth += 1
+        return self._depth - 1
+
+    def end(self, around: int | None = None) -> None:
+        """End the innermost call, or all inside of ``around`` calls."""
+        if self._depth:
+            self._depth = self._depth - 1 if around is None else around
+            if not self._depth:
+                self._set(self.before)
+
+    @contextmanager
+    def using(self, names: list[Any]) -> Iterator[None]:
+        """Let the configs have these names inside the context, also while calls run in it."""
+        self._depth += 1
+        try:
+            with attention_as(self.configs, names):
+                yield
+        finally:
+            self._depth -= 1
+
+    def _set(self, names: list[Any]) -> None:
+        for config, name in zip(self.configs, names, strict=True):
+            set_attention(config, name)
+
+
+def refuse_another(config: Any, name: Any, where: str) -> None:
+    """Refuse a config that names another attention than when its model was streamed.
+
+    It does not align the queries of a chunk with the last of its keys.
+
+    Args:
+        config: The config of a module.
+        name: The name that it had.
+        where: The module.
+
+    Raises:
+        UnsupportedModelError: It names neither this one nor ours.
+    """
     now = attention_of(config)
-    if not is_ours(now):
-        set_attention(config, AttentionName(NAME if own is None else over(own), str(now)))
+    if now != name and not is_ours(now):
+        raise UnsupportedModelError(
+            f"the attention was set to {now!r} while the model is streamed",
+            where=where,
+            mend="call set_attn_implementation before stream(model), or .remove() the stream first",
+        )
 
 
 def is_ours(name: Any) -> bool:
@@ -104,7 +141,6 @@ class OwnAttention:
     """The attention that one layer computes itself: the implementation that its configs name while it runs."""
 
     name: str
-    configs: tuple[Any, ...] = ()
 
     def form(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the mask that the layer expects, given that of its hidden states.

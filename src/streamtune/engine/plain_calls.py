@@ -7,18 +7,16 @@ layer may run whole, with the attention that its config named before.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from streamtune.engine.context import CallContext
 from streamtune.engine.hf_names import CACHES
-from streamtune.engine.observe import attention_as
 
-__all__ = ["Generation", "has_generate", "names_as_before", "needs_whole_layers"]
+__all__ = ["Generation", "has_generate", "needs_whole_layers"]
 
 OUTPUTS = ("output_attentions", "output_router_logits")
 """Arguments that ask for outputs of whole layers."""
@@ -30,8 +28,6 @@ class PlainModel(Protocol):
     """The attributes of :class:`streamtune.engine.stream.StreamHandle` that plain calls use."""
 
     model: Any
-    context: CallContext
-    attention: list[tuple[Any, str]]
 
     @contextmanager
     def plain(self) -> Iterator[None]:
@@ -52,23 +48,6 @@ def needs_whole_layers(arguments: dict[str, Any], cache: Any, with_labels: bool)
     if with_labels and asked == ["output_router_logits"]:
         return False
     return bool(asked) or bool(getattr(cache, "is_compileable", False))
-
-
-@contextmanager
-def names_as_before(attention: Sequence[tuple[Any, str]], context: CallContext) -> Iterator[None]:
-    """Let configs name the attention they named before streaming, and layers run whole, inside the context.
-
-    Args:
-        attention: Configs, each with the name it had.
-        context: State of the call that the layers read.
-    """
-    before, context.plain = context.plain, True
-    configs, names = [config for config, _ in attention], [name for _, name in attention]
-    try:
-        with attention_as(configs, names):
-            yield
-    finally:
-        context.plain = before
 
 
 class Generation:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from streamtune.engine.context import CallContext
 from streamtune.engine.embeddings import StreamedEmbedding, read, token_embedding
 from streamtune.engine.head import StreamedHead, has_head
-from streamtune.engine.hf_names import attention_of, check_names, set_attention
+from streamtune.engine.hf_names import check_names
 from streamtune.engine.inspect_model import (
     REFUSED_OUTPUTS,
     attention_configs,
@@ -38,9 +38,9 @@ from streamtune.engine.memory.placement import Tiers, place_layers
 from streamtune.engine.model_call import ModelCall, mark_read, refuse_surroundings
 from streamtune.engine.norms import StreamedNorm, norms_outside
 from streamtune.engine.observe import RandomState
-from streamtune.engine.own_attention import name_ours
+from streamtune.engine.own_attention import CallNames
 from streamtune.engine.passes import LayerStream
-from streamtune.engine.plain_calls import Generation, has_generate, names_as_before, needs_whole_layers
+from streamtune.engine.plain_calls import Generation, has_generate, needs_whole_layers
 from streamtune.engine.preflight import check_exact, check_length, check_order, check_shared, lengths_to_check
 from streamtune.engine.rotary import LengthRotary, RowLengths
 from streamtune.engine.routers import RouterLoss, RouterTerms, RouterWatch, balances_itself, not_balanced, reduced
@@ -174,11 +174,11 @@ class StreamHandle:
         self._checkpointing: set[Any] = set()
         self._warned = self._warned_of_routers = False
         self._length = 0
-        self.attention = [(config, attention_of(config)) for config in attention_configs(self.model, self.layers)]
         self.own_attention = own_attention(self.model, self.layers)
         """The implementation that layers which compute their attention themselves keep; None where ours is used."""
-        for config, _ in self.attention:
-            name_ours(config, self.own_attention)
+        self.names = CallNames(attention_configs(self.model, self.layers), self.own_attention)
+        self._around: int | None = None
+        """The calls around the one that runs; None while none does."""
         self.tiers, self._last_call = Tiers(schedule), LastLayerCall[LayerStream]()
         self.waiting: WaitingWeights | None = None
         """The weights that wait on the host; None where all are on the device."""
@@ -215,6 +215,12 @@ class StreamHandle:
             self.model.register_forward_hook(self._after, always_call=True),
             *(layer.register_forward_pre_hook(need_gradient, with_kwargs=True, prepend=True) for layer in self.layers),
         ]
+        for inner in owners(self.model, self.layers):
+            if inner is not self.model:  # which may be called by itself
+                self._hooks += [
+                    inner.register_forward_pre_hook(self._before_inner),
+                    inner.register_forward_hook(self._after_inner, always_call=True),
+                ]
 
     def logprobs(
         self,
@@ -328,8 +334,11 @@ class StreamHandle:
             raise ArgumentError(
                 "plain calls of a streamed model compute no gradient", mend="use torch.no_grad(), or remove() first"
             )
-        with names_as_before(self.attention, self.context):
+        before, self.context.plain = self.context.plain, True
+        try:
             yield
+        finally:
+            self.context.plain = before
 
     def check(self, length: int | None = None) -> None:
         """Compare this very model streamed and unstreamed on random tokens; costs a few short forwards.
@@ -423,8 +432,6 @@ class StreamHandle:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        for config, _ in self.attention:
-            name_ours(config, self.own_attention)
         self._sharing, self._plain_call = Sharing(self), ExitStack()
 
     def remove(self) -> None:
@@ -450,13 +457,12 @@ class StreamHandle:
             rotation.remove()
         if isinstance(vars(self.model).get("generate"), Generation):
             del self.model.generate
-        for config, implementation in self.attention:
-            set_attention(config, implementation)
+        self.names.end(0)
         for module in self._checkpointing:
             module.gradient_checkpointing = True
         ungather_whole(self._gathered)
         self.tiers.close()
-        self._hooks, self.attention, self._norms, self._rotations, self._embedding = [], [], [], [], None
+        self._hooks, self._norms, self._rotations, self._embedding = [], [], [], None
         self.layers, self._checkpointing = [], set()
 
     def __enter__(self) -> StreamHandle:
@@ -467,8 +473,9 @@ class StreamHandle:
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         refuse_surroundings(self.model)
+        self._end_names()  # an interrupt in a call has left them
         if self.head is not None:
-            self.head.close()  # an interrupt in a call has left it open
+            self.head.close()  # likewise
         if args and not isinstance(args[0], Tensor | None):  # somebody's function stands in forward's place (TRL)
             self._length = 0
             return args, kwargs
@@ -476,6 +483,7 @@ class StreamHandle:
             if not self.context.plain:
                 self._plain_call.enter_context(self.plain())
             return args, kwargs
+        self._around = self.names.begin(type(self.model).__name__)
         self._refuse_outputs(kwargs)
         for module in self._checkpointed():  # the node stands in checkpointing's place; both would recompute twice
             if getattr(module, "gradient_checkpointing", False):
@@ -513,6 +521,20 @@ class StreamHandle:
             self._sharing.open_routers(padding)
             kwargs = {**kwargs, "output_router_logits": False}
         return args, kwargs
+
+    def _end_names(self) -> None:
+        """Let the configs name their own attention again, unless another call is around this one."""
+        if self._around is not None:
+            self.names.end(self._around)
+            self._around = None
+
+    def _before_inner(self, inner: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self.context.plain:
+            self.names.begin(type(inner).__name__)
+
+    def _after_inner(self, inner: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self.context.plain:
+            self.names.end()
 
     def _is_plain(self, call: ModelCall) -> bool:
         """Return True if a call is the plain model's: it asks for what streaming never builds, without gradients."""
@@ -565,7 +587,7 @@ class StreamHandle:
         decoder: Any = owners(self.model, self.layers)[-1]
         checkpointed = decoder in self._checkpointing and self.model.training
         cached = getattr(decoder.config, "use_cache", False) and not checkpointed
-        call.keep_one_row([name for _, name in self.attention], cached)
+        call.keep_one_row(self.names.before, cached)
 
     def _sees_everything(self, call: ModelCall) -> bool:
         """Return True if a label follows left padding under eager attention, which then averages over all keys.
@@ -573,7 +595,7 @@ class StreamHandle:
         No chunk has them all (docs/decisions/003-queries-that-see-nothing.md). A cross attention between the layers
         (blt) reads outputs of padding for other tokens too.
         """
-        if "eager" not in {self.own_attention, *(name for _, name in self.attention)}:
+        if "eager" not in {self.own_attention, *self.names.before}:
             return False
         mixes = call.pads_left() and any("CrossAttention" in type(m).__name__ for m in self.model.modules())
         if not mixes and not call.labels_padding(None if self.scored is None else self.scored.targets):
@@ -604,6 +626,7 @@ class StreamHandle:
             return self._with_router_loss(self._without_lazy_logits(output))
         finally:
             self._plain_call.close()
+            self._end_names()
             self._sharing.end()
             self.context.whole, self.context.schedule = False, None
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from streamtune.engine.context import CallContext
 from streamtune.engine.head import StreamedHead
 from streamtune.engine.lazy_logits import ScoreRequest
+from streamtune.engine.own_attention import CallNames
 from streamtune.engine.routers import RouterWatch
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.schedule import Schedule
@@ -34,8 +35,8 @@ class StreamedModel(Protocol):
     """The ranks that share each sequence; None where there is only this one."""
     form: str
     """The form of their exchange, ``ulysses`` or ``ring``."""
-    attention: list[tuple[Any, str]]
-    """The configurations that name an attention, each with the name it had."""
+    names: CallNames
+    """The attention that its configurations name, in calls and outside of them."""
     own_attention: str | None
     """The implementation that layers which compute their attention themselves keep."""
 

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from streamtune.engine.call import LayerCall
 from streamtune.engine.head import StreamedHead
-from streamtune.engine.hf_names import attention_of
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.leaves import strange_leaves
-from streamtune.engine.observe import attention_as
 from streamtune.engine.own_attention import OwnAttention
 from streamtune.engine.preflight.common import (
     LENGTH,
@@ -69,7 +67,7 @@ def check_exact(handle: StreamedModel) -> None:
         raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
     if any(p.device.type == "meta" for p in handle.model.parameters()):
         raise ArgumentError("a model on the meta device has no weights to check")
-    own = [implementation for _, implementation in handle.attention]
+    own = handle.names.before
     first: UnsupportedModelError | None = None
     for reference in (own, ["eager"] * len(own)):
         try:
@@ -105,9 +103,7 @@ class _Preflight:
 
     def __init__(self, handle: StreamedModel, reference: list[Any]) -> None:
         self.handle, self.model, self.layers = handle, handle.model, handle.layers
-        self.configs = [config for config, _ in handle.attention]
         self.own = handle.own_attention
-        self.ours = [attention_of(config) for config in self.configs]
         self.reference = reference
         self.head = None if handle.head is None else StreamedHead(handle.model, SCHEDULE, handle.head.waiting)
         self.inputs: dict[str, Any] = {}
@@ -121,9 +117,9 @@ class _Preflight:
         """Raise at the first difference."""
         try:
             self.inputs = trial_batch(self.model)
-            attentions = list(zip(self.configs, self.reference, self.ours, strict=True))
             valid = self.inputs["attention_mask"].bool()
-            self.layer_check = LayerCheck(self.model, self.layers, attentions, self.own, valid)
+            names, reference = self.handle.names, self.reference
+            self.layer_check = LayerCheck(self.model, self.layers, names, reference, self.own, valid)
             loss_ref, grad_ref = self._forward(self._record)
             self._refuse_nan(loss_ref)
         except (StreamTuneError, torch.OutOfMemoryError):
@@ -168,7 +164,8 @@ class _Preflight:
         streamed = step == self._compare
         self.last = None
         with ExitStack() as stack:
-            stack.enter_context(attention_as(self.configs, self.ours if streamed else self.reference))
+            names = self.handle.names
+            stack.enter_context(names.using(names.ours if streamed else self.reference))
             for index, layer in enumerate(self.layers):
                 layer.forward = LayerStep(self.handle, index, step)
             if streamed and self.head is not None:

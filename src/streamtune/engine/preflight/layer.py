@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.memory.placement import Placement
-from streamtune.engine.observe import attention_as
+from streamtune.engine.own_attention import CallNames
 from streamtune.engine.preflight.common import (
     BOUND,
     SCHEDULE,
@@ -64,7 +64,8 @@ class LayerCheck:
     Args:
         model: The model, named in errors.
         layers: Its decoder layers.
-        attentions: Each config that names an attention, with the names it has in the plain and in the streamed model.
+        names: The attention that the model's configs name.
+        reference: The names that they have in the plain model.
         own: The attention of layers that compute it themselves.
         valid: ``[B, T]``, True where the trial's batch has a token.
     """
@@ -73,14 +74,13 @@ class LayerCheck:
         self,
         model: nn.Module,
         layers: list[nn.Module],
-        attentions: list[tuple[Any, Any, Any]],
+        names: CallNames,
+        reference: list[Any],
         own: str | None,
         valid: Tensor,
     ) -> None:
         self.name, self.layers, self.own, self.valid = type(model).__name__, layers, own, valid
-        self.configs = [config for config, _, _ in attentions]
-        self.reference = [plain for _, plain, _ in attentions]
-        self.ours = [streamed for _, _, streamed in attentions]
+        self.names, self.reference = names, reference
 
     def same_output(self, outputs: list[Tensor], call: RecordedCall, streamed: Arguments) -> None:
         """Raise if the streamed layer's outputs differ from the plain one's by more than rounding explains."""
@@ -116,7 +116,7 @@ class LayerCheck:
             for plain in (True, False):
                 leaves = {name: call.inputs[name].detach().clone().requires_grad_() for name in call.wanted}
                 arguments = replaced(call.arguments if plain else streamed, leaves, layer)
-                with attention_as(self.configs, self.reference if plain else self.ours):
+                with self.names.using(self.reference if plain else self.names.ours):
                     forward = type(layer).forward if plain else without_self(StreamedForward(layer, SCHEDULE, self.own))
                     _, outputs = outputs_of(forward, arguments)
                     live = [n for n, z in enumerate(outputs) if z.requires_grad]
@@ -151,7 +151,7 @@ class LayerCheck:
                 raise self.differs(call.index, what, error, bound)
             shadow = layer.__dict__.pop("forward", None)
             try:
-                wide = copy.deepcopy(layer, {id(config): config for config in self.configs}).to(wider)
+                wide = copy.deepcopy(layer, {id(config): config for config in self.names.configs}).to(wider)
             finally:
                 if shadow is not None:
                     layer.forward = shadow
@@ -161,9 +161,9 @@ class LayerCheck:
             plain, chunked = (_widened_call(arguments, wide, wider) for arguments in (call.arguments, streamed))
             inputs = {name: widened(x, wider) for name, x in call.inputs.items()}
             with torch.no_grad():
-                with attention_as(self.configs, self.reference):
+                with self.names.using(self.reference):
                     _, reference = outputs_of(type(wide).forward, replaced(plain, inputs))
-                with attention_as(self.configs, self.ours):
+                with self.names.using(self.names.ours):
                     _, outputs = outputs_of(
                         without_self(StreamedForward(wide, SCHEDULE, self.own)), replaced(chunked, inputs)
                     )

@@ -37,10 +37,9 @@ import torch
 from torch import Tensor
 
 from streamtune.engine.context import CallContext
-from streamtune.engine.hf_names import KEPT_WINDOW, attention_of
+from streamtune.engine.hf_names import KEPT_WINDOW
 from streamtune.engine.inspect_model import both_at_once
 from streamtune.engine.layer import StreamedForward
-from streamtune.engine.observe import attention_as
 from streamtune.engine.preflight.common import (
     BOUND,
     SCHEDULE,
@@ -289,7 +288,7 @@ def check_length(handle: StreamedModel, length: int) -> None:
     Raises:
         UnsupportedModelError: A layer differs; the message names it and the tokens. The model is left as it was.
     """
-    own = [name for _, name in handle.attention]
+    own = handle.names.before
     first: UnsupportedModelError | None = None
     for reference in (own, ["eager"] * len(own)):  # as for the few tokens: some have no form for what a layer asks
         with borrowed(handle), torch.no_grad():
@@ -311,9 +310,7 @@ class _Forwards:
     def __init__(self, handle: StreamedModel, plainly: list[Any]) -> None:
         self.handle, self.model, self.layers = handle, handle.model, handle.layers
         self.schedule = Schedule(chunk_size=handle.schedule.chunk_size)
-        self.configs = [config for config, _ in handle.attention]
         self.plainly = plainly
-        self.ours = [attention_of(config) for config in self.configs]
         self.kinds: set[Any] = set()
         self.noted: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -326,7 +323,8 @@ class _Forwards:
         given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **not_balanced(self.model)}
         if "use_cache" in inspect.signature(type(decoder).forward).parameters:
             given["use_cache"] = False
-        with attention_as(self.configs, self.plainly if plain else self.ours), self.handle.routers.silenced():
+        names = self.handle.names
+        with names.using(self.plainly if plain else names.ours), self.handle.routers.silenced():
             decoder(**given)
 
     def _note(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
