@@ -31,6 +31,7 @@ __all__ = [
     "install",
     "is_ignored",
     "postponed",
+    "remove_folder",
     "remove_too",
     "saying",
     "stopping",
@@ -200,6 +201,18 @@ def _leave(signum: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), signum)  # so that whoever started this process sees what ended it
 
 
+def remove_folder(folder: str) -> None:
+    """Delete a folder and what is in it, hidden files last: cut short, it leaves what says whose folder it is."""
+    import shutil
+
+    with suppress(OSError):
+        for name in sorted(os.listdir(folder), key=lambda name: name.startswith(".")):  # noqa: PTH208
+            shutil.rmtree(f"{folder}/{name}", ignore_errors=True)  # leaves files
+            with suppress(OSError):
+                os.unlink(f"{folder}/{name}")  # noqa: PTH108
+        os.rmdir(folder)  # noqa: PTH106
+
+
 def _watch(reading: int) -> None:
     """End the process where a signal has come and the main thread, inside a call of a library, runs no handler."""
     while came := os.read(reading, 1):
@@ -225,11 +238,8 @@ def _watch(reading: int) -> None:
 def _clear_up() -> None:
     """End the children, remove temporary folders, restore the terminal and print that the command stops."""
     _kill_children()
-    if _state.folders:
-        import shutil
-
-        for folder in _state.folders:
-            shutil.rmtree(folder, ignore_errors=True)
+    for folder in _state.folders:
+        remove_folder(folder)
     # Straight to the file descriptors: the handler may run in the middle of a print.
     with suppress(OSError):
         if os.isatty(1) and not os.isatty(2):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
+from io import BytesIO
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["COLOURS", "INK", "drawn_plainly", "dress", "line", "save"]
+__all__ = ["COLOURS", "INK", "drawn_plainly", "dress", "line", "png_of"]
 
 Given = ParamSpec("Given")
 Drawn = TypeVar("Drawn")
@@ -48,12 +48,13 @@ def drawn_plainly(draw: Callable[Given, Drawn]) -> Callable[Given, Drawn]:
     return drawing
 
 
-def save(figure: Any, path: Path, title: str) -> None:
-    """Put the title on a figure and write it as PNG."""
+def png_of(figure: Any, title: str) -> bytes:
+    """Put the title on a figure and return it as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontweight="bold")
-    FigureCanvasAgg(figure).print_png(str(path))
+    FigureCanvasAgg(figure).print_png(picture := BytesIO())
+    return picture.getvalue()
 
 
 def line(axes: Any, points: list[tuple[int, float | None]], style: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,35 @@ def test_rows_of_another_recipe_or_machine_are_measured_again(change: str, tmp_p
     assert again.asked == ["a"]
 
 
+@pytest.mark.parametrize("ending", ["json", "md", "png"])
+@pytest.mark.parametrize("kind", ["link", "dangling", "folder"])
+def test_a_name_that_cannot_be_written_is_refused_before_anything_is_measured(
+    kind: str, ending: str, tmp_path: Path
+) -> None:
+    place, mine = tmp_path / "out" / f"bp-time-cpu.{ending}", tmp_path / "mine"
+    place.parent.mkdir()
+    if kind == "folder":
+        place.mkdir()
+    else:
+        place.symlink_to(mine)
+    if kind == "link":
+        mine.write_text("mine")
+    nothing = Recorder()
+    with pytest.raises(ArgumentError, match=f"bp-time-cpu.{ending} is a"):
+        fill(empty(), [[entry("a")]], nothing, folder=tmp_path / "out")
+    assert nothing.asked == []
+    assert not mine.exists() or mine.read_text() == "mine"
+
+
+def test_a_link_at_the_name_of_the_staged_table_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    for name in (".tmp-bp-time-cpu.json", "bp-time-cpu.json.part"):
+        (tmp_path / name).symlink_to(tmp_path / "mine")
+    fill(empty(), [[entry("a")]], Recorder(), folder=tmp_path)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert json.loads((tmp_path / "bp-time-cpu.json").read_text())["rows"][0]["label"] == "a"
+
+
 def test_a_row_that_is_not_asked_for_is_not_in_the_table(tmp_path: Path) -> None:
     fill(empty(), [[entry("a"), entry("b")]], Recorder(), folder=tmp_path)
     report, again = empty(), Recorder()
@@ -262,7 +292,7 @@ def test_an_ablation_shows_where_bytes_went(ablation: TableReport) -> None:
 
 
 @pytest.mark.full
-def test_a_page_and_a_picture_show_all_rows(ablation: TableReport, tmp_path: Path) -> None:
+def test_a_page_and_a_picture_show_all_rows(ablation: TableReport) -> None:
     page = markdown(ablation)
     assert page.count("| on disk |") == 1
     assert "| **two levels** |" in page
@@ -271,8 +301,7 @@ def test_a_page_and_a_picture_show_all_rows(ablation: TableReport, tmp_path: Pat
     for table in ("ablation", "bp-time", "memory"):
         report = replace(ablation, table=table, rows=rows)  # type: ignore[arg-type]
         assert "out of memory" in markdown(report)
-        draw_table(report, tmp_path / f"{table}.png")
-        with Image.open(tmp_path / f"{table}.png") as image:
+        with Image.open(BytesIO(draw_table(report))) as image:
             assert len(image.convert("RGB").getcolors(1 << 24) or []) > 10
 
 
@@ -344,7 +373,7 @@ def test_the_longest_sequence_is_searched_for_every_schedule_that_reaches_furthe
         assert row.peak_bytes == per_token[row.label] * row.max_length
     page = markdown(report)
     assert f"| gradient checkpointing | {report.rows[1].max_length:,} | 1.0x |" in page
-    draw_table(report, tmp_path / "lengths.png")
+    assert draw_table(report).startswith(b"\x89PNG")
 
 
 def test_a_budget_that_nothing_fits_says_so(tmp_path: Path) -> None:
@@ -352,7 +381,7 @@ def test_a_budget_that_nothing_fits_says_so(tmp_path: Path) -> None:
     never = longest_by(lambda item, length: Outcome(False, reason="far too much"), Budget(1), print)
     fill(report, [[item] for item in length_entries(SCHEDULE, str(tmp_path))], never, folder=tmp_path)
     assert {row.error for row in report.rows} == {"not even 256 tokens: far too much"}
-    draw_table(report, tmp_path / "lengths.png")
+    assert draw_table(report).startswith(b"\x89PNG")
 
 
 @pytest.mark.full

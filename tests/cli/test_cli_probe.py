@@ -196,6 +196,28 @@ def test_a_device_that_is_not_there(probe: Callable[..., int], capsys: pytest.Ca
     assert document["env"]["device"] == "NVIDIA L4"
 
 
+@pytest.mark.parametrize("name", ["probe.json", "probe.png"])
+@pytest.mark.parametrize("command", ["probe-max-len", "bench"])
+def test_files_of_the_user_are_not_written_through_links(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, name: str
+) -> None:
+    """Refused before a step is tried: here the model could not even be built."""
+    monkeypatch.chdir(tmp_path)
+    init = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 5}
+    Path("tiny.yaml").write_text(yaml.safe_dump({**RECIPE, "model": {"init": init}}))
+    Path("mine").write_text("mine")
+    Path("out").mkdir()
+    place = Path("out", name.replace("probe", command.removesuffix("-max-len")))
+    for _ in range(2):
+        place.symlink_to("../mine") if not place.is_symlink() else (place.unlink(), place.mkdir())
+        with pytest.raises(SystemExit) as left:
+            main([command, "tiny.yaml", "--output-dir", "out"])
+        assert left.value.code == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"{place} is a {'folder' if place.is_dir() else 'symbolic link'}, and the result is written" in said
+        assert Path("mine").read_text() == "mine"
+
+
 def test_an_unknown_device_lists_the_known(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert probe("--method", "simulate", "--device", "h300-80gb") == 2
     said = capsys.readouterr().err

@@ -285,6 +285,32 @@ def test_a_folder_that_cannot_be_written_holds_nothing_up(tmp_path: Path, tokeni
     assert same(found, prepare([source], tokenizer, max_length=200))
 
 
+def test_an_unfinished_folder_that_is_gone_holds_nothing_up(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, cache: RowCache
+) -> None:
+    """A name that is listed and not there any more: a dangling link, as where two starts remove the same folder."""
+    cache.root.mkdir(parents=True)
+    old = cache.root / ".unfinished-old"
+    old.mkdir()
+    os.utime(old, (1, 1))
+    (tmp_path / "mine").mkdir()
+    os.utime(tmp_path / "mine", (1, 1))
+    for name, target in (("z", "nowhere"), ("y", "../mine")):
+        link = cache.root / f".unfinished-{name}"
+        link.symlink_to(target)
+    os.utime(cache.root / ".unfinished-y", (1, 1), follow_symlinks=False)
+    source, notes = write(tmp_path / "rows.jsonl", chats()), Notes()
+    prepare([source], tokenizer, max_length=200, cache=cache, notify=notes.append)
+    assert any("are kept for the next start" in note for note in notes)
+    assert not old.exists()
+    assert (tmp_path / "mine").is_dir()
+    assert not (cache.root / ".unfinished-y").is_symlink(), "it is as old as the other"
+    assert (cache.root / ".unfinished-z").is_symlink()
+    cache.clear()
+    assert list(cache.root.iterdir()) == []
+    assert (tmp_path / "mine").is_dir()
+
+
 def _prepare_in_process(file: str, root: str, vocabulary: str, start: Any, out: Any) -> None:
     from streamtune.models.tokenizer import read_trained_tokenizer
 

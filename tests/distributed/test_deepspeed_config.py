@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +43,40 @@ def write(folder: Path, **changes: Any) -> str:
     path = folder / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}, **changes}, indent=1))
     return str(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"comet": {"enabled": True, "api_key": "sk-proj-" + "a1" * 20}}, "comet.api_key"),
+        ({"comet": {"api_key": "x7Kq" * 6}}, "comet.api_key"),  # of a form that nobody knows
+        ({"wandb": {"team": "hf_" + "Ab1" * 10}}, "wandb.team"),
+        ({"hooks": [{"url": "https://someone:pass1234@host/x"}]}, "hooks.0.url"),
+        ({"x": {"hf_" + "Cd2" * 10: 1}}, "x.[a Hugging Face token]"),
+    ],
+)
+def test_a_file_that_holds_a_secret_is_refused_without_repeating_it(
+    changes: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    """A run keeps a copy of the configuration, which people share."""
+    name = write(tmp_path, **changes)
+    with pytest.raises(ArgumentError, match=re.escape(f"'{key}' holds ")) as caught:
+        resolve_config(name, VALUES)
+    said = f"{caught.value.what} {caught.value.where} {caught.value.mend}"
+    assert not any(secret in said for secret in ("a1a1", "x7Kq", "Ab1Ab1", "pass1234", "Cd2Cd2"))
+
+
+def test_settings_of_trackers_without_a_secret_are_taken(tmp_path: Path) -> None:
+    given = {"wandb": {"enabled": False, "team": "us"}, "comet": {"api_key": "", "mode": "offline"}}
+    assert resolve_config(write(tmp_path, **given), VALUES)["comet"]["mode"] == "offline"
+
+
+def test_files_that_cannot_be_read_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for name in ("pipe.json", "deep.json"):
+        with pytest.raises(ArgumentError, match=name):
+            resolve_config(str(tmp_path / name), VALUES)
 
 
 @pytest.mark.parametrize("name", PRESETS)

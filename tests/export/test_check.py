@@ -134,6 +134,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         export(tmp_path)
     (tmp_path / "out/mine.txt").unlink()
     (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/model.safetensors").touch()  # of the user's: no mark of an export is there
     with pytest.raises(ArgumentError, match="in the way"):
         export(tmp_path)
 

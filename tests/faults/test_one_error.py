@@ -8,9 +8,11 @@ import os
 import resource
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from streamtune import interrupts
 from streamtune.cli.machine import error_of_machine
 from streamtune.data.reading.files import local_file, open_bytes
 from streamtune.errors import ArgumentError, RunError
@@ -43,6 +45,57 @@ def test_what_a_killed_export_left_is_written_over(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="in the middle"), staged(tmp_path / "again", 0):
         raise ValueError("in the middle")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize("left", ["nothing", "mark", "old"])
+def test_wherever_an_export_is_killed_the_next_one_goes_on(left: str, tmp_path: Path) -> None:
+    """Killed between making its folder and its mark, before it wrote, or while it removed what it had written."""
+    partial = tmp_path / "out.partial"
+    partial.mkdir()
+    if left != "nothing":
+        (partial / MARK).touch()
+    if left == "old":
+        (partial / "additional_chat_templates").mkdir()
+        (partial / "additional_chat_templates/tool.jinja").touch()
+    check_target(tmp_path / "out")
+    with staged(tmp_path / "out", 0) as made:
+        (made / "new").touch()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "out"]
+
+
+def test_a_folder_is_removed_with_its_mark_last(tmp_path: Path) -> None:
+    """A second Ctrl-C, or a kill, in the middle leaves a folder that the next export takes."""
+    folder = tmp_path / "out.partial"
+    (folder / "zz").mkdir(parents=True)
+    for name in (MARK, "a", "model.safetensors", "zz/b"):
+        (folder / name).touch()
+    seen: list[list[str]] = []
+    real = os.unlink
+
+    def unlink(path: str, **options: Any) -> None:
+        seen.append(sorted(os.listdir(folder)))  # noqa: PTH208
+        real(path, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "unlink", unlink)
+        interrupts.remove_folder(str(folder))
+    assert not folder.exists()
+    assert len(seen) >= 4
+    assert all(MARK in names for names in seen)
+
+
+def test_a_folder_of_the_user_is_left_alone(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "out.partial").mkdir(exist_ok=True)
+        (tmp_path / "out.partial" / name).write_text("mine")
+    with pytest.raises(ArgumentError, match="in the way"):
+        check_target(tmp_path / "out")
+    with pytest.raises(ArgumentError, match="another export"), staged(tmp_path / "out", 0):
+        raise AssertionError("never here")
+    assert (tmp_path / "out.partial/model.safetensors").read_text() == "mine"
+    (tmp_path / "other.partial").symlink_to(tmp_path / "out.partial")
+    with pytest.raises(ArgumentError, match="in the way"):
+        check_target(tmp_path / "other")
 
 
 def open_many(held: ExitStack, rows: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -72,6 +74,64 @@ def test_a_plan_that_depends_on_what_is_free_has_no_key(recipe: Path) -> None:
     assert key_of(recipe, f"engine.offload_dir={recipe.parent}") is None  # free disk
     (recipe.parent / "model/adapter_config.json").write_text("{}", "utf-8")
     assert key_of(recipe) is None
+
+
+def test_starting_adapters_are_part_of_the_key(recipe: Path) -> None:
+    """Their rank decides the plan: others in the same folder make another one."""
+    folder = recipe.parent / "ad"
+    folder.mkdir()
+    settings = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "base_model_name_or_path": "model"}
+    adapted = ("finetuning_type=lora", f"adapter_name_or_path={folder}")
+    keys = set()
+    for rank in (4, 512):
+        (folder / "adapter_config.json").write_text(json.dumps({**settings, "r": rank}), "utf-8")
+        keys.add(key_of(recipe, *adapted))
+    (folder / "adapter_model.safetensors").write_bytes(b"0" * 100)
+    keys.add(key_of(recipe, *adapted))
+    assert len(keys) == 3
+    assert None not in keys
+    assert key_of(recipe, "finetuning_type=lora", "adapter_name_or_path=someone/adapters") is None
+
+
+def test_code_that_comes_with_a_model_has_no_key(recipe: Path) -> None:
+    assert key_of(recipe, "trust_remote_code=true") is None  # it may read anything
+
+
+def test_a_file_of_deepspeed_is_part_of_the_key(recipe: Path) -> None:
+    keys = set()
+    for stage in (1, 2):
+        (recipe.parent / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}), "utf-8")
+        keys.add(key_of(recipe, f"deepspeed={recipe.parent / 'ds.json'}"))
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize("odd", ["dangling.txt", "folder.txt", "pipe.txt"])
+def test_what_is_no_file_in_the_folder_of_a_model_stops_no_plan(recipe: Path, odd: str) -> None:
+    path = recipe.parent / "model" / odd
+    if odd == "dangling.txt":
+        path.symlink_to("nowhere")
+    elif odd == "folder.txt":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    assert key_of(recipe) is not None
+    found = CliRunner().invoke(app, ["plan", str(recipe), "--device", "h100", "--host-memory", "64GiB"])
+    assert found.exit_code == 0, found.output
+
+
+def test_a_plan_of_files_that_change_meanwhile_is_not_kept(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, config = plan.plan_recipe, recipe.parent / "model/config.json"
+
+    def changed(*arguments: Any, **options: Any) -> Any:
+        config.write_text(json.dumps({**CONFIG, "hidden_size": 32}), "utf-8")
+        found = real(*arguments, **options)
+        config.write_text(json.dumps({**CONFIG, "hidden_size": 64}), "utf-8")
+        return found
+
+    monkeypatch.setattr(plan, "plan_recipe", changed)
+    result = CliRunner().invoke(app, ["plan", str(recipe), "--device", "h100", "--host-memory", "64GiB"])
+    assert result.exit_code == 0, result.output
+    assert not (recipe.parent / "cache/streamtune/plans").exists()
 
 
 def test_a_second_plan_is_read_and_shown_alike(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

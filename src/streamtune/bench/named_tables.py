@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from streamtune.bench import plots
@@ -12,7 +11,7 @@ from streamtune.bench.entries import ablation_entries, mode_entries, sharing_ent
 from streamtune.bench.modes import absent
 from streamtune.bench.subject import COMPLETIONS, SHARING
 from streamtune.bench.tables import Entry, TableName, TableReport, TableRow
-from streamtune.palette import drawn_plainly, save
+from streamtune.palette import drawn_plainly, png_of
 from streamtune.schedule import Schedule
 from streamtune.simulate.workload import LABELS, MODES, Mode
 
@@ -365,12 +364,11 @@ TABLES: dict[TableName, Table] = {
 
 
 @drawn_plainly
-def draw_table(report: TableReport, path: Path) -> None:
-    """Draw a table.
+def draw_table(report: TableReport) -> bytes:
+    """Return a PNG of a table.
 
     Args:
         report: The table.
-        path: The PNG; its folder exists.
     """
     from matplotlib.figure import Figure  # slow to import, and only needed here
 
@@ -378,4 +376,4 @@ def draw_table(report: TableReport, path: Path) -> None:
     figure = Figure(figsize=(11, 5.2), dpi=150, layout="constrained")
     table.draw(report, figure)
     figure.supxlabel(report.describe(), x=0.01, ha="left", color="#5d6470", fontsize=8)
-    save(figure, path, table.title)
+    return png_of(figure, table.title)

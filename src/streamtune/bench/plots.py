@@ -5,13 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from streamtune.bench.bench import BenchReport, BenchRow
 from streamtune.bench.subject import Layout
 from streamtune.bench.tables import TableReport, TableRow
-from streamtune.palette import COLOURS, INK, drawn_plainly, dress, line, save
+from streamtune.palette import COLOURS, INK, drawn_plainly, dress, line, png_of
 from streamtune.simulate.workload import LABELS
 
 __all__ = ["draw_ablation", "draw_bench", "draw_longest", "draw_memory", "draw_sharing", "draw_time"]
@@ -40,12 +39,11 @@ MARKS: dict[Layout, dict[str, Any]] = {
 
 
 @drawn_plainly
-def draw_bench(report: BenchReport, path: Path, *, title: str) -> None:
-    """Draw activation memory and step time against length.
+def draw_bench(report: BenchReport, *, title: str) -> bytes:
+    """Return a PNG of activation memory and step time against length.
 
     Args:
         report: The measurements.
-        path: The PNG; its folder exists.
         title: What was measured.
     """
     # Slow to import, and only needed here. Figures made without pyplot need no display.
@@ -64,7 +62,7 @@ def draw_bench(report: BenchReport, path: Path, *, title: str) -> None:
     dress(memory, "Activation memory of a step (MiB)")
     dress(seconds, "Forward and backward of a step (s)")
     memory.legend(frameon=False, labelcolor=INK, loc="best")
-    save(figure, path, title)
+    return png_of(figure, title)
 
 
 def _step_seconds(row: BenchRow) -> float | None:

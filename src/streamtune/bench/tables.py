@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from streamtune.bench.subject import Case
 from streamtune.simulate.workload import Mode
+from streamtune.train.staging import check_outputs, write_output
 
 __all__ = ["DEFAULT", "Entry", "TableName", "TableReport", "TableRow"]
 
@@ -155,10 +156,16 @@ class TableReport:
     def save(self, folder: Path) -> Path:
         """Write the document, so that there is never half of one, and return its path."""
         path = folder / f"{self.stem}.json"
-        part = path.with_suffix(".json.part")
-        part.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        write_output(path, f"{json.dumps(self.to_json(), indent=1)}\n".encode())
         return path
+
+    def check(self, folder: Path) -> None:
+        """Refuse a folder in which the files of the table cannot be written.
+
+        Raises:
+            ArgumentError: One of their names is a link or a folder, or nothing can be written there.
+        """
+        check_outputs(folder, [f"{self.stem}.{ending}" for ending in ("md", "json", "png")])
 
     def resume(self, folder: Path) -> None:
         """Take over the rows of an earlier run with the same settings on the same machine."""

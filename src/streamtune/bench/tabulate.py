@@ -83,6 +83,7 @@ def fill(report: TableReport, groups: Sequence[Sequence[Entry]], measure: Measur
         measure: Measures a group.
         folder: Directory of the file; it exists.
     """
+    report.check(folder)
     report.resume(folder)
     entries = [entry for group in groups for entry in group]
     report.rows = [row for entry in entries if (row := report.row(entry)) is not None]

@@ -80,7 +80,6 @@ def bench(
     loaded = read_recipe(recipe, set_ or [])
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported, here and in the processes
     folder = output_dir or Path(loaded.recipe.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     if not table:
         _bench(loaded, _numbers(lengths or LENGTHS[""]), _names(modes or THREE), packed_rows, repeats, folder, as_json)
         return
@@ -101,6 +100,9 @@ def bench(
         from streamtune.bench import draw_table, markdown
         from streamtune.bench.build import TableOptions, table_recipe
         from streamtune.simulate import ALL_MODES
+        from streamtune.train.staging import check_outputs, write_output
+
+        check_outputs(folder, [])  # the names of the files are known once the device is
 
         options = TableOptions(
             lengths=_numbers(lengths or LENGTHS[table]),
@@ -114,8 +116,8 @@ def bench(
         with interrupts.saying("Stopped. Finished rows are kept; the same command goes on from there."):
             notify = status.update if err.is_terminal else err.print
             report = table_recipe(loaded, cast(Any, table), options, notify=notify)
-    (folder / f"{report.stem}.md").write_text(markdown(report), encoding="utf-8")
-    draw_table(report, folder / f"{report.stem}.png")
+    write_output(folder / f"{report.stem}.md", markdown(report).encode("utf-8"))
+    write_output(folder / f"{report.stem}.png", draw_table(report))
     if as_json:
         print_json(report.to_json())
         return
@@ -136,7 +138,9 @@ def _bench(
     with err.status("loading libraries") as status:
         from streamtune.bench import draw_bench
         from streamtune.bench.build import bench_recipe
+        from streamtune.train.staging import check_outputs, write_output
 
+        check_outputs(folder, ["bench.json", "bench.png"])
         report = bench_recipe(
             loaded,
             lengths=lengths,
@@ -146,8 +150,8 @@ def _bench(
             notify=status.update if err.is_terminal else err.print,
         )
     document = report.to_json()
-    (folder / "bench.json").write_text(json.dumps(document, indent=2) + "\n")
-    draw_bench(report, folder / "bench.png", title=describe_bench(report))
+    write_output(folder / "bench.json", f"{json.dumps(document, indent=2)}\n".encode())
+    write_output(folder / "bench.png", draw_bench(report, title=describe_bench(report)))
     if as_json:
         print_json(document)
         return

@@ -70,7 +70,7 @@ def plan(
     page = read_cached(PLANS, key, print_note) if key is not None else None
     if page is None:
         page = _plan(loaded, options)
-        if key is not None:
+        if key is not None and plan_key(loaded, options) == key:  # else a file changed meanwhile
             write_cached(PLANS, key, page)
     if as_json:
         print_json(page["document"])

@@ -70,11 +70,14 @@ def probe_max_len(
         )
     ]
     loaded = read_recipe(recipe, set_ or [])
+    folder = output_dir or Path(loaded.recipe.output_dir)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported, here and in the processes
     with err.status("loading libraries") as status:
         from streamtune.probe import draw_probe
         from streamtune.probe.build import ProbeOptions, probe_recipe
+        from streamtune.train.staging import check_outputs, write_output
 
+        check_outputs(folder, ["probe.json", "probe.png"])
         options = ProbeOptions(
             method=method,
             device_bytes=sizes[0],
@@ -94,11 +97,9 @@ def probe_max_len(
         report, interrupted = probe_recipe(
             loaded, options, notify=status.update if err.is_terminal else _say_nothing, tried=_print_trial
         )
-    folder = output_dir or Path(loaded.recipe.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     document = report.to_json()
-    (folder / "probe.json").write_text(json.dumps(document, indent=2) + "\n")
-    draw_probe(report, folder / "probe.png", title=_title(report))
+    write_output(folder / "probe.json", f"{json.dumps(document, indent=2)}\n".encode())
+    write_output(folder / "probe.png", draw_probe(report, title=_title(report)))
     if as_json:
         print_json(document)
     else:

@@ -77,7 +77,7 @@ class RowCache:
         """Delete all entries; return their number and their bytes. Processes that read them go on."""
         size, entries = self.size(), 0
         for path in self.root.glob("*"):
-            if path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 entries += not path.name.startswith(_UNFINISHED)
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -257,8 +257,9 @@ def _new_folder(root: Path) -> Path | None:
     try:
         root.mkdir(parents=True, exist_ok=True)
         for old in root.glob(f"{_UNFINISHED}*"):
-            if time.time() - old.stat().st_mtime > STALE:
-                shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink(missing_ok=True)
+            with suppress(OSError):  # another start removed it, or it is another user's: it is in nobody's way
+                if time.time() - old.lstat().st_mtime > STALE:
+                    _remove(old)
         unfinished = tempfile.mkdtemp(prefix=_UNFINISHED, dir=root)
         interrupts.remove_too(unfinished)
         return Path(unfinished)

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.paths import open_at_once
+from streamtune.secrets import find_secret, redact
 
 __all__ = ["PRESETS", "filled", "read_config", "resolve_config", "stage_of"]
 
@@ -58,6 +60,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Name in a recipe -> configuration."""
 
 AUTO = "auto"
+
+NAMED_SECRETS = ("api_key", "apikey", "password", "secret")
+"""Keys whose values are secret, also of a form that no service is known by: Comet's ``api_key``."""
 
 
 def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepspeed") -> dict[str, Any]:
@@ -140,7 +145,9 @@ def stage_of(config: Mapping[str, Any]) -> int:
 def _read(name: str, where: str) -> dict[str, Any]:
     path = Path(name).expanduser()
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        with open(path, "rb", opener=open_at_once) as file:  # a pipe has nothing to read
+            text = file.read().decode("utf-8")
+        config = json.loads(text)
     except FileNotFoundError:
         raise ArgumentError(
             f"there is no DeepSpeed configuration {name}",
@@ -151,9 +158,38 @@ def _read(name: str, where: str) -> dict[str, Any]:
         raise ArgumentError(f"{name} cannot be read: {error}", where=where) from None
     except json.JSONDecodeError as error:
         raise ArgumentError(f"{name} is no JSON: {error.msg}", where=f"{name}:{error.lineno}") from None
+    except RecursionError:
+        raise ArgumentError(f"{name} is nested too deep", where=where) from None
     if not isinstance(config, dict):
         raise ArgumentError(f"{name} holds no JSON object", where=where, mend='write {"zero_optimization": {...}}')
+    if (found := _secret_in(config)) is not None:
+        kind, key = found
+        lines = [number for number, line in enumerate(text.splitlines(), 1) if find_secret(line)]
+        raise ArgumentError(
+            f"'{redact(key)}' holds {kind}, and the configuration of DeepSpeed is copied into every run",
+            where=f"{name}:{lines[0]}" if lines else name,
+            mend="take it out, and change it if others have seen it; trackers read their keys from the environment",
+        )
     return config
+
+
+def _secret_in(value: Any, path: str = "") -> tuple[str, str] | None:
+    """Return the kind of the first token or password in JSON values, and the dotted key that holds it; None without."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            place = f"{path}.{key}" if path else str(key)
+            if kind := find_secret(str(key)):
+                return kind, place
+            if str(key).lower() in NAMED_SECRETS and isinstance(item, str) and item not in ("", AUTO):
+                return "a secret", place
+            if found := _secret_in(item, place):
+                return found
+    elif isinstance(value, list):
+        inside = (_secret_in(item, f"{path}.{number}") for number, item in enumerate(value))
+        return next(filter(None, inside), None)
+    elif isinstance(value, str) and (kind := find_secret(value)):
+        return kind, path
+    return None
 
 
 def _holder(config: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]:

@@ -24,14 +24,14 @@ from streamtune.adapters import base_of, is_of_adapters
 from streamtune.errors import ArgumentError, RunError
 from streamtune.export.merge import merged_weights, must_untie
 from streamtune.models.quantize import is_quantised, logical_size
-from streamtune.result_cache import try_lock
+from streamtune.result_cache import is_open_at, try_lock
 from streamtune.sizes import show_size
-from streamtune.train.staging import free_bytes
+from streamtune.train.staging import free_bytes, remove_any
 
 __all__ = ["check_target", "keep_failed", "staged", "write_adapters", "write_merged", "written_bytes"]
 
 MARK = ".streamtune-export"
-"""A file in a folder that is not done: one without it is not ours to remove."""
+"""A file in a folder that is not done, locked while it is written."""
 
 
 def check_target(out: Path) -> None:
@@ -51,8 +51,15 @@ def check_target(out: Path) -> None:
         what = "a link" if out.is_symlink() else "a folder that is not empty" if is_folder else "a file"
         raise ArgumentError(f"{out} is {what}; nothing is overwritten", where="OUT", mend="name a new folder")
     partial = _beside(out, "partial")
-    if partial.exists() and not (partial / MARK).is_file():
+    if os.path.lexists(partial) and not _is_ours(partial):
         raise ArgumentError(f"{partial} is in the way", where="OUT", mend="move it, or name another folder")
+
+
+def _is_ours(partial: Path) -> bool:
+    """Return True if an export made a folder: it has the mark of one, or is empty, for the mark is written first."""
+    if partial.is_symlink() or not partial.is_dir():
+        return False
+    return (partial / MARK).is_file() or not any(partial.iterdir())
 
 
 @contextmanager
@@ -76,14 +83,13 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
         interrupts.remove_too(str(partial))
         yield partial
         if partial.exists():  # else it was kept as OUT.failed
-            (partial / MARK).unlink()
             if out.is_dir():
                 out.rmdir()
             partial.rename(out)
+            (out / MARK).unlink()  # last: killed before, it is a folder that is known to be ours
     except BaseException as error:
         if lock is not None:  # else it is another export's
-            with suppress(OSError):
-                shutil.rmtree(partial)
+            interrupts.remove_folder(str(partial))
         if _is_disk_error(error):
             if isinstance(error, OSError) and error.errno not in (None, errno.ENOSPC, errno.EDQUOT):
                 raise RunError(f"cannot write {out}: {error}", mend="name a folder that can be written to") from error
@@ -98,20 +104,26 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
 
 
 def _own(partial: Path, out: Path) -> int:
-    """Make the folder that is written, and return the descriptor of its mark, locked; one that was left is removed.
+    """Make the folder that is written, and return the descriptor of its mark, locked; what was left in it is removed.
 
     Raises:
         ArgumentError: Another export is writing it.
     """
+    lock = -1
     try:
-        if partial.exists():
-            with (partial / MARK).open("rb") as left:
-                try_lock(left.fileno())
-                shutil.rmtree(partial)
-        partial.mkdir(parents=True)
-        lock = os.open(partial / MARK, os.O_RDWR | os.O_CREAT, 0o600)
+        partial.mkdir(parents=True, exist_ok=True)
+        if not _is_ours(partial):
+            raise FileExistsError(errno.EEXIST, "it was put there meanwhile", str(partial))
+        lock = os.open(partial / MARK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
         try_lock(lock)
+        if not is_open_at(lock, partial / MARK):  # the export that had it is done
+            raise FileNotFoundError(errno.ENOENT, "it was removed meanwhile", str(partial / MARK))
+        for path in partial.iterdir():
+            if path.name != MARK:
+                remove_any(path)
     except (BlockingIOError, FileExistsError, FileNotFoundError) as error:
+        with suppress(OSError):
+            os.close(lock)
         raise ArgumentError(
             f"another export is writing {out}", where="OUT", mend="wait for its end, or name another folder"
         ) from error
@@ -121,12 +133,12 @@ def _own(partial: Path, out: Path) -> int:
 def keep_failed(partial: Path, out: Path) -> Path:
     """Rename a folder or file that did not pass to ``OUT.failed``, or the first free ``OUT.failed-N``; return that."""
     number, target = 1, _beside(out, "failed")
-    while target.exists():
+    while os.path.lexists(target):
         number += 1
         target = _beside(out, f"failed-{number}")
-    if partial.is_dir():
-        (partial / MARK).unlink(missing_ok=True)
     partial.rename(target)
+    if target.is_dir():
+        (target / MARK).unlink(missing_ok=True)
     return target
 
 

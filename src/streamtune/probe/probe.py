@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from streamtune import interrupts
-from streamtune.palette import COLOURS, INK, drawn_plainly, save
+from streamtune.palette import COLOURS, INK, drawn_plainly, png_of
 from streamtune.plan.budget import Budget
 from streamtune.plan.search import Attempt, Range, search_largest
 from streamtune.probe.steps import PrepareStep, Shape
@@ -274,12 +273,11 @@ GIB, MIB = 1 << 30, 1 << 20
 
 
 @drawn_plainly
-def draw_probe(report: ProbeReport, path: Path, *, title: str) -> None:
-    """Draw a bar for each mode, and device bytes over length with the budget.
+def draw_probe(report: ProbeReport, *, title: str) -> bytes:
+    """Return a PNG with a bar for each mode, and device bytes over length with the budget.
 
     Args:
         report: The results of the probe.
-        path: The PNG; its folder exists.
         title: The title of the plot.
     """
     # Slow to import, and only needed here. Figures made without pyplot need no display.
@@ -289,7 +287,7 @@ def draw_probe(report: ProbeReport, path: Path, *, title: str) -> None:
     bars, bytes_ = figure.subplots(1, 2)
     _draw_bars(bars, report)
     _draw_trials(bytes_, report)
-    save(figure, path, title)
+    return png_of(figure, title)
 
 
 def _draw_bars(axes: Any, report: ProbeReport) -> None:

@@ -9,10 +9,13 @@ simulated steps that are kept (``simulate.kept``).
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from streamtune.paths import open_at_once
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.result_cache import hash_of, versions
@@ -25,7 +28,8 @@ PLANS = "plans"
 READ = {".json", ".py", ".yaml", ".yml", ".jinja", ".txt", ".model"}
 """Files of a model's folder that are read for a plan; of others only size and date count."""
 
-MODELS = ("model_name_or_path", "ref_model_name_or_path", "teacher")
+MODELS = ("model_name_or_path", "ref_model_name_or_path", "teacher", "adapter_name_or_path")
+"""Keys of folders that a plan reads."""
 
 
 @dataclass(frozen=True)
@@ -47,37 +51,58 @@ def plan_key(loaded: LoadedRecipe, options: PlanOptions) -> str | None:
     engine = recipe.engine
     if not recipe.cache or options.device is None:
         return None
+    if recipe.trust_remote_code:
+        return None  # code of a model may read anything
     if options.host_memory is None and engine.host_memory == "auto":
         return None
     if engine.offload_dir is not None and options.disk_memory is None and engine.disk_memory == "auto":
         return None
     values = recipe.model_dump(mode="json")
     folders: dict[str, Any] = {}
-    for name in MODELS:
-        if values.get(name) is None:
-            continue
-        folder = Path(values[name])
-        if not folder.is_dir() or (folder / "adapter_config.json").exists():
-            return None  # a name on a hub, or adapters, which name another model
-        folders[name] = _describe_folder(folder)
     try:
+        for name in MODELS:
+            if values.get(name) is None:
+                continue
+            folder = Path(values[name])
+            adapters = (folder / "adapter_config.json").exists()
+            if not folder.is_dir() or (adapters and name != "adapter_name_or_path"):
+                return None  # a name on a hub, or adapters, which name another model
+            folders[name] = _describe_folder(folder)
         return hash_of([values, asdict(options), folders, _describe_deepspeed(recipe), versions()])
-    except OSError:
+    except (OSError, ValueError):  # what cannot be read, or is no name of a file, the plan says
         return None
 
 
 def _describe_folder(folder: Path) -> list[Any]:
+    """Return what a plan may depend on: contents of files that are read, size and date of others, names of the rest."""
     found: list[Any] = []
-    for file in sorted(folder.iterdir()):
-        if file.suffix in READ:
-            found.append([file.name, hashlib.sha256(file.read_bytes()).hexdigest()])
+    for path in sorted(folder.iterdir()):
+        try:
+            facts = path.stat()
+        except FileNotFoundError:  # a link that leads nowhere
+            facts = path.lstat()
+        if not stat.S_ISREG(facts.st_mode):
+            found.append([path.name, stat.S_IFMT(facts.st_mode)])
+        elif path.suffix in READ:
+            found.append([path.name, _hash_of(path)])
         else:
-            facts = file.stat()
-            found.append([file.name, facts.st_size, facts.st_mtime_ns])
+            found.append([path.name, facts.st_size, facts.st_mtime_ns])
     return found
 
 
 def _describe_deepspeed(recipe: Recipe) -> str | None:
-    if recipe.deepspeed is None or not (path := Path(recipe.deepspeed)).is_file():
+    if recipe.deepspeed is None or not (path := Path(recipe.deepspeed).expanduser()).is_file():
         return recipe.deepspeed
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return _hash_of(path)
+
+
+def _hash_of(path: Path) -> str:
+    """Return the hash of a file's content.
+
+    Raises:
+        OSError: It cannot be read, or is no plain file by now.
+    """
+    with open(path, "rb", opener=open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is no plain file")
+        return hashlib.file_digest(file, "sha256").hexdigest()

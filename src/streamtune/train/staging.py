@@ -17,17 +17,18 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from streamtune.errors import CheckpointError
+from streamtune.errors import ArgumentError, CheckpointError, RunError
 from streamtune.sizes import show_size
 
 __all__ = [
     "OpenFolder",
     "append_to",
+    "check_outputs",
     "commit_directory",
     "discard_leftovers",
     "free_bytes",
@@ -40,6 +41,7 @@ __all__ = [
     "replace_file",
     "write_durably",
     "write_error",
+    "write_output",
 ]
 
 STAGING_PREFIX = ".tmp-"
@@ -190,6 +192,48 @@ def replace_file(path: Path, content: bytes, *, durably: bool = True) -> None:
         folder.rename(staged, path.name)
         if durably:
             folder.sync()
+
+
+def check_outputs(folder: Path, names: Iterable[str], *, where: str = "--output-dir") -> None:
+    """Make a folder for results, and refuse names in it that cannot be written, before hours are spent on the results.
+
+    Args:
+        folder: The folder.
+        names: Names of the files that :func:`write_output` will write there.
+        where: Option that names the folder, for errors.
+
+    Raises:
+        ArgumentError: It cannot be written to, or one of the names is a link, a folder or another kind of file.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in (folder / name for name in names):
+            if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+                kind = "a symbolic link" if path.is_symlink() else "a folder" if path.is_dir() else "not a plain file"
+                raise ArgumentError(
+                    f"{path} is {kind}, and the result is written to a file of that name",
+                    where=where,
+                    mend=f"move it away, or give another {where}",
+                )
+        replace_file(folder / ".probe", b"", durably=False)
+        (folder / ".probe").unlink()
+    except OSError as error:
+        raise ArgumentError(
+            f"nothing can be written to {folder}: {error.strerror or error}", where=where, mend=f"give another {where}"
+        ) from error
+
+
+def write_output(path: Path, content: bytes) -> None:
+    """Write a result to a file in a folder that :func:`check_outputs` has seen; an earlier one is replaced at once.
+
+    Raises:
+        RunError: It cannot be written.
+    """
+    try:
+        replace_file(path, content, durably=False)
+    except OSError as error:
+        what = f"{path} cannot be written: {error.strerror or error}"
+        raise RunError(what, mend="mend the cause and start again") from error
 
 
 def append_to(path: Path, content: bytes) -> None:
