@@ -67,6 +67,14 @@ def test_types(columns: dict[str, Any], row_type: str, content: Content) -> None
     assert normal(columns) == content
 
 
+@pytest.mark.parametrize(("separator", "asked"), [("\n", "add\n1 2"), ("\n\n", "add\n\n1 2"), (" ", "add 1 2")])
+def test_the_separator_of_alpaca_rows(separator: str, asked: str) -> None:
+    columns = {"instruction": "add", "input": "1 2", "output": "3"}
+    content = normalise(Row("x:1", columns, separator), "alpaca")
+    assert isinstance(content, Conversation)
+    assert content.messages[0]["content"] == asked
+
+
 def test_messages_are_put_in_the_form_templates_expect() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": null}'}}
     messages = [

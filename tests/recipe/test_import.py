@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from streamtune.cli import main
+from streamtune.data.preferences import normalise_preference
+from streamtune.data.reading.readers import Row
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.recipe import load_recipe
 from streamtune.recipe.imports import ImportedRecipe, import_recipe
@@ -637,3 +639,82 @@ def test_adapters_that_do_not_combine_are_starred(tmp_path: Path) -> None:
     imported = axolotl(tmp_path, "load_in_4bit: true\npeft_init_lora_weights: pissa\n")
     assert lost(imported) == {"peft_init_lora_weights"}
     assert "adapter_type: pissa" in axolotl(tmp_path, "peft_init_lora_weights: pissa_niter_16\n").text
+
+
+def dataset_notes(imported: ImportedRecipe) -> str:
+    """What is said about the datasets that changes what is trained."""
+    return "\n".join(each.note for each in imported.changes_training if each.theirs.startswith("dataset"))
+
+
+def test_pairs_of_sharegpt_are_read(tmp_path: Path) -> None:
+    """dpo_en_demo as LLaMA-Factory ships it: turns with 'from' and 'value'."""
+    columns = {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}
+    imported = llamafactory(tmp_path, "stage: dpo\n", ranking=True, formatting="sharegpt", columns=columns)
+    assert dataset_notes(imported) == ""
+    assert "prompt: conversations" in imported.text
+    row = {
+        "conversations": [{"from": "human", "value": "3 + 4?"}],
+        **{name: {"from": "gpt", "value": value} for name, value in (("chosen", "7"), ("rejected", "8"))},
+    }
+    read = normalise_preference(Row("r:1", {**row, "prompt": row["conversations"]}), "preference")
+    assert read.prompt == [{"role": "user", "content": "3 + 4?"}]
+
+
+@pytest.mark.parametrize(
+    ("stage", "entry", "row", "said"),
+    [
+        ("sft", {"formatting": "openai", "columns": {"messages": "m"}}, {}, "detailed thinking off"),
+        ("sft", {"columns": {"prompt": "q", "response": "a"}}, {"q": "", "a": "", "input": "x"}, "'input'"),
+        ("sft", {}, {"instruction": "", "output": "", "system": "x"}, "'system'"),
+        ("sft", {}, {"instruction": "", "output": "", "history": [["a", "b"]]}, "'history'"),
+        ("sft", {"formatting": "sharegpt"}, {"conversations": [], "tools": "[{}]"}, "'tools'"),
+        ("sft", {"formatting": "sharegpt", "tags": {"role_tag": "who"}}, {}, "'from' and 'value'"),
+        ("dpo", {"ranking": True, "columns": {"prompt": "prompt"}}, {"prompt": "a"}, "no chat template"),
+        ("dpo", {"ranking": True, "columns": {"prompt": "q", "query": "x"}}, {"q": [], "x": "a"}, "'x'"),
+        ("kto", {"columns": {"prompt": "q", "response": "a", "kto_tag": "l"}}, {"q": "a"}, "no chat template"),
+        ("kto", {"formatting": "sharegpt", "columns": {"messages": "m", "kto_tag": "l"}}, {}, "last message"),
+    ],
+)
+def test_rows_that_llamafactory_reads_otherwise_are_starred(
+    stage: str, entry: dict[str, Any], row: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/r.jsonl").write_text(json.dumps(row) + "\n")
+    assert said in dataset_notes(llamafactory(tmp_path, f"stage: {stage}\n", **entry))
+
+
+def test_a_name_that_swift_puts_into_rows_is_starred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = "swift sft --model a --max_length 64 --model_name b --model_author c --dataset {} --use_hf true\n"
+    imported = convert(tmp_path, command.format("own/chats 'swift/self-cognition#500'"), "r.sh")
+    assert {"dataset", "model_name", "model_author"} <= lost(imported)
+    assert "instruction: query" in imported.text
+    imported = convert(tmp_path, command.format("own/chats"), "r.sh")
+    assert kinds(imported, "model_name") == ["not_needed"]
+    assert any(each.kind == "lost" and "are not here" in each.note for each in imported.findings)
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "row_type"),
+    [
+        ({"query": "a", "response": "b"}, {"instruction": "query", "output": "response"}, "alpaca"),
+        ({"query": "a", "response": "b", "history": []}, {"instruction": "query", "output": "response"}, "alpaca"),
+        ({"question": "a", "Answer": "b"}, {"instruction": "question", "output": "Answer"}, "alpaca"),
+        ({"query": "a", "question": "c", "answer": "b"}, {"instruction": "query", "output": "answer"}, "alpaca"),
+        ({"conversation": [{"from": "human", "value": "a"}]}, None, "auto"),
+        ({"conversation": [{"role": "user", "content": "a"}]}, {"messages": "conversation"}, "messages"),
+        ({"messages": [], "system_prompt": "a"}, {"system": "system_prompt"}, "auto"),
+        ({"question": "a", "problem": "c", "answer": "b"}, None, "auto"),
+    ],
+)
+def test_columns_of_swift(
+    row: dict[str, Any], columns: dict[str, str] | None, row_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.jsonl").write_text(json.dumps(row) + "\n")
+    imported = convert(tmp_path, "swift sft --model a --max_length 64 --dataset r.jsonl --use_hf true\n", "r.sh")
+    (tmp_path / "ours.yaml").write_text(imported.text)
+    (entry,) = load_recipe(tmp_path / "ours.yaml").recipe.datasets
+    assert (entry.columns, entry.type) == (columns, row_type)
+    assert bool(dataset_notes(imported)) is ("problem" in row)

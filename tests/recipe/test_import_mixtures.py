@@ -63,7 +63,7 @@ resize_vocab: true
         ({"conversations": "turns", "system": "sys"}, "sharegpt", 0.4, False),
         ({"messages": "talk"}, "messages", 0.3, False),
         ({"instruction": "question", "input": "context", "output": "answer"}, "alpaca", 0.2, False),
-        ({"prompt": "q", "completion": "a"}, "prompt_completion", 0.1, True),
+        ({"instruction": "q", "output": "a"}, "alpaca", 0.1, True),
     ]
     assert {name: [each.path for each in sets] for name, sets in recipe.eval_datasets.items()} == {
         "test-set": ["data/test set.json"]
@@ -124,7 +124,7 @@ def test_swift() -> None:
         "s.sh",
     )
     assert lost(found) == []
-    columns = {"prompt": "question", "completion": "answer"}
+    columns = {"instruction": "question", "output": "answer"}
     assert [(each.max_rows, each.shuffle, each.weight, each.columns) for each in recipe.datasets] == [
         (500, True, 0.7, columns), (None, False, 0.3, columns),
     ]  # fmt: skip

@@ -49,7 +49,17 @@ PAIRS = [("The quick brown", " fox jumps"), ("What is", " Paris")]
 TEXT_ROWS = [{"text": text} for text in DOCUMENTS]
 CHAT_ROWS = [{"messages": CHAT}, {"messages": SHORT}]
 PAIR_ROWS = [{"prompt": prompt, "completion": completion} for prompt, completion in PAIRS]
-ALPACA_ROWS = [{"instruction": "What is it?", "input": "", "output": "The answer is 42."}]
+ALPACA_ROWS = [
+    {"instruction": "What is it?", "input": "", "output": "The answer is 42."},
+    {"instruction": "again", "input": "The quick", "output": "Paris"},
+    {"instruction": "", "input": "again", "output": "Paris"},
+]
+ASKED = [
+    [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    for asked, answer in (("What is it?", "The answer is 42."), ("again\nThe quick", "Paris"), ("again", "Paris"))
+]
+"""Conversations of LLaMA-Factory and ms-swift for these rows."""
+QUERY_ROWS = [{"q": "What is it?", "a": "The answer is 42."}]
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +132,10 @@ def pairs(tokenizer: Any) -> list[Tokens]:
     ]
 
 
+def asked(conversations: Sequence[Sequence[dict[str, str]]]) -> Made:
+    return lambda tokenizer: [chat(tokenizer, messages, answers(messages)) for messages in conversations]
+
+
 @dataclass(frozen=True)
 class Case:
     """A recipe of another trainer, the rows it reads, and what the trainer makes of them."""
@@ -137,9 +151,12 @@ class Case:
 AXOLOTL = "base_model: own/model\nsequence_len: {size}\nmicro_batch_size: 1\nlearning_rate: 1e-5\n"
 FACTORY = "model_name_or_path: own/model\nfinetuning_type: full\ndataset: mine\ndataset_dir: .\ntemplate: chatml\n"
 OPENAI = {
-    "formatting": "openai",
+    "formatting": "sharegpt",
     "columns": {"messages": "messages"},
-    "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    "tags": {
+        **{"role_tag": "role", "content_tag": "content"},
+        **{"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"},
+    },
 }
 TRL = "model_name_or_path: own/model\ndataset_name: rows.jsonl\n"
 SWIFT = "swift {command} --model own/model --train_type full --dataset rows.jsonl --use_hf true "
@@ -210,8 +227,22 @@ CASES: dict[str, Case] = {
         "llamafactory",
         FACTORY + "stage: sft\n",
         ALPACA_ROWS,
-        lambda tokenizer: [chat(tokenizer, CHAT[1:3], answers(CHAT[1:3]))],
+        asked(ASKED),
         info={},
+    ),
+    "llamafactory prompt and response": Case(
+        "llamafactory",
+        FACTORY + "stage: sft\n",
+        QUERY_ROWS,
+        asked(ASKED[:1]),
+        info={"columns": {"prompt": "q", "response": "a"}},
+    ),
+    "llamafactory history of another name": Case(
+        "llamafactory",
+        FACTORY + "stage: sft\n",
+        [{"instruction": "again", "output": "Paris", "past": [["What is it?", "The answer is 42."]]}],
+        asked([[*ASKED[0], *ASKED[2]]]),
+        info={"columns": {"prompt": "instruction", "response": "output", "history": "past"}},
     ),
     "llamafactory openai": Case("llamafactory", FACTORY + "stage: sft\n", CHAT_ROWS, chats(answers), info=OPENAI),
     "llamafactory mask_history": Case(
@@ -266,6 +297,31 @@ CASES: dict[str, Case] = {
         SWIFT.format(command="sft") + "--max_length 16 --truncation_strategy left",
         [{"messages": CHAT[1:]}],
         lambda tokenizer: [chat(tokenizer, CHAT[1:], answers(CHAT[1:]))[-16:]],
+    ),
+    "swift alpaca": Case("swift", SWIFT.format(command="sft") + "--max_length 256", ALPACA_ROWS, asked(ASKED)),
+    "swift query and response": Case(
+        "swift",
+        SWIFT.format(command="sft") + "--max_length 256",
+        [{"query": "again", "response": "Paris", "history": [["What is it?", "The answer is 42."]]}],
+        asked([[*ASKED[0], *ASKED[2]]]),
+    ),
+    "swift prompt and completion": Case(
+        "swift",
+        SWIFT.format(command="sft") + "--max_length 256",
+        [{"prompt": "again", "completion": "Paris", "system_prompt": "Be brief."}],
+        asked([[CHAT[0], *ASKED[2]]]),
+    ),
+    "swift columns": Case(
+        "swift",
+        SWIFT.format(command="sft") + """--max_length 256 --columns '{"q": "query", "a": "response"}'""",
+        QUERY_ROWS,
+        asked(ASKED[:1]),
+    ),
+    "swift sharegpt": Case(
+        "swift",
+        SWIFT.format(command="sft") + "--max_length 256",
+        [{"messages": [{"from": "human", "value": "again"}, {"from": "gpt", "value": "Paris"}]}],
+        asked(ASKED[2:]),
     ),
     "swift pt split": Case(
         "swift",
@@ -374,6 +430,8 @@ def by_axolotl(case: Case, folder: Path, tokenizer: Any) -> list[Tokens]:
 
 def by_llamafactory(case: Case, folder: Path, tokenizer: Any) -> list[Tokens]:
     """The rows of LLaMA-Factory's processors, of which the newline behind a trained end is not trained here."""
+    from llamafactory.data.converter import get_dataset_converter
+    from llamafactory.data.parser import DatasetAttr
     from llamafactory.data.processor import pretrain, supervised
     from llamafactory.data.template import get_template_and_fix_tokenizer
     from llamafactory.hparams import DataArguments
@@ -388,15 +446,12 @@ def by_llamafactory(case: Case, folder: Path, tokenizer: Any) -> list[Tokens]:
         prompts = [[{"role": "user", "content": row["text"]}] for row in case.rows]
         made = pretrain.PretrainDatasetProcessor(**parts).preprocess_dataset({"_prompt": prompts})
         return [[(token, True) for token in row] for row in made["input_ids"]]
-    rows = [row.get("messages") or CHAT[1:3] for row in case.rows]
-    systems = [row[0]["content"] if row[0]["role"] == "system" else "" for row in rows]
-    turns = [[message for message in row if message["role"] != "system"] for row in rows]
-    nothing = [None] * len(rows)
-    columns = {"_prompt": [row[:-1] for row in turns], "_response": [row[-1:] for row in turns], "_system": systems}
-    media = dict.fromkeys(("_images", "_videos", "_audios"), nothing)
-    made = labelled(
-        supervised.SupervisedDatasetProcessor(**parts).preprocess_dataset({**columns, "_tools": nothing, **media})
-    )
+    attributes = DatasetAttr("file", "mine")
+    attributes.join(case.info or {})
+    convert = get_dataset_converter(attributes.formatting, attributes, settings)
+    rows = [convert(deepcopy(row)) for row in case.rows]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    made = labelled(supervised.SupervisedDatasetProcessor(**parts).preprocess_dataset(columns))
     (newline,) = tokenizer("\n")["input_ids"]
     if given.get("train_on_prompt"):
         return made
@@ -425,14 +480,26 @@ def by_swift(case: Case, folder: Path, tokenizer: Any) -> list[Tokens]:
     )
     template.set_mode("train")
     made: list[dict[str, Any]] = []
-    for row in case.rows:
-        messages = [{"role": "assistant", "content": row["text"]}] if pretrains else deepcopy(row["messages"])
+    for row in case.rows if pretrains else read_by_swift(case.rows, given):
+        messages = [{"role": "assistant", "content": row["text"]}] if pretrains else row["messages"]
         with suppress(MaxLengthError):  # delete, which is the default
             found = template.encode({"messages": messages})
             made += found if isinstance(found, list) else [found]
     (newline,) = tokenizer("\n")["input_ids"]
     rows = labelled({name: [row[name] for row in made] for name in ("input_ids", "labels")})
     return [[(token, on and (pretrains or token != newline)) for token, on in row] for row in rows]
+
+
+def read_by_swift(rows: Sequence[dict[str, Any]], given: dict[str, str]) -> list[dict[str, Any]]:
+    """The rows as ms-swift's preprocessors hand them to its template."""
+    from datasets import Dataset
+    from swift.dataset.preprocessor.core import AutoPreprocessor
+
+    columns = json.loads(given.get("columns", "{}"))
+    made = AutoPreprocessor(columns=columns)(Dataset.from_list(list(rows)), load_from_cache_file=False,
+                                             enable_auto_mapping=True)  # fmt: skip
+    turns = [[{name: turn[name] for name in ("role", "content")} for turn in row["messages"]] for row in made]
+    return [{"messages": row} for row in turns]
 
 
 MADE_BY = {"trl": by_trl, "axolotl": by_axolotl, "llamafactory": by_llamafactory, "swift": by_swift}

@@ -16,6 +16,9 @@ Of prompts that completions are yet to be written for, the normal form is text o
     prompts             prompt: a string or a list of messages                     the prompt as it stands
     messages            messages: [{role, content, ...}]                           without its last answer
 
+Of an alpaca row the user says ``instruction``, and ``input`` behind it where that is not empty; between them stands
+:attr:`Row.separator`.
+
 A row that does not fit is a ``DataError`` that names the row, what is missing and what is there.
 """
 
@@ -229,7 +232,8 @@ def _alpaca(row: Row) -> Content:
         raise DataError("'history' must be a list of [instruction, output] pairs", where=row.origin)
     for asked, answered in history:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-    messages.append({"role": "user", "content": f"{instruction}\n\n{extra}" if extra else instruction})
+    question = row.separator.join(part for part in (instruction, extra) if part)
+    messages.append({"role": "user", "content": question})
     messages.append({"role": "assistant", "content": text_field(row.columns, "output", row.origin)})
     return _conversation(row, messages, column="history")
 

@@ -45,6 +45,10 @@ class DatasetSpec(Spec):
     columns: Annotated[dict[Text, Text], Field(min_length=1)] | None = None
     """Names of columns, ours and then that of the files: `{prompt: question}`. The others keep their names."""
 
+    input_separator: str = "\n\n"
+    """Text between `instruction` and `input` of an `alpaca` row, by default a blank line. LLaMA-Factory and
+    ms-swift write one newline: `"\\n"`."""
+
     max_rows: Count | None = None
     """Use this many rows at most: the first ones, or with `shuffle` some of all."""
 
@@ -70,6 +74,13 @@ class DatasetSpec(Spec):
                 "'shuffle' of a dataset draws its 'max_rows', and there is none",
                 key="datasets",
                 mend="add max_rows, or delete the line: the recipe's own shuffle orders the rows",
+            )
+        default = DatasetSpec.model_fields["input_separator"].default
+        if self.input_separator != default and self.type not in ("auto", "alpaca"):
+            raise mistake(
+                f"'input_separator' is read with 'type: alpaca', and the type is {self.type}",
+                key="datasets",
+                mend="delete the line",
             )
         theirs = list((self.columns or {}).values())
         if twice := next((name for name in theirs if theirs.count(name) > 1), None):

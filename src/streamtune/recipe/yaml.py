@@ -303,7 +303,8 @@ class _Dumper(yaml.SafeDumper):
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     style = None
-    if any(character in text for character in "\r\x85\u2028\u2029"):  # line breaks a reader would fold
+    folded = any(character in text for character in "\r\x85\u2028\u2029")  # line breaks a reader would fold
+    if folded or text.endswith("\n\n") or text.isspace():  # a block of which the end cannot be seen
         style = '"'
     elif "\n" in text:
         style = "|"

@@ -41,6 +41,8 @@ class Row:
     origin: str
     """``file:line`` or ``file:row N``: what an error names"""
     columns: dict[str, Any]
+    separator: str = "\n\n"
+    """text between ``instruction`` and ``input`` of an alpaca row"""
 
 
 def read_file(path: Path, shown: str) -> Iterator[Row]:

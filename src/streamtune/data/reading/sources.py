@@ -64,6 +64,8 @@ class Source:
     """split of a folder or of a dataset on the hub"""
     name: str | None = None
     """configuration of a dataset on the hub, or the task of ``demo-arithmetic``"""
+    input_separator: str = "\n\n"
+    """text between ``instruction`` and ``input`` of an alpaca row"""
     columns: Mapping[str, str] | None = None
     """name of a column here -> its name in the files"""
     max_rows: int | None = None
@@ -107,7 +109,7 @@ def read_rows(source: Source, bad: BadRows | None = None) -> Iterator[Row]:
     empty, before = True, bad.count
     for row in _renamed(_drawn(source, bad), source, bad):
         empty = False
-        yield row
+        yield row if row.separator == source.input_separator else replace(row, separator=source.input_separator)
     if empty and bad.count == before:
         raise DataError(f"'{source.path}' has no rows", where=source.place)
 

@@ -7,16 +7,33 @@ from pathlib import Path
 from typing import Any
 
 from .conversion import Conversion
-from .datasets import put_datasets, put_eval_sets, put_weights, rename_columns, report_media, rows_of_split
+from .datasets import (
+    lose_unnamed,
+    put_datasets,
+    put_eval_sets,
+    put_weights,
+    rename_columns,
+    report_media,
+    rows_of_split,
+    seen_columns,
+)
 
 __all__ = ["take_datasets"]
 
-ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system", "history": "history"}
+ALPACA = {
+    **{"prompt": "instruction", "query": "input", "response": "output"},
+    **{name: name for name in ("system", "history", "tools")},
+}
+UNSAID = ("prompt", "query", "response")
+"""Columns of alpaca rows that are read where an entry names none."""
 SHAREGPT = {"messages": "conversations", "system": "system", "tools": "tools"}
 PREFERENCE = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
 OPENAI_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 SHAREGPT_TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
 
+
+Row = dict[str, Any] | None
+"""The first row of a dataset; None where it is not here."""
 
 MEDIA = ("images", "videos", "audios")
 """Columns of what is not text."""
@@ -124,7 +141,7 @@ def _dataset(
     if texts:
         _take_text(spec, entry, lose)
     else:
-        _take_columns(spec, entry, lose)
+        _take_columns(spec, entry, lose, seen_columns(conversion, spec["path"]))
     return spec
 
 
@@ -138,23 +155,24 @@ def _take_text(spec: dict[str, Any], entry: dict[str, Any], lose: Any) -> None:
     rename_columns(spec, {"text": columns.get("prompt", ALPACA["prompt"])}, "text")
 
 
-def _take_columns(spec: dict[str, Any], entry: dict[str, Any], lose: Any) -> None:
+def _take_columns(spec: dict[str, Any], entry: dict[str, Any], lose: Any, row: Row) -> None:
     """Write the type of the rows, where their columns have the names that are read here."""
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
     sharegpt = entry.get("formatting", "alpaca") in ("sharegpt", "openai")
     style = {**SHAREGPT_TAGS, **{key: tag for key, tag in tags.items() if key in SHAREGPT_TAGS}}
-    if sharegpt and style != OPENAI_TAGS and (entry.get("ranking") or "kto_tag" in columns):
-        lose("turns of prompts and answers have 'role' and 'content' here")
+    if entry.get("formatting") == "openai":
+        lose("formatting: openai adds 'detailed thinking off' to the system message there: write it in the rows")
+    if sharegpt and style not in (OPENAI_TAGS, SHAREGPT_TAGS):
+        lose("turns have 'role' and 'content' here, or 'from' and 'value'")
     if entry.get("ranking"):
-        if not sharegpt and "prompt" not in columns:
-            lose("rows of preferences have the columns prompt, chosen and rejected here: write columns")
-        prompt = columns.get("messages") if sharegpt else columns.get("prompt")
-        theirs = {"prompt": prompt, "chosen": columns.get("chosen"), "rejected": columns.get("rejected")}
-        rename_columns(spec, theirs, "preference")
+        _take_pairs(spec, columns, lose, row, sharegpt=sharegpt)
         return
     if "kto_tag" in columns:
         theirs = {"completion": columns.get("response"), "label": columns["kto_tag"]}
         rename_columns(spec, {"prompt": columns.get("messages") or columns.get("prompt"), **theirs}, "unpaired")
+        if sharegpt:
+            lose("the last message is the answer there; here it is the column completion: write prompt and completion")
+        _lose_texts(columns, lose, row, sharegpt=sharegpt)
         return
     if sharegpt:
         column = columns.get("messages", "conversations")
@@ -163,20 +181,37 @@ def _take_columns(spec: dict[str, Any], entry: dict[str, Any], lose: Any) -> Non
             rename_columns(spec, {"messages": column if column != "conversations" else None, **others}, "messages")
         elif style == SHAREGPT_TAGS:
             rename_columns(spec, {"conversations": column, **others}, "sharegpt")
-        else:
-            lose("turns have 'role' and 'content' here, or 'from' and 'value'")
+        lose_unnamed(row, ("system", "tools"), columns.values(), lose)
         return
-    given = {**{key: ALPACA[key] for key in ("prompt", "query", "response")}, **columns} if columns else ALPACA
-    if columns == {"prompt": "text"}:
-        spec["type"] = "text"
-    elif columns and "response" not in columns and set(columns) == {"prompt"}:
+    if columns and "response" not in columns and set(columns) == {"prompt"}:
         rename_columns(spec, {"text": columns["prompt"]}, "text")
-    elif "query" not in columns and {"prompt", "response"} <= columns.keys() and "history" not in columns:
-        theirs = {"prompt": columns["prompt"], "completion": columns["response"], "system": columns.get("system")}
-        rename_columns(spec, theirs, "prompt_completion")
-    elif all(given[key] == column for key, column in ALPACA.items() if key in given):
-        spec["type"] = "alpaca"
-    elif "history" not in columns:
-        rename_columns(spec, {ALPACA[key]: given[key] for key in given if key in ALPACA}, "alpaca")
-    else:
-        lose("the column of earlier turns is called history here")
+        return
+    named = columns or {key: ALPACA[key] for key in UNSAID}
+    if not {"prompt", "response"} <= named.keys():
+        lose("rows have a question and an answer: write columns: {instruction: ..., output: ...}")
+    rename_columns(spec, {ALPACA[key]: column for key, column in named.items() if key in ALPACA}, "alpaca")
+    if "query" in named:
+        spec["input_separator"] = "\n"
+    lose_unnamed(row, ("input", "system", "history", "tools"), named.values(), lose)
+
+
+def _take_pairs(spec: dict[str, Any], columns: dict[str, Any], lose: Any, row: Row, *, sharegpt: bool) -> None:
+    """Write the columns of preferences."""
+    if not sharegpt and "prompt" not in columns:
+        lose("rows of preferences have the columns prompt, chosen and rejected here: write columns")
+    prompt = columns.get("messages", "conversations") if sharegpt else columns.get("prompt")
+    theirs = {"prompt": prompt, "chosen": columns.get("chosen"), "rejected": columns.get("rejected")}
+    others = {ours: columns.get(ours) for ours in ("system", "tools")}
+    rename_columns(spec, {**theirs, **others}, "preference")
+    _lose_texts(columns, lose, row, sharegpt=sharegpt)
+    lose_unnamed(row, ("system", "tools"), columns.values(), lose)
+
+
+def _lose_texts(columns: dict[str, Any], lose: Any, row: Row, *, sharegpt: bool) -> None:
+    """Report prompts and answers that are texts: the other trainer makes messages of them."""
+    read = {"query", "history"} & columns.keys()
+    if read and not sharegpt:
+        lose(f"the column '{columns[min(read)]}' is a part of the prompt there, and is not read here: write messages")
+    prompt = columns.get("prompt", "prompt")
+    if not sharegpt and (row is None or not isinstance(row.get(prompt), list)):
+        lose("texts are messages of a chat there; here they have no chat template: write the prompt as messages")

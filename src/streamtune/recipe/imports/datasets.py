@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from .conversion import Conversion
 
 __all__ = [
+    "lose_unnamed",
     "put_datasets",
     "put_eval_sets",
     "put_weights",
@@ -57,6 +58,23 @@ def _first_row(file: Path) -> dict[str, Any] | None:
         read = text.read(MOST_READ).lstrip()
     row, _ = json.JSONDecoder().raw_decode(read.removeprefix("[").lstrip())
     return row if isinstance(row, dict) else None
+
+
+def lose_unnamed(
+    row: Mapping[str, Any] | None, ours: Iterable[str], named: Iterable[Any], lose: Callable[[str], None]
+) -> None:
+    """Report columns of the first row that are read here by their usual names, and not by the other trainer.
+
+    Args:
+        row: The first row; None where it is not here.
+        ours: Names of columns that are read where a row has them.
+        named: Columns that the other trainer reads.
+        lose: Reports a loss.
+    """
+    read = set(named)
+    for column in ours:
+        if row is not None and row.get(column) not in (None, "", [], "[]") and column not in read:
+            lose(f"the column '{column}' is not read there, and is here: rename it in the file")
 
 
 def report_media(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int) -> None:

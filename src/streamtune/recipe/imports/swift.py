@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from .rules import (
     whole_modules,
     without,
 )
+from .swift_rows import STANDARD, is_self_cognition, take_columns, take_self_cognition
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_thinking, take_trackers, take_warmup
 from .trl import take_weights_dtype
 
@@ -185,7 +187,7 @@ FIELDS: dict[str, FieldRule] = {
     ),
     **by_itself("read in evaluation only", "eval_use_evalscope", "eval_dataset", "eval_dataset_args", "eval_limit"),
     **by_itself("read in evaluation only", "eval_generation_config", "extra_eval_args", "response_prefix"),
-    **by_itself("the model's name in rows of swift/self-cognition only", "model_author", "model_name"),
+    **together("model_author model_name", why="read with swift/self-cognition only"),
     **by_itself(IMAGES, "max_pixels", "norm_bbox", "freeze_vit", "freeze_aligner", "vit_lr", "aligner_lr"),
     **by_itself(VLLM, "vllm_tensor_parallel_size"),
     **without(SERVER, "vllm_mode", trains=False, off=("colocate",)),
@@ -435,10 +437,6 @@ def _take_datasets(conversion: Conversion, use_hf: Any) -> None:
         conversion.unneeded("interleave_prob", why="no value")
 
 
-COLUMNS = {"messages": "messages", "query": "prompt", "response": "completion", "system": "system", "tools": "tools"}
-"""Names of columns there -> ours."""
-
-
 def _columns(conversion: Conversion) -> dict[str, str]:
     """Return the names of columns, ours and then that of the files; of theirs it is the other way round."""
     if "columns" not in conversion.file.fields:
@@ -451,12 +449,13 @@ def _columns(conversion: Conversion) -> dict[str, str]:
     if not given:
         conversion.unneeded("columns", why="no value")
         return {}
-    unknown = [name for name in given.values() if name not in COLUMNS] if isinstance(given, dict) else [given]
+    unknown = [name for name in given.values() if name not in STANDARD] if isinstance(given, dict) else [given]
     if unknown:
         conversion.lose("columns", why=f"'{unknown[0]}' has no name here: write columns in each dataset")
         return {}
     conversion.unneeded("columns", why="see datasets")
-    return {COLUMNS[name]: column for column, name in given.items()}
+    ours = STANDARD if conversion.objective == "sft" else {**STANDARD, "query": "prompt", "response": "completion"}
+    return {ours[name]: column for column, name in given.items()}
 
 
 def _specs(
@@ -468,6 +467,8 @@ def _specs(
         conversion.unneeded(field, why="no value")
     found: list[dict[str, Any]] = []
     noted: dict[str, None] = {}
+    unknown: list[str] = []
+    away: dict[str, None] = {}
     for name in names if isinstance(names, list) else [names] if names else []:
         text = str(name)
         hub = re.match(r"(HF|MS)::", text)
@@ -483,10 +484,40 @@ def _specs(
         spec: dict[str, Any] = {"path": path}
         if count.isdigit():
             spec |= {"max_rows": int(count), "shuffle": True}
-        if columns:
+        if is_self_cognition(path):
+            take_self_cognition(spec)
+            unknown.append(path)
+        elif conversion.objective == "sft" and conversion.file.command != "pt":
+            row = seen_columns(conversion, path)
+            take_columns(spec, row, columns, partial(_lose_row, conversion, field, path))
+            if row is None and not columns:
+                away[path] = None
+        elif columns:
             spec["columns"] = dict(columns)
         found += [{**spec, "name": part} for part in parts] or [spec]
+    if field == "dataset":
+        _take_names(conversion, unknown)
+    if away:
+        why = "its rows are not here: columns prompt and completion are a chat there, and plain text here; see columns"
+        conversion.missing(f"{field}: {', '.join(away)}", why, trains=False)
     return found, "; ".join(noted)
+
+
+def _lose_row(conversion: Conversion, field: str, path: str, why: str) -> None:
+    conversion.lose(field, why=f"{path}: {why}")
+
+
+def _take_names(conversion: Conversion, read_by: list[str]) -> None:
+    """Report the names that ms-swift puts into the rows of ``swift/self-cognition``, where that is read."""
+    if read_by:
+        why = "a model's name and author are put into its rows there, and are {{NAME}} and {{AUTHOR}} here"
+        conversion.lose("dataset", why=f"{read_by[0]}: {why}: write a file with the names")
+    for name in ("model_name", "model_author"):
+        value = conversion.take(name)
+        if name in conversion.file.fields and read_by and value:
+            conversion.lose(name, why=f"put into the rows of {read_by[0]}: see dataset")
+        elif name in conversion.file.fields:
+            conversion.unneeded(name, why="read with swift/self-cognition only" if value else "no value")
 
 
 def _defaults(conversion: Conversion) -> None:
