@@ -107,11 +107,17 @@ def test_cross_attention_to_an_image_is_refused_by_name() -> None:
 
 
 def test_the_vision_tower_keeps_its_own_attention() -> None:
-    model = build("gemma3")
-    before = model.config.vision_config._attn_implementation
+    """Also in a call, where the decoder's is ours."""
+    model, seen = build("gemma3"), list[tuple[str, str]]()
+    configs = (model.config.vision_config, model.config.text_config)
+    before = configs[0]._attn_implementation
+    decoder_layers(model)[0].register_forward_pre_hook(
+        lambda *given: seen.append(tuple(config._attn_implementation for config in configs))  # type: ignore[arg-type]
+    )
     with streamtune.stream(model):
-        assert model.config.vision_config._attn_implementation == before != NAME
-        assert model.config.text_config._attn_implementation == NAME
+        model(**batch("gemma3", image=True))
+    assert seen == [(before, NAME)]
+    assert before != NAME
 
 
 @pytest.mark.full

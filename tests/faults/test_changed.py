@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
+from streamtune.export import find_trained
 from streamtune.train.checkpoint import open_checkpoint, read_manifest, write_manifest
 from tests.faults.kit import SFT, Zygotes, write_sft
 from tests.faults.test_starts import tree
@@ -175,6 +179,126 @@ def test_rewards_are_those_they_were(zygotes: Zygotes, tmp_path: Path) -> None:
         file.write_text(file.read_text().replace(text, text.replace("1.0", "2.0")))
         refused_then_allowed(zygotes, tmp_path, "rewards", command="grpo")
         file.write_text(file.read_text().replace(text.replace("1.0", "2.0"), text))
+
+
+def rewritten(checkpoint: Path, change: Callable[[Path], None]) -> None:
+    """Change a file of a checkpoint, and write a manifest that fits."""
+    change(checkpoint)
+    manifest = read_manifest(checkpoint)
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint, run=manifest.run, step=manifest.step, metric=manifest.metric)
+
+
+def of_state(**values: Any) -> Callable[[Path], None]:
+    """Change entries of ``state.json``; a name with two underscores is of an entry's own."""
+
+    def change(checkpoint: Path) -> None:
+        state = json.loads((checkpoint / "state.json").read_text())
+        for name, value in values.items():
+            entry, _, key = name.partition("__")
+            if key:
+                state[entry][key] = value
+            else:
+                state[entry] = value
+        (checkpoint / "state.json").write_text(json.dumps(state))
+
+    return change
+
+
+def of_tensors(file: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def rewrite(checkpoint: Path) -> None:
+        tensors = load_file(checkpoint / file)
+        change(tensors)
+        save_file(tensors, checkpoint / file)
+
+    return rewrite
+
+
+HOSTILE: dict[str, Callable[[Path], None]] = {
+    "before the data": of_state(stream__position=-5),
+    "behind the data": of_state(stream__position=10**9),
+    "before the first epoch": of_state(stream__epoch=-1),
+    "no position": of_state(stream={}),
+    "generators of nothing": of_state(rng={}),
+    "a generator of floats": of_state(rng__python=[3, [0.5], None]),
+    "a progress of another kind": of_state(progressed={"steps": 2}),
+    "a short generator": of_tensors("rng.safetensors", lambda x: x.update(cpu=x["cpu"][:5].clone())),
+    "a moment less": of_tensors(
+        "optimizer-00001.safetensors", lambda x: x.pop(next(name for name in x if name.endswith("/exp_avg")))
+    ),
+    "a smaller moment": of_tensors(
+        "optimizer-00001.safetensors",
+        lambda x: x.update({"model.embed_tokens.weight/exp_avg": x["model.embed_tokens.weight/exp_avg"][:1].clone()}),
+    ),
+    "an index of nothing": lambda path: (path / "slices.json").write_text('{"a/b": {"shape": 3}}') and None,
+}
+
+
+@pytest.mark.full
+def test_a_hostile_checkpoint_is_one_error(zygotes: Zygotes, tmp_path: Path) -> None:
+    """Its manifest fits, so it is somebody's work: no crash, and no other training."""
+    write_sft(tmp_path, **SHORT)
+    assert zygotes.run(tmp_path).status == 0
+    interrupt(tmp_path / "runs/tiny")
+    kept = shutil.copytree(tmp_path / "runs", tmp_path / "kept")
+    for name, change in HOSTILE.items():
+        shutil.rmtree(tmp_path / "runs")
+        shutil.copytree(kept, tmp_path / "runs")
+        rewritten(tmp_path / "runs/tiny/checkpoints/step-000002", change)
+        done = zygotes.run(tmp_path)
+        told = " ".join(done.output.split())
+        assert done.status in (1, 2), (name, told)
+        assert "error: " in told, (name, told)
+        assert "checkpoint" in told, (name, told)
+        assert not any(word in told for word in ("defect", "Traceback", "Fatal")), (name, told)
+
+
+@pytest.mark.full
+def test_a_checkpoint_is_exported_as_it_was_trained(zygotes: Zygotes, base: Path, tmp_path: Path) -> None:
+    """The run went on over another base, and with other positions: its first checkpoint is of the first ones."""
+    write_sft(tmp_path)
+    shutil.copytree(base, tmp_path / "model")
+    write(tmp_path, **LORA, model_name_or_path="model", max_steps=2)
+    assert zygotes.run(tmp_path).status == 0
+    export = [sys.executable, "-m", "streamtune", "export", "runs/tiny"]
+
+    def exported(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*export, *more], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    change_weights(tmp_path / "model")
+    write(tmp_path, **LORA, model_name_or_path="model", rope_theta=777.0)
+    allowed = ("--allow-change", "base", "--allow-change", "max_steps", "--allow-change", "rope_theta")
+    assert zygotes.run(tmp_path, *allowed).status == 0
+    done = exported("two", "--checkpoint", "2")
+    assert done.returncode == 2, done.stderr
+    assert "have changed since" in " ".join(done.stderr.split())
+    assert exported("four", "--checkpoint", "4").returncode == 0
+    shutil.rmtree(tmp_path / "model")
+    shutil.copytree(base, tmp_path / "model")
+    done = exported("two", "--checkpoint", "2")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "two/config.json").read_text())["rope_parameters"]["rope_theta"] == 10_000.0
+    assert json.loads((tmp_path / "four/config.json").read_text())["rope_parameters"]["rope_theta"] == 777.0
+
+
+@pytest.mark.full
+def test_a_final_model_that_the_run_has_left_behind_is_said_to_be_so(zygotes: Zygotes, tmp_path: Path) -> None:
+    write_sft(tmp_path, **SHORT)
+    assert zygotes.run(tmp_path).status == 0
+    run = tmp_path / "runs/tiny"
+    found, notes = find_trained(str(run), notify=(notes := list[str]()).append), notes
+    assert found.folder == str(run / "final")
+    assert not notes
+    kept = shutil.copytree(run / "final", tmp_path / "final")
+    write(tmp_path, max_steps=8)
+    assert zygotes.run(tmp_path, "--allow-change", "max_steps").status == 0
+    shutil.rmtree(run / "final")  # as if it had been killed in step 7
+    shutil.rmtree(run / "checkpoints/step-000008")
+    shutil.move(kept, run / "final")
+    lines = (run / "events.jsonl").read_text().splitlines(keepends=True)
+    (run / "events.jsonl").write_text("".join(line for line in lines if '"step": 8' not in line))
+    find_trained(str(run), notify=notes.append)
+    assert notes == [f"{run / 'final'} is the model after step 4, and the run goes on: --checkpoint 6 takes its newest"]
 
 
 def test_an_unknown_key_is_answered_with_those_there_are(zygotes: Zygotes, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from streamtune.cli import main
@@ -207,6 +209,46 @@ def test_log_probs_are_kept_by_the_configuration_too(
     assert len(list(Path("cache/streamtune/reference").iterdir())) == 2
     for run in ("one", "two", "three"):
         assert losses(run)[0] == pytest.approx(math.log(2), abs=1e-5), run
+
+
+@pytest.mark.full
+def test_adapters_of_a_reference_count_in_its_key_and_the_base_below_them_in_a_resume(
+    dpo: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two folders of adapters on one base; then the same weights with another ``lora_alpha``; then another base."""
+    for number in range(6):
+        add("texts.jsonl", prompt=f"Add {number}.", completion=f"It is {number}.")
+    texts = {"command": "sft", "objective": None, "datasets": [{"path": "texts.jsonl"}], "val_size": 0, "eval_steps": 0}
+    few = {"max_steps": 1, "eval_steps": 0}
+    assert dpo("--output-dir", "base", **texts, max_steps=1) == 0
+    start = {"model": None, "tokenizer": None, "model_name_or_path": "base/final"}
+    for name, rate in (("one", 0.1), ("two", 0.3)):
+        lora = {**LORA, "finetuning_type": "lora", "learning_rate": rate}
+        assert dpo("--output-dir", name, **{**texts, **start, **lora}, max_steps=1) == 0
+    shutil.copytree("two/final", "three")
+    shutil.copytree("base/final", "policy")
+    start["model_name_or_path"] = "policy"
+    settings = json.loads(Path("three/adapter_config.json").read_text())
+    Path("three/adapter_config.json").write_text(json.dumps({**settings, "lora_alpha": 4 * settings["lora_alpha"]}))
+    capsys.readouterr()
+    found = {}
+    for reference in ("one/final", "two/final", "three"):
+        for kept in (False, True):
+            name = f"{Path(reference).parts[0]}-{kept}"
+            more = {"ref_model_name_or_path": reference, "precompute_ref_log_probs": kept}
+            assert dpo("--output-dir", name, **start, **few, **more) == 0
+            found[name] = losses(name)[0]
+        assert found[name] == pytest.approx(found[f"{Path(reference).parts[0]}-False"], rel=1e-5), reference
+    assert "known from an earlier run" not in capsys.readouterr().err
+    assert len({round(loss, 5) for name, loss in found.items() if name.endswith("True")}) == 3, found
+
+    with safe_open("base/final/model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    tensors["model.norm.weight"] += 1.0
+    save_file(tensors, "base/final/model.safetensors", {"format": "pt"})
+    more = {"ref_model_name_or_path": "one/final", "max_steps": 2, "eval_steps": 0}
+    assert dpo("--output-dir", "one-False", "--allow-change", "max_steps", **start, **more) == 2
+    assert "the files of the reference model" in said(capsys)
 
 
 def test_damaged_log_probs_are_computed_again_at_a_start_and_at_a_resume(

@@ -16,6 +16,7 @@ import torch
 from train_kit import save_tensors
 
 from streamtune.errors import ArgumentError, CheckpointError, RecipeError
+from streamtune.optim import build_optimizer
 from streamtune.train import (
     RunDirectory,
     check_same_run,
@@ -24,8 +25,8 @@ from streamtune.train import (
     preserve_rng,
     supersede,
 )
-from streamtune.train.backend import LocalBackend
-from streamtune.train.checkpoint import newest_checkpoint, open_checkpoint
+from streamtune.train.backend import LocalBackend, load_optimizer_tensors, optimizer_tensors
+from streamtune.train.checkpoint import newest_checkpoint, open_checkpoint, write_manifest
 from streamtune.train.rng import capture_rng, restore_rng, seed_everything
 from streamtune.train.saver import Keep, ModelWriter, rotate
 
@@ -52,6 +53,70 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     assert not any(path.suffix in (".pt", ".pkl", ".bin", ".pth") for path in path.rglob("*"))
 
 
+STATE = {"step": 2, "identity": {"recipe": {}}, "progressed": {}, "stream": None, "rng": {}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": -1},
+        {"step": True},
+        {"step": "2"},
+        {"ranks": 0},
+        {"ranks": "2"},
+        {"identity": []},
+        {"identity": {"recipe": 5}},
+        {"identity": {"files": ["base"]}},
+        {"identity": {"files": {"base": 3}}},
+        {"identity": {"recipe": {"quantization": 5}}},
+        {"identity": {"recipe": {"model_name_or_path": 5}}},
+        {"identity": {"recipe": {"rope_scaling": "linear"}}},
+        {"progressed": [1]},
+        {"progressed": {"step": "2"}},
+        {"stream": 3},
+        {"rng": None},
+    ],
+    ids=str,
+)
+def test_a_state_of_another_form_is_a_damaged_checkpoint(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Somebody wrote it, with a manifest that fits."""
+    path = save_tensors(tmp_path, {}, ModelWriter(write_model, 2), STATE)
+    assert open_checkpoint(path).step == 2
+    (path / "state.json").write_text(json.dumps({**STATE, **change}))
+    (path / "manifest.json").unlink()
+    write_manifest(path, run="mine", step=2, metric=None)
+    with pytest.raises(CheckpointError, match=r"step-000002 is damaged: state\.json cannot be read \(its '"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("exp_avg", torch.zeros(1)),
+        ("exp_avg", torch.zeros(2, 2)),
+        ("exp_avg_sq", torch.zeros(3, 2)),
+        ("exp_avg_sq", torch.zeros(2, 3, dtype=torch.int32)),
+        ("exp_avg", None),
+        ("step", None),
+    ],
+    ids=["one value", "narrower", "turned", "whole numbers", "gone", "no count"],
+)
+@pytest.mark.parametrize("states", ["param", "bfloat16"])
+def test_moments_of_another_form_are_refused(key: str, value: torch.Tensor | None, states: Any) -> None:
+    """The fused step looks at the size of the weight alone, and would read behind the end of a smaller moment."""
+    model = torch.nn.Linear(3, 2, bias=False)
+    optimizer = build_optimizer("adamw", model.named_parameters(), learning_rate=0.1, states=states)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    tensors = optimizer_tensors(optimizer, model)
+    load_optimizer_tensors(optimizer, model, tensors)
+    changed = {name: x for name, x in tensors.items() if name != f"weight/{key}"}
+    if value is not None:
+        changed[f"weight/{key}"] = value
+    with pytest.raises(CheckpointError, match="the optimizer's state of weight in the checkpoint has"):
+        load_optimizer_tensors(optimizer, model, changed)
+
+
 def test_large_state_is_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamtune.train.slices.FILE_BYTES", 100)
     tensors = {f"p{index}/exp_avg": torch.full((10,), float(index)) for index in range(7)}
@@ -63,7 +128,7 @@ def test_large_state_is_written_in_shards(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_an_optimizer_without_state_has_a_checkpoint_too(tmp_path: Path) -> None:
-    path = save_tensors(tmp_path, {}, ModelWriter(write_model, 2), {"step": 0})
+    path = save_tensors(tmp_path, {}, ModelWriter(write_model, 2), {"step": 0, "identity": {}})
     assert open_checkpoint(path).optimizer_tensors() == {}
 
 

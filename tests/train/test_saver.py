@@ -70,7 +70,7 @@ def test_a_save_is_written_while_training_goes_on_and_holds_what_was_there(tmp_p
         assert go_on.wait(30)
 
     with saver(tmp_path, write=write) as made:
-        made.save(State({"w/exp_avg": weights}), state={"step": 1}, rng=capture_rng())
+        made.save(State({"w/exp_avg": weights}), state={"step": 1, "identity": {}}, rng=capture_rng())
         assert going.wait(30)
         weights += 1
         assert made.finished() == []

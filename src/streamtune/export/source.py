@@ -14,16 +14,17 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from streamtune import models, train
-from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
+from streamtune.errors import ArgumentError, RecipeError, StreamTuneError, did_you_mean
 from streamtune.recipe import LoadedRecipe, load_recipe
-from streamtune.train.checkpoint import newest_checkpoint, open_checkpoint, step_directories
+from streamtune.train.checkpoint import newest_checkpoint, open_checkpoint, step_directories, step_of
+from streamtune.train.records import records_backwards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -137,6 +138,7 @@ def _of_run(given: str, run: train.RunDirectory, checkpoint: str | None, notify:
         opened = open_checkpoint(path)
         return _made(given, opened.model_dir, run, notify, step=opened.step, identity=opened.state.get("identity"))
     if run.final.is_dir():
+        _tell_newer(run, notify)
         return _made(given, run.final, run, notify)
     newest = newest_checkpoint(run.checkpoints, notify)
     if newest is None:
@@ -147,6 +149,19 @@ def _of_run(given: str, run: train.RunDirectory, checkpoint: str | None, notify:
         )
     notify(f"the run is not done, so this is its newest checkpoint, after step {newest.step:,}")
     return _made(given, newest.model_dir, run, notify, step=newest.step, identity=newest.state.get("identity"))
+
+
+def _tell_newer(run: train.RunDirectory, notify: Notify) -> None:
+    """Say so where a run that was done goes on, and has a checkpoint behind its final model."""
+    with suppress(StreamTuneError):  # of events that cannot be read nothing is known
+        ends = (event.get("step") for event in records_backwards(run.events) if event.get("event") == "finish")
+        done = next(ends, None)
+        later = [path for path in step_directories(run.checkpoints) if isinstance(done, int) and step_of(path) > done]
+        if later:
+            notify(
+                f"{run.final} is the model after step {done:,}, and the run goes on: --checkpoint "
+                f"{step_of(later[-1])} takes its newest"
+            )
 
 
 def _made(
@@ -162,19 +177,37 @@ def _made(
     loaded: LoadedRecipe | None = None
     if run is not None:
         try:
-            identity = run.read_identity() or identity
+            now = run.read_identity()
         except StreamTuneError as error:
             raise ArgumentError(
                 error.what, where="RUN", mend=f"copy {folder} out of the run and export that; --base names its base"
             ) from error
+        identity = identity if isinstance(identity, dict) and identity else now
         if run.recipe.is_file():
             try:
-                loaded = load_recipe(run.recipe)
+                loaded = _as_then(load_recipe(run.recipe), identity, now)
             except StreamTuneError as error:  # of another version, which had other keys
                 notify(f"{run.recipe} cannot be read by this version ({error.what}); only run.json is used")
     adapters = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
     identity = identity if isinstance(identity, dict) else {}
     return TrainedModel(given, str(folder), adapters, run, loaded, identity, step)
+
+
+def _as_then(loaded: LoadedRecipe, then: Any, now: Any) -> LoadedRecipe:
+    """Return the recipe of a run with the settings of a checkpoint: the run may have gone on with others.
+
+    Raises:
+        RecipeError: They are no settings of this version.
+    """
+    settings, latest = ((each or {}).get("recipe", {}) for each in (then, now))
+    changed = {key: value for key, value in settings.items() if key in latest and latest[key] != value}
+    if not changed:
+        return loaded
+    try:
+        recipe = type(loaded.recipe).model_validate({**loaded.recipe.model_dump(), **changed})
+    except ValueError as error:
+        raise RecipeError(f"the settings of the checkpoint are not valid: {error}", where=str(loaded.path)) from error
+    return replace(loaded, recipe=recipe)
 
 
 def _run_above(path: Path, levels: int) -> train.RunDirectory | None:

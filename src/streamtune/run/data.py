@@ -260,6 +260,9 @@ def fingerprint_inputs(
         found["start"] = models.fingerprint_model(recipe.adapter_name_or_path, times=times)
     if reference is not None and _is_at_hand(reference, hubs):
         found["reference"] = models.fingerprint_model(reference, code=recipe.trust_remote_code, times=times)
+        if (base := models.adapter_base(reference)) is not None:
+            under = models.fingerprint_model(base, code=recipe.trust_remote_code, times=times)
+            found["reference"] = f"{found['reference']} on {under}"
     if recipe.teacher_file is not None:
         found["reference"] = taught_digest(Path(recipe.teacher_file))
     if sources := rewards.reward_sources(list(task.reward_funcs), folder):

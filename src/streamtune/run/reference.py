@@ -120,7 +120,7 @@ def kept_logps(
     how = computation(start.device, bf16=bool(recipe.bf16), temperature=start.task.temperature)
     own = start.task.reference_name is None
     if known is not None:
-        parts = [how, *([configuration(model)] if own else [])]
+        parts = [how, *([configuration(model, adapters=False)] if own else [])]
         kept = read_logps(known, notify) if str(known).split("-")[: len(parts)] == parts else None
         if not world.any(kept is None):
             assert kept is not None
@@ -135,8 +135,9 @@ def kept_logps(
     assert reference is not None, "log-probs are kept of a reference"
     with doing("reading the reference's weights"):
         weights = whole_weights(recipe, asked) if start.shares_weights else asked.named_parameters()
-        rows = world.collect(row_key(weights, batches.asked()))[0]
-        key = f"{how}-{configuration(asked)}-{rows}"
+        adapters = asked is not model
+        rows = world.collect(row_key(weights, batches.asked(), adapters=adapters))[0]
+        key = f"{how}-{configuration(asked, adapters=adapters)}-{rows}"
     start.identity["reference"] = key
     kept = None if key == known else read_logps(key, notify)  # which was read above, and cannot be used
     if not world.any(kept is None):

@@ -137,7 +137,7 @@ def _train_run(run: Run, console: Console, listeners: train.Listeners, ended: di
     """Train; ``ended`` is kept as it is to be passed to the listeners, should this raise."""
     training = run.start.task.training(run)
     directory = run.directory
-    before = run.checkpoint.state["progressed"]["tokens"] if run.checkpoint else 0
+    before = run.checkpoint.state["progressed"].get("tokens", 0) if run.checkpoint else 0
     world = run.world
     with _claimed(run) as moved_aside:
         keep_log(directory.path, read_environment())

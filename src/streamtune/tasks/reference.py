@@ -60,14 +60,21 @@ def computation(device: torch.device, *, bf16: bool, temperature: float) -> str:
     return hash_of([versions(), name, precision, bf16, temperature])[:OWN]
 
 
-def configuration(model: nn.Module) -> str:
-    """Return a hash of a model's resolved configuration, its constant tensors, and its code where that is its own."""
+def configuration(model: nn.Module, *, adapters: bool) -> str:
+    """Return a hash of a model's resolved configuration, its constant tensors, and its code where that is its own.
+
+    Args:
+        model: The model.
+        adapters: Adapters are a part of the reference, see :func:`row_key`: their settings count too.
+    """
     config: Any = getattr(model, "config", None)
     settings = {} if config is None else config.to_dict()
     used = {key: value for key, value in settings.items() if key not in UNUSED and not key.endswith("_token_id")}
     digest = hashlib.blake2b(repr(_sorted(used)).encode(), digest_size=20)
+    for name, added in sorted(getattr(model, "peft_config", {}).items()) if adapters else ():
+        digest.update(repr((name, _sorted(added.to_dict()))).encode())
     for name, buffer in sorted(model.named_buffers()):
-        if not is_of_adapters(name) and not buffer.is_meta:
+        if (adapters or not is_of_adapters(name)) and not buffer.is_meta:
             digest.update(f"{name.rpartition('.')[2]} {buffer.dtype} {tuple(buffer.shape)}".encode())
             _add_tensor(digest.update, buffer.detach())
     for module in sorted({type(each).__module__ for each in model.modules()}):
@@ -83,16 +90,17 @@ def _sorted(value: Any) -> Any:
     return [_sorted(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def row_key(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.Tree]) -> str:
+def row_key(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.Tree], *, adapters: bool) -> str:
     """Return a hash of the reference's weights and of the rows; reads every weight once.
 
     Args:
-        weights: The reference's by name; adapters are not part of the hash. None is a weight that another rank hashes.
+        weights: The reference's by name. None is a weight that another rank hashes.
         trees: The rows.
+        adapters: Adapters are a part of the reference. They are not where it is the trained model without its own.
     """
     digest = hashlib.blake2b(digest_size=20)
     for name, parameter in weights:
-        if not is_of_adapters(name) and parameter is not None:
+        if (adapters or not is_of_adapters(name)) and parameter is not None:
             own = name.replace(".base_layer", "").replace(".original_module", "")
             digest.update(f"{own} {parameter.dtype} {tuple(parameter.shape)}".encode())
             _add_tensor(digest.update, parameter.detach())

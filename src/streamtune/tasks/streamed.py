@@ -230,7 +230,13 @@ class StreamSteps:
                 )
         self._stop()
         known = data.StreamPosition().to_json()
-        self._begin(data.StreamPosition(**{name: state[name] for name in known}))
+        place = {name: state[name] for name in known}
+        if any(type(count) is not int or count < 0 for name, count in place.items() if name != "counts"):
+            raise CheckpointError(
+                f"the checkpoint is at row {place['rows']} of pass {place['epoch']}, which is no place",
+                mend="use another checkpoint: --resume PATH",
+            )
+        self._begin(data.StreamPosition(**place))
 
     def _stop(self) -> None:
         for future in self._coming:

@@ -257,7 +257,7 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
     """Put the state back.
 
     Raises:
-        CheckpointError: It belongs to a model with other parameters.
+        CheckpointError: It belongs to a model with other parameters or to another optimizer, or has another form.
     """
     by_parameter: dict[str, dict[str, Any]] = defaultdict(dict)
     for full_name, value in tensors.items():
@@ -271,6 +271,48 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
             f"among them {differing[0]}",
             mend="start anew with --resume never",
         )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            _check_form(names[id(parameter)], parameter, by_parameter[names[id(parameter)]], group)
     # torch numbers the parameters in the order of the groups, and knows on which device each entry belongs.
     state = {index: by_parameter[name] for index, name in enumerate(order)}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+ADAMW = {"step", "exp_avg", "exp_avg_sq"}
+OTHER_SHAPES = (
+    *("adafactor", "adamw_coat", "adamw_torch_4bit", "adamw_torch_8bit", "adamw_torch_fp8", "apollo", "badam_ratio"),
+    *("came", "galore", "natural_galore"),
+)
+"""Optimizers with tensors of other shapes than the weight's; torch's operators refuse one that does not fit."""
+BLOCK = 256
+"""Values of a weight that share a scale in the states of bitsandbytes, and values of a table."""
+
+
+def _check_form(name: str, parameter: Tensor, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
+    """Refuse a state that a kernel would read beyond its end: fused ones look at the size of the weight alone.
+
+    Raises:
+        CheckpointError: A tensor is missing, or has another shape or dtype.
+    """
+
+    def refuse(what: str) -> CheckpointError:
+        return CheckpointError(
+            f"the optimizer's state of {name} in the checkpoint {what}", mend="use another checkpoint: --resume PATH"
+        )
+
+    rule = group.get("rule")
+    if rule in (None, "adamw") and entry and (missing := ADAMW - entry.keys()):
+        raise refuse(f"has no {', '.join(sorted(missing))}")
+    for key, value in entry.items():
+        start = key.rstrip("12")
+        if start == "absmax":
+            fits = value.numel() == -(-parameter.numel() // BLOCK)
+        elif start == "qmap":
+            fits = value.numel() == BLOCK
+        else:
+            fits = value.ndim == 0 or rule in OTHER_SHAPES or value.shape == parameter.shape
+        if not fits:
+            raise refuse(f"has '{key}' of shape {list(value.shape)}, and the weight is {list(parameter.shape)}")
+        if key in ADAMW and not value.is_floating_point() and rule in (None, "adamw"):
+            raise refuse(f"has '{key}' in {str(value.dtype).removeprefix('torch.')}")

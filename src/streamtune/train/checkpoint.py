@@ -18,14 +18,16 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from safetensors import safe_open
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from streamtune.errors import CheckpointError
+from streamtune.errors import CheckpointError, StreamTuneError
 from streamtune.train.rng import RngState
 from streamtune.train.staging import (
     fsync_path,
@@ -37,12 +39,15 @@ __all__ = [
     "STATE",
     "Checkpoint",
     "Manifest",
+    "check_identity",
     "checkpoint_path",
     "newest_checkpoint",
     "open_checkpoint",
     "read_manifest",
+    "restoring",
     "rng_name",
     "step_directories",
+    "step_of",
     "supersede",
     "verify_files",
     "write_manifest",
@@ -103,14 +108,98 @@ def open_checkpoint(path: Path) -> Checkpoint:
     manifest = read_manifest(path)
     verify_files(path, manifest)
     try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        step = int(state["step"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {STATE} cannot be read", mend="use another checkpoint") from error
+        state = _checked_state(json.loads((path / STATE).read_text(encoding="utf-8")))
+        step = state["step"]
+    except (OSError, ValueError, RecursionError) as error:
+        why = f"{STATE} cannot be read ({error})"
+        raise CheckpointError(f"{path} is damaged: {why}", mend="use another checkpoint") from error
     named = STEP_NAME.fullmatch(path.name)
     if step != manifest.step or (named is not None and int(named[1]) != step):
         raise CheckpointError(f"{path} is damaged: it is the checkpoint of step {step}", mend="use another checkpoint")
     return Checkpoint(path, state)
+
+
+_OF_STATE: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "identity": (dict,),
+    "progressed": (dict,),
+    "stream": (dict, type(None)),
+    "rng": (dict,),
+}
+"""The types that entries of a state may have."""
+_OF_IDENTITY: dict[str, tuple[type, ...]] = dict.fromkeys(("recipe", "free", "versions", "files"), (dict,))
+_OF_RECIPE: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("model_name_or_path", "quantization", "objective", "finetuning_type", "dtype"), (str, type(None))),
+    **dict.fromkeys(("model", "rope_scaling"), (dict, type(None))),
+    **dict.fromkeys(("rope_theta", "max_length", "seed"), (int, float, type(None))),
+}
+"""Settings of a run that other commands compute with."""
+
+
+def _checked_state(value: Any) -> dict[str, Any]:
+    """Return the content of ``state.json``, if it has the form that a run writes.
+
+    Raises:
+        ValueError: It has not.
+    """
+    state = _checked(value, _OF_STATE, needed=("step", "identity"))
+    ranks = state.get("ranks", 1)
+    if state["step"] < 0 or not isinstance(ranks, int) or ranks < 1:
+        raise ValueError("its 'step' or its 'ranks' is no count")
+    for name, number in state.get("progressed", {}).items():
+        if not isinstance(number, (int, float, list, type(None))):
+            raise ValueError(f"its 'progressed' has a '{name}' that is a {type(number).__name__}")
+    check_identity(state["identity"])
+    return state
+
+
+def check_identity(value: Any, needed: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the identity of a run, as ``run.json`` and checkpoints have it, if it has the form that a run writes.
+
+    Args:
+        value: The content of the file, or of the entry.
+        needed: Entries that have to be there.
+
+    Raises:
+        ValueError: It has not.
+    """
+    identity = _checked(value, _OF_IDENTITY, needed)
+    _checked(identity.get("recipe", {}), _OF_RECIPE)
+    for name, texts in identity.items():
+        if name in ("files", "versions") and not all(isinstance(text, str) for text in texts.values()):
+            raise ValueError(f"its '{name}' holds something that is no text")
+    return identity
+
+
+def _checked(value: Any, types: Mapping[str, tuple[type, ...]], needed: Iterable[str] = ()) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds no JSON object but {'nothing' if value is None else f'a {type(value).__name__}'}")
+    for name in needed:
+        if name not in value:
+            raise ValueError(f"it has no '{name}'")
+    for name, allowed in types.items():
+        if name in value and (not isinstance(value[name], allowed) or isinstance(value[name], bool)):
+            raise ValueError(f"its '{name}' is a {type(value[name]).__name__}")
+    return value
+
+
+@contextmanager
+def restoring(path: Path, what: str) -> Iterator[None]:
+    """Let whatever goes wrong inside be an error of the checkpoint, which names what could not be restored.
+
+    Raises:
+        CheckpointError: In place of errors that are not ours.
+    """
+    try:
+        yield
+    except (StreamTuneError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, SafetensorError, TypeError,
+            ValueError) as error:  # fmt: skip
+        raise CheckpointError(
+            f"{path} is damaged: its {what} cannot be restored ({type(error).__name__}: {error})",
+            mend="use another checkpoint: --resume PATH",
+        ) from error
 
 
 def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint | None:
@@ -145,13 +234,18 @@ def supersede(folder: Path, step: int) -> None:
 
     They are damaged, or the user went back behind them; the steps they stand for are taken again.
     """
-    later = [path for path in step_directories(folder) if int(path.name.removeprefix("step-")) > step]
+    later = [path for path in step_directories(folder) if step_of(path) > step]
     for path in later:
         aside = path.with_name(f"{path.name}.superseded")
         remove_any(aside)
         path.rename(aside)
     if later:
         fsync_path(folder)
+
+
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint."""
+    return int(path.name.removeprefix("step-"))
 
 
 def step_directories(folder: Path) -> list[Path]:

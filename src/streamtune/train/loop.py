@@ -16,7 +16,7 @@ from streamtune.engine import StreamHandle
 from streamtune.errors import did_you_mean
 from streamtune.train.backend import Backend
 from streamtune.train.batch import MicroBatch, StepStream, counted
-from streamtune.train.checkpoint import Checkpoint, checkpoint_path, supersede
+from streamtune.train.checkpoint import Checkpoint, checkpoint_path, restoring, supersede
 from streamtune.train.guard import NextSchedule, StepGuard
 from streamtune.train.listeners import Listeners
 from streamtune.train.memory import GIB, peak_memory_bytes
@@ -406,20 +406,30 @@ def resume(
     Every rank goes on with its own random state. Where another number of ranks wrote the checkpoint there is none for
     each, and all are seeded anew, by the step and the rank.
     """
-    saved = SliceReader(checkpoint.path, masters=fresh_optimizer)
-    if not fresh_optimizer:
-        backend.load_state(checkpoint.state.get("backend", {}))  # which weights have a state may depend on it
+    path = checkpoint.path
+    with restoring(path, "optimizer"):
+        saved = SliceReader(path, masters=fresh_optimizer)
+        if not fresh_optimizer:
+            backend.load_state(checkpoint.state.get("backend", {}))  # which weights have a state may depend on it
     if not fresh_optimizer or saved.parameters():
-        world.together(lambda: backend.load_slices(saved))
+
+        def load() -> None:
+            with restoring(path, "optimizer"):
+                backend.load_slices(saved)
+
+        world.together(load)
     if checkpoint.state["stream"] is not None:  # None: the data may be another, and is begun anew
-        steps.load_state_dict(checkpoint.state["stream"])
-    if checkpoint.ranks == world.size:
-        restore_rng(checkpoint.rng(world.rank))
-    else:
-        seed_everything(seed, world.rank, checkpoint.step)
-    progressed = dict(checkpoint.state["progressed"])
-    progressed["best_evaluations"] = tuple(map(tuple, progressed.get("best_evaluations", ())))  # JSON has no tuples
-    return Progressed(**progressed)
+        with restoring(path, "position in the data"):
+            steps.load_state_dict(checkpoint.state["stream"])
+    with restoring(path, "random state"):
+        if checkpoint.ranks == world.size:
+            restore_rng(checkpoint.rng(world.rank))
+        else:
+            seed_everything(seed, world.rank, checkpoint.step)
+    with restoring(path, "progress"):
+        progressed = dict(checkpoint.state["progressed"])
+        progressed["best_evaluations"] = tuple(map(tuple, progressed.get("best_evaluations", ())))  # JSON has no tuples
+        return Progressed(**progressed)
 
 
 def after_evaluation(

@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 from streamtune.errors import ArgumentError, CheckpointError, RecipeError, did_you_mean
-from streamtune.train.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
+from streamtune.train.checkpoint import Checkpoint, check_identity, newest_checkpoint, open_checkpoint
 from streamtune.train.hold import IDENTITY, LOCK, DirectoryHold
 from streamtune.train.records import read_records, rotated
 from streamtune.train.staging import fsync_path, write_durably, write_error
@@ -150,7 +150,9 @@ class RunDirectory:
             ) from error
         if self.identity.is_file():
             try:
-                identity: dict[str, Any] = _check_identity(json.loads(self.identity.read_text(encoding="utf-8")))
+                identity: dict[str, Any] = check_identity(
+                    json.loads(self.identity.read_text(encoding="utf-8")), needed=("recipe",)
+                )
             except (OSError, ValueError, RecursionError) as error:
                 raise ArgumentError(
                     f"{self.identity} cannot be read, so nothing says what run this is: {error}",
@@ -263,20 +265,6 @@ class RunDirectory:
             ArgumentError: Another process is training in it.
         """
         return self.hold().move_aside()
-
-
-def _check_identity(value: Any) -> dict[str, Any]:
-    """Return the content of ``run.json``, if it has the form that a run writes.
-
-    Raises:
-        ValueError: It is not.
-    """
-    if not isinstance(value, dict):
-        raise ValueError(f"it holds no JSON object but {'nothing' if value is None else f'a {type(value).__name__}'}")
-    for key in ("recipe", "free", "versions"):
-        if not isinstance(value.get(key, None if key == "recipe" else {}), dict):
-            raise ValueError(f"its '{key}' is no JSON object")
-    return value
 
 
 def find_checkpoint(run: RunDirectory, resume: str, notify: Callable[[str], None]) -> Checkpoint | None:

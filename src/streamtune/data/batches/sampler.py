@@ -12,7 +12,7 @@ packing changes which rows make up a step and nothing else.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from streamtune.data.batches.mixture import Mixture
 from streamtune.errors import CheckpointError
 
-__all__ = ["Packs", "ResumableSampler", "pack_parts", "pack_rows"]
+__all__ = ["Packs", "ResumableSampler", "pack_parts", "pack_rows", "place_in"]
 
 
 class ResumableSampler:
@@ -100,7 +100,26 @@ class ResumableSampler:
                     f"the checkpoint visits the data with {key} = {state[key]}, this run with {mine[key]}",
                     mend="resume with the data and the seed the checkpoint was made with",
                 )
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self.epoch, self.position = place_in(state, self.num_rows)
+
+
+def place_in(state: Mapping[str, Any], units: int) -> tuple[int, int]:
+    """Return epoch and position of a saved state.
+
+    Args:
+        state: The state.
+        units: Units of an epoch.
+
+    Raises:
+        CheckpointError: There is no such place.
+    """
+    epoch, position = state["epoch"], state["position"]
+    if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= units:
+        raise CheckpointError(
+            f"the checkpoint is at row {position} of epoch {epoch} of the data, which has {units:,}",
+            mend="use another checkpoint: --resume PATH",
+        )
+    return epoch, position
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ Where an epoch is cut is a function of the rows, the seed and the epoch, so that
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamtune.data.batches.sampler import ResumableSampler
+from streamtune.data.batches.sampler import ResumableSampler, place_in
 from streamtune.errors import CheckpointError
 
 __all__ = ["CURRICULA", "EpochSteps", "StepSampler", "bucket_steps", "token_steps"]
@@ -86,7 +87,8 @@ class StepSampler:
                     f"the checkpoint visits the data with {key} = {state.get(key)}, this run with {mine}",
                     mend="resume with the data, the seed and the batching the checkpoint was made with",
                 )
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        place_in(state, sys.maxsize)  # refuses what is no place at all
+        self.epoch, self.position = place_in(state, len(self.epoch_steps(state["epoch"]).units))
 
 
 def token_steps(rows: ResumableSampler, lengths: Numbers, budget: int) -> StepSampler:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from streamtune import data, rewards, rollout, train
-from streamtune.errors import OutOfMemoryError, RunError
+from streamtune.errors import CheckpointError, OutOfMemoryError, RunError
 from streamtune.objectives import POLICY_LOSSES, group_advantages, reward_with_kl
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.tasks.grpo.groups import (
@@ -425,8 +425,14 @@ class GrpoSteps:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the position of another stream over the same prompts."""
-        self.taken = int(state["taken"])
+        """Go to the position of another stream over the same prompts.
+
+        Raises:
+            CheckpointError: There is no such place.
+        """
+        if type(state["taken"]) is not int or state["taken"] < 0:
+            raise CheckpointError(f"the checkpoint has taken {state['taken']} steps", mend="use another checkpoint")
+        self.taken = state["taken"]
         self.picker.load_state_dict(state["picker"])
         self.norms.load_state_dict(state.get("norms", {}))
         current = state["rollout"]
