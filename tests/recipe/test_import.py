@@ -160,7 +160,7 @@ DATASETS = {
 }
 LOST = {
     "axolotl": {"datasets.type", "neftune_noise_alpha"},
-    "llamafactory": {"dataset"},
+    "llamafactory": {"dataset", "template"},
     "trl": {"fp16"},
     "swift": {"lora_bias"},
 }
@@ -718,3 +718,81 @@ def test_columns_of_swift(
     (entry,) = load_recipe(tmp_path / "ours.yaml").recipe.datasets
     assert (entry.columns, entry.type) == (columns, row_type)
     assert bool(dataset_notes(imported)) is ("problem" in row)
+
+
+@pytest.mark.parametrize(
+    ("template", "more", "reasoning", "said"),
+    [
+        ("qwen3", "", "keep", "think block there, empty without reasoning"),
+        ("qwen3", "mask_history: true\n", None, "think block there"),
+        ("qwen3", "enable_thinking: false\n", None, "reasoning is removed"),
+        ("llama3", "", None, "no system message or date"),
+        ("vicuna", "", None, "the tokenizer's own template is used"),
+    ],
+)
+def test_templates_of_llamafactory_are_starred(
+    template: str, more: str, reasoning: str | None, said: str, tmp_path: Path
+) -> None:
+    imported = llamafactory(tmp_path, f"stage: sft\ntemplate: {template}\n{more}")
+    assert [each.note for each in imported.changes_training if said in each.note]
+    assert ("reasoning: keep" in imported.text) is (reasoning == "keep")
+
+
+def test_templates_of_llamafactory_that_are_chatml(tmp_path: Path) -> None:
+    imported = llamafactory(tmp_path, "stage: sft\ntemplate: qwen3_nothink\nenable_thinking: false\n")
+    assert lost(imported) == set()
+    assert "chat_template: chatml" in imported.text
+    assert kinds(imported, "enable_thinking") == ["not_needed"]
+    assert "You are Qwen" in llamafactory(tmp_path, "stage: sft\ntemplate: qwen\n").text
+    texts = llamafactory(tmp_path, "stage: pt\ntemplate: qwen3\n", columns={"prompt": "text"})
+    assert kinds(texts, "template") == ["not_needed"]
+
+
+THINKER = "{{ '<think>' }}"
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "thinks"),
+    [
+        ("Qwen/Qwen3-8B", None, True),
+        ("Qwen/Qwen3-4B-Instruct-2507", None, False),
+        ("meta-llama/Llama-3.1-8B", None, False),
+        ("Qwen3-8B", "{{ messages }}", False),
+        ("mine", THINKER, True),
+        ("mine", [{"name": "default", "template": THINKER}], True),
+    ],
+)
+def test_templates_with_think_blocks_are_starred(
+    name: str, config: Any, thinks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a name of a template: by the model's own template where its folder is here, else by its name."""
+    monkeypatch.chdir(tmp_path)
+    if config is not None:
+        Path(name).mkdir()
+        Path(name, "tokenizer_config.json").write_text(json.dumps({"chat_template": config}))
+    swift = convert(tmp_path, f"swift sft --model {name} --max_length 64 --dataset own/a --use_hf true\n", "r.sh")
+    trl = f"model_name_or_path: {name}\ndataset_name: own/a\nassistant_only_loss: true\n"
+    own = f"base_model: {name}\nsequence_len: 64\nlearning_rate: 1e-5\ndatasets: [{{path: a, type: chat_template}}]\n"
+    wanted = {
+        "template": swift,
+        "assistant_only_loss": convert(tmp_path, trl, trainer="trl"),
+        "datasets.type": convert(tmp_path, own, trainer="axolotl"),
+    }
+    for theirs, imported in wanted.items():
+        assert lost(imported) == ({theirs} if thinks else set())
+        assert ("reasoning: keep" in imported.text) is (thinks and theirs != "datasets.type")
+
+
+def test_a_template_of_swift_is_starred(tmp_path: Path) -> None:
+    command = "swift {} --model a --max_length 64 --dataset own/a --use_hf true --template llama3_2\n"
+    assert lost(convert(tmp_path, command.format("sft"), "r.sh")) == {"template"}
+    assert kinds(convert(tmp_path, command.format("pt"), "r.sh"), "template") == ["not_needed"]
+
+
+def test_a_completion_of_several_turns_is_starred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    turn = {"role": "assistant", "content": "a"}
+    text = "model_name_or_path: a\ndataset_name: r.jsonl\n"
+    for turns, starred in (([turn], False), ([turn, {"role": "user", "content": "b"}, turn], True)):
+        Path("r.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "c"}], "completion": turns}))
+        assert (lost(convert(tmp_path, text, trainer="trl")) == {"completion_only_loss"}) is starred

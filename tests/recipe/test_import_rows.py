@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from tests.recipe.peer_schemas import PEERS
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.labels import IGNORE_INDEX
+from streamtune.models.tokenizer import set_chat_template
 from streamtune.recipe import load_recipe
 from streamtune.recipe.imports import import_recipe
 from streamtune.run.data import make_sources
@@ -46,6 +48,16 @@ CHAT = [
 ]
 PAIRS = [("The quick brown", " fox jumps"), ("What is", " Paris")]
 
+SHORT_THOUGHT, LONG_THOUGHT = "<think>\nfox\n</think>\n\nParis", "<think>\nThe quick fox\n</think>\n\nThe answer"
+THOUGHTS = [
+    {"role": "user", "content": "What is it?"},
+    {"role": "assistant", "content": SHORT_THOUGHT},
+    {"role": "user", "content": "again"},
+    {"role": "assistant", "content": LONG_THOUGHT},
+]
+"""A chat with reasoning in every answer."""
+QWEN = {"role": "system", "content": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."}
+
 TEXT_ROWS = [{"text": text} for text in DOCUMENTS]
 CHAT_ROWS = [{"messages": CHAT}, {"messages": SHORT}]
 PAIR_ROWS = [{"prompt": prompt, "completion": completion} for prompt, completion in PAIRS]
@@ -62,9 +74,14 @@ ASKED = [
 QUERY_ROWS = [{"q": "What is it?", "a": "The answer is 42."}]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return wrap(train_bpe(), read_template("chatml"))
+def tokenizer_of(case: Case) -> PreTrainedTokenizerFast:
+    folder, _, name = case.template.rpartition("/")
+    if folder != "trl":
+        return wrap(train_bpe(), read_template(name))
+    found = find_spec("trl")
+    assert found is not None
+    assert found.origin is not None
+    return wrap(train_bpe(), (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text())
 
 
 Made = Callable[[PreTrainedTokenizerFast], list[Tokens]]
@@ -146,6 +163,8 @@ class Case:
     made: Made
     stars: set[str] = field(default_factory=set)
     info: dict[str, Any] | None = None
+    template: str = "chatml"
+    """The tokenizer's own: a file of tests/data/templates, or of TRL's chat_templates"""
 
 
 AXOLOTL = "base_model: own/model\nsequence_len: {size}\nmicro_batch_size: 1\nlearning_rate: 1e-5\n"
@@ -160,6 +179,8 @@ OPENAI = {
 }
 TRL = "model_name_or_path: own/model\ndataset_name: rows.jsonl\n"
 SWIFT = "swift {command} --model own/model --train_type full --dataset rows.jsonl --use_hf true "
+
+TRAINING = "{}/chat_templates/qwen3_training.jinja".format(*(find_spec("trl").submodule_search_locations or []))  # type: ignore[union-attr]
 
 CASES: dict[str, Case] = {
     "axolotl completion": Case(
@@ -255,6 +276,46 @@ CASES: dict[str, Case] = {
         chats(everything, headers=True),
         info=OPENAI,
     ),
+    "llamafactory qwen3_nothink": Case(
+        "llamafactory",
+        FACTORY.replace("chatml", "qwen3_nothink") + "stage: sft\n",
+        [{"messages": CHAT}, {"messages": THOUGHTS}],
+        asked([CHAT, THOUGHTS]),
+        info=OPENAI,
+        template="qwen3",
+    ),
+    "llamafactory qwen": Case(
+        "llamafactory",
+        FACTORY.replace("chatml", "qwen") + "stage: sft\n",
+        CHAT_ROWS,
+        asked([CHAT, [QWEN, *SHORT]]),
+        info=OPENAI,
+        template="qwen3",
+    ),
+    "llamafactory qwen3": Case(
+        "llamafactory",
+        FACTORY.replace("chatml", "qwen3") + "stage: sft\n",
+        [{"messages": THOUGHTS}],
+        asked([THOUGHTS]),
+        stars={"template"},
+        info=OPENAI,
+        template="qwen3",
+    ),
+    "trl assistant_only_loss of Qwen3": Case(
+        "trl",
+        TRL.replace("own/model", "own/Qwen3-8B") + "assistant_only_loss: true\n",
+        [{"messages": THOUGHTS}],
+        asked([THOUGHTS]),
+        stars={"assistant_only_loss"},
+        template="trl/qwen3",
+    ),
+    "trl assistant_only_loss of Qwen3, its template": Case(
+        "trl",
+        TRL.replace("own/model", "own/Qwen3-8B") + f"assistant_only_loss: true\nchat_template_path: {TRAINING}\n",
+        [{"messages": [*THOUGHTS[:3], {"role": "assistant", "content": "Paris"}]}],
+        asked([[*THOUGHTS[:3], {"role": "assistant", "content": "<think>\n\n</think>\n\nParis"}]]),
+        template="trl/qwen3",
+    ),
     "trl text": Case("trl", TRL + "max_length: 16\n", TEXT_ROWS, texts(16, cut=True)),
     "trl text column": Case(
         "trl",
@@ -344,6 +405,8 @@ def made_here(case: Case, folder: Path, tokenizer: Any) -> list[Tokens]:
     assert {found.theirs.partition(":")[0] for found in imported.changes_training} == case.stars
     (folder / "ours.yaml").write_text(imported.text)
     loaded = load_recipe(folder / "ours.yaml")
+    if loaded.recipe.chat_template:
+        set_chat_template(tokenizer, loaded.recipe.chat_template)
     rows = task_of(loaded.recipe).prepare(make_sources(loaded), tokenizer, lambda message: None).train
     return [
         [(int(token), label != IGNORE_INDEX) for token, label in zip(row.input_ids, row.labels, strict=True)]
@@ -357,10 +420,9 @@ def as_trained(rows: Sequence[Tokens]) -> list[Tokens]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_tokens_are_trained(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_the_same_tokens_are_trained(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    tokenizer = tokenizer_of(CASES[name])
     assert made_here(CASES[name], tmp_path, tokenizer) == as_trained(CASES[name].made(tokenizer))
 
 
@@ -377,6 +439,16 @@ def labelled(rows: Any) -> list[Tokens]:
     return [[(int(token), label != IGNORE_INDEX) for token, label in zip(*row, strict=True)] for row in pairs]
 
 
+def without_newlines(rows: Sequence[Tokens], tokenizer: Any) -> list[Tokens]:
+    """Return the rows, in which the newline behind the end of a turn is not trained."""
+    (newline,), end = tokenizer("\n")["input_ids"], tokenizer.convert_tokens_to_ids("<|im_end|>")
+    behind = [[before == end and token == newline for (before, _), (token, _) in pairwise(row)] for row in rows]
+    return [
+        [row[0], *((token, on and not is_end) for (token, on), is_end in zip(row[1:], ends, strict=True))]
+        for row, ends in zip(rows, behind, strict=True)
+    ]
+
+
 def by_trl(case: Case, folder: Path, tokenizer: Any) -> list[Tokens]:
     """The rows of TRL's own trainer: its ``train_dataset``."""
     import trl
@@ -387,7 +459,7 @@ def by_trl(case: Case, folder: Path, tokenizer: Any) -> list[Tokens]:
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), num_key_value_heads=1, **size))
     given = yaml.safe_load(case.recipe)
     options = {name: value for name, value in given.items() if name not in ("model_name_or_path", "dataset_name")}
-    if options.get("assistant_only_loss"):
+    if options.get("assistant_only_loss") and case.template == "chatml":
         tokenizer = wrap(train_bpe(), read_template("chatml_generation"))
     options |= {"output_dir": str(folder), "report_to": [], "use_cpu": True, "bf16": False}
     with warnings.catch_warnings():
@@ -399,6 +471,8 @@ def by_trl(case: Case, folder: Path, tokenizer: Any) -> list[Tokens]:
             processing_class=tokenizer,
         )
     made = labelled(trainer.train_dataset[:])
+    if case.template != "chatml":
+        made = without_newlines(made, tokenizer)
     starts = trainer.train_dataset[:].get("seq_lengths")
     return (
         made if starts is None else [part for row, sizes in zip(made, starts, strict=True) for part in cut(row, sizes)]
@@ -452,10 +526,7 @@ def by_llamafactory(case: Case, folder: Path, tokenizer: Any) -> list[Tokens]:
     rows = [convert(deepcopy(row)) for row in case.rows]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     made = labelled(supervised.SupervisedDatasetProcessor(**parts).preprocess_dataset(columns))
-    (newline,) = tokenizer("\n")["input_ids"]
-    if given.get("train_on_prompt"):
-        return made
-    return [[(token, on and token != newline) for token, on in row] for row in made]
+    return made if given.get("train_on_prompt") else without_newlines(made, tokenizer)
 
 
 def by_swift(case: Case, folder: Path, tokenizer: Any) -> list[Tokens]:
@@ -485,9 +556,8 @@ def by_swift(case: Case, folder: Path, tokenizer: Any) -> list[Tokens]:
         with suppress(MaxLengthError):  # delete, which is the default
             found = template.encode({"messages": messages})
             made += found if isinstance(found, list) else [found]
-    (newline,) = tokenizer("\n")["input_ids"]
     rows = labelled({name: [row[name] for row in made] for name in ("input_ids", "labels")})
-    return [[(token, on and (pretrains or token != newline)) for token, on in row] for row in rows]
+    return rows if pretrains else without_newlines(rows, tokenizer)
 
 
 def read_by_swift(rows: Sequence[dict[str, Any]], given: dict[str, str]) -> list[dict[str, Any]]:
@@ -508,12 +578,11 @@ MADE_BY = {"trl": by_trl, "axolotl": by_axolotl, "llamafactory": by_llamafactory
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.trainer in ("trl", *PEERS)])
-def test_the_trainer_itself_makes_these_rows(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_the_trainer_itself_makes_these_rows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where STREAMTUNE_PEERS names a folder with the other trainers, and what they import is installed, theirs too."""
     monkeypatch.chdir(tmp_path)
     case = CASES[name]
+    tokenizer = tokenizer_of(case)
     made, wanted = MADE_BY[case.trainer](case, tmp_path, tokenizer), case.made(tokenizer)
     if name == "trl wrapped" or name == "llamafactory pt":  # there rows go on in the same block
         joined, theirs = ([token for row in rows for token in row] for rows in (wanted, made))

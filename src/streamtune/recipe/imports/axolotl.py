@@ -24,6 +24,7 @@ from .rules import (
     whole_modules,
     without,
 )
+from .templates import report_empty_thoughts
 from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
@@ -449,6 +450,7 @@ def _special(conversion: Conversion) -> None:
     trackers = {"wandb_project": "wandb", "use_wandb": "wandb", "use_mlflow": "mlflow", "mlflow_tracking_uri": "mlflow"}
     take_trackers(conversion, {**trackers, "use_tensorboard": "tensorboard", "use_trackio": "trackio"})
     take_datasets(conversion)
+    report_empty_thoughts(conversion)
 
 
 def _take_configuration(conversion: Conversion, name: str) -> None:

@@ -22,6 +22,7 @@ from .rules import (
     whole_modules,
     without,
 )
+from .templates import take_llamafactory_template
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_thinking, take_trackers, take_warmup
 
 __all__ = ["LLAMAFACTORY"]
@@ -31,9 +32,6 @@ OBJECTIVES = {"pt": "sft", "sft": "sft", "dpo": "dpo", "kto": "dpo"}
 
 PREPARED = "rows are prepared when the run starts"
 GENERATION = "read when it generates, not when it trains"
-GENERIC = ("alpaca", "default", "empty", "vicuna", "fewshot", "original", "aquila")
-"""Templates that belong to no model."""
-
 FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
 """Fields that say what ``finetuning_type: freeze`` trains."""
 
@@ -53,7 +51,7 @@ FIELDS: dict[str, FieldRule] = {
     **together("finetuning_type", ours="finetuning_type"),
     **together("dataset dataset_dir max_samples interleave_probs mix_strategy", ours="datasets"),
     **together("eval_dataset", ours="eval_datasets"),
-    **together("template", why="the tokenizer's own template is used: compare it"),
+    **together("template", ours="chat_template"),
     **together("train_on_prompt mask_history", ours="train_on"),
     **together("pure_bf16", ours="dtype"),
     **together("neat_packing", ours="packing"),
@@ -198,7 +196,7 @@ def _special(conversion: Conversion) -> None:
         conversion.put("loss_type", "kto", "stage")
     elif stage is not None:
         conversion.unneeded("stage", why=f"objective: {conversion.objective}")
-    _take_template(conversion)
+    take_llamafactory_template(conversion, texts=stage == "pt")
     take_thinking(conversion)
     _take_trained(conversion, stage)
     _take_precision(conversion)
@@ -272,17 +270,6 @@ def _take_blocks(conversion: Conversion) -> None:
         conversion.unneeded("neat_packing", why="read by stage: sft only")
 
 
-def _take_template(conversion: Conversion) -> None:
-    template = conversion.take("template")
-    if "template" not in conversion.file.fields:
-        return
-    if template in GENERIC:
-        conversion.lose("template", why="the tokenizer's own template is used; write chat_template: FILE.jinja")
-    else:
-        why = "the tokenizer's own template is used: compare it, and write chat_template: FILE.jinja where it differs"
-        conversion.unneeded("template", why=why)
-
-
 def _take_trained(conversion: Conversion, stage: Any) -> None:
     on_prompt, last_only = conversion.take("train_on_prompt"), conversion.take("mask_history")
     given = conversion.file.fields
@@ -344,6 +331,7 @@ LLAMAFACTORY = PeerTrainer(
         [
             *("finetuning_type", "lora_r", "learning_rate", "lr_scheduler_type", "num_train_epochs", "dtype", "bf16"),
             *("per_device_train_batch_size", "overlength", "truncate_side", "split_at", "packing", "train_on"),
+            *("reasoning", "default_system"),
         ]
     ),
 )

@@ -28,6 +28,7 @@ from .rules import (
     without,
 )
 from .swift_rows import STANDARD, is_self_cognition, take_columns, take_self_cognition
+from .templates import take_swift_template
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_thinking, take_trackers, take_warmup
 from .trl import take_weights_dtype
 
@@ -107,7 +108,7 @@ FIELDS: dict[str, FieldRule] = {
     **together("max_length", ours="max_length"),
     **together("quant_bits quant_method", ours="quantization"),
     **together("torch_dtype dtype", ours="dtype"),
-    **together("template", why="the tokenizer's own template is used: compare it"),
+    **without("the tokenizer's own template is used: compare it", "template"),
     **together("warmup_steps", ours="warmup_steps"),
     **together("warmup_ratio", ours="warmup_ratio"),
     **together("dataset columns interleave_prob", ours="datasets"),
@@ -314,14 +315,11 @@ def _special(conversion: Conversion) -> None:
     _take_tuner(conversion)
     take_thinking(conversion)
     take_weights_dtype(conversion, ("torch_dtype", "dtype"))
-    template = conversion.take("template")
-    if template is not None:
-        why = "the tokenizer's own template is used: compare it, and write chat_template: FILE.jinja where it differs"
-        conversion.unneeded("template", why=why)
+    take_swift_template(conversion, texts=_trains_texts(conversion))
     take_warmup(conversion)
     take_trackers(conversion, {})
     _take_datasets(conversion, use_hf)
-    if conversion.file.command == "pt" and not conversion.get("use_chat_template"):
+    if _trains_texts(conversion):
         _take_texts(conversion)
     for name, (value, line) in conversion.file.environment.items():
         if name in ("NPROC_PER_NODE", "CUDA_VISIBLE_DEVICES", "MASTER_PORT", "NNODES"):
@@ -331,6 +329,11 @@ def _special(conversion: Conversion) -> None:
                 else "set it in front of the command here too"
             )
             conversion.report(f"{name}={value}", f"{conversion.file.path}:{line}", why, None)
+
+
+def _trains_texts(conversion: Conversion) -> bool:
+    """Return True for ``swift pt``, which has no chat template unless it is asked for."""
+    return conversion.file.command == "pt" and not conversion.get("use_chat_template")
 
 
 def _take_model(conversion: Conversion, use_hf: Any) -> None:
@@ -583,6 +586,7 @@ SWIFT = PeerTrainer(
         [
             *("finetuning_type", "lora_r", "lora_alpha", "lora_dropout", "learning_rate", "weight_decay", "adam_beta2"),
             *("num_train_epochs", "train_batch_size", "overlength", "truncate_side", "split_at", "train_on", "bf16"),
+            "reasoning",
             *("per_device_train_batch_size", "beta", "temperature", "top_p", "top_k", "simpo_gamma"),
         ]
     ),

@@ -202,9 +202,9 @@ def take_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
 def take_thinking(conversion: Conversion) -> None:
     """Convert what is said about thoughts, which the chat template renders by the same names."""
     for name in ("enable_thinking", "preserve_thinking"):
-        value = conversion.take(name)
-        if name not in conversion.file.fields:
+        if name not in conversion.left:
             continue
+        value = conversion.take(name)
         if not isinstance(value, bool):
             conversion.unneeded(name, why="the chat template's own way")
         elif name == "preserve_thinking" and not value:

@@ -23,6 +23,7 @@ from .rules import (
     whole_modules,
     without,
 )
+from .templates import take_trl_template
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, one_loss, take_trackers, take_warmup
 
 __all__ = ["TRL", "take_weights_dtype"]
@@ -238,6 +239,7 @@ def _take_trained(conversion: Conversion, first: list[Row]) -> None:
     seen = bool(first) and None not in first
     if assistant:
         conversion.put("train_on", "assistant", "assistant_only_loss")
+        take_trl_template(conversion)
     elif "assistant_only_loss" in given:
         conversion.unneeded("assistant_only_loss", why="off: train_on says it")
     if completion and not assistant and (not seen or any(pairs)):
@@ -251,12 +253,22 @@ def _take_trained(conversion: Conversion, first: list[Row]) -> None:
         conversion.unneeded("completion_only_loss", why="no value")
     if conversion.objective != "sft" or assistant or completion is not None:
         return
+    for row in first:
+        _lose_answers(conversion, row)
     if seen and all(pairs):
         conversion.default("train_on", "completion", "the rows are prompts and completions")
     elif any(pairs):
         conversion.missing("completion_only_loss", "the first dataset decides it for all rows there; see train_on")
     elif not seen:
         why = "unset it is true for rows of prompt and completion, which are not here: write train_on: completion then"
+        conversion.missing("completion_only_loss", why)
+
+
+def _lose_answers(conversion: Conversion, row: Row) -> None:
+    """Report a completion of several turns, which TRL trains whole."""
+    turns = (row or {}).get("completion")
+    if isinstance(turns, list) and len(turns) > 1:
+        why = "a completion of several turns is trained whole there; here the assistant's turns of it"
         conversion.missing("completion_only_loss", why)
 
 
@@ -436,7 +448,17 @@ TRL = PeerTrainer(
     other_defaults=frozenset(
         [
             *("learning_rate", "lr_scheduler_type", "num_train_epochs", "per_device_train_batch_size", "max_length"),
-            *("overlength", "truncate_side", "split_at", "train_on", "bf16", "dtype", "lora_alpha", "lora_dropout"),
+            *(
+                "overlength",
+                "truncate_side",
+                "split_at",
+                "reasoning",
+                "train_on",
+                "bf16",
+                "dtype",
+                "lora_alpha",
+                "lora_dropout",
+            ),
         ]
     ),
 )

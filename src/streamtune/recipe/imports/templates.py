@@ -1,0 +1,153 @@
+"""Chat templates of other trainers: where they render or mask a chat otherwise than the tokenizer's own template."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from .conversion import Conversion
+
+__all__ = ["report_empty_thoughts", "take_llamafactory_template", "take_swift_template", "take_trl_template"]
+
+CHATML: dict[str, str] = {
+    "chatml": "",
+    "chatml_de": "Du bist ein freundlicher und hilfsbereiter KI-Assistent.",
+    "qwen": "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
+    "qwen3_nothink": "",
+}
+"""Templates of LLaMA-Factory that write ChatML, with the system message of rows that have none."""
+
+REASONING = (
+    *("deepseekr1", "hy3", "ernie_vl", "gemma4", "gemma4n", "glm4_moe", "glm4v", "glm4_5v", "glm4_7", "glmz1"),
+    *("gpt_oss", "keye_vl", "kimi_vl", "mimo", "mimo_v2", "mimo_vl", "minimax2", "qwen3", "qwen3_omni", "qwen3_vl"),
+    *("qwen3_5", "qwen3_6", "seed_oss", "youtu", "aeva"),
+)
+"""Templates of LLaMA-Factory that write a think block into every answer."""
+
+GENERIC = ("alpaca", "default", "empty", "vicuna", "fewshot", "original", "aquila")
+"""Templates that belong to no model."""
+
+OF_THINKERS = re.compile(r"qwen-?3|qwq|deepseek-?r1|r1-distill|glm-?4\.[5-9]|glm-?z1|mimo|minimax-?m2|seed-?oss", re.I)
+NO_THINKERS = re.compile("instruct|coder|embed|rerank", re.I)
+"""Names of models whose chat templates write think blocks, and of their relatives whose templates do not."""
+
+COMPARE = "compare a row with `streamtune data`, and write chat_template: FILE.jinja"
+EVERY = (
+    "every answer has a think block there, empty without reasoning, and here where the tokenizer's template writes one"
+)
+TRAINING = "for Qwen3 name TRL's chat_templates/qwen3_training.jinja as chat_template, which does the same"
+
+
+def _thinks(conversion: Conversion) -> bool:
+    """Return True if the model's own chat template writes think blocks: by the template of a folder, or by its name."""
+    name = str(conversion.ours.get("model_name_or_path") or conversion.get("model_name_or_path") or "")
+    name = name or str(conversion.get("base_model") or "")
+    for base in (Path(), conversion.file.path.resolve().parent):
+        folder = base / Path(name).expanduser()
+        if name and folder.is_dir() and (found := _template(folder)):
+            return "<think>" in found
+    return bool(OF_THINKERS.search(name)) and not NO_THINKERS.search(name)
+
+
+def _template(folder: Path) -> str:
+    """Return the chat template in a tokenizer's folder; empty where there is none."""
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        try:
+            text = (folder / name).read_text(encoding="utf-8")
+            found = text if name.endswith(".jinja") else json.loads(text).get("chat_template")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if found:
+            return str(found)
+    return ""
+
+
+def _keep_reasoning(conversion: Conversion) -> None:
+    """Write ``reasoning: keep``, for a trainer that trains the reasoning of every answer."""
+    if conversion.objective == "sft":
+        conversion.default("reasoning", "keep", "the reasoning of every answer is trained")
+
+
+def take_llamafactory_template(conversion: Conversion, *, texts: bool) -> None:
+    """Convert ``template``, a name of templates that LLaMA-Factory renders by its own code.
+
+    Args:
+        conversion: The recipe on its way to ours.
+        texts: True for ``stage: pt``, which renders no chat.
+    """
+    name, given = conversion.take("template"), "template" in conversion.file.fields
+    if texts:
+        if given:
+            conversion.unneeded("template", why="stage: pt trains texts, without a chat template")
+        return
+    if name in CHATML:
+        conversion.put("chat_template", "chatml", "template", note="final/ gets this template too")
+        if CHATML[name]:
+            conversion.default("default_system", CHATML[name], f"template: {name}")
+        for key in ("enable_thinking", "preserve_thinking"):
+            conversion.take(key)
+            if key in conversion.file.fields:
+                conversion.unneeded(key, why=f"template: {name} writes no think block")
+        return
+    reasons = name in REASONING or (not name and (_thinks(conversion) or conversion.get("enable_thinking") is not None))
+    if not name:
+        if given:
+            conversion.unneeded("template", why="the tokenizer's own template")
+        if not reasons:
+            return
+    if reasons:
+        off = conversion.get("enable_thinking") is False
+        if not off and not conversion.get("mask_history"):
+            _keep_reasoning(conversion)
+        why = (
+            "reasoning is removed, and a think block that is not trained stands in every answer there; here in the last"
+            if off
+            else f"{EVERY}; {TRAINING}"
+        )
+    elif name in GENERIC:
+        why = "the tokenizer's own template is used; write chat_template: FILE.jinja"
+    else:
+        why = f"its own code renders '{name}', with no system message or date that the tokenizer's template adds: "
+        why += COMPARE
+    if name:
+        conversion.lose("template", why=why)
+    else:
+        conversion.missing("template", why)
+
+
+def take_swift_template(conversion: Conversion, *, texts: bool) -> None:
+    """Convert ``template``; ms-swift renders each model by a template of its own, named or not."""
+    name, given = conversion.take("template"), "template" in conversion.file.fields
+    if texts or conversion.get("template_backend") == "jinja":
+        if given:
+            conversion.unneeded("template", why="texts have no chat template" if texts else "template_backend: jinja")
+        return
+    if given and not name:
+        conversion.unneeded("template", why="no value")
+    if name in ("qwen3", "qwen3_5", "qwen3_6") or (not name and _thinks(conversion)):
+        if conversion.get("loss_scale", "default") in ("default", "all"):
+            _keep_reasoning(conversion)
+        why = f"{EVERY}; {TRAINING}"
+    else:
+        why = f"its own code renders {f'{name!r}' if name else 'each kind of model'}, not the tokenizer: {COMPARE}"
+    if name:
+        conversion.lose("template", why=why)
+    else:
+        conversion.missing("template", why, trains=_thinks(conversion))
+
+
+def report_empty_thoughts(conversion: Conversion) -> None:
+    """Report that axolotl masks an empty think block in front of an answer, which is trained here."""
+    entries = conversion.get("datasets")
+    kinds = [entry.get("type") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    if conversion.objective == "sft" and "chat_template" in kinds and _thinks(conversion):
+        why = "the empty think block before an answer without reasoning is not trained there, and is here"
+        conversion.missing("datasets.type: chat_template", why)
+
+
+def take_trl_template(conversion: Conversion) -> None:
+    """Report the template that TRL puts in place of the tokenizer's own for ``assistant_only_loss``."""
+    if conversion.get("chat_template_path") is None and _thinks(conversion):
+        _keep_reasoning(conversion)
+        conversion.missing("assistant_only_loss: true", f"a template of TRL's renders the rows: {EVERY}; {TRAINING}")
