@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from streamtune import Schedule
 from streamtune.bench import Job, TableReport, draw_table, markdown, run_table
 from streamtune.bench import lengths as longest
+from streamtune.bench.build import fingerprints
 from streamtune.bench.entries import ablation_entries, length_entries
 from streamtune.bench.lengths import longest_by
 from streamtune.bench.modes import WAYS
@@ -29,6 +31,7 @@ from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Budget
 from streamtune.plan.search import Range
 from streamtune.probe.trial import Outcome
+from streamtune.recipe import load_recipe
 from streamtune.simulate import ALL_MODES
 from tests.exactness.families import build
 
@@ -412,3 +415,56 @@ def test_the_command_simulates_a_device_that_is_not_there(tmp_path: Path, monkey
     assert 0 < plain["max_length"] <= checkpoint["max_length"] <= 512
     assert 0 < checkpoint["peak_bytes"] <= 0.96 * (4 << 20)
     assert (tmp_path / "max-length-4-mib-simulated.md").is_file()
+
+
+CONFIG = {"model_type": "mistral", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 300, "max_position_embeddings": 512,
+          "architectures": ["MistralForCausalLM"]}  # fmt: skip
+
+
+def simulated_table(folder: Path, *settings: str) -> dict[str, Any]:
+    options = ["--table", "max-length", "--device-memory", "4MiB", "--modes", "checkpoint", "--output-dir", str(folder)]
+    options += [word for setting in settings for word in ("--set", setting)]
+    result = CliRunner().invoke(app, ["bench", str(folder / "recipe.yaml"), *options, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.parametrize("change", ["model", "adapters", "optimizer", "positions", "nothing", "rows"])
+def test_rows_of_another_model_at_the_same_path_are_simulated_again(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(longest, "WITHIN", Range(first=256, least=256, most=256, step=256))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(CONFIG))
+    adapters = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    (tmp_path / "ad").mkdir()
+    (tmp_path / "ad/adapter_config.json").write_text(json.dumps(adapters))
+    save_file({}, tmp_path / "ad/adapter_model.safetensors")  # a simulation reads no weights
+    (tmp_path / "recipe.yaml").write_text(f"model_name_or_path: {tmp_path / 'model'}\ndatasets: [rows.jsonl]\n")
+    settings = ("finetuning_type=lora", f"adapter_name_or_path={tmp_path / 'ad'}") if change == "adapters" else ()
+    kept = simulated_table(tmp_path, *settings)
+    (path,) = tmp_path.glob("max-length*.json")
+    path.write_text(json.dumps({**kept, "rows": [{**kept["rows"][0], "max_length": 7}]}))  # known when it is read again
+    if change == "model":
+        (tmp_path / "model/config.json").write_text(json.dumps({**CONFIG, "sliding_window": 64}))
+    elif change == "adapters":
+        (tmp_path / "ad/adapter_config.json").write_text(json.dumps({**adapters, "r": 8}))
+    more = {"optimizer": "optim=adafactor", "positions": "rope_scaling.rope_type=default", "rows": "val_size=0.1"}
+    again = simulated_table(tmp_path, *settings, *([more[change]] if change in more else ()))
+    assert again["rows"][0]["max_length"] == (7 if change in ("nothing", "rows") else 256)
+
+
+def test_weights_of_a_measured_table_are_compared(tmp_path: Path) -> None:
+    """Loss and gradient norm are theirs; a table that is simulated reads none."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "recipe.yaml").write_text(f"model_name_or_path: {tmp_path / 'model'}\ndatasets: [rows.jsonl]\n")
+    recipe = load_recipe(tmp_path / "recipe.yaml").recipe
+    seen = []
+    for content in (b"1", b"2"):
+        (tmp_path / "model/model.safetensors").write_bytes(content)
+        seen.append([fingerprints(recipe, weights=weights) for weights in (True, False)])
+    assert seen[0][0] != seen[1][0]
+    assert seen[0][1] == seen[1][1]

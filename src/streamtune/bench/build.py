@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from streamtune import __version__
+from streamtune import __version__, models
 from streamtune.bench.bench import BenchReport, run_bench
 from streamtune.bench.lengths import lengths_report
 from streamtune.bench.subject import Job
@@ -27,7 +27,7 @@ from streamtune.run.precision import precise
 from streamtune.simulate.workload import ALL_MODES, Mode
 from streamtune.tasks import task_of
 
-__all__ = ["TableOptions", "bench_recipe", "table_recipe"]
+__all__ = ["TableOptions", "bench_recipe", "fingerprints", "table_recipe"]
 
 SCORING: tuple[Mode, ...] = ("plain", "checkpoint", "checkpoint-offload", "stream", "stream-keep-attention")
 """Ways that score completions."""
@@ -54,19 +54,25 @@ DECIDES = {
     "ref_model_name_or_path",
 }
 """Keys of a recipe that the figures of a table depend on."""
-DECIDES_SINCE = {
-    "teacher",
-    "adapter_type",
-    "lora_exclude",
-    "lora_rank_pattern",
-    "lora_alpha_pattern",
-    "loftq_iter",
-    "oft_block_size",
-    "modules_to_save",
-    "label_smoothing_factor",
-    "z_loss_coef",
-}
-"""Such keys that are compared once they are given: tables were begun before there were these."""
+FREE = {
+    # the rows, which are random here,
+    "datasets", "eval_datasets", "mix_by", "on_bad_row", "max_bad_rows", "dataset_num_proc", "streaming",
+    "shuffle_buffer", "cache", "max_length", "overlength", "truncate_side", "split_at", "split_overlap", "train_on",
+    "roles_to_train", "train_on_eos", "reasoning", "on_empty", "default_system", "chat_template",
+    "chat_template_kwargs", "split_special_tokens", "packing", "batching", "tokens_per_batch", "buckets", "val_size",
+    "shuffle", "dataloader_num_workers", "prompts",
+    # how many steps there are, what happens between them,
+    "train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps",
+    "save_steps", "save_total_limit", "save_async", "metric_for_best_model", "greater_is_better",
+    "early_stopping_patience", "early_stopping_threshold", "save_best_limit", "on_nan", "max_skips", "on_oom",
+    "eval_steps", "logging_steps", "report_to", "sample", "sample_steps", "callbacks", "allow_code",
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "lr_scaling", "lr_scaling_base", "warmup_ratio",
+    "warmup_steps", "reward_funcs", "reward_weights", "num_completions_to_print",
+    # and where it goes.
+    "output_dir", "preset", "peak_flops",
+}  # fmt: skip
+"""Keys that no figure depends on. Of the others all that are given are compared, so a table that was begun before there
+was such a key is gone on with where it is not given."""
 
 
 def bench_recipe(
@@ -159,7 +165,7 @@ def table_recipe(
     """
     recipe, job = loaded.recipe, _job(loaded.recipe)
     schedule = make_schedule(recipe.engine)
-    asked = {
+    asked: dict[str, Any] = {
         "streamtune": __version__,
         "recipe": _decisive(recipe),
         "schedule_in_words": schedule.describe(),
@@ -173,6 +179,10 @@ def table_recipe(
     _check(options.lengths or [4], options.modes, options.repeats, 2)
     if options.method not in ("measure", "simulate"):
         raise ArgumentError(f"--method is measure or simulate, not {options.method!r}")
+    simulated = table == "max-length" and options.method == "simulate"
+    with blame_recipe(loaded):
+        if files := fingerprints(recipe, weights=not simulated):
+            asked["files"] = files
     if table == "max-length":
         device_bytes, host_bytes, disk_bytes = options.sizes
         return lengths_report(
@@ -206,8 +216,31 @@ def _decisive(recipe: Recipe) -> dict[str, Any]:
         del written["objective"]
         if recipe.loss_type == "nll":
             del written["loss_type"]
-    given = recipe.model_dump(mode="json", include=DECIDES_SINCE, exclude_defaults=True)
+    free = FREE if recipe.rope_scaling is None else FREE - {"max_length"}  # which may give its factor
+    given = recipe.model_dump(mode="json", exclude={*DECIDES, *free}, exclude_defaults=True)
     return {**written, **given}
+
+
+def fingerprints(recipe: Recipe, *, weights: bool) -> dict[str, str]:
+    """Return a hash of each model that the recipe names: a folder may get another one.
+
+    Args:
+        recipe: The recipe.
+        weights: Include the weights, besides the configurations; loss and gradient norm depend on them.
+    """
+    task = task_of(recipe)
+    names = {key: getattr(recipe, key) for key in ("model_name_or_path", "adapter_name_or_path")}
+    names[task.reference_key] = task.reference_name
+    names |= {f"base of {key}": models.adapter_base(name) for key, name in list(names.items()) if name is not None}
+    code = recipe.trust_remote_code
+    found = {
+        key: models.fingerprint_model(name, code=code, weights=weights)
+        for key, name in names.items()
+        if name is not None
+    }
+    if recipe.teacher_file is not None:
+        found["teacher"] = models.fingerprint_files([("teacher", Path(recipe.teacher_file))])
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _check(lengths: Sequence[int], modes: Sequence[Mode], repeats: int, shortest: int) -> None:

@@ -282,12 +282,15 @@ FileTimes = dict[Path, tuple[int, ...]]
 """Size, times and inode of files, as they were when they were first hashed."""
 
 
-def fingerprint_model(name_or_path: str, *, code: bool = False, times: FileTimes | None = None) -> str | None:
+def fingerprint_model(
+    name_or_path: str, *, code: bool = False, weights: bool = True, times: FileTimes | None = None
+) -> str | None:
     """Return the fingerprint of a model: of a folder its configuration and weights, of a hub's model its commit.
 
     Args:
         name_or_path: As the recipe has it.
         code: Whether Python files that come with the model are run.
+        weights: Whether the weights are read, besides the configuration.
         times: See :func:`fingerprint_files`.
 
     Returns:
@@ -299,8 +302,8 @@ def fingerprint_model(name_or_path: str, *, code: bool = False, times: FileTimes
     if not is_folder(name_or_path):
         return _commit_of(name_or_path)
     folder = Path(name_or_path).expanduser()
-    weights = _names(folder, WEIGHTS) or _names(folder, PICKLES)
-    names = {*_names(folder, SETTINGS), *weights, *(_names(folder, ("*.py",)) if code else ())}
+    files = (_names(folder, WEIGHTS) or _names(folder, PICKLES)) if weights else []
+    names = {*_names(folder, SETTINGS), *files, *(_names(folder, ("*.py",)) if code else ())}
     return fingerprint_files({name: folder / name for name in names}.items(), times)
 
 
