@@ -147,6 +147,7 @@ GGUF_ORDER = "modeling_gguf_pytorch_utils.TensorProcessor"
 CHECKPOINTED_LAYER = "modeling_layers.GradientCheckpointingLayer"
 MTP_MODEL = "modeling_layers.MtpModel"
 ATTENTIONS = "modeling_utils.ALL_ATTENTION_FUNCTIONS"
+SAFE_OPEN = "modeling_utils.safe_open"
 CAUSAL_NAMES = "models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 CONV1D = "pytorch_utils.Conv1D"
 QUANTIZERS = "quantizers.AutoHfQuantizer"
@@ -178,6 +179,7 @@ FUNCTIONS = {
     QUANTIZERS: "5.17",
     RENAMED_KEY: "5.17",
     RENAMING: "5.17",
+    SAFE_OPEN: "5.17",
     STREAMER: "5.17",
 }
 """Names imported from modules of transformers, and the version that each is there since (5.17 is the oldest tried)."""

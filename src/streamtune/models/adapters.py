@@ -36,6 +36,7 @@ from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.models import loftq
 from streamtune.models.adapter_settings import PEFT_FORM, check_saved_settings
 from streamtune.models.loftq import LoftqStart
+from streamtune.models.reading import READ, unchanged, unmapped
 from streamtune.patterns import find_matches
 
 if TYPE_CHECKING:  # it imports every quantiser there is: two seconds that only adapters are worth
@@ -664,7 +665,7 @@ def load_adapters(
     from safetensors.torch import load_file
 
     adapted = _added(model, spec, 0, new_tokens)
-    saved = load_file(_weights_in(folder))
+    saved = load_file(_weights_in(folder), backend=READ)
     if spec.kind == "paca":
         for name in [name for name in saved if name.endswith("lora_A.weight")]:
             saved[name.replace("lora_A.weight", COLUMNS)] = saved.pop(name).argmax(dim=1)
@@ -707,7 +708,8 @@ def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
     check_saved_settings(folder, _module_names(model), where="adapters")
     with warnings.catch_warnings():  # as where they were added
         warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys", category=RuntimeWarning)
-        return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+        with unchanged(folder, where="adapters"), unmapped(folder):
+            return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
 
 
 def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
@@ -749,14 +751,15 @@ def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
             warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys", category=RuntimeWarning)
             if next(model.parameters()).device.type == "meta":
                 return get_peft_model(model, config)
-            adapted = PeftModel.from_pretrained(model, str(path), is_trainable=True, config=config)
+            with unchanged(path, where=key), unmapped(path):
+                adapted = PeftModel.from_pretrained(model, str(path), is_trainable=True, config=config)
     except (IndexError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ArgumentError(
             f"peft cannot put the adapters in {folder} on this base: {str(error).splitlines()[0]}",
             where=key,
             mend="name adapters of this model",
         ) from error
-    with safe_open(path / "adapter_model.safetensors", framework="pt") as file:
+    with safe_open(path / "adapter_model.safetensors", framework="pt", backend=READ) as file:
         there = {name for name in file.keys() if not name.endswith(".base_layer.weight")}  # noqa: SIM118
     wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     if lost := sorted(there ^ {name for name in wanted if not name.endswith(".base_layer.weight")}):

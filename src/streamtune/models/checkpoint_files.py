@@ -44,6 +44,7 @@ from streamtune.engine.hf_names import (
 )
 from streamtune.errors import ArgumentError, StreamTuneError
 from streamtune.models.load import check_exists, is_memory_error, loading_error, read_config
+from streamtune.models.reading import READ, SETTLED_SECONDS, adapter_base
 from streamtune.models.safety import check_folder
 from streamtune.models.weights_check import check_dtypes, check_unused, is_finite, not_finite, size_error
 from streamtune.paths import cache_folder, escape_of
@@ -111,7 +112,7 @@ class CheckpointFiles:
     def dtype(self) -> torch.dtype:
         """Return the first floating dtype in the files: the meaning of ``dtype: auto`` if none is configured."""
         for key, path in self._files.items():
-            with safe_open(path, framework="pt") as file:
+            with safe_open(path, framework="pt", backend=READ) as file:
                 found: torch.dtype = file.get_slice(key)[:0].dtype
             if found.is_floating_point:
                 return found
@@ -154,7 +155,7 @@ class CheckpointFiles:
     def _check_size(self, key: str, name: str, wanted: Tensor) -> None:
         """Refuse a tensor of another size than its parameter."""
         try:
-            with safe_open(self._files[key], framework="pt") as file:
+            with safe_open(self._files[key], framework="pt", backend=READ) as file:
                 found = tuple(file.get_slice(key).get_shape())
         except (OSError, SafetensorError) as error:
             raise loading_error("model", self.name, error) from error
@@ -215,7 +216,7 @@ class CheckpointFiles:
 
     def _tensor(self, key: str, dtype: torch.dtype) -> Tensor:
         """Return a copy of a tensor: kernels may round differently for the alignment that it has in the file."""
-        with safe_open(self._files[key], framework="pt") as file:
+        with safe_open(self._files[key], framework="pt", backend=READ) as file:
             values: Tensor = file.get_tensor(key)
             if not is_finite(values):
                 raise not_finite(key, values, str(self._files[key]))
@@ -254,7 +255,7 @@ def _find(name_or_path: str) -> dict[str, Path]:
             return {key: Path(str(paths[name])) for key, name in listed.items()}
         single = inside(HUB_FILE)(name_or_path, SAFE_FILE, **options)
         if single is not None:
-            with safe_open(single, framework="pt") as file:
+            with safe_open(single, framework="pt", backend=READ) as file:
                 return dict.fromkeys(file.keys(), Path(single))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise loading_error("model", name_or_path, error) from error
@@ -270,11 +271,8 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.bin.index.json")
 TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
              "additional_chat_templates/*")  # fmt: skip
-SETTINGS_BYTES = 1 << 20
 REMEMBERED_BYTES = 64 << 20
 """Smaller files are always read."""
-SETTLED_SECONDS = 3.0
-"""A file that changed so recently may change again without another time."""
 THREADS = 8
 
 
@@ -305,19 +303,6 @@ def fingerprint_model(
     files = (_names(folder, WEIGHTS) or _names(folder, PICKLES)) if weights else []
     names = {*_names(folder, SETTINGS), *files, *(_names(folder, ("*.py",)) if code else ())}
     return fingerprint_files({name: folder / name for name in names}.items(), times)
-
-
-def adapter_base(name_or_path: str) -> str | None:
-    """Return the folder of the base that adapters at ``name_or_path`` name; None where they name none."""
-    try:
-        folder = Path(name_or_path).expanduser()
-        settings = folder / "adapter_config.json"
-        if not settings.is_file() or settings.stat().st_size > SETTINGS_BYTES:
-            return None
-        found = Path(json.loads(settings.read_text(encoding="utf-8"))["base_model_name_or_path"]).expanduser()
-        return str(found) if found.is_dir() and found.resolve() != folder.resolve() else None
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError):
-        return None
 
 
 def absolute_name(name_or_path: str) -> str:

@@ -28,6 +28,7 @@ from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
 from streamtune.models.loftq import QuantisationChange
 from streamtune.models.positions import RopeChange, position_limit, pretrained_positions
 from streamtune.models.quantize import logical_size, quantize
+from streamtune.models.reading import unchanged, unmapped
 from streamtune.models.recorded import NotRecordedError
 from streamtune.models.safety import (
     check_config,
@@ -181,35 +182,36 @@ def load_model(
 
     Raises:
         ArgumentError: There is no such checkpoint, it is not safe to read (``models.safety``), it lacks
-            weights that the model needs, or cannot be quantised so.
+            weights that the model needs, cannot be quantised so, or was written to while it was read.
     """
     check_exists(name_or_path)
-    safetensors = check_folder(name_or_path, allow_pickle=allow_pickle)
-    config = read_config(name_or_path, trust_remote_code)
-    if rope is not None and config is not None:
-        rope.apply(config)
-    check_quantised(name_or_path, config, quantization, device)
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            name_or_path,
-            config=config,
-            dtype=dtype if dtype == "auto" else DTYPES[dtype],
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True if safetensors else None,  # False would refuse them where there are both
-            weights_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
-        )
-    except Exception as error:  # whatever a file that is not what it should be makes of transformers, torch and others
-        if is_memory_error(error):
-            raise
-        raise loading_error("model", name_or_path, error) from error
-    check_report(name_or_path, model, report)
-    check_dtypes(name_or_path, config)
-    check_finite(model, name_or_path)
-    if quantization is not None:  # before the weights are copied: those of the file are read layer by layer
-        quantize(model, quantization, torch.device(device), change=change)
-    return _own_weights(model.to(device))
+    with unchanged(name_or_path), unmapped(name_or_path):
+        safetensors = check_folder(name_or_path, allow_pickle=allow_pickle)
+        config = read_config(name_or_path, trust_remote_code)
+        if rope is not None and config is not None:
+            rope.apply(config)
+        check_quantised(name_or_path, config, quantization, device)
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                name_or_path,
+                config=config,
+                dtype=dtype if dtype == "auto" else DTYPES[dtype],
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True if safetensors else None,  # False would refuse them where there are both
+                weights_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+            )
+        except Exception as error:  # whatever a damaged file makes of transformers, torch and others
+            if is_memory_error(error):
+                raise
+            raise loading_error("model", name_or_path, error) from error
+        check_report(name_or_path, model, report)
+        check_dtypes(name_or_path, config)
+        check_finite(model, name_or_path)
+        if quantization is not None:  # before the weights are copied: those of the file are read layer by layer
+            quantize(model, quantization, torch.device(device), change=change)
+        return _own_weights(model.to(device))
 
 
 def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
@@ -232,12 +234,20 @@ def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
 
 
 def _own_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy weights that are still memory-mapped pages of the file they were read from.
+    """Copy weights and buffers that may still be memory-mapped pages of the file they were read from.
 
-    Such pages have the alignment of the file. Kernels of the CPU may round differently for another alignment, and a
-    resumed run must give exactly the losses of one that was never interrupted.
+    Such pages have the alignment of the file, and its content: the training would follow what is written to it. Kernels
+    of the CPU may round differently for another alignment, and a resumed run must give exactly the losses of one that
+    was never interrupted.
     """
+    copies: dict[int, torch.Tensor] = {}
     with torch.no_grad():
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                in_file = buffer is not None and name not in module._non_persistent_buffers_set
+                if in_file and buffer.device.type == "cpu":
+                    copies.setdefault(id(buffer), buffer.clone(memory_format=torch.preserve_format))
+                    module._buffers[name] = copies[id(buffer)]
         for parameter in model.parameters():
             if parameter.device.type == "cpu" and type(parameter) is torch.nn.Parameter:  # a quantised one is new
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from streamtune.errors import ArgumentError
+from streamtune.models.reading import READ
 
 __all__ = ["LOFTQ_FILE", "LoftqStart", "QuantisationChange", "QuantisedBefore", "keep_taken", "taken_of"]
 
@@ -136,7 +137,7 @@ class QuantisedBefore:
         if not path.is_file():
             return None
         try:
-            saved = load_file(path)
+            saved = load_file(path, backend=READ)
             names = {name.rpartition(".")[0] for name in saved}
             return cls({name: (saved[f"{name}.A"], saved[f"{name}.B"]) for name in sorted(names)})
         except (SafetensorError, KeyError) as error:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from streamtune.adapters import is_of_adapters
 from streamtune.errors import ArgumentError
+from streamtune.models.reading import READ
 from streamtune.models.safety import key_place, keys_of_size
 
 __all__ = [
@@ -115,7 +116,7 @@ def check_dtypes(name_or_path: str, config: Any) -> None:
         return
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(path, framework="pt", backend=READ) as file:
                 kinds = {key: file.get_slice(key).get_dtype() for key in file.keys() if key.endswith(".weight")}  # noqa: SIM118
         except (OSError, SafetensorError):  # whoever reads it says so
             continue
@@ -266,7 +267,7 @@ def _in_files(name_or_path: str) -> tuple[Path, str, Tensor] | None:
     paths: Iterable[Path] = sorted(folder.glob("*.safetensors")) if folder is not None and folder.is_dir() else ()
     for path in paths:
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(path, framework="pt", backend=READ) as file:
                 for key in file.keys():  # noqa: SIM118 - it is no mapping
                     values = file.get_tensor(key)
                     if not is_finite(values):
