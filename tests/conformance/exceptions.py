@@ -68,6 +68,11 @@ NOT_CAUSAL = {"gemma4_assistant": _DRAFTS, "gemma4_unified_assistant": _DRAFTS}
 """Names that are no causal decoders and cannot be asked by running them, and why. The others are asked."""
 
 EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "dory": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        **{"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+    },
     # Without it transformers guesses the loss from the class's name, and warns that it could not.
     "gpt2": {"loss_type": "ForCausalLM"},
     "gpt-sw3": {"loss_type": "ForCausalLM"},

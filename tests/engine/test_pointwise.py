@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import LlamaModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+import streamtune
 from streamtune import Schedule
 from streamtune.engine.last_call import LastLayerCall
 from streamtune.engine.memory.placement import Tiers
@@ -169,3 +173,40 @@ def test_norms_outside_the_layers(family: str, names: list[str]) -> None:
     decoder = model.base_model
     layers = list(decoder.layers if hasattr(decoder, "layers") else decoder.h)
     assert norms_outside(decoder, layers) == [getattr(decoder, name) for name in names]
+
+
+class TwiceNormed(LlamaModel):
+    """Norms what its layers return twice, as dory does: their output has two readers."""
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
+        x = self.embed_tokens(input_ids)
+        places = torch.arange(x.shape[1])[None]
+        given = {"position_ids": places, "position_embeddings": self.rotary_emb(x, places)}
+        for layer in self.layers[:1]:
+            x = layer(x, **given)
+        x = self.norm(x) + torch.sin(self.norm(x))
+        for layer in self.layers[1:]:
+            x = layer(x, **given)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x) * torch.sigmoid(self.norm(x)))
+
+
+@pytest.mark.parametrize("offload", ["device", "host"])
+@pytest.mark.parametrize("levels", [1, 2])
+def test_a_gradient_that_is_left_at_a_layer_has_all_readers(offload: Any, levels: Any) -> None:
+    with Float64():
+        plain = build("llama")
+        config = copy.deepcopy(plain.config)
+        config._attn_implementation = "sdpa"
+        plain.model = TwiceNormed(config)
+        model, ids = in_float64(plain).train(), torch.randint(3, 60, (2, LENGTH))
+        call = {"input_ids": ids, "labels": ids, "use_cache": False}
+        model(**call).loss.backward()
+        want = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        segments: dict[str, Any] = {"levels": 2, "segment_size": 2} if levels == 2 else {}
+        schedule = Schedule(chunk_size=CHUNK, stream_grads=True, offload=offload, **segments)
+        with streamtune.stream(model, schedule=schedule):
+            model(**call).loss.backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        assert (p.grad - want[name]).norm() <= 1e-10 * want[name].norm(), name

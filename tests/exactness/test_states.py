@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 import streamtune
 from streamtune import Schedule
@@ -167,6 +168,21 @@ def test_shared_keys_and_values_get_the_gradients_of_all_their_readers(family: s
             want.check(gradients(model, inputs), schedule)
     with streamtune.stream(model) as handle:
         handle.check()
+
+
+@pytest.mark.parametrize("family", ["gemma4_unified_text", "gemma4_text", "gemma3n_text"])
+def test_keys_of_a_layer_that_runs_again_for_its_segment(family: str) -> None:
+    """The layer behind it in the segment was handed them: they are written once more before its own backward."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    with Float64():
+        model, inputs = in_float64(build_any(family)), batch("plain")
+        _, want = gradients(model, inputs)
+        for segment in (2, 3):
+            schedule = Schedule(chunk_size=6, levels=2, segment_size=segment, offload="host", stream_grads=True)
+            with streamtune.stream(model, schedule=schedule):
+                _, got = gradients(model, inputs)
+            assert worst(got, want) <= EXACT
 
 
 @pytest.mark.parametrize("family", SHARING)

@@ -39,6 +39,8 @@ class LastLayerCall(Generic[Call]):
 
     def __init__(self) -> None:
         self._last: tuple[_Numbers, weakref.ref[Call], bool] | None = None
+        self._has_reader = False
+        """True once somebody leaves the gradient of the last output at its call."""
         self.ends_with_rows = False
         """True once a layer of the model carries states and rows are packed: in the order of chunks all layers have
         the same chunks, and they end where rows do."""
@@ -48,7 +50,7 @@ class LastLayerCall(Generic[Call]):
 
     def note(self, output: Tensor, call: Call, layer: nn.Module) -> None:
         """Record that ``call``, of ``layer``, made ``output``."""
-        self._last = _Numbers(output), weakref.ref(call), watches_gradients(layer)
+        self._last, self._has_reader = (_Numbers(output), weakref.ref(call), watches_gradients(layer)), False
 
     def maker(self, hidden: Tensor) -> Call | None:
         """Return the layer call that made the numbers of these hidden states, if it was the one before; else None."""
@@ -60,18 +62,23 @@ class LastLayerCall(Generic[Call]):
     def grad_target(self, hidden: Tensor, module: nn.Module) -> Call | None:
         """Return :meth:`maker` if the gradient of these hidden states arrives at its output unchanged; else None.
 
+        There is room for the gradient of one reader: of the first that asks. Others get None (dory norms the output of
+        a layer twice).
+
         Args:
             hidden: The hidden states.
             module: The module that is given them.
         """
-        if self._last is None:
+        if self._last is None or self._has_reader:
             return None
         numbers, _, watched = self._last
         if not numbers.are(hidden):
             passing = PASS_GRADIENTS if watched or watches_gradients(module) else (*PASS_GRADIENTS, FULL_BACKWARD_HOOK)
             if not numbers.come_from(_origin(hidden, passing)):
                 return None
-        return self.maker(hidden)
+        found = self.maker(hidden)
+        self._has_reader = found is not None
+        return found
 
 
 class _Numbers:

@@ -318,7 +318,8 @@ class _StreamedLayer(torch.autograd.Function):
             )
         ctx.owner.check_in_place(stream.length)
         ctx.weights.check()
-        inputs, again = [stream.source(), *ctx.saved_tensors], graph_is_kept()
+        saved = ctx.saved_tensors  # read first: the input may be computed again, and keys that are shared with it
+        inputs, again = [stream.source(), *saved], graph_is_kept()
         count = len(stream.along)
 
         notify_chunk(stream.call.layer, slice(0, 0), "prepare")
