@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from streamtune.data import ChatOptions, Source, prepare, prepare_preferences, prepare_prompts
 from streamtune.errors import ArgumentError, DataError, UserError
 from streamtune.labels import IGNORE_INDEX
+from streamtune.models.tokenizer import set_chat_template
 from streamtune.templates import fix_date
 
 Write = Callable[..., str]
@@ -291,3 +293,23 @@ def test_a_token_over_the_border_is_counted(write: Write) -> None:
         "in 1 of 2 texts a token holds the end of the prompt and the start of the completion: it is trained with the "
         "completion"
     ]
+
+
+def test_schemas_of_functions_become_tools_and_are_counted(write: Write) -> None:
+    """What LLaMA-Factory's rows hold, ``[{"name": ..., "parameters": ...}]``, is printed as a server prints tools."""
+    schema = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    tool = {"type": "function", "function": schema}
+    tokenizer = fixed_tokenizer("chatml")
+    set_chat_template(tokenizer, "chatml")
+    rows: Rows = [{"messages": [user("q"), answer("a")], "tools": tools} for tools in ([schema], [tool])]
+    made = Made(write("a.jsonl", rows), tokenizer)
+    assert made.texts[0] == made.texts[1]
+    assert f"<tools>\n{json.dumps(tool)}\n</tools>" in made.texts[0]
+    note = 'the tools of 1 row are schemas of functions: put in the form {"type": "function", "function": ...}'
+    assert made.told == [note]
+    told: list[str] = []
+    pairs: Rows = [{"prompt": [user("q")], "chosen": "a", "rejected": "b", "tools": [schema]}]
+    prepare_preferences([Source(write("p.jsonl", pairs))], tokenizer, max_length=4096, notify=told.append)
+    asked: Rows = [{"prompt": [user("q")], "tools": [schema]}]
+    prepare_prompts([Source(write("q.jsonl", asked))], tokenizer, max_prompt_length=4096, notify=told.append)
+    assert len([text for text in told if "schemas of functions" in text]) == 2

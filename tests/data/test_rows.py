@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from streamtune.data.preferences import normalise_preference
 from streamtune.data.reading.readers import Row
 from streamtune.data.rows import Content, Conversation, Document, PromptCompletion, detect_type, normalise
 from streamtune.errors import DataError
@@ -73,6 +74,32 @@ def test_the_separator_of_alpaca_rows(separator: str, asked: str) -> None:
     content = normalise(Row("x:1", columns, separator), "alpaca")
     assert isinstance(content, Conversation)
     assert content.messages[0]["content"] == asked
+
+
+SCHEMA = {"name": "f", "description": "adds", "parameters": {"type": "object", "properties": {}}}
+TOOL = {"type": "function", "function": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "wrapped"),
+    [
+        ([TOOL], [TOOL], False),
+        ([SCHEMA], [TOOL], True),
+        (json.dumps([SCHEMA]), [TOOL], True),
+        ([{"type": "function", **SCHEMA}, TOOL], [TOOL, TOOL], True),
+        ([{"type": "web_search", **SCHEMA}], [{"type": "web_search", **SCHEMA}], False),
+        ([{"name": "f"}], [{"name": "f"}], False),
+        ([{**SCHEMA, "function": None}], [TOOL], True),
+    ],
+)
+def test_a_schema_of_a_function_is_put_into_the_form_of_a_tool(given: Any, wanted: list[Any], wrapped: bool) -> None:
+    content = normal({"messages": CHAT, "tools": given})
+    assert isinstance(content, Conversation)
+    assert (content.tools, content.wrapped_tools) == (wanted, wrapped)
+    pair = normalise_preference(
+        Row("x:1", {"prompt": CHAT[:1], "chosen": "a", "rejected": "b", "tools": given}), "preference"
+    )
+    assert pair.tools == wanted
 
 
 def test_messages_are_put_in_the_form_templates_expect() -> None:

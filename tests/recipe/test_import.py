@@ -12,9 +12,11 @@ import pytest
 from streamtune.cli import main
 from streamtune.data.preferences import normalise_preference
 from streamtune.data.reading.readers import Row
+from streamtune.data.reading.sources import read_rows
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.recipe import load_recipe
 from streamtune.recipe.imports import ImportedRecipe, import_recipe
+from streamtune.run.data import make_sources
 
 AXOLOTL = """
 base_model: own/base-1b
@@ -374,7 +376,12 @@ def test_a_file_of_dataset_info_that_is_missing(tmp_path: Path) -> None:
     assert "- path: mine" in imported.text
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [("adamw_bnb_8bit", "adamw_8bit"), ("adafactor", None), ("sgd", None)])
+@pytest.mark.parametrize(("theirs", "ours"), [
+        ("adamw_bnb_8bit", "adamw_8bit"), ("adafactor", None), ("sgd", None), ("paged_adamw_32bit", "adamw"),
+        ("adamw_torch_xla", "adamw"), ("adamw_torch_npu_fused", "adamw"), ("paged_adamw_8bit", "paged_adamw_8bit"),
+        ("ao_adamw_fp8", "adamw_torch_fp8"), ("ao_adamw_8bit", "adamw_torch_8bit"), ("lion_8bit", None),
+        ("paged_lion_32bit", None), ("galore_adamw", None), ("schedule_free_adamw", None),
+    ])  # fmt: skip
 def test_an_optimizer_with_our_name_and_other_steps_is_lost(theirs: str, ours: str | None, tmp_path: Path) -> None:
     text = f"base_model: a\nsequence_len: 64\noptimizer: {theirs}\ndatasets: [{{path: r.jsonl}}]\n"
     imported = convert(tmp_path, text)
@@ -744,6 +751,9 @@ def test_templates_of_llamafactory_that_are_chatml(tmp_path: Path) -> None:
     assert "chat_template: chatml" in imported.text
     assert kinds(imported, "enable_thinking") == ["not_needed"]
     assert "You are Qwen" in llamafactory(tmp_path, "stage: sft\ntemplate: qwen\n").text
+    tools = {"messages": "conversations", "tools": "tools"}
+    imported = llamafactory(tmp_path, "stage: sft\ntemplate: qwen\n", formatting="sharegpt", columns=tools)
+    assert "describes tools in other words" in dataset_notes(imported)
     texts = llamafactory(tmp_path, "stage: pt\ntemplate: qwen3\n", columns={"prompt": "text"})
     assert kinds(texts, "template") == ["not_needed"]
 
@@ -796,3 +806,42 @@ def test_a_completion_of_several_turns_is_starred(tmp_path: Path, monkeypatch: p
     for turns, starred in (([turn], False), ([turn, {"role": "user", "content": "b"}, turn], True)):
         Path("r.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "c"}], "completion": turns}))
         assert (lost(convert(tmp_path, text, trainer="trl")) == {"completion_only_loss"}) is starred
+
+
+@pytest.mark.parametrize("named", ["messages", "conversation", "prompt"])
+def test_prompts_of_axolotl_are_a_column_of_messages(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """instruct-dpo-lora as axolotl ships it; ``field_messages`` is ``messages`` where it is not said."""
+    monkeypatch.chdir(tmp_path)
+    turns = ({"role": "user", "content": "q"}, {"role": "assistant", "content": "good"})
+    row = {named: [turns[0]], "chosen": turns[1], "rejected": {**turns[1], "content": "bad"}}
+    Path("r.jsonl").write_text(json.dumps(row) + "\n")
+    said = "" if named == "messages" else f", field_messages: {named}"
+    mappings = "message_property_mappings: {role: role, content: content}"
+    imported = axolotl(
+        tmp_path, f"rl: dpo\ndatasets: [{{path: r.jsonl, type: chat_template.default, {mappings}{said}}}]\n"
+    )
+    assert lost(imported) == set()
+    Path("ours.yaml").write_text(imported.text)
+    (source,) = make_sources(load_recipe("ours.yaml"))
+    (read,) = read_rows(source)
+    assert normalise_preference(read, "preference").prompt == [turns[0]]
+
+
+def test_pairs_of_axolotl_with_from_and_value_are_preferences(tmp_path: Path) -> None:
+    mappings = "message_property_mappings: {role: from, content: value}"
+    imported = axolotl(tmp_path, f"rl: dpo\ndatasets: [{{path: r, type: chat_template.default, {mappings}}}]\n")
+    assert "type: preference" in imported.text
+
+
+@pytest.mark.parametrize(
+    ("more", "theirs"), [("", "eval_strategy"), ("dataset_test_split: test\n", "dataset_test_split")]
+)
+def test_a_file_has_no_split_to_evaluate(more: str, theirs: str, tmp_path: Path) -> None:
+    text = "model_name_or_path: a\ndataset_name: {}\neval_strategy: steps\neval_steps: 5\ncompletion_only_loss: false\n"
+    imported = convert(tmp_path, text.format("r.jsonl") + more, trainer="trl")
+    assert "eval_datasets" not in imported.text.partition("# Without")[0]
+    assert [each.trains for each in imported.findings if "has no split 'test'" in each.note] == [False]
+    assert kinds(imported, theirs)[0] == "lost" or not more
+    assert "eval_datasets" in convert(tmp_path, text.format("own/set") + more, trainer="trl").text

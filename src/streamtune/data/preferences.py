@@ -27,6 +27,7 @@ from streamtune.data.reading.cells import (
     column_names,
     text_or_messages,
     texts_of,
+    tools_and_form,
     tools_of,
     variables_of,
     with_system,
@@ -311,7 +312,8 @@ def _content(
     if not any(_says_something(message) for message in answer):
         raise DataError(f"'{name}' is empty: the assistant says nothing", where=row.origin, mend="remove the row")
     variables = variables_of(row.columns.get("chat_template_kwargs"), row.origin) or None
-    return Conversation([*prompt, *answer], tools, len(prompt), variables, other_system)
+    wrapped = tools_and_form(row.columns.get("tools"), row.origin)[1]
+    return Conversation([*prompt, *answer], tools, len(prompt), variables, other_system, wrapped)
 
 
 def _says_something(message: Mapping[str, Any]) -> bool:

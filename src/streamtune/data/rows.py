@@ -41,7 +41,7 @@ from streamtune.data.reading.cells import (
     parsed_messages,
     text_field,
     text_or_messages,
-    tools_of,
+    tools_and_form,
     variables_of,
     with_system,
 )
@@ -80,6 +80,8 @@ class Conversation:
     """variables of the chat template, such as ``enable_thinking``"""
     other_system: bool = False
     """True if the row has a column ``system`` as well, with another text, which is not read"""
+    wrapped_tools: bool = False
+    """True if a tool of the row was a function's schema alone, and was put into the form of a tool"""
 
 
 @dataclass(frozen=True)
@@ -192,12 +194,14 @@ def _conversation(row: Row, messages: Sequence[Any], *, column: str, first_answe
             mend="add one or remove the row",
         )
     with_it, other = with_system(checked, row.columns, row.origin)
+    tools, wrapped = tools_and_form(row.columns.get("tools"), row.origin)
     return Conversation(
         with_it,
-        tools_of(row.columns.get("tools"), row.origin),
+        tools,
         first_answer + len(with_it) - len(checked) if first_answer else 0,
         variables_of(row.columns.get("chat_template_kwargs"), row.origin) or None,
         other,
+        wrapped,
     )
 
 

@@ -9,6 +9,7 @@ it would be in the file.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -289,11 +290,35 @@ def own_rewards(recipe: Recipe) -> list[str]:
     return [spec.partition("(")[0].strip() for spec in getattr(recipe, "reward_funcs", ()) if ":" in spec.split("(")[0]]
 
 
+CONFIGURATIONS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+
+
+def _brings_code(name: str) -> bool:
+    """Return False if a model or tokenizer is a folder without Python of its own; what is on a hub may bring some."""
+    try:
+        folder = Path(name).expanduser()
+        if not folder.is_dir() or any(folder.glob("*.py")) or (folder / "adapter_config.json").exists():
+            return True
+        return any(_names_code(folder / each) for each in CONFIGURATIONS if (folder / each).exists())
+    except (OSError, ValueError, RuntimeError):
+        return True
+
+
+def _names_code(path: Path) -> bool:
+    """Return True if a configuration names classes in ``auto_map``, which may lie on a hub, or cannot be read."""
+    try:
+        return "auto_map" in json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return True
+
+
 def code_of(recipe: Recipe) -> list[str]:
     """Describe the code of a run that others have written, one text for each kind; empty for most recipes."""
     found = []
-    if recipe.trust_remote_code:
-        found.append(f"Python that comes with {recipe.model_name_or_path or 'the tokenizer'} (trust_remote_code)")
+    tokenizer = recipe.tokenizer.path if recipe.tokenizer is not None else None
+    models = (recipe.model_name_or_path, tokenizer, getattr(recipe, "ref_model_name_or_path", None))
+    if recipe.trust_remote_code and (named := [name for name in models if name and _brings_code(name)]):
+        found.append(f"Python that comes with {' and '.join(named)} (trust_remote_code)")
     if own := own_rewards(recipe):
         found.append(f"{', '.join(own)} (reward_funcs)")
     if recipe.callbacks:

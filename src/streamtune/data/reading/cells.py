@@ -27,6 +27,7 @@ __all__ = [
     "text_field",
     "text_or_messages",
     "texts_of",
+    "tools_and_form",
     "tools_of",
     "variables_of",
     "with_system",
@@ -258,18 +259,41 @@ def has_roles(turns: Any) -> bool:
 
 
 def tools_of(value: Any, origin: str) -> list[dict[str, Any]] | None:
-    """Return the tools of a row; None if it has none.
+    """Return the tools of a row in the form that chat templates read; None if it has none.
+
+    Raises:
+        DataError: They are not a list of objects.
+    """
+    return tools_and_form(value, origin)[0]
+
+
+def tools_and_form(value: Any, origin: str) -> tuple[list[dict[str, Any]] | None, bool]:
+    """Return the tools of a row as ``{"type": "function", "function": {...}}``; None if it has none.
+
+    That is the form that transformers' ``apply_chat_template`` documents, and in which servers hand on tools.
+
+    Returns:
+        The tools, and True if one of them was the function's schema alone.
 
     Raises:
         DataError: They are not a list of objects.
     """
     value = parsed_cell(value)
     if value is None or value in ("", []):
-        return None
+        return None, False
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise DataError("'tools' must be a list of JSON schemas", where=origin)
     found: list[dict[str, Any]] = without_nulls(value) if _has_filler(value) else value
-    return found
+    wrapped = [_wrapped(tool) for tool in found]
+    return wrapped, wrapped != found
+
+
+def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a function, with a name and parameters, in the form of a tool; another tool as it is."""
+    bare = isinstance(tool.get("name"), str) and "parameters" in tool and tool.get("type", "function") == "function"
+    if not bare or "function" in tool:
+        return tool
+    return {"type": "function", "function": {name: item for name, item in tool.items() if name != "type"}}
 
 
 _MAY_BE_NULL = ("default", "const", "example")

@@ -90,6 +90,8 @@ class RenderCounts:
     """rows whose tools the chat template does not print"""
     other_system: int = 0
     """rows whose column ``system`` is not read, as the messages have another system message"""
+    wrapped_tools: int = 0
+    """rows with a tool that is a function's schema alone"""
     special_rows: int = 0
     """rows whose text spells special tokens"""
     specials_by: Counter[str] = field(default_factory=Counter)
@@ -245,6 +247,9 @@ def _sentences(counts: RenderCounts, options: ChatOptions) -> list[str]:
         found.append(f"{_rows(counts.rows_with_empty)} with an empty answer left out (on_empty: drop)")
     if counts.other_system:
         found.append(f"the column 'system' of {_rows(counts.other_system)} is not read: messages have another one")
+    if counts.wrapped_tools:
+        form = '{"type": "function", "function": ...}'
+        found.append(f"the tools of {_rows(counts.wrapped_tools)} are schemas of functions: put in the form {form}")
     if counts.system_left_out:
         found.append(f"the chat template does not print the system message of {_rows(counts.system_left_out)}")
     if counts.tools_left_out:

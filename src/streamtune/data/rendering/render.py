@@ -28,7 +28,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from streamtune.data.preferences import Answers
-from streamtune.data.reading.cells import TextOrMessages, has_system, prompt_digest, tools_of, variables_of
+from streamtune.data.reading.cells import TextOrMessages, has_system, prompt_digest, tools_and_form, variables_of
 from streamtune.data.reading.readers import Row
 from streamtune.data.records import Prompt, Tree
 from streamtune.data.rendering.chat import ChatRenderer, ChatTurn, RenderedChat
@@ -256,6 +256,7 @@ class RowRenderer:
         now, messages = self.log.now, content.messages
         now.answers += len(answers)
         now.other_system += content.other_system
+        now.wrapped_tools += content.wrapped_tools
         now.system_left_out += system == "left out"
         now.system_late += system == "late"
         now.answers_before_system += len(trained) - 1 if system == "late" and self._train_on != "all" else 0
@@ -453,7 +454,8 @@ class PromptRenderer:
     def render_item(self, item: Item[tuple[Row, TextOrMessages]]) -> tuple[Prompt, bytes]:
         """See :class:`Renderer`: the prompt and its hash."""
         (row, prompt), origin = item.take(), item.origin
-        tools = tools_of(row.columns.get("tools"), origin)
+        tools, wrapped = tools_and_form(row.columns.get("tools"), origin)
+        self.log.now.wrapped_tools += wrapped
         variables = variables_of(row.columns.get("chat_template_kwargs"), origin)
         columns = {name: value for name, value in row.columns.items() if name != "prompt"}
         return Prompt(self(prompt, tools, origin, variables), prompt, columns, origin), prompt_digest(prompt, tools)

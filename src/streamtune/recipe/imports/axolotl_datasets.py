@@ -169,6 +169,7 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
     turns |= {"role": entry.get("message_field_role") or turns["role"]}
     turns |= {"content": entry.get("message_field_content") or turns["content"]}
     files = entry.get("data_files")
+    prompt = "messages"
     for key, value in entry.items():
         if value in (None, "", False) or key in ("path", "message_property_mappings"):
             continue
@@ -189,6 +190,8 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
                 lose(key, "files of a dataset on the hub: name them by path")
         elif key in ("message_field_role", "message_field_content"):
             continue
+        elif key == "field_messages" and conversion.objective == "dpo":
+            prompt = value
         elif key in COLUMNS:
             if value != COLUMNS[key] and not (key == "field_messages" and value == "conversations"):
                 spec["columns"] = {**spec.get("columns", {}), COLUMNS[key]: value}
@@ -207,8 +210,11 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
         else:
             rule = ENTRY_FIELDS.get(key)
             lose(key, rule.why if rule else "no counterpart in a dataset's entry")
+    if entry.get("type") == "chat_template.default" and conversion.objective == "dpo" and prompt != "prompt":
+        spec["columns"] = {"prompt": prompt, **spec.get("columns", {})}
     if (turns["role"], turns["content"]) == ("from", "value"):
-        spec["type"] = "sharegpt"
+        if conversion.objective == "sft":
+            spec["type"] = "sharegpt"
     elif (turns["role"], turns["content"]) != ("role", "content"):
         lose("message_property_mappings", "a turn has 'role' and 'content' here, or 'from' and 'value': rename them")
     if files and (entry["path"] in LOADERS or entry.get("ds_type")):

@@ -138,6 +138,8 @@ def _dataset(
         lose(f"the column {' and '.join(said)}: only the text is trained on")
     else:
         report_media(conversion, [spec], field)
+    if columns.get("tools") and conversion.ours.get("chat_template") == "chatml":
+        lose("chatml describes tools in other words than LLaMA-Factory: write chat_template: FILE.jinja")
     if texts:
         _take_text(spec, entry, lose)
     else:

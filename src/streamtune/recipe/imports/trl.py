@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from .conversion import Conversion, PeerTrainer
-from .datasets import put_datasets, report_media, rows_of_split, seen_columns
+from .datasets import DATA_FILES, put_datasets, report_media, rows_of_split, seen_columns
 from .reading import json_value
 from .rules import (
     FieldRule,
@@ -393,6 +393,10 @@ def _take_test_split(conversion: Conversion, name: Any, part: Any) -> None:
     if name is not None and evaluates:
         spec = {"path": name, "split": str(split or "test"), **({"name": part} if part else {})}
         key = "dataset_test_split" if split else "eval_strategy"
+        if str(name).endswith(DATA_FILES):
+            why = f"{name} is a file and has no split '{spec['split']}': write val_size, or eval_datasets"
+            conversion.lose(key, why=why, trains=False) if split else conversion.missing(key, why, trains=False)
+            return
         conversion.put("eval_datasets", {"test": [spec]}, key, note="the rows of a split", trains=False)
     elif "dataset_test_split" in conversion.file.fields:
         conversion.unneeded("dataset_test_split", why="read where eval_strategy says so")
