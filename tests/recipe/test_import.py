@@ -535,8 +535,16 @@ def test_thinking_is_handed_to_the_chat_template(trainer: str, value: str, tmp_p
     line = f"enable_thinking: {value}\n"
     swift = f"model: a\nmax_length: 64\ndataset: r.jsonl\n{line}"
     imported = llamafactory(tmp_path, line) if trainer == "llamafactory" else convert(tmp_path, swift, trainer="swift")
+    if trainer == "swift":  # which reads it when it generates
+        assert kinds(imported, "enable_thinking") == ["not_needed"]
+        more = "rlhf_type: grpo\nreward_funcs: accuracy\nper_device_train_batch_size: 8\n"
+        grpo = convert(tmp_path, swift + more, trainer="swift")
+        assert f"\n  enable_thinking: {value}\n" in grpo.text
+        return
     assert f"\n  enable_thinking: {value}\n" in imported.text
     assert kinds(imported, "enable_thinking") == ["mapped"]
+    named = llamafactory(tmp_path, f"template: llama3\n{line}")
+    assert kinds(named, "enable_thinking") == ["not_needed"]
 
 
 def test_images_have_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -845,3 +853,30 @@ def test_a_file_has_no_split_to_evaluate(more: str, theirs: str, tmp_path: Path)
     assert [each.trains for each in imported.findings if "has no split 'test'" in each.note] == [False]
     assert kinds(imported, theirs)[0] == "lost" or not more
     assert "eval_datasets" in convert(tmp_path, text.format("own/set") + more, trainer="trl").text
+
+
+@pytest.mark.parametrize(
+    ("more", "stars", "reasoning"),
+    [
+        ("", {"template"}, True),
+        ("--preserve_thinking false", {"template"}, False),
+        ("--loss_scale last_round", set(), False),
+        ("--loss_scale last_round --preserve_thinking true", {"template"}, True),
+        ("--template qwen3_nothinking --enable_thinking false", set(), False),
+        ("--template_backend jinja", set(), False),
+        ("--agent_template react_en", {"template", "agent_template"}, True),
+    ],
+)
+def test_thoughts_of_swift(more: str, stars: set[str], reasoning: bool, tmp_path: Path) -> None:
+    """What its own template writes for Qwen3: a think block in every answer, but for the last round alone."""
+    command = f"swift sft --model Qwen/Qwen3-8B --max_length 64 --dataset own/a --use_hf true {more}\n"
+    imported = convert(tmp_path, command, "r.sh")
+    assert lost(imported) == stars
+    assert ("reasoning: keep" in imported.text) is reasoning
+    assert ("chat_template: chatml" in imported.text) is ("nothinking" in more)
+
+
+@pytest.mark.parametrize(("kind", "said"), [("dpo", "rejected_response"), ("kto", "a label")])
+def test_pairs_of_swift_are_starred(kind: str, said: str, tmp_path: Path) -> None:
+    command = f"swift rlhf --rlhf_type {kind} --model a --max_length 64 --dataset own/a --use_hf true\n"
+    assert said in dataset_notes(convert(tmp_path, command, "r.sh"))

@@ -347,6 +347,36 @@ CASES: dict[str, Case] = {
         CHAT_ROWS,
         chats(last_answer),
     ),
+    "swift template_backend": Case(
+        "swift",
+        SWIFT.format(command="sft") + "--max_length 256 --template_backend jinja --loss_scale last_round",
+        CHAT_ROWS,
+        chats(everything, headers=True),
+    ),
+    "swift qwen3_nothinking": Case(
+        "swift",
+        SWIFT.format(command="sft") + "--max_length 256 --template qwen3_nothinking",
+        [{"messages": CHAT}, {"messages": THOUGHTS}],
+        asked([CHAT, THOUGHTS]),
+        template="qwen3",
+    ),
+    "swift Qwen3": Case(
+        "swift",
+        SWIFT.format(command="sft") + "--max_length 256 --template qwen3",
+        [{"messages": THOUGHTS}],
+        asked([THOUGHTS]),
+        stars={"template"},
+        template="qwen3",
+    ),
+    "swift Qwen3, last_round": Case(
+        "swift",
+        SWIFT.format(command="sft") + "--max_length 256 --template qwen3 --loss_scale last_round",
+        [{"messages": THOUGHTS}],
+        lambda tokenizer: [
+            chat(tokenizer, [THOUGHTS[0], {**THOUGHTS[1], "content": "Paris"}, *THOUGHTS[2:]], last_answer(THOUGHTS))
+        ],
+        template="qwen3",
+    ),
     "swift delete": Case(
         "swift",
         SWIFT.format(command="sft") + "--max_length 24",
@@ -539,11 +569,14 @@ def by_swift(case: Case, folder: Path, tokenizer: Any) -> list[Tokens]:
     facts = {"model_dir": "", "torch_dtype": torch.float32, "max_model_len": 2048, "task_type": "causal_lm"}
     unset = dict.fromkeys(("config", "model_type", "quant_method", "rope_scaling", "model_arch"))
     tokenizer.model_info = SimpleNamespace(**facts, **unset, is_moe_model=False)
-    tokenizer.model_meta = SimpleNamespace(**unset, template="chatml", is_multimodal=False, is_reranker=False)
+    tokenizer.model_meta = SimpleNamespace(
+        **unset, template=given.get("template", "chatml"), is_multimodal=False, is_reranker=False
+    )
     pretrains = words[1] == "pt"
     template = get_template(
         tokenizer,
-        template_type="chatml",
+        template_type=given.get("template", "chatml"),
+        template_backend=given.get("template_backend", "swift"),
         use_chat_template=not pretrains,
         max_length=int(given["max_length"]),
         truncation_strategy=given.get("truncation_strategy", "raise"),
@@ -557,7 +590,8 @@ def by_swift(case: Case, folder: Path, tokenizer: Any) -> list[Tokens]:
             found = template.encode({"messages": messages})
             made += found if isinstance(found, list) else [found]
     rows = labelled({name: [row[name] for row in made] for name in ("input_ids", "labels")})
-    return rows if pretrains else without_newlines(rows, tokenizer)
+    whole_rows = pretrains or given.get("template_backend") == "jinja"
+    return rows if whole_rows else without_newlines(rows, tokenizer)
 
 
 def read_by_swift(rows: Sequence[dict[str, Any]], given: dict[str, str]) -> list[dict[str, Any]]:

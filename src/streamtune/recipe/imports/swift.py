@@ -205,7 +205,8 @@ FIELDS: dict[str, FieldRule] = {
     **by_itself(OTHER_TUNERS, "galore_proj_type", "lisa_step_interval", "adalora_target_r", "adalora_init_r"),
     **by_itself(OTHER_TUNERS, "llamapro_num_new_blocks", "llamapro_num_groups", "reft_rank", "boft_block_size"),
     **by_itself(OTHER_TUNERS, "vera_rank", "fourier_n_frequency", "adapter_act", "adapter_length"),
-    **by_itself("the template renders tools", "agent_template", "tools_prompt", "template_backend"),
+    **without("tools are rendered by the chat template", "agent_template", "tools_prompt"),
+    **together("template_backend", ours="train_on"),
     # lost
     **without("the trained tokens' weights are 1 or 0", "is_binary_loss_scale", off=(True,)),
     "add_non_thinking_prefix": no_counterpart("what the chat template renders before an answer is kept", off=(True,)),
@@ -313,9 +314,12 @@ def _special(conversion: Conversion) -> None:
     _take_left(conversion)
     _take_quantization(conversion)
     _take_tuner(conversion)
-    take_thinking(conversion)
     take_weights_dtype(conversion, ("torch_dtype", "dtype"))
     take_swift_template(conversion, texts=_trains_texts(conversion))
+    if conversion.objective != "grpo" and "enable_thinking" in conversion.left:
+        conversion.take("enable_thinking")
+        conversion.unneeded("enable_thinking", why="read when it generates; rows are rendered the same either way")
+    take_thinking(conversion)
     take_warmup(conversion)
     take_trackers(conversion, {})
     _take_datasets(conversion, use_hf)
@@ -461,6 +465,13 @@ def _columns(conversion: Conversion) -> dict[str, str]:
     return {ours[name]: column for column, name in given.items()}
 
 
+PAIRS = (
+    "a pair is messages and rejected_response there; here write prompt, chosen and rejected",
+    "a row is messages and a label there; here write prompt, completion and label",
+)
+"""The rows of pairs, and of single answers with a label."""
+
+
 def _specs(
     conversion: Conversion, field: str, use_hf: Any, columns: dict[str, str]
 ) -> tuple[list[dict[str, Any]], str]:
@@ -497,6 +508,8 @@ def _specs(
                 away[path] = None
         elif columns:
             spec["columns"] = dict(columns)
+        if conversion.objective == "dpo":
+            conversion.lose(field, why=f"{path}: {PAIRS[conversion.ours.get('loss_type') == 'kto']}")
         found += [{**spec, "name": part} for part in parts] or [spec]
     if field == "dataset":
         _take_names(conversion, unknown)

@@ -18,6 +18,9 @@ CHATML: dict[str, str] = {
 }
 """Templates of LLaMA-Factory that write ChatML, with the system message of rows that have none."""
 
+SWIFT_CHATML = ("chatml", "qwen3_nothinking")
+"""Templates of ms-swift that write ChatML without a system message of their own."""
+
 REASONING = (
     *("deepseekr1", "hy3", "ernie_vl", "gemma4", "gemma4n", "glm4_moe", "glm4v", "glm4_5v", "glm4_7", "glmz1"),
     *("gpt_oss", "keye_vl", "kimi_vl", "mimo", "mimo_v2", "mimo_vl", "minimax2", "qwen3", "qwen3_omni", "qwen3_vl"),
@@ -85,10 +88,7 @@ def take_llamafactory_template(conversion: Conversion, *, texts: bool) -> None:
         conversion.put("chat_template", "chatml", "template", note="final/ gets this template too")
         if CHATML[name]:
             conversion.default("default_system", CHATML[name], f"template: {name}")
-        for key in ("enable_thinking", "preserve_thinking"):
-            conversion.take(key)
-            if key in conversion.file.fields:
-                conversion.unneeded(key, why=f"template: {name} writes no think block")
+        _leave_thinking(conversion, f"template: {name} writes no think block")
         return
     reasons = name in REASONING or (not name and (_thinks(conversion) or conversion.get("enable_thinking") is not None))
     if not name:
@@ -105,28 +105,61 @@ def take_llamafactory_template(conversion: Conversion, *, texts: bool) -> None:
             if off
             else f"{EVERY}; {TRAINING}"
         )
-    elif name in GENERIC:
-        why = "the tokenizer's own template is used; write chat_template: FILE.jinja"
     else:
-        why = f"its own code renders '{name}', with no system message or date that the tokenizer's template adds: "
-        why += COMPARE
+        _leave_thinking(conversion, f"template: {name} does not read it")
+        own = f"its own code renders '{name}', with no system message or date that the tokenizer's template adds"
+        used = "the tokenizer's own template is used; write chat_template: FILE.jinja"
+        why = used if name in GENERIC else f"{own}: {COMPARE}"
     if name:
         conversion.lose("template", why=why)
     else:
         conversion.missing("template", why)
 
 
+def _takes_jinja(conversion: Conversion, *, texts: bool) -> bool:
+    """Convert ``template_backend: jinja``: the tokenizer's own template renders rows, and every token is trained."""
+    name = "template_backend"
+    jinja = conversion.take(name) == "jinja"
+    if name not in conversion.file.fields:
+        return False
+    if not jinja or texts or conversion.objective != "sft":
+        conversion.unneeded(name, why="see template")
+        return jinja
+    conversion.put("train_on", "all", name, note="which trains every token there, whatever loss_scale says")
+    if "loss_scale" in conversion.left:
+        conversion.take("loss_scale")
+        conversion.unneeded("loss_scale", why="template_backend: jinja trains every token")
+    return True
+
+
+def _leave_thinking(conversion: Conversion, why: str) -> None:
+    """Report what is said about thoughts as not needed."""
+    for key in ("enable_thinking", "preserve_thinking"):
+        if key in conversion.left:
+            conversion.take(key)
+            conversion.unneeded(key, why=why)
+
+
 def take_swift_template(conversion: Conversion, *, texts: bool) -> None:
     """Convert ``template``; ms-swift renders each model by a template of its own, named or not."""
     name, given = conversion.take("template"), "template" in conversion.file.fields
-    if texts or conversion.get("template_backend") == "jinja":
+    jinja = _takes_jinja(conversion, texts=texts)
+    if texts or jinja:
         if given:
             conversion.unneeded("template", why="texts have no chat template" if texts else "template_backend: jinja")
         return
     if given and not name:
         conversion.unneeded("template", why="no value")
-    if name in ("qwen3", "qwen3_5", "qwen3_6") or (not name and _thinks(conversion)):
-        if conversion.get("loss_scale", "default") in ("default", "all"):
+    if name in SWIFT_CHATML:
+        conversion.put("chat_template", "chatml", "template", note="final/ gets this template too")
+        return
+    if name == "qwen3" or (not name and _thinks(conversion)):
+        keeps = conversion.get("preserve_thinking")
+        if str(conversion.get("loss_scale")).startswith("last_round") and not keeps:
+            if name:
+                conversion.unneeded("template", why="the last answer is rendered as by the tokenizer's own")
+            return
+        if keeps is not False:
             _keep_reasoning(conversion)
         why = f"{EVERY}; {TRAINING}"
     else:
@@ -142,7 +175,7 @@ def report_empty_thoughts(conversion: Conversion) -> None:
     entries = conversion.get("datasets")
     kinds = [entry.get("type") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
     if conversion.objective == "sft" and "chat_template" in kinds and _thinks(conversion):
-        why = "the empty think block before an answer without reasoning is not trained there, and is here"
+        why = "'<think>' and an empty think block, which stand before an answer, are not trained there, and are here"
         conversion.missing("datasets.type: chat_template", why)
 
 

@@ -209,6 +209,8 @@ def take_thinking(conversion: Conversion) -> None:
             conversion.unneeded(name, why="the chat template's own way")
         elif name == "preserve_thinking" and not value:
             conversion.unneeded(name, why="off, as here")
+        elif name == "preserve_thinking" and conversion.objective == "sft":
+            conversion.put("reasoning", "keep", name)
         else:
             conversion.merge("chat_template_kwargs", {name: value}, name, note="where the chat template reads it")
 
