@@ -880,3 +880,48 @@ def test_thoughts_of_swift(more: str, stars: set[str], reasoning: bool, tmp_path
 def test_pairs_of_swift_are_starred(kind: str, said: str, tmp_path: Path) -> None:
     command = f"swift rlhf --rlhf_type {kind} --model a --max_length 64 --dataset own/a --use_hf true\n"
     assert said in dataset_notes(convert(tmp_path, command, "r.sh"))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message", "more", "said"),
+    [
+        ("trl", {}, {"system": "Be brief."}, "'system'"),
+        ("trl", {"weight": 0}, {}, "'weight'"),
+        ("axolotl", {"train": False}, {}, ""),
+        ("axolotl", {"weight": 0}, {}, "'weight'"),
+        ("llamafactory", {"weight": 0}, {}, "'weight'"),
+        ("llamafactory", {"reasoning_content": "a"}, {}, "'reasoning_content'"),
+        ("llamafactory", {"tool_calls": [{}]}, {}, "'tool_calls'"),
+        ("swift", {"loss": False}, {}, ""),
+        ("swift", {"train": False}, {}, "'train'"),
+        ("swift", {}, {"tools": [{}]}, "in other words"),
+        ("swift", {"reasoning_content": "", "tool_calls": None}, {}, ""),
+    ],
+)
+def test_what_is_read_of_rows_here_alone_is_starred(
+    trainer: str,
+    message: dict[str, Any],
+    more: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **message}], **more}
+    Path("data").mkdir()
+    for path in ("r.jsonl", "data/r.jsonl"):
+        Path(path).write_text(json.dumps(row) + "\n")
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    entry = "{path: r.jsonl, type: chat_template, message_field_training: train}"
+    swift = "model: a\nmax_length: 64\ndataset: r.jsonl\ntemplate: chatml\n"
+    imported = {
+        "trl": lambda: convert(
+            tmp_path, "model_name_or_path: a\ndataset_name: r.jsonl\nassistant_only_loss: true\n", trainer="trl"
+        ),
+        "axolotl": lambda: axolotl(tmp_path, f"datasets: [{entry}]\n"),
+        "llamafactory": lambda: llamafactory(tmp_path, "", formatting="sharegpt", columns={"messages": "messages"},
+                                             tags=tags),
+        "swift": lambda: convert(tmp_path, swift, trainer="swift"),
+    }[trainer]()  # fmt: skip
+    notes = dataset_notes(imported)
+    assert (said in notes) if said else (notes == "")

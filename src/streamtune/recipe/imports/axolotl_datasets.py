@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from .conversion import Conversion
-from .datasets import put_datasets, put_eval_sets, report_media, rows_of_split
+from .datasets import FLAGS, lose_fields, put_datasets, put_eval_sets, report_media, rows_of_split, seen_columns
 from .rules import FieldRule, UnconvertedError, by_itself, one_of, together, without
 
 __all__ = ["ENTRY_FIELDS", "SETS", "take_datasets"]
@@ -87,9 +88,6 @@ USUAL_ROLES = [
 
 ROLES = {"gpt": "assistant", "human": "user", "model": "assistant"}
 """Other names of roles that can be trained."""
-
-FLAGS = ("train", "training", "loss", "weight")
-"""Fields of a message that say here whether it is trained."""
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message that hold its thoughts."""
@@ -217,6 +215,10 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
             spec["type"] = "sharegpt"
     elif (turns["role"], turns["content"]) != ("role", "content"):
         lose("message_property_mappings", "a turn has 'role' and 'content' here, or 'from' and 'value': rename them")
+    if conversion.objective == "sft":
+        column = str(entry.get("field_messages") or "messages")
+        flags = (str(entry.get("message_field_training")),)
+        lose_fields(seen_columns(conversion, entry["path"]), column, FLAGS, flags, partial(lose, "path"))
     if files and (entry["path"] in LOADERS or entry.get("ds_type")):
         return [{**spec, "path": file} for file in (files if isinstance(files, list) else [files])]
     return [spec]

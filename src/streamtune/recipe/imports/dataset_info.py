@@ -8,6 +8,8 @@ from typing import Any
 
 from .conversion import Conversion
 from .datasets import (
+    READ_OF_MESSAGES,
+    lose_fields,
     lose_unnamed,
     put_datasets,
     put_eval_sets,
@@ -184,6 +186,7 @@ def _take_columns(spec: dict[str, Any], entry: dict[str, Any], lose: Any, row: R
         elif style == SHAREGPT_TAGS:
             rename_columns(spec, {"conversations": column, **others}, "sharegpt")
         lose_unnamed(row, ("system", "tools"), columns.values(), lose)
+        lose_fields(row, column, READ_OF_MESSAGES, ("tool_calls",) if entry.get("formatting") == "openai" else (), lose)
         return
     if columns and "response" not in columns and set(columns) == {"prompt"}:
         rename_columns(spec, {"text": columns["prompt"]}, "text")

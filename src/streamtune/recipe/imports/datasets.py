@@ -12,6 +12,9 @@ from typing import Any
 from .conversion import Conversion
 
 __all__ = [
+    "FLAGS",
+    "READ_OF_MESSAGES",
+    "lose_fields",
     "lose_unnamed",
     "put_datasets",
     "put_eval_sets",
@@ -75,6 +78,36 @@ def lose_unnamed(
     for column in ours:
         if row is not None and row.get(column) not in (None, "", [], "[]") and column not in read:
             lose(f"the column '{column}' is not read there, and is here: rename it in the file")
+
+
+FLAGS = ("train", "training", "loss", "weight")
+"""Fields of a message that say here whether it is trained."""
+
+READ_OF_MESSAGES = (*FLAGS, "reasoning_content", "reasoning", "thinking", "tool_calls")
+"""Fields of a message that are read here, besides its role and its content."""
+
+
+def lose_fields(
+    row: Mapping[str, Any] | None, column: str, fields: Iterable[str], read: Iterable[str], lose: Callable[[str], None]
+) -> None:
+    """Report fields of the first row's messages that are read here, and not by the other trainer.
+
+    Args:
+        row: The first row; None where it is not here.
+        column: The column of its messages.
+        fields: Fields that are read here.
+        read: Fields that the other trainer reads.
+        lose: Reports a loss.
+    """
+    turns = row.get(column) if row is not None else None
+    known = set(read)
+    for name in fields:
+        if name not in known and isinstance(turns, list) and any(_has(turn, name) for turn in turns):
+            lose(f"'{name}' of a message is not read there, and is here: take it out of the rows")
+
+
+def _has(turn: Any, name: str) -> bool:
+    return isinstance(turn, dict) and turn.get(name) not in (None, "", [])
 
 
 def report_media(conversion: Conversion, specs: list[dict[str, Any]], *path: str | int) -> None:

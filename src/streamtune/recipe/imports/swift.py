@@ -504,6 +504,9 @@ def _specs(
         elif conversion.objective == "sft" and conversion.file.command != "pt":
             row = seen_columns(conversion, path)
             take_columns(spec, row, columns, partial(_lose_row, conversion, field, path))
+            if row is not None and row.get("tools") and conversion.ours.get("chat_template") == "chatml":
+                why = "chatml describes tools in other words than ms-swift: write chat_template: FILE.jinja"
+                _lose_row(conversion, field, path, why)
             if row is None and not columns:
                 away[path] = None
         elif columns:

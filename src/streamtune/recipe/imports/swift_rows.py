@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .datasets import rename_columns
+from .datasets import READ_OF_MESSAGES, lose_fields, rename_columns
 
 __all__ = ["STANDARD", "is_self_cognition", "take_columns", "take_self_cognition"]
 
@@ -44,7 +44,7 @@ def take_columns(
         return
     named = {theirs: ours for ours, theirs in columns.items()}
     if {*TALKS} & row.keys() or "messages" in named.values():
-        _take_talk(spec, row, columns)
+        _take_talk(spec, row, columns, lose)
         return
     found = {"system": columns.get("system") or _only(row, SYSTEMS)}
     if "tools" in row or "tools" in columns:
@@ -75,10 +75,13 @@ def _only(row: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     return names[0] if names[0] in row else None
 
 
-def _take_talk(spec: dict[str, Any], row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
+def _take_talk(
+    spec: dict[str, Any], row: Mapping[str, Any], columns: Mapping[str, str], lose: Callable[[str], None]
+) -> None:
     """Write the columns of rows of messages, which have turns with 'role' or with 'from'."""
     column = columns.get("messages") or next(name for name in TALKS if name in row)
     turns = row.get(column)
+    lose_fields(row, column, READ_OF_MESSAGES, ("loss", "tool_calls"), lose)
     first = turns[0] if isinstance(turns, list) and turns else {}
     others = {"system": columns.get("system") or _only(row, SYSTEMS), "tools": columns.get("tools")}
     renamed = {ours: theirs for ours, theirs in others.items() if theirs and theirs != ours}

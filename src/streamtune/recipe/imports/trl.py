@@ -7,7 +7,16 @@ from functools import partial
 from typing import Any
 
 from .conversion import Conversion, PeerTrainer
-from .datasets import DATA_FILES, put_datasets, report_media, rows_of_split, seen_columns
+from .datasets import (
+    DATA_FILES,
+    FLAGS,
+    lose_fields,
+    lose_unnamed,
+    put_datasets,
+    report_media,
+    rows_of_split,
+    seen_columns,
+)
 from .reading import json_value
 from .rules import (
     FieldRule,
@@ -200,9 +209,13 @@ def _special(conversion: Conversion) -> None:
     take_trackers(conversion, {})
     _take_datasets(conversion)
     first = [seen_columns(conversion, str(spec["path"])) for spec in conversion.ours.get("datasets", [])]
-    for index, spec in enumerate(conversion.ours.get("datasets", [])):
+    for index, (spec, row) in enumerate(zip(conversion.ours.get("datasets", []), first, strict=True)):
         place = ("dataset_name",) if "dataset_name" in given else ("datasets", index)
         report_media(conversion, [spec], *place)
+        lose = partial(_lose_row, conversion, place, str(spec["path"]))
+        lose_unnamed(row, ("system",), (), lose)
+        if conversion.get("assistant_only_loss"):
+            lose_fields(row, "messages", FLAGS, (), lose)
     _take_texts(conversion, first)
     _take_trained(conversion, first)
     _take_length(conversion)
@@ -400,6 +413,10 @@ def _take_test_split(conversion: Conversion, name: Any, part: Any) -> None:
         conversion.put("eval_datasets", {"test": [spec]}, key, note="the rows of a split", trains=False)
     elif "dataset_test_split" in conversion.file.fields:
         conversion.unneeded("dataset_test_split", why="read where eval_strategy says so")
+
+
+def _lose_row(conversion: Conversion, place: tuple[str | int, ...], path: str, why: str) -> None:
+    conversion.lose(*place, why=f"{path}: {why}")
 
 
 def _lose_split(conversion: Conversion, index: int, why: str) -> None:
