@@ -196,3 +196,15 @@ def test_libraries_are_put_back(folder: Path) -> None:
         assert modeling.safe_open is not before[0]
         assert saving.safe_load_file is not before[1]
     assert (modeling.safe_open, saving.safe_load_file) == before
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "config.json", "x.json"])
+def test_a_pipe_in_the_folder_of_a_model_is_not_waited_for(folder: Path, name: str) -> None:
+    path = folder / "base" / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    if name == "config.json":
+        with pytest.raises(ArgumentError, match=r"config.json is a pipe"):
+            load_model(str(folder / "base"))
+    else:
+        load_model(str(folder / "base"))

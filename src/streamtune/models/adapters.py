@@ -759,7 +759,7 @@ def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
             where=key,
             mend="name adapters of this model",
         ) from error
-    with safe_open(path / "adapter_model.safetensors", framework="pt", backend=READ) as file:
+    with safe_open(path / "adapter_model.safetensors", framework="pt") as file:
         there = {name for name in file.keys() if not name.endswith(".base_layer.weight")}  # noqa: SIM118
     wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     if lost := sorted(there ^ {name for name in wanted if not name.endswith(".base_layer.weight")}):

@@ -112,7 +112,7 @@ class CheckpointFiles:
     def dtype(self) -> torch.dtype:
         """Return the first floating dtype in the files: the meaning of ``dtype: auto`` if none is configured."""
         for key, path in self._files.items():
-            with safe_open(path, framework="pt", backend=READ) as file:
+            with safe_open(path, framework="pt") as file:
                 found: torch.dtype = file.get_slice(key)[:0].dtype
             if found.is_floating_point:
                 return found
@@ -155,7 +155,7 @@ class CheckpointFiles:
     def _check_size(self, key: str, name: str, wanted: Tensor) -> None:
         """Refuse a tensor of another size than its parameter."""
         try:
-            with safe_open(self._files[key], framework="pt", backend=READ) as file:
+            with safe_open(self._files[key], framework="pt") as file:
                 found = tuple(file.get_slice(key).get_shape())
         except (OSError, SafetensorError) as error:
             raise loading_error("model", self.name, error) from error
@@ -255,7 +255,7 @@ def _find(name_or_path: str) -> dict[str, Path]:
             return {key: Path(str(paths[name])) for key, name in listed.items()}
         single = inside(HUB_FILE)(name_or_path, SAFE_FILE, **options)
         if single is not None:
-            with safe_open(single, framework="pt", backend=READ) as file:
+            with safe_open(single, framework="pt") as file:
                 return dict.fromkeys(file.keys(), Path(single))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise loading_error("model", name_or_path, error) from error

@@ -423,6 +423,10 @@ def check_exists(name_or_path: str) -> None:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ArgumentError(f"'{_short(name_or_path)}' cannot be looked at: {reason}", where="model_name_or_path",
                             mend="give a folder that holds a model, or a name on the model hub") from error  # fmt: skip
+    for file in (path / "config.json", path / "adapter_config.json"):
+        if file.is_fifo() or file.is_char_device():  # reading it would not end
+            raise ArgumentError(f"{file} is a pipe or a device, and no file", where="model_name_or_path",
+                                mend="use a whole copy of the model")  # fmt: skip
     _check_no_run(path)
     if path.is_dir() or not (name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1):
         return

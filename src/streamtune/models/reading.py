@@ -27,7 +27,7 @@ from streamtune.result_cache import checksum_of
 __all__ = ["READ", "SETTLED_SECONDS", "adapter_base", "unchanged", "unmapped"]
 
 READ = "pread"
-"""The way in which safetensors reads a file without mapping it."""
+"""The way in which safetensors reads a file without mapping it. Each slice of a tensor reads all of the tensor."""
 SETTINGS_BYTES = 1 << 20
 SETTLED_SECONDS = 3.0
 """A file that changed so recently may change again without another time."""

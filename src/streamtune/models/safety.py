@@ -326,7 +326,7 @@ def key_place(name_or_path: str) -> tuple[dict[str, Any], Where]:
     """
     path = Path(name_or_path).expanduser() / "config.json"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""  # to read a pipe would wait
         keys = json.loads(text)
     except (OSError, ValueError, RecursionError):
         text, keys = "", {}

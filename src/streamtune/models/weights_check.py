@@ -114,9 +114,9 @@ def check_dtypes(name_or_path: str, config: Any) -> None:
     folder = Path(name_or_path).expanduser()
     if getattr(config, "quantization_config", None) is not None or not folder.is_dir():
         return
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(filter(Path.is_file, folder.glob("*.safetensors"))):  # to open a pipe would wait
         try:
-            with safe_open(path, framework="pt", backend=READ) as file:
+            with safe_open(path, framework="pt") as file:
                 kinds = {key: file.get_slice(key).get_dtype() for key in file.keys() if key.endswith(".weight")}  # noqa: SIM118
         except (OSError, SafetensorError):  # whoever reads it says so
             continue
@@ -265,7 +265,7 @@ def _in_files(name_or_path: str) -> tuple[Path, str, Tensor] | None:
     """Return the first tensor in a folder's safetensors that is not finite, with its file; None if all are."""
     folder = Path(name_or_path).expanduser() if name_or_path else None
     paths: Iterable[Path] = sorted(folder.glob("*.safetensors")) if folder is not None and folder.is_dir() else ()
-    for path in paths:
+    for path in filter(Path.is_file, paths):
         try:
             with safe_open(path, framework="pt", backend=READ) as file:
                 for key in file.keys():  # noqa: SIM118 - it is no mapping
