@@ -889,6 +889,8 @@ def test_pairs_of_swift_are_starred(kind: str, said: str, tmp_path: Path) -> Non
         ("trl", {"weight": 0}, {}, "'weight'"),
         ("axolotl", {"train": False}, {}, ""),
         ("axolotl", {"weight": 0}, {}, "'weight'"),
+        ("axolotl", {"reasoning": "a"}, {}, "'reasoning'"),
+        ("axolotl", {}, {"tools": [{}]}, "'tools'"),
         ("llamafactory", {"weight": 0}, {}, "'weight'"),
         ("llamafactory", {"reasoning_content": "a"}, {}, "'reasoning_content'"),
         ("llamafactory", {"tool_calls": [{}]}, {}, "'tool_calls'"),
@@ -918,7 +920,7 @@ def test_what_is_read_of_rows_here_alone_is_starred(
         "trl": lambda: convert(
             tmp_path, "model_name_or_path: a\ndataset_name: r.jsonl\nassistant_only_loss: true\n", trainer="trl"
         ),
-        "axolotl": lambda: axolotl(tmp_path, f"datasets: [{entry}]\n"),
+        "axolotl": lambda: axolotl(tmp_path, f"chat_template: chatml\ndatasets: [{entry}]\n"),
         "llamafactory": lambda: llamafactory(tmp_path, "", formatting="sharegpt", columns={"messages": "messages"},
                                              tags=tags),
         "swift": lambda: convert(tmp_path, swift, trainer="swift"),

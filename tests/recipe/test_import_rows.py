@@ -202,6 +202,13 @@ CASES: dict[str, Case] = {
         CHAT_ROWS,
         chats(answers),
     ),
+    "axolotl chatml": Case(
+        "axolotl",
+        AXOLOTL.format(size=256) + "chat_template: chatml\ndatasets: [{path: rows.jsonl, type: chat_template}]\n",
+        [{"messages": CHAT}, {"messages": THOUGHTS}],
+        asked([CHAT, THOUGHTS]),
+        template="qwen3",
+    ),
     "axolotl train_on_inputs": Case(
         "axolotl",
         AXOLOTL.format(size=256) + "train_on_inputs: true\ndatasets: [{path: rows.jsonl, type: chat_template}]\n",
@@ -521,7 +528,7 @@ def by_axolotl(case: Case, folder: Path, tokenizer: Any) -> list[Tokens]:
 
     given = yaml.safe_load(case.recipe)
     settings = {"train_on_inputs": False, "chat_template": "tokenizer_default", **given}
-    entry = {"field_messages": "messages", "chat_template": "tokenizer_default", **given["datasets"][0]}
+    entry = {"field_messages": "messages", "chat_template": settings["chat_template"], **given["datasets"][0]}
     if entry["type"] == "completion":
         strategy = completion.load(tokenizer, DictDefault(settings), DictDefault(entry))
         columns = {name: [row[name] for row in case.rows] for name in case.rows[0]}

@@ -551,6 +551,8 @@ def _take_template(conversion: Conversion) -> None:
         return
     if template in (None, "", "tokenizer_default", "jinja"):
         conversion.unneeded("chat_template", why="the tokenizer's own template is the default")
+    elif template == "chatml" and not jinja:
+        conversion.put("chat_template", "chatml", "chat_template")
     elif str(template).startswith("tokenizer_default_fallback_"):
         conversion.unneeded("chat_template", why="the tokenizer's own template; without one a run stops")
     else:

@@ -6,7 +6,16 @@ from functools import partial
 from typing import Any
 
 from .conversion import Conversion
-from .datasets import FLAGS, lose_fields, put_datasets, put_eval_sets, report_media, rows_of_split, seen_columns
+from .datasets import (
+    FLAGS,
+    lose_fields,
+    lose_unnamed,
+    put_datasets,
+    put_eval_sets,
+    report_media,
+    rows_of_split,
+    seen_columns,
+)
 from .rules import FieldRule, UnconvertedError, by_itself, one_of, together, without
 
 __all__ = ["ENTRY_FIELDS", "SETS", "take_datasets"]
@@ -218,7 +227,11 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
     if conversion.objective == "sft":
         column = str(entry.get("field_messages") or "messages")
         flags = (str(entry.get("message_field_training")),)
-        lose_fields(seen_columns(conversion, entry["path"]), column, FLAGS, flags, partial(lose, "path"))
+        row = seen_columns(conversion, entry["path"])
+        lose_fields(row, column, FLAGS, flags, partial(lose, "path"))
+        if conversion.ours.get("chat_template") == "chatml":  # theirs prints roles and contents alone
+            lose_fields(row, column, (*THOUGHTS, "tool_calls"), (), partial(lose, "path"))
+            lose_unnamed(row, ("tools",), (), partial(lose, "path"))
     if files and (entry["path"] in LOADERS or entry.get("ds_type")):
         return [{**spec, "path": file} for file in (files if isinstance(files, list) else [files])]
     return [spec]
