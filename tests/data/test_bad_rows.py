@@ -20,6 +20,7 @@ from streamtune.data.reading.sources import Source
 from streamtune.errors import ArgumentError, DataError, RecipeError
 from streamtune.recipe.loader import load_recipe
 from streamtune.recipe.schema import DatasetSpec
+from streamtune.tasks.streamed import record_bad_rows
 
 Write = Callable[..., str]
 
@@ -277,3 +278,14 @@ def test_rows_that_cannot_be_read_and_rows_that_cannot_be_trained_on_are_listed_
     with pytest.raises(DataError) as error:
         prepare([Source(str(tmp_path / "rows.jsonl"))], tokenizer, **options)
     assert [line.split(": ")[0][2:] for line in str(error.value).splitlines() if line.startswith("- ")] == wrong
+
+
+def test_the_record_of_rows_goes_through_no_link(tmp_path: Path) -> None:
+    """Somebody else's link under the name that is staged: what it leads to is left as it is."""
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / ".tmp-bad_rows.json").symlink_to(tmp_path / "mine")
+    for number in (3, 5):
+        record_bad_rows(tmp_path / "bad_rows.json", [DataError("no text", where=f"rows.jsonl:{number}")])
+    assert (tmp_path / "mine").read_text() == "mine"
+    rows = json.loads((tmp_path / "bad_rows.json").read_text())["bad_rows"]
+    assert [each["row"] for each in rows] == ["rows.jsonl:3", "rows.jsonl:5"]

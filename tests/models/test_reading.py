@@ -187,6 +187,19 @@ def test_a_mapped_file_that_is_cut_leaves_a_trace(folder: Path) -> None:
     assert "in load_model" in done.stderr
 
 
+def test_ranks_of_a_machine_share_its_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would read a copy of its own at the same time; the pages of a mapped file are shared."""
+    import transformers.modeling_utils as modeling
+
+    size = (folder / "base/model.safetensors").stat().st_size
+    monkeypatch.setattr(reading, "usable_host_bytes", lambda: 4 * size)
+    for ranks, mapped in (("1", False), ("2", False), ("3", True), ("many", False)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        before = modeling.safe_open
+        with reading.unmapped(folder / "base"):
+            assert (modeling.safe_open is before) == mapped
+
+
 def test_libraries_are_put_back(folder: Path) -> None:
     import peft.utils.save_and_load as saving
     import transformers.modeling_utils as modeling

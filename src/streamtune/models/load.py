@@ -209,7 +209,7 @@ def load_model(
         check_report(name_or_path, model, report)
         check_dtypes(name_or_path, config)
         check_finite(model, name_or_path)
-        if quantization is not None:  # before the weights are copied: those of the file are read layer by layer
+        if quantization is not None:  # before the weights are copied: those that are mapped are read layer by layer
             quantize(model, quantization, torch.device(device), change=change)
         return _own_weights(model.to(device))
 

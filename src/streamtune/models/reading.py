@@ -3,7 +3,7 @@
 :func:`unchanged` compares size and times of the files before and after, so what was read is of one state of the folder.
 :func:`unmapped` has libraries read safetensors into memory. A mapped file that is cut, as ``cp`` over it does, ends the
 process with SIGBUS; a file that is read is an error of its own. Only weights that take more than half of the host's
-free memory, and pickles, stay mapped; a process that ends with SIGBUS then prints where it was.
+free memory, in all ranks of the host, and pickles stay mapped: a process that ends with SIGBUS prints where it was.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import json
+import os
 import stat
 import time
 from collections.abc import Iterator
@@ -101,7 +102,7 @@ def _checksum(path: Path) -> str:
 def unmapped(name_or_path: str | Path) -> Iterator[None]:
     """Have transformers and peft read safetensors into memory inside, where there is room for those of this folder."""
     with ExitStack() as stack:
-        if _weights_bytes(name_or_path) <= usable_host_bytes() // 2:
+        if _ranks_here() * _weights_bytes(name_or_path) <= usable_host_bytes() // 2:
             opens = inside(SAFE_OPEN)
             stack.callback(replace_inside, SAFE_OPEN, opens)
             replace_inside(SAFE_OPEN, partial(_open, opens))
@@ -120,6 +121,12 @@ def unmapped(name_or_path: str | Path) -> Iterator[None]:
 def _open(opens: Any, filename: Any, framework: str, device: Any = "cpu", *, backend: str = "") -> Any:
     """Open a file of safetensors, as ``safe_open`` does, without mapping it."""
     return opens(filename, framework=framework, device=device, backend=READ)
+
+
+def _ranks_here() -> int:
+    """Return the number of ranks on this machine, which load at once: they share the pages of a mapped file."""
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(given)) if given.isascii() and given.isdecimal() else 1
 
 
 def _weights_bytes(name_or_path: str | Path) -> int:

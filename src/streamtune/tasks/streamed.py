@@ -20,6 +20,7 @@ from streamtune.errors import CheckpointError, DataError, StreamTuneError
 from streamtune.recipe.schema import Recipe
 from streamtune.tasks.cost import RowCost
 from streamtune.tasks.steps import accumulation
+from streamtune.train.staging import replace_file
 
 __all__ = ["SAMPLED", "StreamReport", "StreamSteps", "StreamedRows", "record_bad_rows"]
 
@@ -259,6 +260,4 @@ def record_bad_rows(path: Path, errors: Sequence[DataError]) -> None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         rows = {each["row"]: each for each in json.loads(path.read_text("utf-8"))["bad_rows"]}
     rows |= {error.where: {"row": error.where, "what": error.what, "mend": error.mend} for error in errors}
-    temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_text(json.dumps({"bad_rows": list(rows.values())}, indent=1) + "\n", "utf-8")
-    temporary.replace(path)
+    replace_file(path, f"{json.dumps({'bad_rows': list(rows.values())}, indent=1)}\n".encode(), durably=False)

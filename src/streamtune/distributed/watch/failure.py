@@ -33,7 +33,7 @@ MENDS = {
     "SIGKILL": "the system kills what takes the host's last memory: see `dmesg`, and try fewer ranks on this host",
     "SIGSEGV": "a library crashed: its last lines are in the log",
     "SIGABRT": "a library gave up: its last lines are in the log",
-    "SIGBUS": "shared memory or a disk is full: see `df -h /dev/shm /tmp`",
+    "SIGBUS": "shared memory or a disk is full, see `df -h /dev/shm /tmp`; or a file was cut while it was read",
 }
 
 
