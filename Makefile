@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The tests start hundreds of processes; without bytecode each would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart fmt check canary test test-all test-versions test-distributed faults peers conformance suites bench bench-comm cuda-host gpu docs clean
+.PHONY: help setup quickstart fmt check canary test test-all test-slow test-versions test-distributed faults peers conformance suites bench bench-comm cuda-host gpu docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ test: $(STAMP)  ## the quick tests: a case of every feature (tests/conftest.py);
 
 test-all: test  ## `make test`, then all cases and long tests; about 25 minutes on 2 cores; STREAMTUNE_CUDA=1 as cuda-host
 	STREAMTUNE_CUDA_PYTHON=$$($(BIN)/python -m tests.cuda_host.interpreter --if-made) $(PYTEST) -m 'full and not slow'
+
+test-slow: $(STAMP)  ## what test-all leaves out: further cases of what it tests, hours
+	$(BIN)/python -m pytest -n 2 -m slow
 
 test-versions:  ## `make test` with pinned, newest and oldest dependencies in build/versions; VERSIONS=oldest for one, or cuda
 	$(PYTHON) -m tests.versions $(VERSIONS)

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +158,21 @@ def long_row(kind: str, size: int) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": text(size // len(roles))} for role in roles]}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("overlength", ["truncate", "split", "drop", "error"])
-@pytest.mark.parametrize("kind", ["text", "messages", "prompt_completion"])
+MEASURED_IN_FULL = (
+    ("text", "split"),
+    ("messages", "truncate"),
+    ("messages", "error"),
+    ("prompt_completion", "drop"),
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "overlength"),
+    [
+        pytest.param(*case, marks=pytest.mark.full if case in MEASURED_IN_FULL else pytest.mark.slow)
+        for case in product(("text", "messages", "prompt_completion"), ("truncate", "split", "drop", "error"))
+    ],
+)
 def test_memory_of_a_long_row(kind: str, overlength: str, tmp_path: Path) -> None:
     """Reading, rendering, tokenising and fitting a row takes ten bytes for each of its own, and one piece."""
     tokenizer = make("llama3")

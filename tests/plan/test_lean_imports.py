@@ -30,7 +30,7 @@ def test_a_plan_imports_no_quantiser_that_it_does_not_need(tmp_path: Path) -> No
     assert imported(ADAPTERS, tmp_path) == set()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_it_does_where_weights_are_quantised(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     assert "bitsandbytes" in imported({**ADAPTERS, "finetuning_type": "qlora", "quantization": "nf4"}, tmp_path)

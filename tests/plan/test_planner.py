@@ -232,7 +232,9 @@ def test_a_length_nothing_fits_names_the_longest_that_does(workload: Workload, k
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("host", [0, 1 << 34])  # a tier that is not there has nothing left, whatever the length
+@pytest.mark.parametrize(
+    "host", [0, pytest.param(1 << 34, marks=pytest.mark.slow)]
+)  # a tier that is not there has nothing left, whatever the length
 def test_the_longest_that_fits_is_found_to_a_percent(workload: Workload, known: Any, host: int):
     given = {
         "chunk_size": 256,

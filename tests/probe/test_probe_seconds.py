@@ -41,7 +41,7 @@ def test_the_longest_takes_what_a_plan_says(recipe: Path) -> None:
     assert all(t.outcome.step_seconds is None for t in report.trials if t.shape.length != found.fits)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_neighbouring_lengths_take_about_as_long(recipe: Path) -> None:
     loaded = load_recipe(recipe, ["engine.chunk_size=256", "engine.head_chunk_size=256", "engine.offload=host"])
     asked = PlanOptions(device="rtx-4090", device_memory="2GiB", host_memory="8GiB", ranks=1)

@@ -232,7 +232,7 @@ def test_loftq_is_trained_resumed_evaluated_and_exported(
     assert theirs == pytest.approx(ours, rel=1e-4)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_ranks_start_loftq_alike(folder: Path) -> None:
     pytest.importorskip("bitsandbytes")
     keys = {"finetuning_type": "qlora", "quantization": "nf4", "adapter_type": "loftq", "loftq_iter": 2}

@@ -117,9 +117,14 @@ def test_the_first_steps_are_those_of_equal_groups(folder: Path) -> None:
     assert equal[4] != divided[4]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
-    "more", [{}, {"finetuning_type": "lora"}, {"loss_type": "rloo", "beta": 0.1}, {"allocation": "neyman"}]
+    "more",
+    [
+        pytest.param({}, marks=pytest.mark.full),
+        pytest.param({"finetuning_type": "lora"}, marks=pytest.mark.slow),
+        pytest.param({"loss_type": "rloo", "beta": 0.1}, marks=pytest.mark.slow),
+        pytest.param({"allocation": "neyman"}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_goes_on_to_the_same_bits(folder: Path, more: dict[str, Any]) -> None:
     """A rollout lasts four steps: 1 to 4, 5 to 8."""

@@ -136,10 +136,14 @@ def test_a_run_rounded_stochastically_learns_as_one_in_float32(folder: Path):
     assert found["nearest"] - found["float32"] > 0.3 * learnt
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("key", "value", "dtype"),
-    [("fsdp", True, "mixed"), ("deepspeed", "zero2", "auto"), ("deepspeed", "zero3", "auto"), ("seed", 1, "mixed")],
+    [
+        pytest.param("fsdp", True, "mixed", marks=pytest.mark.full),
+        pytest.param("deepspeed", "zero2", "auto", marks=pytest.mark.slow),
+        pytest.param("deepspeed", "zero3", "auto", marks=pytest.mark.full),
+        pytest.param("seed", 1, "mixed", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_step_float32_weights_too(folder: Path, key: str, value: Any, dtype: str):
     """FSDP2 has them, DeepSpeed keeps them beside bfloat16 ones, and without either each rank has the whole model."""

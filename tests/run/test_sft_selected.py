@@ -38,6 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "weights on the host": {"engine": {**FIXED, "weights": "host"}},
     "a mixture": {"datasets": [{"path": "many.jsonl", "weight": 1.0}, {"path": "few.jsonl", "weight": 1.0}]},
 }
+IN_FULL = ("all weights", "adapters", "a mixture")
 
 
 @pytest.fixture
@@ -94,8 +95,9 @@ def test_a_step_is_on_the_rows_that_plain_autograd_would_choose(folder: Path) ->
     run.start.release()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.full if kind in IN_FULL else pytest.mark.slow) for kind in KINDS]
+)
 def test_trains_and_resumes_to_the_same_choices(folder: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_recipe(folder, {**COMMON, **KINDS[kind]})
     assert run("--output-dir", "whole") == 0
