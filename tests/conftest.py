@@ -1,7 +1,8 @@
 """One thread a process, since the models are tiny; and what of the suite is quick.
 
 There are two markers: `make test` runs what has neither, `make test-all` what is marked ``full`` as well. What is
-marked ``slow`` is asked for by suites of its own (`make conformance`, `make faults`, `make test-distributed`).
+marked ``slow`` is run by `make test-slow`, and much of it by suites of its own (`make conformance`, `make faults`,
+`make test-distributed`).
 
 A test function with several parametrised arguments is a matrix. Here all of its cases are marked ``full`` but for a
 sample in which each value of each argument occurs, so that `make test` tries every family, mode and dtype, and

@@ -291,7 +291,7 @@ def test_as_precise_as_torch_in_bf16(how: str, autocast: bool) -> None:
 
 @pytest.mark.parametrize("loss", ["mean", "logprobs"])
 def test_few_rows_at_a_time_add_no_rounding(loss: str) -> None:
-    """A matmul of few rows may sum a large vocabulary in one running sum; measured, that is up to 10 times the error."""
+    """A matmul of few rows may sum a large vocabulary in one running sum; up to 10 times the error."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 60, 64, generator=generator).requires_grad_()
     weight = torch.randn(49_152, 64, generator=generator).mul_(0.1)
