@@ -319,9 +319,11 @@ def _print_outcome(run: Run, outcome: RunOutcome) -> None:
         rows.append(("loss", f"first {state.first_loss:.3f}, last {state.last_loss:.3f}{held_out}"))
     rows += _metric_rows(outcome)
     # The loss of a policy stands near 0 whatever it learns.
-    curve = [record["reward"] for record in outcome.records if "reward" in record] or outcome.losses
+    rewards = [record["reward"] for record in outcome.records if "reward" in record]
+    curve = rewards or outcome.losses
     if len(curve) > 1:
-        rows.append(("", sparkline(curve, width=min(out.width - 16, 60))))
+        line = sparkline(curve, width=min(out.width - 24, 60))
+        rows.append(("", f"{line} {'reward' if rewards else 'loss'}"))
     if state.skipped:
         rows.append(("skipped", f"{state.skipped:,} of {state.step:,} steps, which were not finite: see events.jsonl"))
     if outcome.tokens > 0:

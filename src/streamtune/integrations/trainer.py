@@ -27,7 +27,8 @@ class StreamTuneCallback(TrainerCallback):
 
     A model that is streamed already stays as it is, then and afterwards. At the beginning of training one line has the
     schedule and the predicted peak of memory; every log of a training step gets ``peak_mem_gib``,
-    ``stream_chunk_size`` and, where it was predicted, ``predicted_peak_gib``.
+    ``stream_chunk_size`` and, where it was predicted, ``predicted_peak_gib``. On a CPU ``peak_mem_gib`` is of the whole
+    process, while the prediction counts tensors.
 
     Example:
         >>> trainer = Trainer(model, args, train_dataset=rows, callbacks=[StreamTuneCallback()])
@@ -164,7 +165,8 @@ class StreamTuneCallback(TrainerCallback):
         words = f"StreamTune: {self.handle.schedule.describe(len(self.handle.layers))}"
         if self.plan is None:
             return words + ("" if self._ours else "; streamed before the trainer began")
-        return f"{words}; predicted peak {show_size(self.plan.simulation.peak_bytes)}"
+        counted = " of tensors, without Python and libraries" if self._device.type == "cpu" else ""
+        return f"{words}; predicted peak {show_size(self.plan.simulation.peak_bytes)}{counted}"
 
 
 def _lost_steps(model: nn.Module, args: TrainingArguments) -> str | None:
