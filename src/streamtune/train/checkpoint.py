@@ -179,7 +179,8 @@ def _checked(value: Any, types: Mapping[str, tuple[type, ...]], needed: Iterable
             raise ValueError(f"it has no '{name}'")
     for name, allowed in types.items():
         if name in value and (not isinstance(value[name], allowed) or isinstance(value[name], bool)):
-            raise ValueError(f"its '{name}' is a {type(value[name]).__name__}")
+            wanted = "no JSON object but " if allowed == (dict,) else ""
+            raise ValueError(f"its '{name}' is {wanted}a {type(value[name]).__name__}")
     return value
 
 

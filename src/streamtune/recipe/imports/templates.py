@@ -84,7 +84,7 @@ def take_llamafactory_template(conversion: Conversion, *, texts: bool) -> None:
         if given:
             conversion.unneeded("template", why="stage: pt trains texts, without a chat template")
         return
-    if name in CHATML:
+    if isinstance(name, str) and name in CHATML:
         conversion.put("chat_template", "chatml", "template", note="final/ gets this template too")
         if CHATML[name]:
             conversion.default("default_system", CHATML[name], f"template: {name}")
