@@ -6,8 +6,10 @@ marked ``slow`` is run by `make test-slow`, and much of it by suites of its own 
 
 A test function with several parametrised arguments is a matrix. Here all of its cases are marked ``full`` but for a
 sample in which each value of each argument occurs, so that `make test` tries every family, mode and dtype, and
-`make test-all` all of their combinations. Where a list is long, ``@pytest.mark.quick("llama", "mamba2")`` names the
-values that `make test` tries; a test that is long by itself is marked ``full``.
+`make test-all` all of their combinations; in tests/exactness and tests/engine half of these, and `make conformance`,
+which a change to the engine has to pass, the others as well. Where a list is long,
+``@pytest.mark.quick("llama", "mamba2")`` names the values that `make test` tries; a test that is long by itself is
+marked ``full``.
 """
 
 from __future__ import annotations
@@ -34,27 +36,30 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+CONFORMANCE = ("exactness", "engine")
+"""Folders whose every case is run by `make conformance`."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases: defaultdict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not is_long(item):
             cases[item.nodeid.partition("[")[0]].append(item)
-    for matrix in map(quick_cases, cases.values()):
-        for number in set(range(len(matrix))) - set(sample([values_of(item) for item in matrix])):
-            matrix[number].add_marker(pytest.mark.full)
+    for whole in cases.values():
+        matrix = quick_cases(whole)
+        chosen = {id(matrix[number]) for number in sample([values_of(item) for item in matrix])}
+        for place, item in enumerate(item for item in whole if id(item) not in chosen):
+            halved = item.path.parent.name in CONFORMANCE and place % 2
+            item.add_marker(pytest.mark.slow if halved else pytest.mark.full)
 
 
 def quick_cases(matrix: list[pytest.Function]) -> list[pytest.Function]:
-    """Return the cases with a value that ``@pytest.mark.quick`` names, or all where there is none; mark the others."""
+    """Return the cases with a value that ``@pytest.mark.quick`` names, or all where there is none."""
     marker = matrix[0].get_closest_marker("quick")
     if marker is None:
         return matrix
-    quick = [item for item in matrix if any(f"-{name}-" in f"-{item.callspec.id}-" for name in marker.args)]
-    for item in matrix:
-        if item not in quick:
-            item.add_marker(pytest.mark.full)
-    return quick
+    return [item for item in matrix if any(f"-{name}-" in f"-{item.callspec.id}-" for name in marker.args)]
 
 
 def is_long(item: pytest.Item) -> bool:

@@ -27,6 +27,7 @@ REPRESENTATIVE = {
     "glm_moe_dsa": "an indexer whose choice goes from layer to layer",
     "gptj": "position numbers instead of rotations",
     "hy_v4": "several residual streams",
+    "inkling2_text": "distances of tokens to keys",
     "moss_transcribe_diarize": "a model of several parts",
     "mpt": "a mask the model computes with",
     "prophetnet": "refused by check()",

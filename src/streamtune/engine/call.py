@@ -11,6 +11,7 @@ follows the sequence, and passed whole otherwise:
     a bias that follows the keys (alibi: [..., 1, T])     last dim, to prefix and chunk
     a lazy mask                                           its rows
     a dense square ([B, H, T, T])                         its rows, and its columns to prefix and chunk
+    distances of tokens to keys ([T, T])                  the same
     the cache, keys and values shared between layers      replaced by the chunk's own
 
 A layer that computes its attention itself (``own_attention``) gets its masks as tensors.
@@ -35,6 +36,7 @@ from streamtune.engine.attention import NAME, dense_mask
 from streamtune.engine.cache import ChunkCache, state_after, state_before
 from streamtune.engine.call_parts import ChunkSharing, SharedKey
 from streamtune.engine.hf_names import (
+    DISTANCES,
     INDEXER_POOLING,
     KERNEL_ROWS,
     KEY_BIASES,
@@ -215,8 +217,8 @@ class LayerCall:
         """
         name = type(self.layer).__name__
         for key, value in self._all().items():
-            dense = isinstance(value, Tensor) and (key in KEY_BIASES or key.endswith("mask"))
-            if dense and shards.own_padding(value) is None:
+            dense = isinstance(value, Tensor) and (key in (*KEY_BIASES, *DISTANCES) or key.endswith("mask"))
+            if dense and (key in DISTANCES or shards.own_padding(value) is None):
                 what = f"is handed {key!r} as a tensor over the whole sequence"
             elif isinstance(value, UserDict) and shards.form == "ring":
                 what = "shares keys and values with other layers, which a ring does not pass on"
@@ -420,6 +422,8 @@ class LayerCall:
                 return value[..., chunk, first_key : chunk.stop]
             if key in KEY_BIASES and value.shape[-1] == self.keys(slice(0, self.length)).stop:
                 return value[..., first_key : self.keys(chunk).stop]
+            if key in DISTANCES and value.shape[-2:] == (self.length, self.keys(slice(0, self.length)).stop):
+                return value[..., chunk, first_key : self.keys(chunk).stop]
             if key == ROTATIONS and self._rotates_pooled_keys and value.shape[-2] == self.length:
                 return value[..., first_key : chunk.stop, :]
             return cut(value, self._dim(key, value, self.length), chunk)

@@ -78,6 +78,8 @@ STATES_IN_MODULES = ("conv1d_state", "recurrent_states", "recurrent_state", "ssm
 
 KEY_BIASES = ("alibi", "position_bias")
 """Arguments that are added to the scores of all queries alike; one number for each key in the last dimension."""
+DISTANCES = ("relative_distance",)
+"""Arguments of layers that hold the distance of each query to each key, ``[T, T]`` for all rows; since 5.24."""
 POSITIONS = ("position_ids", "cache_position")
 """Arguments of layers that count tokens in their last dimension; the second is from before 5.17."""
 ROTATIONS = "position_embeddings"
