@@ -115,9 +115,9 @@ def test_a_table_that_is_called_cache_and_is_none_makes_no_layer() -> None:
 SOURCE = Path(streamtune.__file__).parent
 EVERYDAY = {
     *("cache", "state", "kv", "keys", "values", "labels", "update", "index", "eager", "sdpa", "chunk_size"),
-    *("flash_attention", "layer_idx"),
+    *("flash_attention", "layer_idx", "safe_open"),
 }
-"""Words of this package too, which a search cannot tell from the names of transformers."""
+"""Words of this package, or of safetensors, too, which a search cannot tell from the names of transformers."""
 DOCUMENTED = {
     *("position_ids", "token_type_ids", "mm_token_type_ids", "shift_labels", "num_items_in_batch", "attention_mask"),
     *("mask_function", "num_experts", "sliding_window", "top_k", "model.safetensors", "model.safetensors.index.json"),
