@@ -411,6 +411,7 @@ def test_pages_are_huge_and_those_of_an_accelerator_not_a_childs() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are a child's elsewhere")
+@pytest.mark.full
 def test_a_child_may_map_what_it_likes_where_an_arena_was(tmp_path: Path) -> None:
     """A child that drops an arena of its parent does not unmap what it has mapped there itself."""
     code = """
