@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["find_secret", "plain", "redact", "redact_values", "visible", "without_controls"]
+__all__ = ["find_secret", "is_named_like_secret", "plain", "redact", "redact_values", "visible", "without_controls"]
 
 # A repetition that something must follow is bounded: a text of another person costs time in proportion to its length.
 _FORMS: dict[str, str] = {
@@ -103,12 +103,13 @@ def _from_environment() -> dict[str, str]:
     found = {
         name: value
         for name, value in os.environ.items()
-        if len(value) >= _SHORTEST and _is_named_like_secret(name, value) and not _is_path_or_switch(value)
+        if len(value) >= _SHORTEST and is_named_like_secret(name, value) and not _is_path_or_switch(value)
     }
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
-def _is_named_like_secret(name: str, value: str) -> bool:
+def is_named_like_secret(name: str, value: str) -> bool:
+    """Return True if a variable or a key has a name under which secrets are kept, and the value may be one."""
     if _NAMED_LIKE_SECRETS.search(name):
         return True
     return _NAMED_KEY.search(name) is not None and _WORD.fullmatch(value) is None

@@ -296,7 +296,7 @@ def test_a_token_over_the_border_is_counted(write: Write) -> None:
 
 
 def test_schemas_of_functions_become_tools_and_are_counted(write: Write) -> None:
-    """What LLaMA-Factory's rows hold, ``[{"name": ..., "parameters": ...}]``, is printed as a server prints tools."""
+    """Schemas as in LLaMA-Factory's rows, ``[{"name": ..., "parameters": ...}]``, are printed as tools."""
     schema = {"name": "f", "parameters": {"type": "object", "properties": {}}}
     tool = {"type": "function", "function": schema}
     tokenizer = fixed_tokenizer("chatml")

@@ -657,7 +657,7 @@ def test_adapters_that_do_not_combine_are_starred(tmp_path: Path) -> None:
 
 
 def dataset_notes(imported: ImportedRecipe) -> str:
-    """What is said about the datasets that changes what is trained."""
+    """Return the lines about datasets that change what is trained."""
     return "\n".join(each.note for each in imported.changes_training if each.theirs.startswith("dataset"))
 
 
@@ -868,7 +868,7 @@ def test_a_file_has_no_split_to_evaluate(more: str, theirs: str, tmp_path: Path)
     ],
 )
 def test_thoughts_of_swift(more: str, stars: set[str], reasoning: bool, tmp_path: Path) -> None:
-    """What its own template writes for Qwen3: a think block in every answer, but for the last round alone."""
+    """ms-swift writes a think block into every answer of Qwen3, and with ``last_round`` into the last alone."""
     command = f"swift sft --model Qwen/Qwen3-8B --max_length 64 --dataset own/a --use_hf true {more}\n"
     imported = convert(tmp_path, command, "r.sh")
     assert lost(imported) == stars

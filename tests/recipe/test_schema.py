@@ -11,6 +11,7 @@ import pydantic
 import pytest
 
 from streamtune.recipe import RECIPES, Recipe, json_schema, schema_file, shipped_recipes, with_schema
+from streamtune.recipe.datasets import DatasetSpec
 from streamtune.recipe.mistakes import expected, field_at, leaf_paths
 
 ROOT = Path(__file__).parent.parent.parent
@@ -29,6 +30,15 @@ def nodes(schema: Any) -> Iterator[dict[str, Any]]:
     elif isinstance(schema, list):
         for value in schema:
             yield from nodes(value)
+
+
+def test_defaults_are_those_of_the_keys():
+    schema = json_schema()["$defs"]
+    for kind in (*RECIPES.values(), DatasetSpec):
+        plain = kind.model_json_schema()["properties"]
+        for name, field in schema[kind.__name__]["properties"].items():
+            assert field.get("default") == plain[name].get("default"), name
+    assert schema["DatasetSpec"]["properties"]["input_separator"]["default"] == "\n\n"
 
 
 def test_every_key_is_described():

@@ -18,7 +18,7 @@ from typing import Any
 
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.paths import open_at_once
-from streamtune.secrets import find_secret, redact
+from streamtune.secrets import find_secret, is_named_like_secret, redact
 
 __all__ = ["PRESETS", "filled", "read_config", "resolve_config", "stage_of"]
 
@@ -60,9 +60,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Name in a recipe -> configuration."""
 
 AUTO = "auto"
-
-NAMED_SECRETS = ("api_key", "apikey", "password", "secret")
-"""Keys whose values are secret, also of a form that no service is known by: Comet's ``api_key``."""
 
 
 def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepspeed") -> dict[str, Any]:
@@ -180,7 +177,7 @@ def _secret_in(value: Any, path: str = "") -> tuple[str, str] | None:
             place = f"{path}.{key}" if path else str(key)
             if kind := find_secret(str(key)):
                 return kind, place
-            if str(key).lower() in NAMED_SECRETS and isinstance(item, str) and item not in ("", AUTO):
+            if isinstance(item, str) and item not in ("", AUTO) and is_named_like_secret(str(key), item):
                 return "a secret", place
             if found := _secret_in(item, place):
                 return found

@@ -100,7 +100,11 @@ def _checksum(path: Path) -> str:
 
 @contextmanager
 def unmapped(name_or_path: str | Path) -> Iterator[None]:
-    """Have transformers and peft read safetensors into memory inside, where there is room for those of this folder."""
+    """Have transformers and peft read safetensors without mapping them, if the weights fit into half of free memory.
+
+    Args:
+        name_or_path: The folder whose weights are read inside.
+    """
     with ExitStack() as stack:
         if _ranks_here() * _weights_bytes(name_or_path) <= usable_host_bytes() // 2:
             opens = inside(SAFE_OPEN)
@@ -112,7 +116,7 @@ def unmapped(name_or_path: str | Path) -> Iterator[None]:
                 stack.callback(setattr, module, PEFT_READS[1], loads)
                 setattr(module, PEFT_READS[1], partial(loads, backend=READ))
         if not faulthandler.is_enabled():
-            with suppress(OSError, ValueError, RuntimeError, AttributeError):  # stderr is no file of the system
+            with suppress(OSError, ValueError, RuntimeError, AttributeError):  # stderr has no file descriptor
                 faulthandler.enable(all_threads=False)
                 stack.callback(faulthandler.disable)
         yield

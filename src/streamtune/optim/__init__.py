@@ -6,6 +6,7 @@ from streamtune.optim.blocks import BlockAdamW, train_largest_block
 from streamtune.optim.name_groups import LayerPlaces, NameGroups
 from streamtune.optim.narrow_states import NarrowStatesAdamW, Rounding, StatesDtype
 from streamtune.optim.optimizers import build_optimizer, check_optimizer, set_learning_rate
+from streamtune.optim.rules import RULES
 from streamtune.optim.schedules import SCHEDULES, LearningRateSchedule, build_schedule
 from streamtune.optim.weightwise import (
     WeightwiseOptimizer,
@@ -19,6 +20,7 @@ from streamtune.optim.weightwise import (
 from streamtune.optim.zeroth_order import ZerothOrderSGD, perturbed
 
 __all__ = [
+    "RULES",
     "SCHEDULES",
     "BlockAdamW",
     "LayerPlaces",

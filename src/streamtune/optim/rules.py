@@ -45,6 +45,8 @@ class Rule:
     """Makes an object of the state from the tensors and whole numbers that it has, and the options."""
     average: Callable[[Tensor, Mapping[str, Any], Options], Tensor] | None = None
     """Computes the weight that is evaluated and saved from the one that is trained, its state and the options."""
+    own_shapes: bool = False
+    """True for a state with tensors of other shapes than the weight's."""
     rebuild: Callable[[str, Mapping[str, Tensor], torch.dtype], Tensor] | None = None
     """Makes a quantised tensor of the state from the tensors it consists of: name, parts, dtype of the weight."""
 
@@ -185,26 +187,36 @@ RULES: dict[str, Rule] = {
     "adamw": Rule(_adamw),
     "adamw_8bit": Rule(_of_bitsandbytes("AdamW8bit"), shared=_TABLES),
     "paged_adamw_8bit": Rule(_of_bitsandbytes("PagedAdamW8bit"), shared=_TABLES, runs_on_meta=False),
-    "adamw_torch_8bit": Rule(_of_torchao("AdamW8bit"), eager=True, draws=_ROUNDS, rebuild=_state_of_torchao("8bit")),
-    "adamw_torch_4bit": Rule(_of_torchao("AdamW4bit"), eager=True, draws=_ROUNDS, rebuild=_state_of_torchao("4bit")),
-    "adamw_torch_fp8": Rule(_of_torchao("AdamWFp8"), eager=True, draws=_ROUNDS, rebuild=_state_of_torchao("fp8")),
-    "adamw_coat": Rule(_adamw_coat),
-    "adafactor": Rule(_adafactor, runs_on_meta=False),
+    "adamw_torch_8bit": Rule(
+        _of_torchao("AdamW8bit"), eager=True, draws=_ROUNDS, own_shapes=True, rebuild=_state_of_torchao("8bit")
+    ),
+    "adamw_torch_4bit": Rule(
+        _of_torchao("AdamW4bit"), eager=True, draws=_ROUNDS, own_shapes=True, rebuild=_state_of_torchao("4bit")
+    ),
+    "adamw_torch_fp8": Rule(
+        _of_torchao("AdamWFp8"), eager=True, draws=_ROUNDS, own_shapes=True, rebuild=_state_of_torchao("fp8")
+    ),
+    "adamw_coat": Rule(_adamw_coat, own_shapes=True),
+    "adafactor": Rule(_adafactor, runs_on_meta=False, own_shapes=True),
     "adan": Rule(_of_pytorch_optimizer("Adan"), _STEP),
     "adopt": Rule(_of_pytorch_optimizer("ADOPT", weight_decouple=True, clip_lambda=_clip_of_adopt), _STEP),
     "apollo": Rule(
-        _apollo, runs_on_meta=False, begin=lambda number: {"seed": number}, objects={"projector": _projector}
+        _apollo,
+        runs_on_meta=False,
+        begin=lambda number: {"seed": number},
+        objects={"projector": _projector},
+        own_shapes=True,
     ),
-    "badam_ratio": Rule(_badam_ratio, begin=lambda number: {"seed": number}),
-    "came": Rule(_of_pytorch_optimizer("CAME"), _STEP),
-    "galore": Rule(_galore, begin=lambda number: {"seed": number}),
+    "badam_ratio": Rule(_badam_ratio, begin=lambda number: {"seed": number}, own_shapes=True),
+    "came": Rule(_of_pytorch_optimizer("CAME"), _STEP, own_shapes=True),
+    "galore": Rule(_galore, begin=lambda number: {"seed": number}, own_shapes=True),
     # Gradients are clipped by the norm of all of them before, which a weight by itself does not have. Its plain form
     # reads values on the host; `foreach` of one weight holds the same.
     "lamb": Rule(_of_pytorch_optimizer("Lamb", foreach=None, weight_decouple=False, max_grad_norm=0.0), _STEP),
     "lion": Rule(_of_pytorch_optimizer("Lion"), _STEP),
     "lion_8bit": Rule(_of_bitsandbytes("Lion8bit"), shared=_TABLES),
     "muon": Rule(_muon),
-    "natural_galore": Rule(_natural_galore, begin=lambda number: {"seed": number}),
+    "natural_galore": Rule(_natural_galore, begin=lambda number: {"seed": number}, own_shapes=True),
     "schedule_free": Rule(_schedule_free, {"k": 0, "weight_sum": 0.0, "lr_max": -1.0}, average=_average),
     "sgd": Rule(_sgd),
     "sinkgd": Rule(_sinkgd),

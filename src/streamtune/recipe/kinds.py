@@ -48,12 +48,12 @@ def _tidy(node: Any, *, names: bool = False) -> Any:
     """Drop the titles pydantic makes from names; with ``names`` the keys of ``node`` are a recipe's own, and stay."""
     if isinstance(node, list):
         return [_tidy(item) for item in node]
-    if isinstance(node, str):
-        return " ".join(node.split())  # a docstring's line breaks mean nothing
     if not isinstance(node, dict):
         return node
     return {
-        key: _tidy(value, names=key in ("properties", "$defs"))
+        key: " ".join(value.split())  # a docstring's line breaks mean nothing
+        if key == "description" and isinstance(value, str)
+        else _tidy(value, names=key in ("properties", "$defs"))
         for key, value in node.items()
         if names or key != "title" or not isinstance(value, str)
     }

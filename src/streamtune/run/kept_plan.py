@@ -69,7 +69,7 @@ def plan_key(loaded: LoadedRecipe, options: PlanOptions) -> str | None:
                 return None  # a name on a hub, or adapters, which name another model
             folders[name] = _describe_folder(folder)
         return hash_of([values, asdict(options), folders, _describe_deepspeed(recipe), versions()])
-    except (OSError, ValueError):  # what cannot be read, or is no name of a file, the plan says
+    except (OSError, ValueError):  # the plan itself reports a folder that cannot be read
         return None
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.errors import CheckpointError
-from streamtune.optim import averaged_weights, is_averaged, pack_state, set_learning_rate
+from streamtune.optim import RULES, averaged_weights, is_averaged, pack_state, set_learning_rate
 from streamtune.train.objective import StepScore
 from streamtune.train.slices import MASTER, Slice, SliceReader, share_out_whole
 
@@ -280,11 +280,6 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
 
 
 ADAMW = {"step", "exp_avg", "exp_avg_sq"}
-OTHER_SHAPES = (
-    *("adafactor", "adamw_coat", "adamw_torch_4bit", "adamw_torch_8bit", "adamw_torch_fp8", "apollo", "badam_ratio"),
-    *("came", "galore", "natural_galore"),
-)
-"""Optimizers with tensors of other shapes than the weight's; torch's operators refuse one that does not fit."""
 BLOCK = 256
 """Values of a weight that share a scale in the states of bitsandbytes, and values of a table."""
 
@@ -302,6 +297,7 @@ def _check_form(name: str, parameter: Tensor, entry: Mapping[str, Tensor], group
         )
 
     rule = group.get("rule")
+    own_shapes = rule in RULES and RULES[rule].own_shapes  # torch's operators refuse one that does not fit
     if rule in (None, "adamw") and entry and (missing := ADAMW - entry.keys()):
         raise refuse(f"has no {', '.join(sorted(missing))}")
     for key, value in entry.items():
@@ -311,7 +307,7 @@ def _check_form(name: str, parameter: Tensor, entry: Mapping[str, Tensor], group
         elif start == "qmap":
             fits = value.numel() == BLOCK
         else:
-            fits = value.ndim == 0 or rule in OTHER_SHAPES or value.shape == parameter.shape
+            fits = value.ndim == 0 or own_shapes or value.shape == parameter.shape
         if not fits:
             raise refuse(f"has '{key}' of shape {list(value.shape)}, and the weight is {list(parameter.shape)}")
         if key in ADAMW and not value.is_floating_point() and rule in (None, "adamw"):

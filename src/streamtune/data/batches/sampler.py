@@ -111,7 +111,7 @@ def place_in(state: Mapping[str, Any], units: int) -> tuple[int, int]:
         units: Units of an epoch.
 
     Raises:
-        CheckpointError: There is no such place.
+        CheckpointError: The epoch or the position is no count, or the position is behind the last unit.
     """
     epoch, position = state["epoch"], state["position"]
     if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= units:

@@ -32,7 +32,7 @@ def take_columns(
     Args:
         spec: The entry; a row of alpaca gets one newline between its instruction and its input.
         row: The first row; None where it is not here.
-        columns: What the recipe says: our name of a column and that of the files.
+        columns: Columns that the recipe names: our name and the name in the files.
         lose: Reports what is lost.
     """
     if row is None:

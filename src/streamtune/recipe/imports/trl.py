@@ -469,17 +469,8 @@ TRL = PeerTrainer(
     other_defaults=frozenset(
         [
             *("learning_rate", "lr_scheduler_type", "num_train_epochs", "per_device_train_batch_size", "max_length"),
-            *(
-                "overlength",
-                "truncate_side",
-                "split_at",
-                "reasoning",
-                "train_on",
-                "bf16",
-                "dtype",
-                "lora_alpha",
-                "lora_dropout",
-            ),
+            *("overlength", "truncate_side", "split_at", "train_on", "bf16", "dtype", "lora_alpha", "lora_dropout"),
+            "reasoning",
         ]
     ),
 )

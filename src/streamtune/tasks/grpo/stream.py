@@ -428,7 +428,7 @@ class GrpoSteps:
         """Go to the position of another stream over the same prompts.
 
         Raises:
-            CheckpointError: There is no such place.
+            CheckpointError: The number of steps is no count.
         """
         if type(state["taken"]) is not int or state["taken"] < 0:
             raise CheckpointError(f"the checkpoint has taken {state['taken']} steps", mend="use another checkpoint")
