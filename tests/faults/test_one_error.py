@@ -18,6 +18,7 @@ from streamtune.data.reading.files import local_file, open_bytes
 from streamtune.errors import ArgumentError, RunError
 from streamtune.export.write import MARK, check_target, staged
 from streamtune.secrets import without_controls
+from streamtune.train.staging import write_output
 
 
 def test_a_second_export_to_the_same_folder_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
@@ -136,3 +137,17 @@ def test_a_seed_beyond_its_range_is_refused(seed: str, capsys: pytest.CaptureFix
 
 def test_answers_behind_a_pipe_have_no_escapes_and_all_letters() -> None:
     assert without_controls("a\x1b]0;t\x07\x9b2J\r\nb\t\u200fא") == "a\\x1b]0;t\\x07\\x9b2J\r\nb\t\u200fא"
+
+
+def test_a_result_that_finds_no_room_leaves_the_earlier_one_and_nothing_else(tmp_path: Path) -> None:
+    result = tmp_path / "probe.json"
+    write_output(result, b"earlier")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(RunError, match="cannot be written: File too large"):
+            write_output(result, bytes(10_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert result.read_bytes() == b"earlier"
+    assert list(tmp_path.iterdir()) == [result]

@@ -232,6 +232,8 @@ def write_output(path: Path, content: bytes) -> None:
     try:
         replace_file(path, content, durably=False)
     except OSError as error:
+        with suppress(OSError):
+            (path.parent / f"{STAGING_PREFIX}{path.name}").unlink()
         what = f"{path} cannot be written: {error.strerror or error}"
         raise RunError(what, mend="mend the cause and start again") from error
 
