@@ -16,6 +16,7 @@ from streamtune.models import (
     CHATML_TEMPLATE,
     add_lora,
     check_positions,
+    copy_weights,
     count_parameters,
     init_model,
     left_out,
@@ -27,6 +28,9 @@ from streamtune.models import (
     set_chat_template,
     train_tokenizer,
 )
+from streamtune.models.older import add_old_names
+from tests.exactness.test_adapters import Nothing
+from tests.simulate.test_simulate import allocated
 
 TEXTS = ["def double(x):\n    return x + x\n", "class Pair:\n    def __init__(self, a, b):\n        self.a = a\n"] * 4
 CONFIG: dict[str, Any] = {
@@ -165,6 +169,28 @@ def test_a_model_comes_back_from_disk_as_it_was(tokenizer: Any, tmp_path: Path) 
     assert len(AutoTokenizer.from_pretrained(tmp_path / "m")) == len(tokenizer)
     assert not list((tmp_path / "m").glob("*.bin"))
     assert load_model(str(tmp_path / "m"), dtype="bfloat16").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_experts_are_saved_a_layer_at_a_time(tmp_path: Path, copied: bool) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4}
+    keys = {"model_type": "qwen3_moe", **sizes, "num_experts": 8, "moe_intermediate_size": 64, "head_dim": 16}
+    given: dict[str, Any] = {"vocab_size": 64, "token_ids": {}, "dtype": "float32", "device": "cpu", "seed": 1}
+    model: Any = init_model(keys, **given)
+    model.save_pretrained(tmp_path / "theirs")
+    add_old_names(tmp_path / "theirs")
+    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+
+    weights = copy_weights(model) if copied else None
+    held = allocated(
+        lambda: save_pretrained(model, Nothing(), tmp_path / "ours", weights=weights, shard_bytes=experts // 6)
+    )
+    assert held <= 3 * experts // 6  # a file that is collected and the layer after it; transformers holds them all
+
+    save_pretrained(model, Nothing(), tmp_path / "one file", weights=weights)
+    theirs = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "one file").iterdir()} == theirs
+    assert same_weights(load_model(str(tmp_path / "ours")), model)
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(tokenizer: Any, tmp_path: Path) -> None:

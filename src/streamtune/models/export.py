@@ -48,6 +48,10 @@ __all__ = [
 ]
 
 
+SHARD_BYTES = 2 << 30
+"""Most bytes that are collected on the host before a file of weights is written."""
+
+
 class SavedTokenizer:
     """The files of a tokenizer, made once: it does not change while a model is trained, and large ones take a second.
 
@@ -110,19 +114,27 @@ def save_pretrained(
     folder: Path,
     *,
     weights: dict[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write model and tokenizer into ``folder``.
 
-    A model with adapters writes the adapters and the name of their base, not the base.
+    A model with adapters writes the adapters and the name of their base, not the base. Any other model is written one
+    layer after another, on the host: transformers' own ``save_pretrained`` splits all stacked experts at once, on
+    their device, which then holds a second copy of them.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer.
         folder: The folder to write.
         weights: From :func:`copy_weights`, not to be used afterwards; None writes the weights the model has now.
+        shard_bytes: Most bytes of a file of weights; a single larger tensor is a file of its own.
     """
+    if not hasattr(model, "peft_config"):
+        _write(model, tokenizer, folder, _on_host(model, weights), shard_bytes)
+        keep_taken(model, folder)
+        return
     more: dict[str, Any] = {} if weights is None else {"state_dict": weights}
-    if hasattr(model, "peft_config") and is_written_as_lora(model):
+    if is_written_as_lora(model):
         folder.mkdir(parents=True, exist_ok=True)
         config, adapters = written_adapters(model, weights)
         save_file(adapters, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -130,13 +142,9 @@ def save_pretrained(
         _write_generation(model, folder)
         tokenizer.save_pretrained(folder)
         return
-    if hasattr(model, "peft_config"):  # rows of new tokens are among the adapters: the whole table is not needed
-        more["save_embedding_layers"] = False
-    model.save_pretrained(folder, **more)
-    if hasattr(model, "peft_config"):
-        _write_generation(model, folder)
-    else:
-        add_old_names(folder)
+    # Rows of new tokens are among the adapters: the whole table is not needed.
+    model.save_pretrained(folder, save_embedding_layers=False, **more)
+    _write_generation(model, folder)
     keep_taken(base_of(model), folder)
     tokenizer.save_pretrained(folder)
 
@@ -177,9 +185,6 @@ def use_saved_ends(model: Any, folder: Path) -> None:
         raise ArgumentError(f"{path} cannot be read: {error}", where="RUN", mend="mend or delete it") from error
     add_ends(model, ends)
 
-
-SHARD_BYTES = 2 << 30
-"""Most bytes that rank 0 collects before it writes a file."""
 
 Weights = Callable[[Collection[str] | None], Iterator[tuple[str, Tensor | None]]]
 """Goes through some parameters, or all: their names, and on rank 0 their values."""
@@ -318,16 +323,31 @@ def write_shards(
     (folder / SAFE_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _with_buffers(model: Any, found: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
+def _on_host(model: Any, weights: Mapping[str, Any] | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers that are saved, each on the host; of shared parameters, one."""
+    state = model.state_dict(keep_vars=True) if weights is None else weights
+    found = ((name, state[name].detach().cpu()) for name, _ in model.named_parameters())
+    return _with_buffers(model, found, state)
+
+
+def _with_buffers(
+    model: Any, found: Iterator[tuple[str, Tensor | None]], state: Mapping[str, Any] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and the buffers that are saved: buffers before their layer's parameters, or at the end.
 
     Of a model with adapters no buffers are saved.
+
+    Args:
+        model: Says which names are of parameters.
+        found: The parameters.
+        state: Has the buffers; None is the state of ``model``.
     """
     if hasattr(model, "peft_config"):
         yield from _whole(found)
         return
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = {name: x for name, x in model.state_dict(keep_vars=True).items() if name not in parameters}
+    state = model.state_dict(keep_vars=True) if state is None else state
+    buffers = {name: x for name, x in state.items() if name not in parameters}
     layer = ""
     for name, values in _whole(found):
         if _layer(name) != layer:
