@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # The tests start hundreds of processes; without bytecode each would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart fmt check canary test test-all test-slow test-versions test-distributed faults peers conformance suites bench bench-comm cuda-host gpu docs clean
+.PHONY: help setup quickstart fmt check golden canary test test-all test-slow test-versions test-distributed faults peers conformance suites bench bench-comm cuda-host gpu docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -39,6 +39,9 @@ check: $(STAMP)  ## ruff and mypy --strict
 	$(BIN)/ruff format --check src tests benchmarks tools
 	$(BIN)/ruff check src tests benchmarks tools
 	$(BIN)/mypy
+
+golden: $(STAMP)  ## what users see of this commit, into build/golden: help, refusals, documents, files of runs, plans
+	$(BIN)/python -m tools.golden build/golden
 
 canary: $(STAMP)  ## about 150 quick tests with the newest releases that the index has, in build/canary; three minutes
 	$(BIN)/python -m tests.canary

@@ -63,6 +63,10 @@ def test_an_unknown_objective(refused):
     assert error.what == "'objective' takes 'sft', 'dpo' or 'grpo'; found 'ppo'"
 
 
+def test_a_value_in_place_of_a_list(refused):
+    assert refused('objective: grpo\nreward_funcs: ""\n').what == "'reward_funcs[0]' takes text; found ''"
+
+
 @pytest.mark.parametrize(
     ("lines", "what", "line"),
     [

@@ -156,6 +156,8 @@ def _too_large(loc: KeyPath, tree: dict[str, Any], kind: type[Recipe], limit: in
 
 def _value_at(path: KeyPath, tree: Any) -> Any:
     for part in path:
+        if not isinstance(tree, dict | list):
+            return tree  # a single value stands for a list of it
         tree = tree[part]
     return tree
 
