@@ -20,7 +20,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from streamtune.palette import COLOURS, INK
+from streamtune.base.palette import COLOURS, INK
 
 RECIPE = "recipes/qwen3-8b-long.yaml"
 DEVICES = {"80GiB": "h100-80gb", "24GiB": "rtx-4090"}

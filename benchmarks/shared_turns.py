@@ -29,9 +29,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3NextConfig, Qwen3Ne
 import streamtune
 from benchmarks.batching import CONFIG
 from streamtune import Schedule, objectives, train
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data import Tree
 from streamtune.engine import Branches, StreamHandle
-from streamtune.labels import IGNORE_INDEX
 from streamtune.tasks.preference import tree_batch
 
 GROUP = 8

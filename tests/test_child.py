@@ -6,7 +6,7 @@ import signal
 import time
 from multiprocessing.connection import Connection
 
-from streamtune.child import Child
+from streamtune.base.child import Child
 
 
 def echo(connection: Connection, more: str) -> None:

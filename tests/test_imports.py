@@ -21,9 +21,7 @@ PACKAGE = Path(streamtune.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 ORDER = (
-    "__version__ adapters errors versions interrupts labels model_device names paths sizes result_cache safe_path "
-    "patterns quiet child secrets streams palette network optimizer_table schedule | templates ops | recipe | engine | "
-    "objectives rewards rollout | "
+    "__version__ errors base schedule | templates ops | recipe | engine | objectives rewards rollout | "
     "data models | optim train | simulate | plan | distributed | tasks | run | probe | verify | bench | export | "
     "generate | evaluate | trackers | report | integrations | cli | __init__ __main__"
 )

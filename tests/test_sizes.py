@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from streamtune.base.sizes import parse_size, show_size
 from streamtune.errors import ArgumentError
-from streamtune.sizes import parse_size, show_size
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from streamtune import versions
+from streamtune.base import versions
+from streamtune.base.versions import TESTED, lacks, untested
 from streamtune.cli import main
-from streamtune.versions import TESTED, lacks, untested
 from tests import canary
 from tests import versions as sets
 

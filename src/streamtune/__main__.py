@@ -13,17 +13,17 @@ def main() -> None:
     # Nothing is there to be ended yet; even the handler that is installed next takes time to import.
     if _signal.getsignal(_signal.SIGINT) == _signal.default_int_handler:
         _signal.signal(_signal.SIGINT, lambda signum, frame: os._exit(128 + signum))
-    from streamtune.safe_path import leave_out_working_directory
+    from streamtune.base.safe_path import leave_out_working_directory
 
     leave_out_working_directory()  # before anything is imported that may stand there
-    from streamtune import interrupts
-    from streamtune.streams import keep_streams
+    from streamtune.base import interrupts
+    from streamtune.base.streams import keep_streams
 
     keep_streams()
     interrupts.install(for_good=True)
     gc.disable()  # imports make no garbage
+    from streamtune.base.quiet import own_process
     from streamtune.cli import main as run
-    from streamtune.quiet import own_process
 
     gc.enable()
     own_process()

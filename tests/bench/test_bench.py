@@ -16,11 +16,11 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from streamtune import Schedule
+from streamtune.base.quiet import LOGGERS, quiet_imports
 from streamtune.bench import BenchReport, draw_bench, run_bench
 from streamtune.bench.subject import _laid_out
 from streamtune.cli.app import app
 from streamtune.errors import ArgumentError, RunError
-from streamtune.quiet import LOGGERS, quiet_imports
 from tests.exactness.families import build
 
 RECIPE = """

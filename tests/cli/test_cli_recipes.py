@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.cli import main
-from streamtune.optimizer_table import OPTIMIZERS
 from streamtune.recipe import Recipe, load_recipe, read_shipped, shipped_names
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.faults.kit import write_sft
 from tests.faults.signals_kit import environment, events
 
-from streamtune.streams import keep_streams, lost_output
+from streamtune.base.streams import keep_streams, lost_output
 
 FULL = Path("/dev/full")
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="streams of Linux")
@@ -80,7 +80,7 @@ def test_a_command_that_prints(tmp_path: Path, line: str, code: int, said: str) 
 
 
 def test_a_sign_that_the_locale_has_not_is_shown_by_its_number(tmp_path: Path) -> None:
-    program = "from streamtune.streams import keep_streams; keep_streams(); print(chr(0x258f))"
+    program = "from streamtune.base.streams import keep_streams; keep_streams(); print(chr(0x258f))"
     done = shell(tmp_path, f"LC_ALL=C PYTHONUTF8=0 {sys.executable} -c '{program}'")
     assert (done.returncode, done.stdout) == (0, "\\u258f\n"), done.stderr
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from streamtune.quiet import quiet_imports
+from streamtune.base.quiet import quiet_imports
 
 PROPERTY = "conformance"
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from streamtune.optimizer_table import OPTIMIZERS
+from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.recipe.schema import Recipe
 from tests.run.test_dpo_cli import RECIPE as PAIRS
 from tests.run.test_dpo_cli import add

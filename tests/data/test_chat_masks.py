@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 from trained_tokenizers import read_template, train_bpe, wrap
 from transformers import PreTrainedTokenizerFast
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.rendering.tokens import Rendered
 from streamtune.data.rows import Conversation
 from streamtune.errors import DataError
-from streamtune.labels import IGNORE_INDEX
 from streamtune.models.tokenizer import train_tokenizer
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]

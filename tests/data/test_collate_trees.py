@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data import CollatedTrees, Tree, collate_trees
 from streamtune.data.batches import completions
-from streamtune.labels import IGNORE_INDEX
 from streamtune.ops import BranchTable
 
 TREES = [

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from fixed_tokenizer import SPECIAL, fixed_tokenizer
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rows import normalise
 from streamtune.errors import DataError
-from streamtune.labels import IGNORE_INDEX
 from streamtune.templates import fix_date
 
 GOLDEN = Path(__file__).with_name("golden_chats.json")

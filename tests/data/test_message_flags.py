@@ -9,12 +9,12 @@ import pytest
 from fixed_tokenizer import fixed_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data import ChatOptions, Source, prepare
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rows import Conversation, detect_type, normalise
 from streamtune.errors import ArgumentError, DataError
-from streamtune.labels import IGNORE_INDEX
 
 Write = Callable[..., str]
 FLAGS = ("train", "training", "loss", "weight")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data import Example, Pieces, cut_rows
 from streamtune.data.records import Stored, spill
-from streamtune.labels import IGNORE_INDEX
 
 
 def stored(rows: list[Example]) -> Stored[Example]:

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from trained_tokenizers import read_template, train_bpe, wrap
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.rendering.tokens import Rendered, _extents
 from streamtune.data.rows import Content, Conversation, Document, PromptCompletion
 from streamtune.errors import ArgumentError, DataError
-from streamtune.labels import IGNORE_INDEX
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 

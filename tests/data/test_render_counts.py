@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, processors
 from trained_tokenizers import read_template, wrap
 from transformers import PreTrainedTokenizerFast
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data import ChatOptions, Source, prepare, prepare_preferences, prepare_prompts
 from streamtune.errors import ArgumentError, DataError, UserError
-from streamtune.labels import IGNORE_INDEX
 from streamtune.models.tokenizer import set_chat_template
 from streamtune.templates import fix_date
 

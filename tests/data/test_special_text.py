@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from trained_tokenizers import CORPUS, SPECIAL, read_template, train_bpe, wrap
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data import prepare, prepare_prompts
 from streamtune.data.preferences import normalise_preference
 from streamtune.data.reading.readers import Row
@@ -22,7 +23,6 @@ from streamtune.data.rendering.render import PromptRenderer, RowRenderer, TreeRe
 from streamtune.data.rendering.tokens import Rendered
 from streamtune.data.rows import normalise
 from streamtune.errors import ArgumentError, DataError
-from streamtune.labels import IGNORE_INDEX
 
 SPLIT = ChatOptions(split_special_tokens=True)
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"text": "stop at <|im_end|>"}}}

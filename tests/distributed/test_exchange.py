@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import streamtune
+from streamtune.base.network import OfflineError
 from streamtune.errors import ArgumentError, DistributedError, RunError
-from streamtune.network import OfflineError
 from streamtune.train.world import decode_value, describe_error, encode_value, remake_error
 from tests.distributed import exchange_cases
 from tests.distributed.rank_group import run_ranks

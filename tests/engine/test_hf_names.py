@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 
 import streamtune
-from streamtune import versions
+from streamtune.base import versions
 from streamtune.engine import hf_names
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.hf_names import cache_argument, cache_by_name

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
 from streamtune.models import train_tokenizer
 from streamtune.models.quantize import quantize
 from tests.conformance.reducer import build as build_any

@@ -23,13 +23,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from streamtune.base.result_cache import MAGIC, CacheFile, cached_result
 from streamtune.data import Example, RowCache, Source, Tree, prepare
 from streamtune.data.reading import contents
 from streamtune.errors import ArgumentError, StorageError
 from streamtune.models import checkpoint_files, train_tokenizer
 from streamtune.plan import calibrate
 from streamtune.plan.rates import Rates
-from streamtune.result_cache import MAGIC, CacheFile, cached_result
 from streamtune.schedule import Schedule
 from streamtune.simulate.simulate import simulate
 from streamtune.simulate.workload import Workload

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from streamtune.base.paths import escape_of
 from streamtune.errors import ArgumentError, CheckpointError, StreamTuneError
 from streamtune.models import init_model, load_model
-from streamtune.paths import escape_of
 from streamtune.train.checkpoint import MANIFEST, NEEDED, Manifest, _text, open_checkpoint, supersede, write_manifest
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.saver import Keep, rotate

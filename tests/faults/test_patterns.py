@@ -12,13 +12,13 @@ import torch
 from tokenizers import Regex, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from streamtune.base.patterns import find_matches, is_found, wrong_pattern
 from streamtune.data.rendering.pieces import PieceTokenizer
 from streamtune.errors import ArgumentError
 from streamtune.models import load_tokenizer, train_tokenizer
 from streamtune.models.adapter_settings import check_adapter_settings, check_saved_settings
 from streamtune.models.adapters import AdapterSpec, add_adapters, start_from
 from streamtune.optim.blocks import split_blocks
-from streamtune.patterns import find_matches, is_found, wrong_pattern
 from streamtune.rewards import load_rewards
 
 NAMES = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(40) for part in "qkvo"]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from streamtune.base.secrets import find_secret, redact, redact_values
 from streamtune.errors import RecipeError
 from streamtune.recipe import load_recipe
-from streamtune.secrets import find_secret, redact, redact_values
 from tests.faults.figures import tell
 from tests.sft_kit import FIXED, RECIPE, write_recipe, write_rows
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import streamtune
-from streamtune.child import Child
+from streamtune.base.child import Child
+from streamtune.base.safe_path import safe_environment
 from streamtune.distributed.launch.remote import passed_on
-from streamtune.safe_path import safe_environment
 from streamtune.train.progress import draw_loss
 from tests.faults.kit import write_sft
 

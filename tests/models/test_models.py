@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.exactness.test_adapters import Nothing
+from tests.simulate.test_simulate import allocated
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamtune.errors import ArgumentError
@@ -29,8 +31,6 @@ from streamtune.models import (
     train_tokenizer,
 )
 from streamtune.models.older import add_old_names
-from tests.exactness.test_adapters import Nothing
-from tests.simulate.test_simulate import allocated
 
 TEXTS = ["def double(x):\n    return x + x\n", "class Pair:\n    def __init__(self, a, b):\n        self.a = a\n"] * 4
 CONFIG: dict[str, Any] = {

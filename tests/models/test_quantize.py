@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import streamtune
+from streamtune.base.sizes import show_size
 from streamtune.errors import ArgumentError
 from streamtune.models import (
     PackedExperts,
@@ -27,7 +28,6 @@ from streamtune.models.packed import pack_experts
 from streamtune.models.quantize import PACKAGES, left_whole, quantization, quantize
 from streamtune.simulate import LiveBytes
 from streamtune.simulate.memory import held_tensors
-from streamtune.sizes import show_size
 
 CPU = torch.device("cpu")
 CONFIG: dict[str, Any] = {

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from streamtune.base.optimizer_table import OPTIMIZERS, argument_mistakes, check_installed, state_bytes
 from streamtune.errors import ArgumentError
 from streamtune.ops.simulated import simulating
 from streamtune.optim import build_optimizer, set_learning_rate, state_tensors
@@ -20,7 +21,6 @@ from streamtune.optim.expanded_fp8 import expand, pack_expanded
 from streamtune.optim.ratio import _start
 from streamtune.optim.rules import RULES
 from streamtune.optim.sinkgd import normalize_rows_and_columns
-from streamtune.optimizer_table import OPTIMIZERS, argument_mistakes, check_installed, state_bytes
 from streamtune.simulate.memory import distinct_bytes
 from streamtune.train import HostOptimizer, InBackwardBackend, LocalBackend
 from streamtune.train.slices import SliceReader, write_slices

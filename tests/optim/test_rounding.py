@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
 from streamtune.ops.simulated import simulating
 from streamtune.optim import build_optimizer, set_learning_rate, state_tensors
-from streamtune.optimizer_table import OPTIMIZERS, state_bytes
 from streamtune.simulate.memory import distinct_bytes
 from streamtune.train.slices import SliceReader, write_slices
 

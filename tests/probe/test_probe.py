@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from streamtune import Schedule, stream
+from streamtune.base.sizes import show_size
 from streamtune.errors import OutOfMemoryError
 from streamtune.plan.budget import Budget
 from streamtune.plan.search import Range
@@ -24,7 +25,6 @@ from streamtune.probe import trial as trial_module
 from streamtune.probe.steps import Shape, TrainingStep, _explain
 from streamtune.probe.trial import Outcome, run_trial
 from streamtune.simulate.scored import use_checkpointing
-from streamtune.sizes import show_size
 from tests.exactness.families import build
 
 MIB = 1 << 20

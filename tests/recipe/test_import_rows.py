@@ -26,7 +26,7 @@ from tests.data.trained_tokenizers import read_template, train_bpe, wrap
 from tests.recipe.peer_schemas import PEERS
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.labels import IGNORE_INDEX
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.models.tokenizer import set_chat_template
 from streamtune.recipe import load_recipe
 from streamtune.recipe.imports import import_recipe

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from streamtune.base.names import set_names
 from streamtune.cli import main
 from streamtune.data import concat_squares
-from streamtune.names import set_names
 from streamtune.recipe import load_recipe
 from streamtune.run.build import build_run
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from streamtune import models
+from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.errors import ArgumentError, RecipeError
-from streamtune.optimizer_table import OPTIMIZERS
 from streamtune.recipe import load_recipe
 from streamtune.run.model import make_blueprint, make_optimizer
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows

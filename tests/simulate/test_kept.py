@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from streamtune.result_cache import versions
+from streamtune.base.result_cache import versions
 from streamtune.schedule import Schedule
 from streamtune.simulate import kept
 from streamtune.simulate.kept import describe_step

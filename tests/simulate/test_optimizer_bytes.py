@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.optim import build_optimizer
-from streamtune.optimizer_table import OPTIMIZERS
 from streamtune.simulate.partition import Holdings
 from tests.simulate.test_simulate import allocated, build, workload
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
 from streamtune.engine import LossRequest, decoder_layers, stream
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.memory.host import is_host_storage
@@ -25,7 +26,6 @@ from streamtune.models.quantize import PACKAGES, quantize
 from streamtune.ops import Divergence, TokenLoss, TopKTeacher, top_classes
 from streamtune.ops.attention.attention import KEY_BLOCK
 from streamtune.optim import BlockAdamW, ZerothOrderSGD, build_optimizer, train_largest_block
-from streamtune.optimizer_table import OPTIMIZERS, state_bytes
 from streamtune.schedule import Schedule
 from streamtune.simulate import LiveBytes, Mode, Simulation, Workload, simulate
 from streamtune.simulate.memory import held_bytes, held_tensors

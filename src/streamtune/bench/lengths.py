@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from streamtune import interrupts
+from streamtune.base import interrupts
+from streamtune.base.sizes import show_size
 from streamtune.bench.entries import length_entries
 from streamtune.bench.subject import Job, env_of
 from streamtune.bench.tables import Entry, TableReport, TableRow
@@ -29,7 +30,6 @@ from streamtune.run.plan import recipe_workload
 from streamtune.run.precision import precise
 from streamtune.simulate.simulate import simulate
 from streamtune.simulate.workload import Mode
-from streamtune.sizes import show_size
 from streamtune.tasks import task_of
 
 __all__ = ["TryLength", "lengths_report", "longest_by"]

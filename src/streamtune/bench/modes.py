@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.functional import cross_entropy, pad
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
+from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_device import model_device
 from streamtune.bench import peers
 from streamtune.engine import StreamHandle, decoder_layers, stream
 from streamtune.engine.memory.placement import Tiers
 from streamtune.errors import UnsupportedModelError
-from streamtune.labels import IGNORE_INDEX
-from streamtune.model_device import model_device
 from streamtune.schedule import Schedule
 from streamtune.simulate.scored import checkpointing, recompute
 from streamtune.simulate.workload import Mode

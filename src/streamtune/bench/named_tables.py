@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from streamtune.base.palette import drawn_plainly, png_of
 from streamtune.bench import plots
 from streamtune.bench.entries import ablation_entries, mode_entries, sharing_entries
 from streamtune.bench.modes import absent
 from streamtune.bench.subject import COMPLETIONS, SHARING
 from streamtune.bench.tables import Entry, TableName, TableReport, TableRow
-from streamtune.palette import drawn_plainly, png_of
 from streamtune.schedule import Schedule
 from streamtune.simulate.workload import LABELS, MODES, Mode
 

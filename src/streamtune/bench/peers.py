@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.errors import UnsupportedModelError
-from streamtune.labels import IGNORE_INDEX
 from streamtune.simulate.scored import checkpointing
 
 __all__ = ["liger", "liger_loss", "restored", "trl", "unsloth"]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from streamtune.base.palette import COLOURS, INK, drawn_plainly, dress, line, png_of
 from streamtune.bench.bench import BenchReport, BenchRow
 from streamtune.bench.subject import Layout
 from streamtune.bench.tables import TableReport, TableRow
-from streamtune.palette import COLOURS, INK, drawn_plainly, dress, line, png_of
 from streamtune.simulate.workload import LABELS
 
 __all__ = ["draw_ablation", "draw_bench", "draw_longest", "draw_memory", "draw_sharing", "draw_time"]

@@ -23,11 +23,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_device import model_device
 from streamtune.bench.modes import WAYS, Batch, Ready, last_hidden_state
 from streamtune.engine import Branches, decoder_layers
 from streamtune.errors import UnsupportedModelError
-from streamtune.labels import IGNORE_INDEX
-from streamtune.model_device import model_device
 from streamtune.schedule import Schedule
 from streamtune.simulate.memory import LiveBytes, held_bytes
 from streamtune.simulate.scored import Completions

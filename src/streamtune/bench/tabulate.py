@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from streamtune import interrupts
+from streamtune.base import interrupts
 from streamtune.bench.bench import paired
 from streamtune.bench.named_tables import TABLES, Wanted
 from streamtune.bench.subject import Job

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from streamtune.base.child import Child
 from streamtune.bench.modes import WAYS
 from streamtune.bench.subject import Case, Job, MeasuredModel
-from streamtune.child import Child
 from streamtune.errors import RunError, StreamTuneError
 
 __all__ = ["Worker"]

@@ -7,18 +7,18 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from streamtune import interrupts
+from streamtune.base import interrupts
+from streamtune.base.network import go_offline, is_offline, keep_private
+from streamtune.base.patterns import of_tokenizer
+from streamtune.base.quiet import quiet_imports
+from streamtune.base.streams import keep_streams, lost_output, reader_is_gone
+from streamtune.base.versions import pip_install, untested
 from streamtune.cli.app import app
 from streamtune.cli.console import is_needed, need_output, print_note
 from streamtune.cli.machine import check_directory, error_of_machine, grow_segments, name_locale, some_home
 from streamtune.cli.ranks import note_failure, remember_arguments, report_failure
 from streamtune.distributed.launch.ranks import die_with_launcher
 from streamtune.errors import RunError, StreamTuneError
-from streamtune.network import go_offline, is_offline, keep_private
-from streamtune.patterns import of_tokenizer
-from streamtune.quiet import quiet_imports
-from streamtune.streams import keep_streams, lost_output, reader_is_gone
-from streamtune.versions import pip_install, untested
 
 __all__ = ["app", "main"]
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from streamtune import interrupts
+from streamtune.base import interrupts
+from streamtune.base.sizes import parse_size
 from streamtune.cli.options import read_recipe
 from streamtune.cli.screens import bench_screen, describe_bench, table_screen
 from streamtune.errors import ArgumentError, did_you_mean
-from streamtune.sizes import parse_size
 
 from .console import err, out, print_json
 from .options import JsonOption, RecipeArgument, SetOption, option

@@ -17,9 +17,9 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from streamtune.base.paths import open_at_once
+from streamtune.base.secrets import plain, redact_values
 from streamtune.errors import RecipeError, StreamTuneError, UserError
-from streamtune.paths import open_at_once
-from streamtune.secrets import plain, redact_values
 
 __all__ = [
     "err",

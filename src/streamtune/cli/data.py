@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from streamtune.base.paths import cache_folder
+from streamtune.base.sizes import show_size
 from streamtune.errors import ArgumentError
-from streamtune.paths import cache_folder
-from streamtune.sizes import show_size
 
 from .console import err, loading_libraries, out, print_json, print_note
 from .options import JsonOption, RecipeArgument, SetOption, option, read_recipe

@@ -20,9 +20,9 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.text import Text
 
-from streamtune.network import is_offline
-from streamtune.sizes import show_size
-from streamtune.versions import TESTED, pip_install, untested
+from streamtune.base.network import is_offline
+from streamtune.base.sizes import show_size
+from streamtune.base.versions import TESTED, pip_install, untested
 
 from .console import err, loading_libraries, out, plain, print_json
 from .env import environment

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from streamtune.base.network import stay_off_the_hub
 from streamtune.errors import ArgumentError
-from streamtune.network import stay_off_the_hub
 from streamtune.recipe import LoadedRecipe, load_recipe, names_a_hub
 
 from .console import err, loading_libraries, out, print_json, print_note

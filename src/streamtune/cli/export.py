@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.text import Text
 
-from streamtune.sizes import parse_size, show_size
+from streamtune.base.sizes import parse_size, show_size
 
 from .console import err, loading_libraries, out, plain, print_json, print_note, print_rows
 from .options import JsonOption, option

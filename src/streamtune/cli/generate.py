@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.text import Text
 
-from streamtune import interrupts
+from streamtune.base import interrupts
+from streamtune.base.secrets import without_controls
 from streamtune.errors import ArgumentError, UserError
-from streamtune.secrets import without_controls
 
 from .console import err, loading_libraries, out, plain, print_error, print_json, print_note
 from .options import JsonOption, option

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 
-from streamtune import interrupts
+from streamtune.base import interrupts
+from streamtune.base.paths import NO_HOME, check_descriptors, has_home
 from streamtune.errors import ArgumentError, OutOfMemoryError, RunError, StreamTuneError
-from streamtune.paths import NO_HOME, check_descriptors, has_home
 
 __all__ = [
     "VARIABLES",

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from streamtune.optimizer_table import OPTIMIZERS, OptimizerEntry, state_bytes
+from streamtune.base.optimizer_table import OPTIMIZERS, OptimizerEntry, state_bytes
 
 from .console import out, print_json, print_rows
 from .options import HelpCommand, HelpGroup, JsonOption

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.table import Table
 from rich.text import Text
 
+from streamtune.base.optimizer_table import OPTIMIZERS
+from streamtune.base.quiet import leave_out_quantisers, process_is_own
+from streamtune.base.result_cache import read_cached, versions, write_cached
+from streamtune.base.sizes import show_size
 from streamtune.cli.options import read_recipe
 from streamtune.cli.screens import NodesOption, RanksOption, cluster_document, cluster_rows, traffic_table
-from streamtune.optimizer_table import OPTIMIZERS
-from streamtune.quiet import leave_out_quantisers, process_is_own
 from streamtune.recipe.presets import describe_preset
-from streamtune.result_cache import read_cached, versions, write_cached
-from streamtune.sizes import show_size
 
 from .console import err, out, print_json, print_note, print_rows
 from .options import JsonOption, RecipeArgument, SetOption, option

@@ -11,10 +11,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from streamtune.base.sizes import parse_size, show_size
 from streamtune.cli.options import read_recipe
 from streamtune.cli.plan import show_seconds
 from streamtune.cli.screens import NodesOption, RanksOption, traffic_table
-from streamtune.sizes import parse_size, show_size
 
 from .console import err, out, print_json, print_note, print_rows
 from .options import JsonOption, RecipeArgument, SetOption, option

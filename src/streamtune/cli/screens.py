@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from streamtune.sizes import show_size
+from streamtune.base.sizes import show_size
 
 if TYPE_CHECKING:
     from streamtune.run.plan import RecipePlan

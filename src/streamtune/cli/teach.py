@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
+from streamtune.base.network import stay_off_the_hub
+from streamtune.base.sizes import show_size
 from streamtune.errors import ArgumentError
-from streamtune.network import stay_off_the_hub
 from streamtune.recipe import load_recipe, names_a_hub
 from streamtune.recipe.losses import TEACHER_FILE
-from streamtune.sizes import show_size
 
 from .console import err, loading_libraries, out, print_json, print_note
 from .options import JsonOption, RecipeArgument, SetOption, option

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
+from streamtune.base.network import is_offline
+from streamtune.base.optimizer_table import OPTIMIZERS
+from streamtune.base.sizes import show_size
 from streamtune.cli.options import read_recipe
 from streamtune.errors import ArgumentError
-from streamtune.network import is_offline
-from streamtune.optimizer_table import OPTIMIZERS
 from streamtune.recipe import LoadedRecipe, code_of
 from streamtune.recipe.presets import describe_preset
-from streamtune.sizes import show_size
 
 from .console import err, loading_libraries, need_output, out, plain, print_rows
 from .plan import describe_optimizer, describe_plan

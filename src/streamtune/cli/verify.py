@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
 from streamtune.cli.options import read_recipe
 
 from .console import err, loading_libraries, out, print_json, print_note, print_rows

@@ -9,7 +9,7 @@ same rows at once, and one that is killed leaves nothing that could be taken for
     ROOT/<key>/fit.*        the counts, see :mod:`streamtune.data.fit.state`
     ROOT/<key>/entry.json   the messages for the user, the number of records, sizes and checksums of the other files
 
-Each is checked when it is read, and made again where it is damaged, see :mod:`streamtune.result_cache`. Nothing is kept
+Each is checked when it is read, and made again where it is damaged, see :mod:`streamtune.base.result_cache`. Nothing is kept
 of files that changed while they were read.
 """
 
@@ -33,16 +33,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa  # type: ignore[import-untyped]
 
-from streamtune import __version__, interrupts
+from streamtune import __version__
+from streamtune.base import interrupts
+from streamtune.base.paths import open_at_once
+from streamtune.base.result_cache import CacheFile, Notify, checksum_of, locked
+from streamtune.base.sizes import show_size
 from streamtune.data.fit import LengthFit
 from streamtune.data.fit.state import load_fit, save_fit
 from streamtune.data.reading.contents import FileHashes, StreamedFiles, fingerprint_rows, fingerprint_source
 from streamtune.data.reading.sources import Source
 from streamtune.data.records import ROWS, MappedTable, Record, TableWriter, spill
 from streamtune.errors import StorageError
-from streamtune.paths import open_at_once
-from streamtune.result_cache import CacheFile, Notify, checksum_of, locked
-from streamtune.sizes import show_size
 from streamtune.templates import fixed_date
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.records import Example, Tree
 from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rows import Conversation
 from streamtune.errors import StreamTuneError
-from streamtune.labels import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

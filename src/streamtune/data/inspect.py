@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.fit import Prepared
 from streamtune.data.records import Example, Prompt, Record, Tree
 from streamtune.data.rendering.renderings import common_prefix
-from streamtune.labels import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from streamtune.base.palette import INK, drawn_plainly
 from streamtune.data.batches.mixture import Mixture
 from streamtune.data.batches.sampler import ResumableSampler, pack_rows
 from streamtune.data.fit import Measured
-from streamtune.palette import INK, drawn_plainly
 
 __all__ = ["LengthBin", "LengthChoice", "choose_lengths", "draw_lengths", "fewest_packs", "histogram", "padding_share"]
 

@@ -23,11 +23,11 @@ import numpy.typing as npt
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute  # type: ignore[import-untyped]
 
-from streamtune import interrupts
+from streamtune.base import interrupts
+from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.result_cache import WatchedFile, new_checksum
+from streamtune.base.sizes import show_size
 from streamtune.errors import StorageError
-from streamtune.labels import IGNORE_INDEX
-from streamtune.result_cache import WatchedFile, new_checksum
-from streamtune.sizes import show_size
 
 __all__ = [
     "Example",
@@ -96,7 +96,7 @@ class MappedTable:
     Args:
         file: An Arrow stream, opened for reading; it may be closed and deleted afterwards.
         path: The name of the file in errors.
-        checksum: The checksum of the file, see :class:`streamtune.result_cache.WatchedFile`.
+        checksum: The checksum of the file, see :class:`streamtune.base.result_cache.WatchedFile`.
     """
 
     def __init__(self, file: BinaryIO, path: Path, checksum: str) -> None:

@@ -23,10 +23,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from streamtune import __version__
+from streamtune.base.network import among_ranks
 from streamtune.distributed.watch.failure import Failure
 from streamtune.distributed.wire import Admission
 from streamtune.errors import DistributedError
-from streamtune.network import among_ranks
 
 from .environment import RankEnvironment, read_environment
 from .ports import listen_at

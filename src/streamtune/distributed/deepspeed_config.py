@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from streamtune.base.paths import open_at_once
+from streamtune.base.secrets import find_secret, is_named_like_secret, redact
 from streamtune.errors import ArgumentError, did_you_mean
-from streamtune.paths import open_at_once
-from streamtune.secrets import find_secret, is_named_like_secret, redact
 
 __all__ = ["PRESETS", "filled", "read_config", "resolve_config", "stage_of"]
 

@@ -16,9 +16,9 @@ import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
+from streamtune.base.network import among_ranks
 from streamtune.distributed.ports import LOOPBACK, check_host
 from streamtune.errors import ArgumentError
-from streamtune.network import among_ranks
 
 __all__ = ["RankEnvironment", "expand_nodes", "interface_to", "read_environment", "usable_cpus"]
 

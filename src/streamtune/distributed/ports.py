@@ -12,8 +12,8 @@ import secrets
 import socket
 from contextlib import suppress
 
+from streamtune.base.network import among_ranks
 from streamtune.errors import ArgumentError
-from streamtune.network import among_ranks
 
 __all__ = ["LOOPBACK", "check_host", "free_port", "is_free", "listen_at", "side_ports"]
 

@@ -26,8 +26,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from streamtune.base.network import among_ranks
 from streamtune.errors import DistributedError
-from streamtune.network import among_ranks
 
 from .environment import RankEnvironment
 from .ports import listen_at, side_ports

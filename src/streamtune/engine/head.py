@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.engine.evaluated import EvaluatedLogits, ReadableLogits
 from streamtune.engine.fused import is_linear_original
 from streamtune.engine.hf_names import CAUSAL_LOSS, LOSS, LOSSES, inside
@@ -29,7 +30,6 @@ from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.sharded import is_sharded
 from streamtune.engine.weights.waiting import WaitingWeights
 from streamtune.errors import UnsupportedModelError
-from streamtune.labels import IGNORE_INDEX
 from streamtune.ops import (
     MEASURED,
     TeacherHead,

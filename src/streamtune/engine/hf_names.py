@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from streamtune.versions import installed, lacks
+from streamtune.base.versions import installed, lacks
 
 SAFE_FILE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 """The names of the files of weights in a folder, or of their index."""

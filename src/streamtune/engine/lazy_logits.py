@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.engine.rows import Branches
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import UnsupportedModelError
-from streamtune.labels import IGNORE_INDEX
 from streamtune.ops import TeacherHead
 
 __all__ = ["LazyForward", "LazyLogits", "ScoreRequest"]

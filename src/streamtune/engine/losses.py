@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.engine.lazy_logits import LazyLogits, ScoreRequest
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import UnsupportedModelError
-from streamtune.labels import IGNORE_INDEX
 from streamtune.ops import TokenLoss, TopKTeacher
 
 __all__ = ["LogitsRequest", "LossRequest"]

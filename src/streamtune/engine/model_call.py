@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.engine.hf_names import BY_POSITIONS, CACHE, cache_argument, parameters_of, renamed_cache
 from streamtune.engine.rows import PackedRows, names_several_rows
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.labels import IGNORE_INDEX
 from streamtune.ops.launching import forget_host_copies
 
 __all__ = ["ModelCall", "mark_read", "refuse_surroundings"]

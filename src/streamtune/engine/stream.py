@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.base.model_device import model_device
+from streamtune.base.versions import blamed, untested
 from streamtune.engine.context import CallContext
 from streamtune.engine.embeddings import StreamedEmbedding, read, token_embedding
 from streamtune.engine.head import StreamedHead, has_head
@@ -51,9 +53,7 @@ from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.sharded import gather_whole, need_gradient, ungather_whole
 from streamtune.engine.weights.waiting import WaitingWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.model_device import model_device
 from streamtune.schedule import Schedule
-from streamtune.versions import blamed, untested
 
 __all__ = ["StreamHandle", "decoder_layers", "stream"]
 

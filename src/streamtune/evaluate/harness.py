@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
 from streamtune.errors import ArgumentError, RunError, StreamTuneError
 
 __all__ = ["check_harness", "run_harness"]

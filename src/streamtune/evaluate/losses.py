@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from streamtune import data, train
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.engine import StreamHandle
-from streamtune.labels import IGNORE_INDEX
 
 __all__ = ["LossSum", "LossSums", "context_sentence", "name_of_set", "score_rows"]
 

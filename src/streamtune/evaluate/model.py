@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from streamtune import models, train
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
 from streamtune.engine import StreamHandle, decoder_layers
 from streamtune.export import TrainedModel, load_trained, load_trained_tokenizer
 from streamtune.recipe.schema import Recipe

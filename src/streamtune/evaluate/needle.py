@@ -24,9 +24,9 @@ import numpy.typing as npt
 import torch
 
 from streamtune import data, train
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError
-from streamtune.labels import IGNORE_INDEX
 from streamtune.rollout import Sampling, TransformersWriter, end_tokens
 from streamtune.templates import render_chat
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
 
-from streamtune.palette import COLOURS, INK, drawn_plainly
-from streamtune.secrets import plain
+from streamtune.base.palette import COLOURS, INK, drawn_plainly
+from streamtune.base.secrets import plain
 
 __all__ = ["draw_needles", "draw_positions"]
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from streamtune import data, train
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.errors import ArgumentError
 from streamtune.evaluate.evaluate import Feedback
 from streamtune.evaluate.model import plan_evaluation
-from streamtune.labels import IGNORE_INDEX
 from streamtune.ops import top_classes
 from streamtune.ops.head.sweep import TargetRows
 from streamtune.recipe.loader import LoadedRecipe

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
+from streamtune.base.model_device import model_device
 from streamtune.export.wide import Rounding, widened
-from streamtune.model_device import model_device
 from streamtune.rollout import with_generation
 
 __all__ = ["AsTrained", "Differences", "compare", "measure", "row_errors", "row_logits"]

@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from streamtune import interrupts
+from streamtune.base import interrupts
+from streamtune.base.network import is_offline
+from streamtune.base.safe_path import safe_environment
 from streamtune.errors import ArgumentError, RunError, did_you_mean
-from streamtune.network import is_offline
-from streamtune.safe_path import safe_environment
 
 __all__ = [
     "GGUF_TYPES",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from streamtune import models
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
 from streamtune.errors import ArgumentError, RunError
 from streamtune.export.card import model_card
 from streamtune.export.check import AsTrained, Differences, compare, measure

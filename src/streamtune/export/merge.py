@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
 from streamtune.engine.hf_names import tied_weights
 from streamtune.errors import ArgumentError
 from streamtune.models.quantize import dequantised, is_quantised

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamtune import data, models
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
 from streamtune.errors import StreamTuneError
 from streamtune.export.check import LOGITS_BYTES
 from streamtune.export.source import TrainedModel

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
 from streamtune.engine import decoder_layers
 from streamtune.export.merge import adapted_modules, inner_module, merged_parameters
 from streamtune.models.quantize import dequantised, is_quantised

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune import interrupts, models
-from streamtune.adapters import base_of, is_of_adapters
+from streamtune import models
+from streamtune.base import interrupts
+from streamtune.base.adapters import base_of, is_of_adapters
+from streamtune.base.result_cache import is_open_at, try_lock
+from streamtune.base.sizes import show_size
 from streamtune.errors import ArgumentError, RunError
 from streamtune.export.merge import merged_weights, must_untie
 from streamtune.models.quantize import is_quantised, logical_size
-from streamtune.result_cache import is_open_at, try_lock
-from streamtune.sizes import show_size
 from streamtune.train.staging import free_bytes, remove_any
 
 __all__ = ["check_target", "keep_failed", "staged", "write_adapters", "write_merged", "written_bytes"]

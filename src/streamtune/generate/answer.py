@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from streamtune import data, models
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
 from streamtune.engine.hf_names import STREAMER, inside
 from streamtune.errors import ArgumentError
 from streamtune.export import find_trained, load_trained

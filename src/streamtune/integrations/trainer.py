@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from streamtune.base.model_device import model_device
+from streamtune.base.sizes import show_size
 from streamtune.engine import StreamHandle, stream
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.model_device import model_device
 from streamtune.plan import Plan, plan_step
 from streamtune.schedule import Schedule
-from streamtune.sizes import show_size
 from streamtune.train.memory import GIB, peak_memory_bytes, reset_peak_memory
 
 __all__ = ["StreamTuneCallback"]

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from streamtune.base.patterns import find_matches
 from streamtune.errors import ArgumentError
-from streamtune.patterns import find_matches
 
 __all__ = ["PEFT_FORM", "check_adapter_settings", "check_saved_settings"]
 

@@ -31,13 +31,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from streamtune.base.patterns import find_matches
 from streamtune.engine.hf_names import CONV1D, inside
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.models import loftq
 from streamtune.models.adapter_settings import PEFT_FORM, check_saved_settings
 from streamtune.models.loftq import LoftqStart
 from streamtune.models.reading import READ, unchanged, unmapped
-from streamtune.patterns import find_matches
 
 if TYPE_CHECKING:  # it imports every quantiser there is: two seconds that only adapters are worth
     from peft import PeftConfig, PeftModel

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
 from streamtune.errors import ArgumentError
 from streamtune.models.load import (
     DTYPES,

@@ -29,6 +29,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from streamtune.base.paths import cache_folder, escape_of
+from streamtune.base.result_cache import CacheFile
 from streamtune.engine.hf_names import (
     ANY_OF,
     CONVERSIONS,
@@ -47,8 +49,6 @@ from streamtune.models.load import check_exists, is_memory_error, loading_error,
 from streamtune.models.reading import READ, SETTLED_SECONDS, adapter_base
 from streamtune.models.safety import check_folder
 from streamtune.models.weights_check import check_dtypes, check_unused, is_finite, not_finite, size_error
-from streamtune.paths import cache_folder, escape_of
-from streamtune.result_cache import CacheFile
 
 __all__ = [
     "CheckpointFiles",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
 from streamtune.models.blueprint import read_plain_config
 from streamtune.models.checkpoint_files import CheckpointFiles
 from streamtune.models.load import (

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from safetensors.torch import save_file
 from torch import Tensor
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
 from streamtune.engine.hf_names import AS_IN_FILES, SAFE_FILE, SAFE_INDEX, inside, tied_weights
 from streamtune.errors import ArgumentError
 from streamtune.models.adapters import is_written_as_lora, written_adapters

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from streamtune.base.network import is_offline
 from streamtune.engine.hf_names import CAUSAL_NAMES, inside
 from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
 from streamtune.models.loftq import QuantisationChange
@@ -41,7 +42,6 @@ from streamtune.models.safety import (
     without_hub_kernels,
 )
 from streamtune.models.weights_check import DRAFT_LAYERS, check_dtypes, check_finite, check_quantised, check_report
-from streamtune.network import is_offline
 
 __all__ = [
     "ParameterCount",

@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from streamtune.base.sizes import show_size
 from streamtune.engine.hf_names import QUANTIZERS, inside, kept_wide
 from streamtune.errors import ArgumentError
 from streamtune.models.loftq import LoftqStart, QuantisationChange
 from streamtune.models.packed import PackedExperts, divide_experts, pack_experts
-from streamtune.sizes import show_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

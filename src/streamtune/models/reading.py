@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from streamtune.base.result_cache import checksum_of
 from streamtune.engine.hf_names import SAFE_OPEN, inside, replace_inside
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
-from streamtune.result_cache import checksum_of
 
 __all__ = ["READ", "SETTLED_SECONDS", "adapter_base", "unchanged", "unmapped"]
 

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from streamtune.base.paths import escape_of
 from streamtune.errors import ArgumentError
 from streamtune.models.adapter_settings import check_adapter_settings
-from streamtune.paths import escape_of
 
 __all__ = [
     "check_config",

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from streamtune.base.model_device import model_device
 from streamtune.data import ChatOptions, PromptRenderer
 from streamtune.errors import ArgumentError, DataError
-from streamtune.model_device import model_device
 from streamtune.rollout import end_tokens
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from streamtune.base.patterns import check_splits
 from streamtune.errors import ArgumentError
 from streamtune.models.load import check_exists, loading_error
 from streamtune.models.safety import check_count, key_place
 from streamtune.models.tokens import add_tokens
-from streamtune.patterns import check_splits
 
 __all__ = [
     "CHATML_TEMPLATE",

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from streamtune.adapters import is_of_adapters
+from streamtune.base.adapters import is_of_adapters
 from streamtune.errors import ArgumentError
 from streamtune.models.reading import READ
 from streamtune.models.safety import key_place, keys_of_size

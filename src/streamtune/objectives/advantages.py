@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from streamtune.base.names import look_up
 from streamtune.errors import ArgumentError, did_you_mean
-from streamtune.names import look_up
 from streamtune.objectives.ragged import sum_by_row
 
 __all__ = ["ADVANTAGES", "Advantages", "group_advantages", "reward_with_kl"]

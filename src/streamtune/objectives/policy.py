@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from streamtune.base.names import look_up
 from streamtune.errors import ArgumentError, did_you_mean
-from streamtune.names import look_up
 from streamtune.objectives.ragged import counts, mean_by_row, sum_by_row
 
 __all__ = ["POLICY_LOSSES", "PolicyLoss", "PolicyTerms", "StepTotals", "check_policy", "kl_estimate", "policy_loss"]

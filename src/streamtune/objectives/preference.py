@@ -16,8 +16,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from streamtune.base.names import look_up
 from streamtune.errors import ArgumentError
-from streamtune.names import look_up
 from streamtune.objectives.pairs import PREFERENCE_LOSSES, Knobs, PreferenceLoss
 from streamtune.objectives.ragged import counts, sum_by_row
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from streamtune.base.names import look_up
 from streamtune.errors import ArgumentError
-from streamtune.names import look_up
 from streamtune.objectives.ragged import counts, sum_by_row
 
 __all__ = [

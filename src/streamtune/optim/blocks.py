@@ -22,9 +22,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from streamtune.base.patterns import find_matches
 from streamtune.errors import ArgumentError
 from streamtune.optim.adamw_step import adamw_step
-from streamtune.patterns import find_matches
 
 __all__ = ["BlockAdamW", "SwitchMode", "WeightBlock", "split_blocks", "train_largest_block"]
 

@@ -1,6 +1,6 @@
 """Optimizers by name.
 
-To add one, write an entry in ``streamtune.optimizer_table`` and a rule in ``streamtune.optim.rules``.
+To add one, write an entry in ``streamtune.base.optimizer_table`` and a rule in ``streamtune.optim.rules``.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamtune.base.names import look_up
+from streamtune.base.optimizer_table import OPTIMIZERS, check_installed
 from streamtune.errors import ArgumentError
-from streamtune.names import look_up
 from streamtune.optim.blocks import EVERY_NAME, BlockAdamW
 from streamtune.optim.narrow_states import NarrowStatesAdamW, Rounding, StatesDtype
 from streamtune.optim.weightwise import WeightwiseOptimizer
 from streamtune.optim.zeroth_order import ZerothOrderSGD
-from streamtune.optimizer_table import OPTIMIZERS, check_installed
 
 __all__ = ["build_optimizer", "check_optimizer", "set_learning_rate"]
 
@@ -49,7 +49,7 @@ def build_optimizer(
     Weight decay goes to matrices only (``ndim >= 2``): pulling norm gains and biases to zero serves nothing.
 
     Args:
-        name: A key of ``streamtune.optimizer_table.OPTIMIZERS``.
+        name: A key of ``streamtune.base.optimizer_table.OPTIMIZERS``.
         named_parameters: As ``model.named_parameters()`` gives them; frozen ones are left out.
         learning_rate: The first learning rate; the loop sets it anew at each step, by :func:`set_learning_rate`.
         weight_decay: Decoupled decay of the matrices.
@@ -166,7 +166,7 @@ def check_optimizer(name: str, device_type: str) -> None:
     """Refuse an optimizer whose library is not installed, or does not run on a type of device.
 
     Args:
-        name: A key of ``streamtune.optimizer_table.OPTIMIZERS``.
+        name: A key of ``streamtune.base.optimizer_table.OPTIMIZERS``.
         device_type: That of the weights; ``meta`` is a plan for any device.
 
     Raises:

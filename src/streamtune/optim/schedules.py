@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from streamtune.base.names import look_up
 from streamtune.errors import ArgumentError, did_you_mean
-from streamtune.names import look_up
 
 __all__ = ["SCHEDULES", "LearningRateSchedule", "build_schedule"]
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
 from streamtune.ops.simulated import turns
 from streamtune.optim.narrow_states import pieces_of, random_bits, round_stochastically
 from streamtune.optim.rules import RULES, Rule
-from streamtune.optimizer_table import OPTIMIZERS, state_bytes
 
 __all__ = [
     "WeightwiseOptimizer",

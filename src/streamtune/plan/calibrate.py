@@ -27,12 +27,12 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from streamtune.base.paths import cache_folder
+from streamtune.base.result_cache import CacheFile
 from streamtune.engine import stream
 from streamtune.ops.attention.attention import prefix_attention
 from streamtune.ops.attention.mask import LazyMask
-from streamtune.paths import cache_folder
 from streamtune.plan.rates import DISK_BANDWIDTH, Rates
-from streamtune.result_cache import CacheFile
 from streamtune.schedule import Schedule
 from streamtune.simulate import Workload, simulate
 

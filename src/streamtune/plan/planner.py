@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.base.model_device import model_device
+from streamtune.base.sizes import parse_size, show_size
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
-from streamtune.model_device import model_device
 from streamtune.plan.budget import Limits, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates
 from streamtune.plan.choices import Candidate, Space, candidates
@@ -36,7 +37,6 @@ from streamtune.simulate.memory import device_held_bytes, host_held_bytes
 from streamtune.simulate.meta_operators import meta_copy
 from streamtune.simulate.simulate import Simulation, simulate
 from streamtune.simulate.workload import Workload
-from streamtune.sizes import parse_size, show_size
 
 __all__ = [
     "Alternative",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from streamtune.base.sizes import show_size
 from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits
@@ -19,7 +20,6 @@ from streamtune.plan.search import Attempt, Range, search_largest
 from streamtune.schedule import Schedule
 from streamtune.simulate.simulate import Simulation, simulate
 from streamtune.simulate.workload import Workload
-from streamtune.sizes import show_size
 
 __all__ = [
     "NothingFitsError",

@@ -13,7 +13,8 @@ from functools import partial
 import torch
 
 from streamtune import models
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
+from streamtune.base.sizes import parse_size, show_size
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.optim import check_optimizer
@@ -32,7 +33,6 @@ from streamtune.run.model import choose_quantization, make_blueprint
 from streamtune.run.plan import device_elsewhere, memory_of, rates_here
 from streamtune.run.precision import precise
 from streamtune.simulate.workload import Mode
-from streamtune.sizes import parse_size, show_size
 from streamtune.tasks import task_of
 
 __all__ = ["ProbeOptions", "probe_recipe"]

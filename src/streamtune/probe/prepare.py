@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from streamtune import train
+from streamtune.base.model_device import model_device
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError
-from streamtune.model_device import model_device
 from streamtune.optim import BlockAdamW
 from streamtune.plan.budget import Budget
 from streamtune.probe.steps import BudgetExceededError, Shape, TrainingStep

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from streamtune import interrupts
-from streamtune.palette import COLOURS, INK, drawn_plainly, png_of
+from streamtune.base import interrupts
+from streamtune.base.palette import COLOURS, INK, drawn_plainly, png_of
 from streamtune.plan.budget import Budget
 from streamtune.plan.search import Attempt, Range, search_largest
 from streamtune.probe.steps import PrepareStep, Shape

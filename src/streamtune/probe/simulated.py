@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from streamtune.base.sizes import show_size
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits, device_name
 from streamtune.plan.planner import choose
@@ -31,7 +32,6 @@ from streamtune.run.tiers import is_hopeless, placements
 from streamtune.schedule import Schedule
 from streamtune.simulate.simulate import Simulation, simulate
 from streamtune.simulate.workload import Workload
-from streamtune.sizes import show_size
 from streamtune.tasks import task_of
 
 __all__ = ["SimulatedTrials", "simulated"]

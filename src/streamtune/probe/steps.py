@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamtune.base.model_device import model_device
+from streamtune.base.sizes import show_size
 from streamtune.engine import StreamHandle, decoder_layers
 from streamtune.engine.memory.host import Tally
 from streamtune.errors import OutOfMemoryError, StorageError
-from streamtune.model_device import model_device
 from streamtune.optim import state_tensors
 from streamtune.plan.budget import Budget
 from streamtune.simulate.memory import ACTIVATION, OPTIMIZER, LiveBytes, device_held_bytes, distinct_bytes, held_bytes
 from streamtune.simulate.simulate import TERMS
 from streamtune.simulate.workload import Mode
-from streamtune.sizes import show_size
 
 __all__ = ["BudgetExceededError", "PrepareStep", "Shape", "TrainingStep", "serve"]
 

@@ -17,13 +17,13 @@ from typing import Any, Literal
 
 import psutil
 
-from streamtune import interrupts
-from streamtune.child import Child
+from streamtune.base import interrupts
+from streamtune.base.child import Child
+from streamtune.base.sizes import show_size
 from streamtune.engine.memory.host import reserved_host_bytes, usable_host_bytes
 from streamtune.plan.budget import Budget
 from streamtune.probe.steps import PrepareStep, Shape, serve
 from streamtune.schedule import Schedule
-from streamtune.sizes import show_size
 
 __all__ = ["Cause", "Outcome", "run_trial"]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from streamtune.optimizer_table import OPTIMIZERS
+from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.recipe.dpo import refuse_sequences_of_rows
 from streamtune.recipe.losses import distillation_mistakes
 from streamtune.recipe.schema import Recipe

@@ -20,12 +20,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from streamtune.base.paths import open_at_once
+from streamtune.base.secrets import find_secret, redact
 from streamtune.errors import RecipeError, did_you_mean
-from streamtune.paths import open_at_once
 from streamtune.recipe.adapters import unread_adapter_keys
 from streamtune.recipe.mistakes import leaf_paths
 from streamtune.recipe.yaml import MAX_BYTES, KeyPath, Marks, parse_scalar, read_yaml, show_path
-from streamtune.secrets import find_secret, redact
 
 from .aliases import ALIASES, INSTEAD, SWITCHES, apply_aliases
 from .datasets import DatasetSpec

@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from streamtune.base.sizes import SIZE_PATTERN
 from streamtune.errors import RecipeError, did_you_mean
 from streamtune.recipe.yaml import KeyPath, Marks, Mistake, parse_scalar, show_path
-from streamtune.sizes import SIZE_PATTERN
 
 from .aliases import ALIASES, CHOICES, SWITCHES
 from .kinds import objectives_with

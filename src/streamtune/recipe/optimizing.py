@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from streamtune.optimizer_table import ADAM_KEYS, OPTIMIZERS, argument_mistakes
+from streamtune.base.optimizer_table import ADAM_KEYS, OPTIMIZERS, argument_mistakes
 from streamtune.recipe.spec import Spec, Text, at_most, mistake
 
 __all__ = ["LearningRateGroup", "optimizer_mistakes"]

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from streamtune.optimizer_table import OptimizerName
+from streamtune.base.optimizer_table import OptimizerName
 from streamtune.recipe.adapters import AdapterKind, adapter_mistakes, adapters_of_whole_weights
 from streamtune.recipe.batching import BucketSpec, batching_mistakes, turn_mistakes
 from streamtune.recipe.learning_rates import ScheduleName, learning_rate_mistakes

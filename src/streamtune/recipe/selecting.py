@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from streamtune.optimizer_table import OPTIMIZERS
+from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.recipe.spec import mistake
 
 __all__ = ["SELECT_FROM", "select_mistakes"]

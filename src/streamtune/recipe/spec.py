@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from streamtune.sizes import SIZE_PATTERN
+from streamtune.base.sizes import SIZE_PATTERN
 
 __all__ = ["TOO_LARGE", "Count", "Fraction", "Rows", "Size", "Spec", "Steps", "Text", "at_most", "mistake"]
 
@@ -36,7 +36,7 @@ Rows = Annotated[int, Field(ge=1), at_most(10**6)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 Size = Annotated[str, Field(pattern=SIZE_PATTERN, json_schema_extra={"examples": ["80GiB"]})]
-"""Bytes, as people write them; ``streamtune.sizes.parse_size`` reads it."""
+"""Bytes, as people write them; ``streamtune.base.sizes.parse_size`` reads it."""
 
 
 class Spec(BaseModel):

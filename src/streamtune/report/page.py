@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from streamtune.names import set_names
+from streamtune.base.names import set_names
 from streamtune.report.charts import GIB, Curve, gib, line_chart, memory_chart, number
 from streamtune.report.records import RunRecords
 

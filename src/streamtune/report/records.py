@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streamtune.base.secrets import redact_values, visible
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.recipe.yaml import read_yaml
-from streamtune.secrets import redact_values, visible
 
 __all__ = ["RunRecords", "read_run"]
 

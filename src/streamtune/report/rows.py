@@ -8,10 +8,10 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
+from streamtune.base.secrets import plain
 from streamtune.data.inspect import RowPart, RowView, TokenGap
 from streamtune.data.report import EPOCH_COLUMNS, SourceReport, epoch_table
 from streamtune.run.inspect import Inspection
-from streamtune.secrets import plain
 
 __all__ = ["render_rows"]
 

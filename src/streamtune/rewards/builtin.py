@@ -36,9 +36,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from streamtune import interrupts
+from streamtune.base import interrupts
+from streamtune.base.patterns import PatternError, is_found
 from streamtune.errors import ArgumentError
-from streamtune.patterns import PatternError, is_found
 from streamtune.rewards.json_check import check_schema, conforms
 
 __all__ = ["BUILTINS", "Builtin", "CodeLimits", "bind", "count_passed"]

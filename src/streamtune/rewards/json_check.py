@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 from fractions import Fraction
 from typing import Any
 
-from streamtune.patterns import is_found, wrong_pattern
+from streamtune.base.patterns import is_found, wrong_pattern
 
 __all__ = ["check_schema", "conforms"]
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationConfig
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
 
 __all__ = ["add_ends", "end_tokens", "ends_of", "with_generation"]
 

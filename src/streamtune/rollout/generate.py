@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
+from streamtune.base.model_device import model_device
 from streamtune.engine.hf_names import LINEAR_CACHE, cache_by_name, inside, is_stateful
-from streamtune.model_device import model_device
 from streamtune.rollout.ends import with_generation
 from streamtune.rollout.writer import Completion, Sampling, WritingStopped, ended
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
+from streamtune.base.model_device import model_device
 from streamtune.errors import ArgumentError
-from streamtune.model_device import model_device
 from streamtune.rollout.writer import Completion, Sampling, ended
 
 __all__ = ["VllmWriter", "check_vllm", "policy_weights"]

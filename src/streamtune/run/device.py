@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from streamtune import train
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
+from streamtune.base.sizes import parse_size, show_size
 from streamtune.engine import RouterLoss, SequenceParallel, StreamHandle, balance_coefficient, balances_itself, stream
 from streamtune.engine.memory.host import total_host_bytes
 from streamtune.errors import ArgumentError, OutOfMemoryError, UnsupportedModelError, UserError
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import EngineSpec, Recipe
 from streamtune.schedule import Schedule
-from streamtune.sizes import parse_size, show_size
 
 __all__ = [
     "blame_recipe",

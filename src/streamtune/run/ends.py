@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from streamtune import rollout
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
 from streamtune.tasks import Task
 from streamtune.tasks.task import PreparedRows
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, distributed
 
 from streamtune import models, train
+from streamtune.base.model_device import model_device
+from streamtune.base.sizes import parse_size, show_size
 from streamtune.engine import StreamHandle
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
-from streamtune.model_device import model_device
 from streamtune.recipe.schema import Recipe
-from streamtune.sizes import parse_size, show_size
 from streamtune.tasks import Task
 from streamtune.train.step import explain_out_of_memory
 

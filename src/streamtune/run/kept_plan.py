@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from streamtune.paths import open_at_once
+from streamtune.base.paths import open_at_once
+from streamtune.base.result_cache import hash_of, versions
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.result_cache import hash_of, versions
 
 __all__ = ["PLANS", "PlanOptions", "plan_key"]
 

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from streamtune import models, optim, train
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
+from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
+from streamtune.base.sizes import parse_size, show_size
 from streamtune.engine import decoder_layers, keep_on_host
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.engine.weights.waiting import waiting_parameters
 from streamtune.errors import ArgumentError
-from streamtune.optimizer_table import OPTIMIZERS, state_bytes
 from streamtune.recipe.schema import Recipe
 from streamtune.run.data import new_token_ids
-from streamtune.sizes import parse_size, show_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from streamtune import models
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
+from streamtune.base.optimizer_table import OPTIMIZERS, forwards_of
+from streamtune.base.sizes import parse_size
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.engine.weights.waiting import waiting_parameters
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.optimizer_table import OPTIMIZERS, forwards_of
 from streamtune.plan.budget import Limits, device_name, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates, measure_disk
 from streamtune.plan.estimate import Simulate
@@ -48,7 +49,6 @@ from streamtune.simulate.meta_operators import meta_copy
 from streamtune.simulate.scored import Completions, Scored
 from streamtune.simulate.simulate import Simulation, holdings_of, simulate
 from streamtune.simulate.workload import TeacherShape, Workload
-from streamtune.sizes import parse_size
 from streamtune.tasks import Task, task_of
 
 __all__ = [

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from streamtune import models
+from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
+from streamtune.base.sizes import show_size
 from streamtune.errors import UserError
-from streamtune.optimizer_table import OPTIMIZERS, state_bytes
 from streamtune.recipe.schema import Recipe
-from streamtune.sizes import show_size
 
 __all__ = [
     "KEYS",

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from streamtune import models, optim, train
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
+from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.distributed import agree
 from streamtune.engine import SequenceParallel, decoder_layers
 from streamtune.errors import ArgumentError
-from streamtune.optimizer_table import OPTIMIZERS
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import choose_device, prepare_libraries

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from streamtune import data, models, rollout, train
-from streamtune.adapters import base_of
-from streamtune.labels import IGNORE_INDEX
+from streamtune.base.adapters import base_of
+from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.secrets import redact_values
 from streamtune.recipe.schema import Recipe
-from streamtune.secrets import redact_values
 from streamtune.tasks.task import Built, chat_options
 
 __all__ = ["SAMPLE_TEMPERATURE", "write_samples"]

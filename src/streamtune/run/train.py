@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from streamtune import data, models, train
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
+from streamtune.base.optimizer_table import OPTIMIZERS, forwards_of
+from streamtune.base.secrets import redact, redact_values
+from streamtune.base.streams import lost_output
 from streamtune.distributed import RankEnvironment, Watchdog, keep_log, read_environment
 from streamtune.errors import ArgumentError, NonFiniteError
-from streamtune.optimizer_table import OPTIMIZERS, forwards_of
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.yaml import dump_recipe
 from streamtune.run.engine import Streamed
@@ -28,8 +30,6 @@ from streamtune.run.mfu import StepFlops, peak_of
 from streamtune.run.samples import write_samples
 from streamtune.run.step_times import StepTimes
 from streamtune.schedule import Schedule
-from streamtune.secrets import redact, redact_values
-from streamtune.streams import lost_output
 from streamtune.tasks.steps import StepPlan, share_out
 from streamtune.tasks.task import Built, Training
 

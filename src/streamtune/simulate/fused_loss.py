@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
 
 __all__ = ["fused_loss"]
 

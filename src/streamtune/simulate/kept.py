@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamtune.result_cache import hash_of, versions
+from streamtune.base.result_cache import hash_of, versions
 from streamtune.schedule import Schedule
 from streamtune.simulate.facts import all_modules, fact_of
 from streamtune.simulate.workload import Workload

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.placement import extra_forwards
 from streamtune.engine.weights.waiting import waiting_parameters

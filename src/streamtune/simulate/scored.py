@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.engine import Branches, TokenScores
 from streamtune.engine.hf_names import set_checkpointing
 from streamtune.errors import ArgumentError
-from streamtune.labels import IGNORE_INDEX
 
 __all__ = ["Completions", "PlainScores", "Scored", "Trees", "checkpointing", "recompute", "use_checkpointing"]
 

@@ -22,10 +22,10 @@ from typing import Any
 
 from torch import Tensor
 
+from streamtune.base.result_cache import cached_result
 from streamtune.engine import decoder_layers
 from streamtune.ops.simulated import all_turns, simulating
 from streamtune.optim import ZerothOrderSGD, perturbed
-from streamtune.result_cache import cached_result
 from streamtune.schedule import Schedule, WeightTier
 from streamtune.simulate.extrapolate import Combined, Part, UnlikeError, combined, kinds_of_layers, layout_of
 from streamtune.simulate.facts import fact_of

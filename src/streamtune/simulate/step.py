@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.engine import Branches, LazyLogits, LossRequest, StreamHandle, decoder_layers
 from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.memory.rooms import HostRooms
 from streamtune.engine.passes import placeholder
 from streamtune.engine.weights.waiting import waiting_parameters
-from streamtune.labels import IGNORE_INDEX
 from streamtune.ops import TeacherHead, TokenLoss, TopKTeacher
 from streamtune.ops.head.sweep import autocast_dtype, cast
 from streamtune.ops.simulated import DeviceFunctions, simulating

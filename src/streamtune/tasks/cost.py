@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from streamtune import models
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
 
 __all__ = ["RowCost"]
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from streamtune import data, objectives, train
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.errors import DataError
-from streamtune.labels import IGNORE_INDEX
 from streamtune.ops import TopKTeacher, top_classes
 from streamtune.recipe.dpo import DpoRecipe
 from streamtune.recipe.grpo import GrpoRecipe

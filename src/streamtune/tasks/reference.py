@@ -19,10 +19,10 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from streamtune import data, train
-from streamtune.adapters import is_of_adapters
-from streamtune.paths import cache_folder
-from streamtune.result_cache import CacheFile, Notify, hash_of, versions
-from streamtune.sizes import show_size
+from streamtune.base.adapters import is_of_adapters
+from streamtune.base.paths import cache_folder
+from streamtune.base.result_cache import CacheFile, Notify, hash_of, versions
+from streamtune.base.sizes import show_size
 
 __all__ = ["KeptLogps", "cache_directory", "computation", "compute_logps", "configuration", "read_logps", "row_key"]
 

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import torch
 
 from streamtune import data, train
+from streamtune.base.paths import cache_folder
 from streamtune.data.inspect_lengths import fewest_packs
 from streamtune.engine import Branches, StreamHandle, check_branches, check_packing
 from streamtune.engine.rotary import longest_unscaled
 from streamtune.errors import DataError, UnsupportedModelError
 from streamtune.ops import Divergence, TokenLoss
-from streamtune.paths import cache_folder
 from streamtune.recipe.batching import BucketSpec
 from streamtune.recipe.schema import Recipe
 from streamtune.tasks.cost import RowCost

@@ -25,13 +25,13 @@ import torch
 from torch import nn
 
 from streamtune import data, optim, train
+from streamtune.base.model_device import model_device
+from streamtune.base.paths import cache_folder
 from streamtune.engine import StreamHandle, check_branches, stream
 from streamtune.engine.inspect_model import both_at_once
 from streamtune.engine.rotary import longest_unscaled
 from streamtune.errors import UnsupportedModelError
-from streamtune.model_device import model_device
 from streamtune.ops import TokenLoss
-from streamtune.paths import cache_folder
 from streamtune.recipe.dpo import DpoRecipe
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.recipe.schema import Recipe

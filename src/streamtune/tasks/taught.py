@@ -33,12 +33,13 @@ import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
-from streamtune import data, interrupts
+from streamtune import data
+from streamtune.base import interrupts
+from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.result_cache import WatchedFile, checksum_of, is_open_at, try_lock
+from streamtune.base.sizes import show_size
 from streamtune.errors import ArgumentError, StorageError
-from streamtune.labels import IGNORE_INDEX
 from streamtune.ops import TopKTeacher
-from streamtune.result_cache import WatchedFile, checksum_of, is_open_at, try_lock
-from streamtune.sizes import show_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

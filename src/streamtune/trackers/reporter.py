@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from streamtune import train
+from streamtune.base.secrets import plain, redact_values
 from streamtune.errors import StreamTuneError
-from streamtune.secrets import plain, redact_values
 from streamtune.trackers.tracker import Tracker, numbers
 from streamtune.train.listeners import Listener, Listeners, RunFacts
 

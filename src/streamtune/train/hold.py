@@ -23,8 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from streamtune.base.result_cache import is_open_at, try_lock
 from streamtune.errors import ArgumentError, CheckpointError
-from streamtune.result_cache import is_open_at, try_lock
 from streamtune.train.staging import OpenFolder, make_directory, write_error
 
 __all__ = ["IDENTITY", "LOCK", "DirectoryHold"]

@@ -10,8 +10,8 @@ from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import Any
 
-from streamtune import interrupts
-from streamtune.streams import reader_is_gone
+from streamtune.base import interrupts
+from streamtune.base.streams import reader_is_gone
 
 __all__ = ["StopRequest"]
 

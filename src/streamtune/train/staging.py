@@ -22,8 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from streamtune.base.sizes import show_size
 from streamtune.errors import ArgumentError, CheckpointError, RunError
-from streamtune.sizes import show_size
 
 __all__ = [
     "OpenFolder",

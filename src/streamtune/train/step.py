@@ -22,9 +22,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from streamtune.base.model_device import model_device
 from streamtune.engine import StreamHandle
 from streamtune.errors import NonFiniteError, OutOfMemoryError
-from streamtune.model_device import model_device
 from streamtune.train.backend import Backend
 from streamtune.train.batch import MicroBatch, counted
 from streamtune.train.memory import is_out_of_memory, reset_peak_memory

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 
 from streamtune import data, models, train
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
+from streamtune.base.model_device import model_device
 from streamtune.engine import LossRequest, RouterLoss, StreamHandle, balance_coefficient, balances_itself
 from streamtune.engine.rotary import as_alone
 from streamtune.errors import ArgumentError, DataError, OutOfMemoryError, RunError
-from streamtune.model_device import model_device
 from streamtune.ops import TokenLoss, token_loss_reference
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import make_sources, make_tokenizer

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.adapters import is_of_adapters
+from streamtune.base.adapters import is_of_adapters
 from streamtune.schedule import Schedule
 
 __all__ = [

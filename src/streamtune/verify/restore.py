@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.adapters import base_of
+from streamtune.base.adapters import base_of
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.engine.hf_names import CAUSAL_LOSS, FIXED_LOSS, LOSS, inside
-from streamtune.labels import IGNORE_INDEX
 
 __all__ = ["attending", "borrowed", "cast", "quantised_as", "routes", "wide_loss"]
 

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from streamtune import data, train
+from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_device import model_device
 from streamtune.engine import StreamHandle, decoder_layers
 from streamtune.errors import DataError
-from streamtune.labels import IGNORE_INDEX
-from streamtune.model_device import model_device
 from streamtune.run.reference import streamed
 from streamtune.simulate.memory import LiveBytes
 from streamtune.simulate.scored import PlainScores

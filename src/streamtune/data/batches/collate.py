@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.records import Example
-from streamtune.labels import IGNORE_INDEX
 
 __all__ = ["Batch", "PackedBatch", "collate", "collate_packed"]
 

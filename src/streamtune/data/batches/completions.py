@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.batches.prefixes import PrefixTree
 from streamtune.data.records import Tree
-from streamtune.labels import IGNORE_INDEX
 
 __all__ = ["CollatedTrees", "collate_trees"]
 

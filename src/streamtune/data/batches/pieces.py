@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.records import Example, Stored
-from streamtune.labels import IGNORE_INDEX
 
 __all__ = ["Pieces", "cut_rows"]
 

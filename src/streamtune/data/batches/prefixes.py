@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.batches.collate import Batch
 from streamtune.data.batches.sampler import Packs
 from streamtune.data.records import Example, common_beginning
-from streamtune.labels import IGNORE_INDEX
 
 __all__ = ["CollatedPrefixes", "PrefixTree", "collate_prefixes", "pack_turns"]
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.fit.cuts import Kept, cut_row, least_kept, split_row
 from streamtune.data.fit.length_fit import LengthFit, Notify, have
 from streamtune.data.records import Example, IntArray, TableWriter
@@ -19,7 +20,6 @@ from streamtune.data.rendering.policy import RowPolicy
 from streamtune.data.rendering.tokens import Rendered
 from streamtune.data.report import DataReport
 from streamtune.errors import DataError
-from streamtune.labels import IGNORE_INDEX
 
 __all__ = ["RowFit"]
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
+from streamtune.base.paths import check_descriptors, open_at_once
 from streamtune.data.faults import BadRows
 from streamtune.errors import DataError
-from streamtune.paths import check_descriptors, open_at_once
 
 __all__ = ["COMPRESSED", "DataFile", "format_of", "iter_lines", "local_file", "open_bytes", "read_whole"]
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
+from streamtune.base.network import is_offline
 from streamtune.data.reading.files import DataFile, format_of, local_file
 from streamtune.data.reading.folders import Chosen, choose_files
 from streamtune.data.reading.readers import READERS
 from streamtune.errors import DataError, did_you_mean
-from streamtune.network import is_offline
 
 __all__ = ["is_address", "local_files", "remote_files"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from streamtune.base.patterns import of_tokenizer
 from streamtune.data.rendering.borders import CutRule, cut_rule
-from streamtune.patterns import of_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

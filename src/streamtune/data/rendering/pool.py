@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
-from streamtune.child import Child
+from streamtune.base.child import Child
 from streamtune.data.rendering.counts import RenderLog
 from streamtune.errors import ArgumentError, DataError, RunError, StreamTuneError
 from streamtune.templates import fix_date, fixed_date

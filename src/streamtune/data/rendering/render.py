@@ -27,6 +27,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.preferences import Answers
 from streamtune.data.reading.cells import TextOrMessages, has_system, prompt_digest, tools_and_form, variables_of
 from streamtune.data.reading.readers import Row
@@ -43,7 +44,6 @@ from streamtune.data.rendering.tokens import MaskTokenizer, Rendered, TextTokens
 from streamtune.data.rendering.variables import TemplateVariables
 from streamtune.data.rows import Content, Conversation, Document, PromptCompletion, size_of
 from streamtune.errors import ArgumentError, DataError
-from streamtune.labels import IGNORE_INDEX
 from streamtune.templates import render_ahead
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.rendering.chat import ChatTurn
 from streamtune.data.rendering.pieces import PieceTokenizer, TokenPiece
 from streamtune.data.rendering.policy import SPLIT_AT, RowPolicy
 from streamtune.data.rendering.spelling import ByteSpeller
 from streamtune.errors import DataError
-from streamtune.labels import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

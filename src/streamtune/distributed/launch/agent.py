@@ -23,11 +23,11 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from streamtune import __version__
+from streamtune.base.safe_path import safe_environment
 from streamtune.distributed.launch.ranks import LocalRanks, count_devices
 from streamtune.distributed.ports import free_port
 from streamtune.distributed.watch.failure import Failure
 from streamtune.errors import StreamTuneError
-from streamtune.safe_path import safe_environment
 
 __all__ = ["PING_SECONDS", "SILENCE_SECONDS", "main"]
 

@@ -18,7 +18,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from streamtune import interrupts
+from streamtune.base import interrupts
+from streamtune.base.network import among_ranks
+from streamtune.base.safe_path import safe_environment
+from streamtune.base.streams import reader_is_gone
 from streamtune.distributed.environment import read_environment
 from streamtune.distributed.launch.hostfile import MOST_SLOTS, Host, read_hostfile
 from streamtune.distributed.launch.ranks import LocalRanks, count_devices
@@ -26,9 +29,6 @@ from streamtune.distributed.launch.remote import HELLO_SECONDS, RemoteRanks, pas
 from streamtune.distributed.ports import check_host, free_port, is_free
 from streamtune.distributed.watch.failure import RankEnd, first_failure
 from streamtune.errors import ArgumentError
-from streamtune.network import among_ranks
-from streamtune.safe_path import safe_environment
-from streamtune.streams import reader_is_gone
 
 __all__ = ["launch", "without_launch_options"]
 

@@ -19,10 +19,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from streamtune.base.interrupts import blocked, remove_too
 from streamtune.distributed.environment import RankEnvironment, usable_cpus
 from streamtune.distributed.watch.failure import ERROR_FILE_VARIABLE, RankEnd, log_tail, read_failure
 from streamtune.errors import ArgumentError
-from streamtune.interrupts import blocked, remove_too
 
 __all__ = [
     "LOG_FILE_VARIABLE",

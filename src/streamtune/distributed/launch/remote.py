@@ -16,11 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from streamtune.base.safe_path import safe_environment
 from streamtune.distributed.launch.agent import PING_SECONDS
 from streamtune.distributed.launch.hostfile import Host
 from streamtune.distributed.watch.failure import Failure, RankEnd
 from streamtune.errors import DistributedError
-from streamtune.safe_path import safe_environment
 
 __all__ = ["RemoteRanks", "passed_on"]
 

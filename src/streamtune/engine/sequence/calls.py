@@ -19,6 +19,8 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 
+from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_device import model_device
 from streamtune.engine.hf_names import CACHES, KERNEL_ROWS, MAKES_POSITIONS, POSITIONS, TOKEN_TYPES
 from streamtune.engine.inspect_model import carries_states, keeps_keys, own_attention
 from streamtune.engine.observe import RandomState
@@ -27,8 +29,6 @@ from streamtune.engine.rows import Branches
 from streamtune.engine.sequence.shards import SequenceParallel, SequenceShards
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.labels import IGNORE_INDEX
-from streamtune.model_device import model_device
 
 __all__ = ["Sharing", "drawn_apart", "form_for"]
 

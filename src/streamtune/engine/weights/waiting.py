@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.base.model_device import model_device
 from streamtune.engine.hf_names import kept_wide
 from streamtune.engine.inspect_model import base_model, decoder_layers
 from streamtune.engine.lazy_logits import LazyForward
@@ -38,7 +39,6 @@ from streamtune.engine.memory.rooms import HostRooms
 from streamtune.engine.memory.tiers import Copies
 from streamtune.engine.observe import notify_tensors
 from streamtune.errors import UnsupportedModelError
-from streamtune.model_device import model_device
 
 __all__ = ["WaitingWeights", "keep_on_host", "waiting_parameters"]
 

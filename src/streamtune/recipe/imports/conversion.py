@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from streamtune.base.secrets import find_secret, redact
 from streamtune.errors import RecipeError, did_you_mean
 from streamtune.recipe.aliases import ALIASES, VALUES
 from streamtune.recipe.kinds import RECIPES, objectives_with
 from streamtune.recipe.mistakes import expected, field_at
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.yaml import KeyPath, Marks
-from streamtune.secrets import find_secret, redact
 
 from .reading import PeerFile
 from .rules import FieldRule, UnconvertedError

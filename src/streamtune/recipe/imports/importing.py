@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streamtune.base.secrets import redact
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.recipe.kinds import RECIPES
 from streamtune.recipe.mistakes import find_mistakes, to_error
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.yaml import dump_values
-from streamtune.secrets import redact
 
 from .axolotl import AXOLOTL
 from .conversion import Conversion, FieldFinding, PeerTrainer

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from streamtune import data, models, optim, rollout, train
+from streamtune.base.model_device import model_device
 from streamtune.engine import StreamHandle
-from streamtune.model_device import model_device
 from streamtune.objectives import POLICY_LOSSES, check_policy, group_advantages
 from streamtune.ops import Divergence, TokenLoss
 from streamtune.recipe.grpo import GrpoRecipe

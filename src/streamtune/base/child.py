@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from streamtune.quiet import packed_call, run_packed
-from streamtune.safe_path import SafeChildren
+from streamtune.base.quiet import packed_call, run_packed
+from streamtune.base.safe_path import SafeChildren
 
 __all__ = ["Child"]
 

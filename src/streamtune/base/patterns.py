@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
+from streamtune.base.safe_path import safe_environment
 from streamtune.errors import ArgumentError
-from streamtune.safe_path import safe_environment
 
 __all__ = ["PatternError", "check_splits", "find_matches", "is_found", "of_tokenizer", "wrong_pattern"]
 

@@ -39,9 +39,9 @@ from typing import IO, Any
 
 import xxhash
 
+from streamtune.base.paths import cache_folder, open_at_once
+from streamtune.base.sizes import show_size
 from streamtune.errors import StorageError
-from streamtune.paths import cache_folder, open_at_once
-from streamtune.sizes import show_size
 
 __all__ = [
     "CacheFile",

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from streamtune.base.patterns import wrong_pattern
 from streamtune.errors import ArgumentError, did_you_mean
-from streamtune.patterns import wrong_pattern
 
 __all__ = [
     "ADAM_KEYS",
