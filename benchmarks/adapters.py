@@ -34,7 +34,7 @@ from streamtune.cli import main as command
 from streamtune.models import AdapterSpec, add_adapters, load_model, loftq_start
 from streamtune.models.adapters import KINDS, ON_QUANTISED, low_rank_layers
 from streamtune.models.quantize import dequantised
-from streamtune.simulate import Workload, simulate
+from streamtune.plan.simulate import Workload, simulate
 
 QWEN3_8B: dict[str, Any] = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,

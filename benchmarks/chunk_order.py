@@ -26,8 +26,8 @@ from streamtune.models import add_lora
 from streamtune.plan.budget import Limits
 from streamtune.plan.planner import Plan, evaluate_schedule
 from streamtune.plan.rates import nearest_device, sheet_rates
-from streamtune.simulate import Workload
-from streamtune.simulate.memory import held_bytes
+from streamtune.plan.simulate import Workload
+from streamtune.plan.simulate.memory import held_bytes
 
 GIB = 1 << 30
 Line = tuple[float, float]

@@ -85,7 +85,7 @@ def run(who: str, kind: str, path: Path, vocabulary: Path, processes: int) -> No
 
 def _seconds() -> float:
     """Return the processor time of this process and the children that ended."""
-    from streamtune.templates import _WORKERS
+    from streamtune.data.templates import _WORKERS
 
     _WORKERS.close()  # a child counts once it ended
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]

@@ -21,7 +21,7 @@ from benchmarks.predicted_step import make_model
 from streamtune import Schedule
 from streamtune.plan.calibrate import measure_rates
 from streamtune.plan.rates import DEVICES, Device, Rates, nearest_device, predict_seconds, sheet_rates
-from streamtune.simulate import Workload, simulate
+from streamtune.plan.simulate import Workload, simulate
 
 
 def sheet_of(name: str, size: int) -> Device:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.gpu import LARGE
 from streamtune import Schedule
 from streamtune.plan.rates import find_device, predict_seconds, sheet_rates
-from streamtune.simulate import Workload, simulate
+from streamtune.plan.simulate import Workload, simulate
 
 GIB = 1024**3
 SCHEDULES = {

@@ -28,10 +28,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3NextConfig, Qwen3Ne
 
 import streamtune
 from benchmarks.batching import CONFIG
-from streamtune import Schedule, objectives, train
+from streamtune import Schedule, train
 from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data import Tree
 from streamtune.engine import Branches, StreamHandle
+from streamtune.tasks import objectives
 from streamtune.tasks.preference import tree_batch
 
 GROUP = 8

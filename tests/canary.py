@@ -34,7 +34,7 @@ TESTS = (
     "tests/exactness/test_families.py",
     "tests/transparency/test_past.py",
     "tests/models/test_models.py",
-    "tests/rollout/test_generate.py",
+    "tests/tasks/rollout/test_generate.py",
 )
 SECONDS = 180
 """The tests end after so many."""

@@ -21,9 +21,9 @@ PACKAGE = Path(streamtune.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 ORDER = (
-    "__version__ errors base schedule | templates ops | recipe | engine | objectives rewards rollout | "
-    "data models | optim train | simulate | plan | distributed | tasks | run | probe | verify | bench | export | "
-    "generate | evaluate | trackers | report | integrations | cli | __init__ __main__"
+    "__version__ errors base schedule ops | recipe | engine | data models | optim train | plan | distributed | tasks | "
+    "run | probe | verify | bench | export | generate | evaluate | trackers | report | integrations | cli | "
+    "__init__ __main__"
 )
 """The rooms from left to right; no two are equal. ``__init__`` may import any room, and no room imports it."""
 PLACE = {room: place for place, room in enumerate(ORDER.replace("|", "").split())}

@@ -16,8 +16,8 @@ from tools.support_options import GROUPS, Option
 
 from streamtune.cli import main
 from streamtune.distributed.deepspeed_config import PRESETS
-from streamtune.objectives import POLICY_LOSSES, PREFERENCE_LOSSES, UNPAIRED_LOSSES
 from streamtune.schedule import CHOICES, DEFAULTS
+from streamtune.tasks.objectives import POLICY_LOSSES, PREFERENCE_LOSSES, UNPAIRED_LOSSES
 from tests.sft_kit import write_rows
 
 REWARD = "def low(completion_ids, **columns):\n    return [-sum(ids) / len(ids) for ids in completion_ids]\n"

@@ -30,9 +30,9 @@ from streamtune.cli.app import app
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Budget
 from streamtune.plan.search import Range
+from streamtune.plan.simulate import ALL_MODES
 from streamtune.probe.trial import Outcome
 from streamtune.recipe import load_recipe
-from streamtune.simulate import ALL_MODES
 from tests.exactness.families import build
 
 ENV = {

@@ -16,8 +16,8 @@ from streamtune.bench.subject import SHARING
 from streamtune.bench.tables import Entry, TableName, TableRow
 from streamtune.cli.console import out
 from streamtune.cli.screens import bench_screen, describe_bench, table_screen
-from streamtune.simulate import ALL_MODES
-from streamtune.simulate.workload import LABELS
+from streamtune.plan.simulate import ALL_MODES
+from streamtune.plan.simulate.workload import LABELS
 from tests.golden_kit import WIDTHS, check_golden, screen
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -22,7 +22,7 @@ from streamtune.bench import modes as known
 from streamtune.bench import peers
 from streamtune.bench.modes import WAYS, absent
 from streamtune.errors import UnsupportedModelError
-from streamtune.simulate import ALL_MODES
+from streamtune.plan.simulate import ALL_MODES
 from tests.exactness.families import build
 
 ROOT = Path(__file__).resolve().parents[2]

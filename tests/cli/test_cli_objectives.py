@@ -18,13 +18,13 @@ from streamtune import data
 from streamtune.cli import main
 from streamtune.engine import Branches
 from streamtune.plan.budget import Budget
+from streamtune.plan.simulate.simulate import simulate
 from streamtune.probe.prepare import prepare_step
 from streamtune.probe.steps import Shape, _step_on_cpu
 from streamtune.recipe import load_recipe
 from streamtune.run.device import make_schedule
 from streamtune.run.model import make_blueprint
 from streamtune.run.plan import make_workload, reference_bytes
-from streamtune.simulate.simulate import simulate
 from streamtune.tasks import task_of
 from streamtune.tasks.random_batches import choose_trees
 

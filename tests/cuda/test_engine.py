@@ -86,7 +86,9 @@ def medium(device: torch.device | str) -> Any:
 @pytest.mark.parametrize("name", ["device", "host", "kept", "two levels"])
 def test_the_simulated_peak_is_the_allocators(device: torch.device, name: str) -> None:
     needs(12)
-    simulating = pytest.importorskip("streamtune.simulate.simulate", reason="there is no simulation in this version")
+    simulating = pytest.importorskip(
+        "streamtune.plan.simulate.simulate", reason="there is no simulation in this version"
+    )
     length = 32_768
     schedule = Schedule(**{**vars(SCHEDULES[name]), "chunk_size": 2048, "head_chunk_size": 1024})
     workload = simulating.Workload(make_model=lambda: medium("meta"), length=length)

@@ -29,7 +29,7 @@ from streamtune.ops import fused
 from streamtune.ops.attention import kernels, view_kernels
 from streamtune.ops.head import cross_entropy, sweep
 from streamtune.ops.launching import known_host_copy, with_host_copy
-from streamtune.simulate import Workload, simulate
+from streamtune.plan.simulate import Workload, simulate
 
 COUNTERS = ("launches", "syncs", "d2h", "h2d", "mallocs", "frees", "used", "peak", "operations", "not_ready")
 QWEN3_8B = {

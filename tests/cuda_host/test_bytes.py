@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from streamtune import Schedule
-from streamtune.simulate import Workload, simulate, trace
+from streamtune.plan.simulate import Workload, simulate, trace
 from tests.cuda_host.measure import make
 
 LENGTH, CHUNK = 16384, 2048

@@ -21,9 +21,9 @@ from streamtune.base.result_cache import CacheFile
 from streamtune.data import ChatOptions, RowCache, Source, prepare, prepare_preferences, prepare_prompts
 from streamtune.data.reading import contents
 from streamtune.data.reading.contents import FileHashes
+from streamtune.data.templates import fix_date
 from streamtune.errors import DataError, StorageError
 from streamtune.models.tokenizer import train_tokenizer
-from streamtune.templates import fix_date
 
 TEXTS = [f"the {n} quick brown foxes jump over {n * n} lazy dogs" for n in range(40)]
 

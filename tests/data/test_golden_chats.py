@@ -18,8 +18,8 @@ from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rows import normalise
+from streamtune.data.templates import fix_date
 from streamtune.errors import DataError
-from streamtune.templates import fix_date
 
 GOLDEN = Path(__file__).with_name("golden_chats.json")
 CALL = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}

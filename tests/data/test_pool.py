@@ -16,9 +16,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.data import ChatOptions, Source, prepare, prepare_preferences, prepare_prompts
+from streamtune.data.templates import fix_date
 from streamtune.errors import DataError, RunError
 from streamtune.models.tokenizer import train_tokenizer
-from streamtune.templates import fix_date
 
 TEXTS = [f"the {n} quick brown foxes jump over {n * n} lazy dogs" for n in range(400)]
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data import ChatOptions, Source, prepare, prepare_preferences, prepare_prompts
+from streamtune.data.templates import fix_date
 from streamtune.errors import ArgumentError, DataError, UserError
 from streamtune.models.tokenizer import set_chat_template
-from streamtune.templates import fix_date
 
 Write = Callable[..., str]
 Rows = list[dict[str, Any]]

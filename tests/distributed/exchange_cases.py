@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from streamtune.data.templates import TemplateLimitError
 from streamtune.errors import DataError, StreamTuneError
-from streamtune.templates import TemplateLimitError
 from streamtune.train.world import World
 
 MANY = {1: (2.5, float("inf")), "a": [None, True, b"\x00\xff"], (1, "b"): {"c": 2**80}, "path": Path("x/y")}

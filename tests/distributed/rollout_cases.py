@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import distributed
 
-from streamtune import rollout, train
+from streamtune import train
 from streamtune.errors import StreamTuneError
-from streamtune.rewards import RewardScores
+from streamtune.tasks import rollout
 from streamtune.tasks.grpo.ranks import SharedRewards, SharedWriter
+from streamtune.tasks.rewards import RewardScores
 
 
 class _BrokenError(Exception):

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import distributed
 
-from streamtune import rollout
 from streamtune.recipe import load_recipe
 from streamtune.run.build import build_run
+from streamtune.tasks import rollout
 from streamtune.tasks.grpo.task import _make_writer
 
 RECIPE = Path(__file__).parents[2] / "recipes/quickstart_grpo.yaml"

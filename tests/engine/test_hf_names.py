@@ -23,7 +23,7 @@ from streamtune.engine import hf_names
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.hf_names import cache_argument, cache_by_name
 from streamtune.errors import UnsupportedModelError, VersionError
-from streamtune.rollout import Sampling, TransformersWriter
+from streamtune.tasks.rollout import Sampling, TransformersWriter
 from tests.exactness.families import build
 from tests.precision_kit import Float64, errors, in_float64
 

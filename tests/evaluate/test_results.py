@@ -16,8 +16,8 @@ from streamtune.cli import main
 from streamtune.engine import stream
 from streamtune.evaluate.losses import LossSums, context_sentence, score_rows
 from streamtune.models import init_model
+from streamtune.plan.simulate.memory import LiveBytes
 from streamtune.schedule import Schedule
-from streamtune.simulate.memory import LiveBytes
 from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe, write_rows
 
 TINY: dict[str, Any] = {**RECIPE, "max_length": 256, "val_size": 4, "engine": FIXED, "max_steps": 1}

@@ -30,9 +30,9 @@ from streamtune.errors import ArgumentError, StorageError
 from streamtune.models import checkpoint_files, train_tokenizer
 from streamtune.plan import calibrate
 from streamtune.plan.rates import Rates
+from streamtune.plan.simulate.simulate import simulate
+from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
-from streamtune.simulate.simulate import simulate
-from streamtune.simulate.workload import Workload
 from streamtune.tasks.reference import compute_logps, read_logps
 from streamtune.tasks.taught import TaughtRows, TaughtWriter, num_targets, tokenizer_hash
 from tests.faults.kit import report

@@ -19,7 +19,7 @@ from streamtune.models import load_tokenizer, train_tokenizer
 from streamtune.models.adapter_settings import check_adapter_settings, check_saved_settings
 from streamtune.models.adapters import AdapterSpec, add_adapters, start_from
 from streamtune.optim.blocks import split_blocks
-from streamtune.rewards import load_rewards
+from streamtune.tasks.rewards import load_rewards
 
 NAMES = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(40) for part in "qkvo"]
 SLOW = [r"([a-z_.0-9]|[a-z_.0-9])+!", r"(?:.?){60}!", ".*.*.*.*.*.*.*.*.*!"]

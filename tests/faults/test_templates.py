@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from streamtune import templates
+from streamtune.data import templates
+from streamtune.data.templates import TemplateLimitError, TemplateLimits, TemplateRefusalError, render_chat
 from streamtune.errors import ArgumentError, DataError
 from streamtune.models import sample_text, set_chat_template, train_tokenizer
-from streamtune.templates import TemplateLimitError, TemplateLimits, TemplateRefusalError, render_chat
 from tests.faults.figures import tell
 from tests.faults.memory import peak_of_children
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.exactness.test_adapters import Nothing
-from tests.simulate.test_simulate import allocated
+from tests.plan.simulate.test_simulate import allocated
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamtune.errors import ArgumentError

@@ -26,8 +26,8 @@ from streamtune.models import (
 )
 from streamtune.models.packed import pack_experts
 from streamtune.models.quantize import PACKAGES, left_whole, quantization, quantize
-from streamtune.simulate import LiveBytes
-from streamtune.simulate.memory import held_tensors
+from streamtune.plan.simulate import LiveBytes
+from streamtune.plan.simulate.memory import held_tensors
 
 CPU = torch.device("cpu")
 CONFIG: dict[str, Any] = {

@@ -21,7 +21,7 @@ from streamtune.optim.expanded_fp8 import expand, pack_expanded
 from streamtune.optim.ratio import _start
 from streamtune.optim.rules import RULES
 from streamtune.optim.sinkgd import normalize_rows_and_columns
-from streamtune.simulate.memory import distinct_bytes
+from streamtune.plan.simulate.memory import distinct_bytes
 from streamtune.train import HostOptimizer, InBackwardBackend, LocalBackend
 from streamtune.train.slices import SliceReader, write_slices
 

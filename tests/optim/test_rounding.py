@@ -12,7 +12,7 @@ from torch import Tensor
 from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
 from streamtune.ops.simulated import simulating
 from streamtune.optim import build_optimizer, set_learning_rate, state_tensors
-from streamtune.simulate.memory import distinct_bytes
+from streamtune.plan.simulate.memory import distinct_bytes
 from streamtune.train.slices import SliceReader, write_slices
 
 from .test_optimizer_table import ARGS, ON_CPU, Net, backend_of, is_in_layer, ours, run_steps

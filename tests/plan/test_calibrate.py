@@ -13,7 +13,7 @@ import torch
 from streamtune.plan import calibrate
 from streamtune.plan.calibrate import cache_file, correct_rates, load_rates, measure_disk, measure_rates
 from streamtune.plan.rates import Rates, predict_seconds
-from streamtune.simulate.simulate import Work
+from streamtune.plan.simulate.simulate import Work
 
 CPU = torch.device("cpu")
 RATES = Rates("somewhere", 1e12, 1e11, 1e11, 1e10, 1e9)

@@ -13,8 +13,8 @@ from streamtune.errors import ArgumentError
 from streamtune.models import blueprint
 from streamtune.plan import Limits, Rates, choose
 from streamtune.plan.chunk_order import may_order_chunks
-from streamtune.simulate import Simulation, Workload, simulate
-from streamtune.simulate.cluster import Cluster
+from streamtune.plan.simulate import Simulation, Workload, simulate
+from streamtune.plan.simulate.cluster import Cluster
 
 RATES = Rates("a device", 1e13, 1e13, 1e13, 1e12, 1e11, launch_seconds=1e-8)
 CONFIG = {

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from streamtune.plan.rates import SHEET_EFFICIENCY, Rates, find_device, predict_seconds, sheet_rates
-from streamtune.simulate.simulate import Work
+from streamtune.plan.simulate.simulate import Work
 
 NOTHING = Work(0, 0, 0, 0, 0)
 RATES = Rates("here", 1e12, 5e11, 2.5e11, 1e10, 1e9, disk_bandwidth=1e8, launch_seconds=1e-6)

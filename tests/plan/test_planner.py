@@ -21,9 +21,9 @@ from streamtune.plan.choices import Space, candidates
 from streamtune.plan.estimate import Estimator, Figures
 from streamtune.plan.planner import with_waiting_weights
 from streamtune.plan.refusal import excess_of, longest_below, smallest_schedule, smallest_step
-from streamtune.simulate import Simulation, Workload, simulate
-from streamtune.simulate.memory import device_held_bytes, held_bytes, host_held_bytes
-from streamtune.simulate.meta_operators import meta_copy
+from streamtune.plan.simulate import Simulation, Workload, simulate
+from streamtune.plan.simulate.memory import device_held_bytes, held_bytes, host_held_bytes
+from streamtune.plan.simulate.meta_operators import meta_copy
 
 MIB = 1 << 20
 LAYERS, LENGTH = 6, 4096

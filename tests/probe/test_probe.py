@@ -20,11 +20,11 @@ from streamtune.base.sizes import show_size
 from streamtune.errors import OutOfMemoryError
 from streamtune.plan.budget import Budget
 from streamtune.plan.search import Range
+from streamtune.plan.simulate.scored import use_checkpointing
 from streamtune.probe import ProbeReport, ProbeTask, draw_probe, run_probe, steps
 from streamtune.probe import trial as trial_module
 from streamtune.probe.steps import Shape, TrainingStep, _explain
 from streamtune.probe.trial import Outcome, run_trial
-from streamtune.simulate.scored import use_checkpointing
 from tests.exactness.families import build
 
 MIB = 1 << 20

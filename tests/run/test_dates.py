@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from streamtune.data.templates import fix_date
 from streamtune.run import start
-from streamtune.templates import fix_date
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
 
 TEMPLATE = (

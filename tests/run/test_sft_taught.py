@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from streamtune.cli import main
 from streamtune.errors import ArgumentError, RecipeError, StorageError
+from streamtune.plan.simulate.simulate import simulate
 from streamtune.recipe import load_recipe
 from streamtune.run.build import build_run
 from streamtune.run.device import make_schedule
 from streamtune.run.model import make_blueprint
 from streamtune.run.plan import recipe_workload
-from streamtune.simulate.simulate import simulate
 from streamtune.tasks.sft import Batches
 from streamtune.tasks.taught import TaughtWriter, reserved, row_key
 from tests.engine.test_disk import largest_file

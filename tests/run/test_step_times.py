@@ -14,10 +14,10 @@ from streamtune.plan import Limits, calibrate
 from streamtune.plan.calibrate import KeptRates, cache_file, load_rates
 from streamtune.plan.planner import Plan
 from streamtune.plan.rates import Rates
+from streamtune.plan.simulate.simulate import Simulation, Work
 from streamtune.plan.traffic import Traffic
 from streamtune.run.step_times import StepTimes
 from streamtune.schedule import Schedule
-from streamtune.simulate.simulate import Simulation, Work
 
 CPU, AWAY = torch.device("cpu"), torch.device("cuda")
 RATES = Rates("somewhere", 1e12, 1e11, 1e11, 1e10, 1e9)

@@ -14,12 +14,12 @@ from torch import Tensor
 from streamtune import data, train
 from streamtune.errors import OutOfMemoryError, RunError
 from streamtune.recipe.grpo import GrpoRecipe
-from streamtune.rewards import RewardScores
-from streamtune.rollout import Completion, Sampling
 from streamtune.run.train import PATIENT
 from streamtune.tasks.grpo.groups import BatchLayout, Group, group_metrics
 from streamtune.tasks.grpo.objective import PolicyBatch
 from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps
+from streamtune.tasks.rewards import RewardScores
+from streamtune.tasks.rollout import Completion, Sampling
 
 PROMPTS = [data.Prompt([10 + number, 9], f"prompt {number}", {}, f"rows:{number}") for number in range(6)]
 

@@ -12,8 +12,8 @@ import torch
 
 from streamtune import data
 from streamtune.data.records import Stored, Tree, spill
+from streamtune.plan.simulate.scored import Scored
 from streamtune.recipe import DpoRecipe, GrpoRecipe, Recipe
-from streamtune.simulate.scored import Scored
 from streamtune.tasks import task_of
 from streamtune.tasks.dpo import in_proportion
 from streamtune.tasks.grpo.groups import BatchLayout, Group, micro_batches

@@ -15,8 +15,8 @@ from streamtune.data import Tree
 from streamtune.engine import decoder_layers, stream
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import TokenLoss
+from streamtune.plan.simulate.memory import LiveBytes
 from streamtune.schedule import Schedule
-from streamtune.simulate.memory import LiveBytes
 from streamtune.tasks.preference import tree_batch
 from streamtune.train import MicroBatch, SupervisedObjective, TreeBatch
 from streamtune.train.sketch import CompletionGradient, Projection, RowSketch, adam_step, value_weights

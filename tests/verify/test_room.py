@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine import decoder_layers
-from streamtune.simulate import LiveBytes
+from streamtune.plan.simulate import LiveBytes
 from streamtune.verify.trees import MARGIN, Room, measure_room
 from tests.exactness.families import batch, build
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from streamtune.bench.subject import Case, Job, Layout, MakeModel
 from streamtune.bench.worker import Worker
+from streamtune.plan.simulate.scored import Completions
+from streamtune.plan.simulate.workload import MODES, Mode
 from streamtune.schedule import Schedule
-from streamtune.simulate.scored import Completions
-from streamtune.simulate.workload import MODES, Mode
 
 __all__ = ["BASELINE", "BenchReport", "BenchRow", "Layout", "paired", "run_bench"]
 

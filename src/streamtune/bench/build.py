@@ -18,13 +18,13 @@ from streamtune.bench.tables import TableName, TableReport
 from streamtune.bench.tabulate import run_table
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Budget
+from streamtune.plan.simulate.workload import ALL_MODES, Mode
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import blame_recipe, choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import make_blueprint, make_model_alone
 from streamtune.run.plan import shares_prompts
 from streamtune.run.precision import precise
-from streamtune.simulate.workload import ALL_MODES, Mode
 from streamtune.tasks import task_of
 
 __all__ = ["TableOptions", "bench_recipe", "fingerprints", "table_recipe"]

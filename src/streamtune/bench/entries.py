@@ -9,8 +9,8 @@ from typing import Any
 from streamtune.bench.subject import SHARING, Case, Layout
 from streamtune.bench.tables import DEFAULT, Entry
 from streamtune.engine.memory.placement import best_segment_size
+from streamtune.plan.simulate.workload import LABELS, Mode
 from streamtune.schedule import Schedule
-from streamtune.simulate.workload import LABELS, Mode
 
 __all__ = ["ablation_entries", "length_entries", "mode_entries", "sharing_entries"]
 

@@ -20,6 +20,8 @@ from streamtune.bench.worker import Worker
 from streamtune.errors import ArgumentError, RunError
 from streamtune.plan.budget import Budget
 from streamtune.plan.search import Attempt, Range, search_largest
+from streamtune.plan.simulate.simulate import simulate
+from streamtune.plan.simulate.workload import Mode
 from streamtune.probe.prepare import prepare_step
 from streamtune.probe.steps import Shape
 from streamtune.probe.trial import Outcome, run_trial
@@ -28,8 +30,6 @@ from streamtune.run.device import choose_device, make_schedule, prepare_librarie
 from streamtune.run.model import make_blueprint
 from streamtune.run.plan import recipe_workload
 from streamtune.run.precision import precise
-from streamtune.simulate.simulate import simulate
-from streamtune.simulate.workload import Mode
 from streamtune.tasks import task_of
 
 __all__ = ["TryLength", "lengths_report", "longest_by"]

@@ -24,9 +24,9 @@ from streamtune.bench import peers
 from streamtune.engine import StreamHandle, decoder_layers, stream
 from streamtune.engine.memory.placement import Tiers
 from streamtune.errors import UnsupportedModelError
+from streamtune.plan.simulate.scored import checkpointing, recompute
+from streamtune.plan.simulate.workload import Mode
 from streamtune.schedule import Schedule
-from streamtune.simulate.scored import checkpointing, recompute
-from streamtune.simulate.workload import Mode
 
 __all__ = ["WAYS", "Batch", "Ready", "Way", "absent", "last_hidden_state"]
 

@@ -12,8 +12,8 @@ from streamtune.bench.entries import ablation_entries, mode_entries, sharing_ent
 from streamtune.bench.modes import absent
 from streamtune.bench.subject import COMPLETIONS, SHARING
 from streamtune.bench.tables import Entry, TableName, TableReport, TableRow
+from streamtune.plan.simulate.workload import LABELS, MODES, Mode
 from streamtune.schedule import Schedule
-from streamtune.simulate.workload import LABELS, MODES, Mode
 
 __all__ = ["TABLES", "Column", "Table", "Wanted", "cells", "columns", "draw_table", "markdown", "notes"]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from streamtune.base.adapters import base_of
 from streamtune.base.labels import IGNORE_INDEX
 from streamtune.errors import UnsupportedModelError
-from streamtune.simulate.scored import checkpointing
+from streamtune.plan.simulate.scored import checkpointing
 
 __all__ = ["liger", "liger_loss", "restored", "trl", "unsloth"]
 

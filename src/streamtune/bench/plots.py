@@ -11,7 +11,7 @@ from streamtune.base.palette import COLOURS, INK, drawn_plainly, dress, line, pn
 from streamtune.bench.bench import BenchReport, BenchRow
 from streamtune.bench.subject import Layout
 from streamtune.bench.tables import TableReport, TableRow
-from streamtune.simulate.workload import LABELS
+from streamtune.plan.simulate.workload import LABELS
 
 __all__ = ["draw_ablation", "draw_bench", "draw_longest", "draw_memory", "draw_sharing", "draw_time"]
 

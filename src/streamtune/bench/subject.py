@@ -28,10 +28,10 @@ from streamtune.base.model_device import model_device
 from streamtune.bench.modes import WAYS, Batch, Ready, last_hidden_state
 from streamtune.engine import Branches, decoder_layers
 from streamtune.errors import UnsupportedModelError
+from streamtune.plan.simulate.memory import LiveBytes, held_bytes
+from streamtune.plan.simulate.scored import Completions
+from streamtune.plan.simulate.workload import Mode
 from streamtune.schedule import Schedule
-from streamtune.simulate.memory import LiveBytes, held_bytes
-from streamtune.simulate.scored import Completions
-from streamtune.simulate.workload import Mode
 
 __all__ = [
     "COMPLETIONS",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from streamtune.bench.subject import Case
-from streamtune.simulate.workload import Mode
+from streamtune.plan.simulate.workload import Mode
 from streamtune.train.staging import check_outputs, write_output
 
 __all__ = ["DEFAULT", "Entry", "TableName", "TableReport", "TableRow"]

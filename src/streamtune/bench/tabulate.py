@@ -19,8 +19,8 @@ from streamtune.bench.subject import Job
 from streamtune.bench.tables import Entry, TableName, TableReport, TableRow
 from streamtune.bench.worker import Worker
 from streamtune.errors import RunError
+from streamtune.plan.simulate.workload import Mode
 from streamtune.schedule import Schedule
-from streamtune.simulate.workload import Mode
 
 __all__ = ["MeasureGroup", "fill", "run_table"]
 

@@ -20,8 +20,8 @@ from .console import err, out, print_json
 from .options import JsonOption, RecipeArgument, SetOption, option
 
 if TYPE_CHECKING:
+    from streamtune.plan.simulate import Mode
     from streamtune.recipe import LoadedRecipe
-    from streamtune.simulate import Mode
 
 __all__ = ["bench"]
 
@@ -99,7 +99,7 @@ def bench(
     with err.status("loading libraries") as status:
         from streamtune.bench import draw_table, markdown
         from streamtune.bench.build import TableOptions, table_recipe
-        from streamtune.simulate import ALL_MODES
+        from streamtune.plan.simulate import ALL_MODES
         from streamtune.train.staging import check_outputs, write_output
 
         check_outputs(folder, [])  # the names of the files are known once the device is

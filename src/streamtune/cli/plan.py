@@ -26,10 +26,10 @@ from .options import JsonOption, RecipeArgument, SetOption, option
 
 if TYPE_CHECKING:
     from streamtune.plan import Plan
+    from streamtune.plan.simulate.scored import Scored
     from streamtune.recipe import LoadedRecipe, Recipe
     from streamtune.run.kept_plan import PlanOptions
     from streamtune.run.plan import RecipePlan
-    from streamtune.simulate.scored import Scored
 
 __all__ = ["bar", "describe_plan", "plan", "show_seconds"]
 

@@ -9,8 +9,8 @@ same rows at once, and one that is killed leaves nothing that could be taken for
     ROOT/<key>/fit.*        the counts, see :mod:`streamtune.data.fit.state`
     ROOT/<key>/entry.json   the messages for the user, the number of records, sizes and checksums of the other files
 
-Each is checked when it is read, and made again where it is damaged, see :mod:`streamtune.base.result_cache`. Nothing is kept
-of files that changed while they were read.
+Each is checked when it is read, and made again where it is damaged, see
+:mod:`streamtune.base.result_cache`. Nothing is kept of files that changed while they were read.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from streamtune.data.fit.state import load_fit, save_fit
 from streamtune.data.reading.contents import FileHashes, StreamedFiles, fingerprint_rows, fingerprint_source
 from streamtune.data.reading.sources import Source
 from streamtune.data.records import ROWS, MappedTable, Record, TableWriter, spill
+from streamtune.data.templates import fixed_date
 from streamtune.errors import StorageError
-from streamtune.templates import fixed_date
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from streamtune import data, models, train
+from streamtune.data.templates import fix_date
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError, OutOfMemoryError
 from streamtune.evaluate.harness import check_harness, run_harness
@@ -26,15 +27,14 @@ from streamtune.evaluate.model import (
 )
 from streamtune.evaluate.needle import NeedleOptions, default_lengths, gather_hay, probe_needles
 from streamtune.export import TrainedModel
+from streamtune.plan.simulate.memory import device_held_bytes
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.data import make_sources
 from streamtune.run.device import blame_recipe, choose_device, prepare_libraries, stream_model
 from streamtune.run.precision import as_before
-from streamtune.simulate.memory import device_held_bytes
 from streamtune.tasks import TASKS, Task
 from streamtune.tasks.task import Built, chat_options
-from streamtune.templates import fix_date
 
 __all__ = ["SPLITS", "EvalOptions", "evaluate_model"]
 

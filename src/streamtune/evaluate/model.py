@@ -18,12 +18,12 @@ from streamtune import models, train
 from streamtune.base.adapters import base_of
 from streamtune.engine import StreamHandle, decoder_layers
 from streamtune.export import TrainedModel, load_trained, load_trained_tokenizer
+from streamtune.plan.simulate.scored import Completions
 from streamtune.recipe.schema import Recipe
 from streamtune.run.model import choose_quantization, make_reference_model
 from streamtune.run.plan import plan_model
 from streamtune.run.reference import load_reference, streamed
 from streamtune.schedule import Schedule
-from streamtune.simulate.scored import Completions
 from streamtune.tasks import Task
 
 __all__ = [

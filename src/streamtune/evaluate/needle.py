@@ -25,10 +25,11 @@ import torch
 
 from streamtune import data, train
 from streamtune.base.labels import IGNORE_INDEX
+from streamtune.data.templates import render_chat
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError
-from streamtune.rollout import Sampling, TransformersWriter, end_tokens
-from streamtune.templates import render_chat
+from streamtune.models import end_tokens
+from streamtune.tasks.rollout import Sampling, TransformersWriter
 
 __all__ = ["Haystack", "NeedleOptions", "default_lengths", "gather_hay", "probe_needles"]
 

@@ -32,7 +32,7 @@ from transformers import GenerationConfig
 from streamtune.base.adapters import base_of
 from streamtune.base.model_device import model_device
 from streamtune.export.wide import Rounding, widened
-from streamtune.rollout import with_generation
+from streamtune.models import with_generation
 
 __all__ = ["AsTrained", "Differences", "compare", "measure", "row_errors", "row_logits"]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from streamtune import data, models
 from streamtune.base.adapters import base_of
+from streamtune.data.templates import fix_date
 from streamtune.errors import StreamTuneError
 from streamtune.export.check import LOGITS_BYTES
 from streamtune.export.source import TrainedModel
@@ -18,7 +19,6 @@ from streamtune.recipe.schema import Recipe
 from streamtune.run.data import make_sources
 from streamtune.tasks import task_of
 from streamtune.tasks.task import chat_options
-from streamtune.templates import fix_date
 
 __all__ = ["CheckRows", "choose_rows"]
 

@@ -1,7 +1,7 @@
 """Answer prompts with a trained model: as it trained, adapters on their base, quantised as it was.
 
-A long prompt is read in chunks (:mod:`streamtune.rollout.generate`). In a conversation what was read stays: the keys
-and values of the longest common beginning are used again, where the model keeps nothing else of a token.
+A long prompt is read in chunks (:mod:`streamtune.tasks.rollout.generate`). In a conversation what was read stays: the
+keys and values of the longest common beginning are used again, where the model keeps nothing else of a token.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from streamtune.engine.hf_names import STREAMER, inside
 from streamtune.errors import ArgumentError
 from streamtune.export import find_trained, load_trained
 from streamtune.generate.prompts import Asked, ToolPrompt
+from streamtune.models import end_tokens
 from streamtune.recipe.schema import Recipe
-from streamtune.rollout import Sampling, TransformersWriter, WritingStopped, end_tokens
 from streamtune.run.device import choose_device, prepare_libraries
+from streamtune.tasks.rollout import Sampling, TransformersWriter, WritingStopped
 
 __all__ = ["Answer", "Answerer", "GenerateOptions", "load_answerer"]
 

@@ -25,6 +25,7 @@ from streamtune.models.checkpoint_files import (
     is_folder,
 )
 from streamtune.models.deferred import Deferred, defer_init, defer_load, deferred_of, phantom_weights
+from streamtune.models.ends import add_ends, end_tokens, ends_of, with_generation
 from streamtune.models.export import (
     SavedTokenizer,
     copy_gathered,
@@ -78,6 +79,7 @@ __all__ = [
     "absolute_name",
     "adapter_base",
     "add_adapters",
+    "add_ends",
     "add_lora",
     "add_old_names",
     "add_rows",
@@ -97,6 +99,8 @@ __all__ = [
     "describe_positions",
     "divide_packed",
     "encode_prompt",
+    "end_tokens",
+    "ends_of",
     "fingerprint_files",
     "fingerprint_model",
     "fingerprint_tokenizer",
@@ -134,5 +138,6 @@ __all__ = [
     "train_tokenizer",
     "use_saved_ends",
     "use_special_tokens",
+    "with_generation",
     "write_shards",
 ]

@@ -1,7 +1,8 @@
 """Rules: how the library behind a name makes the optimizer of one weight, and what of its state is no tensor.
 
 A rule's ``make`` imports its library when it is called. The options are those of the group: ``optim_args``, or the
-defaults of ``streamtune.base.optimizer_table``, with ``betas`` and ``eps`` of the recipe where the optimizer is AdamW's.
+defaults of ``streamtune.base.optimizer_table``, with ``betas`` and ``eps`` of the recipe where the optimizer is
+AdamW's.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from streamtune.engine import stream
 from streamtune.ops.attention.attention import prefix_attention
 from streamtune.ops.attention.mask import LazyMask
 from streamtune.plan.rates import DISK_BANDWIDTH, Rates
+from streamtune.plan.simulate import Workload, simulate
 from streamtune.schedule import Schedule
-from streamtune.simulate import Workload, simulate
 
 __all__ = ["KeptRates", "cache_file", "correct_rates", "load_rates", "measure_disk", "measure_rates"]
 

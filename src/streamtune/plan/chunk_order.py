@@ -16,10 +16,10 @@ from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.plan.budget import Limits
 from streamtune.plan.choices import CHUNKS, HEAD_CHUNKS, Space
 from streamtune.plan.estimate import Simulate
+from streamtune.plan.simulate.cluster import Cluster
+from streamtune.plan.simulate.simulate import Simulation
+from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
-from streamtune.simulate.cluster import Cluster
-from streamtune.simulate.simulate import Simulation
-from streamtune.simulate.workload import Workload
 
 __all__ = ["best_in_chunk_order", "may_order_chunks", "smallest_in_chunk_order"]
 

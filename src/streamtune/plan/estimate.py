@@ -18,10 +18,10 @@ from typing import Any
 from torch import Tensor
 
 from streamtune.engine.memory.placement import extra_forwards, place_layers
+from streamtune.plan.simulate.partition import moved_again
+from streamtune.plan.simulate.simulate import Simulation, Work
+from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
-from streamtune.simulate.partition import moved_again
-from streamtune.simulate.simulate import Simulation, Work
-from streamtune.simulate.workload import Workload
 
 __all__ = ["Estimator", "Figures", "Simulate"]
 

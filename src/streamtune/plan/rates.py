@@ -28,10 +28,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from streamtune.simulate.cluster import Links
+from streamtune.plan.simulate.cluster import Links
 
 if TYPE_CHECKING:
-    from streamtune.simulate.simulate import Work
+    from streamtune.plan.simulate.simulate import Work
 
 from streamtune.errors import ArgumentError, did_you_mean
 

@@ -17,9 +17,9 @@ from streamtune.plan.choices import CHUNKS, HEAD_CHUNKS, Space
 from streamtune.plan.chunk_order import may_order_chunks, smallest_in_chunk_order
 from streamtune.plan.estimate import Simulate
 from streamtune.plan.search import Attempt, Range, search_largest
+from streamtune.plan.simulate.simulate import Simulation, simulate
+from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
-from streamtune.simulate.simulate import Simulation, simulate
-from streamtune.simulate.workload import Workload
 
 __all__ = [
     "NothingFitsError",

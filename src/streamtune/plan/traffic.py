@@ -29,15 +29,15 @@ from typing import TYPE_CHECKING, Any
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.placement import extra_forwards
 from streamtune.plan.rates import Rates, predict_seconds
+from streamtune.plan.simulate.cluster import HeadCounts
+from streamtune.plan.simulate.partition import divided_bytes, outside_bytes, trained_bytes
+from streamtune.plan.simulate.shard import heads_of, only_states, shard_of
+from streamtune.plan.simulate.states import CarriedStates, carried_states
 from streamtune.schedule import Schedule
-from streamtune.simulate.cluster import HeadCounts
-from streamtune.simulate.partition import divided_bytes, outside_bytes, trained_bytes
-from streamtune.simulate.shard import heads_of, only_states, shard_of
-from streamtune.simulate.states import CarriedStates, carried_states
 
 if TYPE_CHECKING:
-    from streamtune.simulate.simulate import Work
-    from streamtune.simulate.workload import Workload
+    from streamtune.plan.simulate.simulate import Work
+    from streamtune.plan.simulate.workload import Workload
 
 __all__ = ["Flow", "Pace", "Traffic"]
 

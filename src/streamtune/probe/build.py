@@ -21,6 +21,7 @@ from streamtune.optim import check_optimizer
 from streamtune.plan.budget import Budget, free_disk_bytes
 from streamtune.plan.rates import Device, sheet_rates
 from streamtune.plan.search import Range
+from streamtune.plan.simulate.workload import Mode
 from streamtune.probe.prepare import prepare_step
 from streamtune.probe.probe import ProbeReport, ProbeTask, RunTrial, Trial, measured, run_probe
 from streamtune.probe.simulated import SimulatedTrials, simulated
@@ -32,7 +33,6 @@ from streamtune.run.device import blame_recipe, choose_device, make_schedule, pr
 from streamtune.run.model import choose_quantization, make_blueprint
 from streamtune.run.plan import device_elsewhere, memory_of, rates_here
 from streamtune.run.precision import precise
-from streamtune.simulate.workload import Mode
 from streamtune.tasks import task_of
 
 __all__ = ["ProbeOptions", "probe_recipe"]

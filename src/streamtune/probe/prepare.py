@@ -17,6 +17,8 @@ from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError
 from streamtune.optim import BlockAdamW
 from streamtune.plan.budget import Budget
+from streamtune.plan.simulate.memory import device_held_bytes
+from streamtune.plan.simulate.scored import Completions, PlainScores, use_checkpointing
 from streamtune.probe.steps import BudgetExceededError, Shape, TrainingStep
 from streamtune.recipe.engine import EngineSpec
 from streamtune.recipe.schema import Recipe
@@ -27,8 +29,6 @@ from streamtune.run.precision import precise
 from streamtune.run.ranks import local_backend, local_optimizer
 from streamtune.run.reference import streamed
 from streamtune.schedule import Schedule
-from streamtune.simulate.memory import device_held_bytes
-from streamtune.simulate.scored import Completions, PlainScores, use_checkpointing
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.preference import GivenReference
 from streamtune.tasks.task import RandomStep, TrialStep

@@ -1,7 +1,7 @@
 """Find the longest sequence, or the largest batch, that can be trained: by trials on the device, or by simulation.
 
 Trials are made one at a time by a function that is passed to the search: that of :func:`measured` runs whole training
-steps in processes of their own; with :func:`streamtune.simulate.simulate.simulate` they need no device.
+steps in processes of their own; with :func:`streamtune.plan.simulate.simulate.simulate` they need no device.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from streamtune.base import interrupts
 from streamtune.base.palette import COLOURS, INK, drawn_plainly, png_of
 from streamtune.plan.budget import Budget
 from streamtune.plan.search import Attempt, Range, search_largest
+from streamtune.plan.simulate.workload import LABELS, Mode
 from streamtune.probe.steps import PrepareStep, Shape
 from streamtune.probe.trial import Outcome, run_trial
 from streamtune.schedule import Schedule
-from streamtune.simulate.workload import LABELS, Mode
 
 __all__ = ["Limit", "ProbeReport", "ProbeTask", "RunTrial", "Trial", "draw_probe", "measured", "run_probe"]
 

@@ -20,6 +20,8 @@ from streamtune.plan.budget import Limits, device_name
 from streamtune.plan.planner import choose
 from streamtune.plan.rates import Device, Rates
 from streamtune.plan.refusal import excess_of, smallest_step
+from streamtune.plan.simulate.simulate import Simulation, simulate
+from streamtune.plan.simulate.workload import Workload
 from streamtune.plan.traffic import Pace
 from streamtune.probe.probe import ProbeTask, Trial
 from streamtune.probe.steps import Shape
@@ -30,8 +32,6 @@ from streamtune.run.plan import announced, blueprints, recipe_workload
 from streamtune.run.precision import precise
 from streamtune.run.tiers import is_hopeless, placements
 from streamtune.schedule import Schedule
-from streamtune.simulate.simulate import Simulation, simulate
-from streamtune.simulate.workload import Workload
 from streamtune.tasks import task_of
 
 __all__ = ["SimulatedTrials", "simulated"]

@@ -29,9 +29,16 @@ from streamtune.engine.memory.host import Tally
 from streamtune.errors import OutOfMemoryError, StorageError
 from streamtune.optim import state_tensors
 from streamtune.plan.budget import Budget
-from streamtune.simulate.memory import ACTIVATION, OPTIMIZER, LiveBytes, device_held_bytes, distinct_bytes, held_bytes
-from streamtune.simulate.simulate import TERMS
-from streamtune.simulate.workload import Mode
+from streamtune.plan.simulate.memory import (
+    ACTIVATION,
+    OPTIMIZER,
+    LiveBytes,
+    device_held_bytes,
+    distinct_bytes,
+    held_bytes,
+)
+from streamtune.plan.simulate.simulate import TERMS
+from streamtune.plan.simulate.workload import Mode
 
 __all__ = ["BudgetExceededError", "PrepareStep", "Shape", "TrainingStep", "serve"]
 

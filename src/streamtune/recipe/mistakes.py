@@ -10,7 +10,7 @@ import copy
 import re
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -158,7 +158,7 @@ def _value_at(path: KeyPath, tree: Any) -> Any:
     for part in path:
         if not isinstance(tree, dict | list):
             return tree  # a single value stands for a list of it
-        tree = tree[part]
+        tree = cast("Any", tree)[part]
     return tree
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from streamtune.errors import UserError
+from streamtune.plan.simulate.cluster import Cluster
+from streamtune.plan.simulate.meta_operators import meta_copy
+from streamtune.plan.simulate.scored import Completions
+from streamtune.plan.simulate.simulate import simulate
+from streamtune.plan.simulate.workload import Mode
 from streamtune.recipe.schema import Recipe
 from streamtune.run.plan import make_workload
 from streamtune.schedule import Schedule
-from streamtune.simulate.cluster import Cluster
-from streamtune.simulate.meta_operators import meta_copy
-from streamtune.simulate.scored import Completions
-from streamtune.simulate.simulate import simulate
-from streamtune.simulate.workload import Mode
 
 __all__ = ["baseline_bytes"]
 

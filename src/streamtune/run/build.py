@@ -6,7 +6,9 @@ from collections.abc import Collection
 from contextlib import ExitStack, nullcontext
 
 from streamtune import models, train
+from streamtune.data.templates import fix_date
 from streamtune.engine import StreamHandle
+from streamtune.plan.simulate.memory import device_held_bytes
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import make_sources, make_tokenizer_together, prepare_together
 from streamtune.run.device import blame_recipe, check_host_memory
@@ -17,10 +19,8 @@ from streamtune.run.model import make_model, make_trial_model
 from streamtune.run.reference import kept_logps, load_reference, make_reference
 from streamtune.run.start import Doing, start_run, tell_of_model
 from streamtune.run.train import Run
-from streamtune.simulate.memory import device_held_bytes
 from streamtune.tasks.preference import GivenReference, PreferenceBatches
 from streamtune.tasks.task import Notify
-from streamtune.templates import fix_date
 
 __all__ = ["build_run"]
 

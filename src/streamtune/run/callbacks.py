@@ -21,7 +21,7 @@ from typing import Any
 
 from streamtune import train
 from streamtune.errors import ArgumentError, RunError, did_you_mean
-from streamtune.rewards.spec import import_target, shielded
+from streamtune.tasks.rewards.spec import import_target, shielded
 from streamtune.train.listeners import Listener, RunFacts
 
 __all__ = ["EVENTS", "Callback", "load_callbacks"]

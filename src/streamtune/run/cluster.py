@@ -20,11 +20,11 @@ from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits
 from streamtune.plan.rates import Device, links_of, nearest_device
 from streamtune.plan.refusal import longest_of
+from streamtune.plan.simulate.cluster import Buckets, Cluster, Engine, Form, Links, form_of
+from streamtune.plan.simulate.shard import heads_of
+from streamtune.plan.simulate.workload import Workload
 from streamtune.recipe.schema import Recipe
 from streamtune.run.ranks import config_values
-from streamtune.simulate.cluster import Buckets, Cluster, Engine, Form, Links, form_of
-from streamtune.simulate.shard import heads_of
-from streamtune.simulate.workload import Workload
 from streamtune.tasks.steps import accumulation
 
 __all__ = ["RanksAsked", "Wider", "accumulation_of", "cluster_here", "cluster_of", "links_for", "wider_of"]

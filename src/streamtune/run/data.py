@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 from contextlib import suppress
 from pathlib import Path
 
-from streamtune import rewards
 from streamtune.distributed import read_environment
-from streamtune.tasks import Task
+from streamtune.tasks import Task, rewards
 from streamtune.tasks.task import PreparedRows, row_cache
 from streamtune.tasks.taught import taught_digest
 

@@ -15,6 +15,7 @@ from streamtune import models, train
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError, UserError
 from streamtune.plan.planner import Plan
+from streamtune.plan.simulate.scored import Completions
 from streamtune.run.baselines import baseline_bytes
 from streamtune.run.cluster import cluster_here
 from streamtune.run.device import stream_model
@@ -25,7 +26,6 @@ from streamtune.run.ranks import make_backend, sequence_ranks
 from streamtune.run.start import Doing, Start
 from streamtune.run.tiers import describe_tiers, placed_before
 from streamtune.schedule import Schedule
-from streamtune.simulate.scored import Completions
 from streamtune.tasks.task import Notify, PreparedRows
 
 __all__ = ["Streamed", "place_weights", "plan_and_stream"]

@@ -11,14 +11,14 @@ import torch
 from streamtune import train
 from streamtune.plan.budget import device_name
 from streamtune.plan.rates import peak_flops_of
+from streamtune.plan.simulate.flops import FlopCount, Span
 from streamtune.recipe.schema import Recipe
-from streamtune.simulate.flops import FlopCount, Span
 
 __all__ = ["StepFlops", "peak_of"]
 
 
 class StepFlops:
-    """Counts the operations of optimizer steps, as :mod:`streamtune.simulate.flops` defines them.
+    """Counts the operations of optimizer steps, as :mod:`streamtune.plan.simulate.flops` defines them.
 
     Args:
         model: With its adapters.

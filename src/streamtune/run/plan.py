@@ -31,6 +31,13 @@ from streamtune.plan.estimate import Simulate
 from streamtune.plan.planner import Plan, as_fixed, choose, evaluate_schedule, with_waiting_weights
 from streamtune.plan.rates import Device, Rates, find_device, nearest_device, sheet_rates
 from streamtune.plan.refusal import NothingFitsError
+from streamtune.plan.simulate.cluster import Cluster
+from streamtune.plan.simulate.flops import sketch_flops
+from streamtune.plan.simulate.memory import device_held_bytes, distinct_bytes, held_bytes
+from streamtune.plan.simulate.meta_operators import meta_copy
+from streamtune.plan.simulate.scored import Completions, Scored
+from streamtune.plan.simulate.simulate import Simulation, holdings_of, simulate
+from streamtune.plan.simulate.workload import TeacherShape, Workload
 from streamtune.recipe.engine import EngineSpec
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -42,13 +49,6 @@ from streamtune.run.model import make_blueprint, make_optimizer, make_reference_
 from streamtune.run.precision import precise
 from streamtune.run.tiers import first_that_fits, placements
 from streamtune.schedule import GIVEN, Schedule
-from streamtune.simulate.cluster import Cluster
-from streamtune.simulate.flops import sketch_flops
-from streamtune.simulate.memory import device_held_bytes, distinct_bytes, held_bytes
-from streamtune.simulate.meta_operators import meta_copy
-from streamtune.simulate.scored import Completions, Scored
-from streamtune.simulate.simulate import Simulation, holdings_of, simulate
-from streamtune.simulate.workload import TeacherShape, Workload
 from streamtune.tasks import Task, task_of
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from streamtune import data, models, rollout, train
+from streamtune import data, models, train
 from streamtune.base.adapters import base_of
 from streamtune.base.labels import IGNORE_INDEX
 from streamtune.base.secrets import redact_values
@@ -97,7 +97,7 @@ def _answer(model: Any, tokenizer: Any, row: data.Example, *, in_step: bool) -> 
     begin, end = _answer_span(row)
     ids = [int(token) for token in row.input_ids]
     wanted = ids[begin:end]
-    ends = rollout.end_tokens(model, tokenizer)
+    ends = models.end_tokens(model, tokenizer)
     got = models.likeliest_tokens(
         model, ids[:begin], max_new_tokens=len(wanted), ends=ends, pad=tokenizer.pad_token_id, in_step=in_step
     )

@@ -17,12 +17,12 @@ from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits
 from streamtune.plan.estimate import Simulate
 from streamtune.plan.refusal import exceeds_host, excess_of, smallest_step
+from streamtune.plan.simulate.cluster import Cluster
+from streamtune.plan.simulate.simulate import Simulation, holdings_of, simulate
+from streamtune.plan.simulate.workload import Workload
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import make_schedule
 from streamtune.run.precision import precisions
-from streamtune.simulate.cluster import Cluster
-from streamtune.simulate.simulate import Simulation, holdings_of, simulate
-from streamtune.simulate.workload import Workload
 
 __all__ = ["describe_tiers", "first_that_fits", "is_hopeless", "placed_before", "placements"]
 

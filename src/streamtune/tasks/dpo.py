@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from streamtune import data, objectives, train
+from streamtune import data, train
 from streamtune.errors import DataError
+from streamtune.plan.simulate.scored import Completions, Scored, Trees
 from streamtune.recipe.dpo import DpoRecipe
-from streamtune.simulate.scored import Completions, Scored, Trees
+from streamtune.tasks import objectives
 from streamtune.tasks.preference import (
     PairObjective,
     PreferenceBatch,

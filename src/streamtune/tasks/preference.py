@@ -19,9 +19,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from streamtune import data, objectives, train
+from streamtune import data, train
 from streamtune.engine import Branches, StreamHandle
 from streamtune.recipe.dpo import DpoRecipe
+from streamtune.tasks import objectives
 from streamtune.tasks.reference import KeptLogps
 
 WORLD = train.World()

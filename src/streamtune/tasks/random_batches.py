@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from streamtune import data, objectives, train
+from streamtune import data, train
 from streamtune.base.labels import IGNORE_INDEX
 from streamtune.errors import DataError
 from streamtune.ops import TopKTeacher, top_classes
+from streamtune.plan.simulate.scored import Scored
 from streamtune.recipe.dpo import DpoRecipe
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.simulate.scored import Scored
+from streamtune.tasks import objectives
 from streamtune.tasks.grpo.objective import PolicyBatch
 from streamtune.tasks.preference import PreferenceBatch, tree_batch
 

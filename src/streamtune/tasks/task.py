@@ -32,10 +32,10 @@ from streamtune.engine.inspect_model import both_at_once
 from streamtune.engine.rotary import longest_unscaled
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import TokenLoss
+from streamtune.plan.simulate.scored import Completions, Scored
 from streamtune.recipe.dpo import DpoRecipe
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.simulate.scored import Completions, Scored
 from streamtune.tasks.cost import RowCost
 from streamtune.tasks.steps import StepPlan, Steps, Units, accumulation, make_sampler, scaled_rate
 

@@ -28,6 +28,7 @@ from streamtune.engine import LossRequest, RouterLoss, StreamHandle, balance_coe
 from streamtune.engine.rotary import as_alone
 from streamtune.errors import ArgumentError, DataError, OutOfMemoryError, RunError
 from streamtune.ops import TokenLoss, token_loss_reference
+from streamtune.plan.simulate.scored import PlainScores
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import make_sources, make_tokenizer
 from streamtune.run.device import (
@@ -42,7 +43,6 @@ from streamtune.run.model import make_model
 from streamtune.run.precision import precise
 from streamtune.run.reference import load_reference, streamed
 from streamtune.schedule import Schedule
-from streamtune.simulate.scored import PlainScores
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.random_batches import RandomTokens
 from streamtune.tasks.sft import prefix_batch

@@ -28,9 +28,9 @@ from streamtune.base.labels import IGNORE_INDEX
 from streamtune.base.model_device import model_device
 from streamtune.engine import StreamHandle, decoder_layers
 from streamtune.errors import DataError
+from streamtune.plan.simulate.memory import LiveBytes
+from streamtune.plan.simulate.scored import PlainScores
 from streamtune.run.reference import streamed
-from streamtune.simulate.memory import LiveBytes
-from streamtune.simulate.scored import PlainScores
 from streamtune.tasks.task import ScoringTask
 from streamtune.train.objective import autocast
 from streamtune.verify.restore import cast

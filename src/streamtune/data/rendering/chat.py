@@ -43,8 +43,8 @@ from streamtune.data.rendering.renderings import (
     request_of,
 )
 from streamtune.data.rendering.spelling import special_names
+from streamtune.data.templates import ChatRequest
 from streamtune.errors import DataError
-from streamtune.templates import ChatRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

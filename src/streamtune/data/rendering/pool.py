@@ -19,8 +19,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from streamtune.base.child import Child
 from streamtune.data.rendering.counts import RenderLog
+from streamtune.data.templates import fix_date, fixed_date
 from streamtune.errors import ArgumentError, DataError, RunError, StreamTuneError
-from streamtune.templates import fix_date, fixed_date
 
 __all__ = ["Item", "Rendered", "Renderer", "RowOutcome", "rendering"]
 

@@ -43,8 +43,8 @@ from streamtune.data.rendering.specials import SpecialText
 from streamtune.data.rendering.tokens import MaskTokenizer, Rendered, TextTokens
 from streamtune.data.rendering.variables import TemplateVariables
 from streamtune.data.rows import Content, Conversation, Document, PromptCompletion, size_of
+from streamtune.data.templates import render_ahead
 from streamtune.errors import ArgumentError, DataError
-from streamtune.templates import render_ahead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 from streamtune.data.reading.cells import FLAGS
+from streamtune.data.templates import ChatRequest, TemplateRefusalError, render_chat, rendered_ahead
 from streamtune.errors import DataError
-from streamtune.templates import ChatRequest, TemplateRefusalError, render_chat, rendered_ahead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

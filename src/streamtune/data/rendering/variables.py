@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from streamtune.data.templates import TemplateRefusalError, template_variables
 from streamtune.errors import ArgumentError, DataError, did_you_mean
-from streamtune.templates import TemplateRefusalError, template_variables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from streamtune import data, rewards
+from streamtune import data
 from streamtune.errors import ArgumentError
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.recipe.loader import own_rewards
+from streamtune.tasks import rewards
 from streamtune.tasks.grpo.objective import Metrics, PolicyBatch
 from streamtune.tasks.preference import tree_batch
 

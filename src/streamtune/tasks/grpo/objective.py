@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from streamtune import train
 from streamtune.engine import StreamHandle
-from streamtune.objectives import POLICY_LOSSES, StepTotals, policy_loss
-from streamtune.objectives.ragged import counts
 from streamtune.ops import TokenLoss
 from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.tasks.objectives import POLICY_LOSSES, StepTotals, policy_loss
+from streamtune.tasks.objectives.ragged import counts
 
 __all__ = ["DistillationObjective", "MeasuredBatch", "PolicyBatch", "PolicyObjective", "RolloutObjective"]
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from streamtune import data, rollout, train
+from streamtune import data, train
 from streamtune.errors import ArgumentError
 from streamtune.recipe.grpo import GrpoRecipe
-from streamtune.rewards import RewardScores
+from streamtune.tasks import rollout
 from streamtune.tasks.grpo.groups import ScoreCompletions
 from streamtune.tasks.grpo.objective import PolicyBatch
+from streamtune.tasks.rewards import RewardScores
 from streamtune.tasks.steps import accumulation
 
 __all__ = ["SharedLogprobs", "SharedRewards", "SharedWriter", "of_all_ranks"]
@@ -59,7 +60,7 @@ def _dealt(world: train.World, count: int, work: Callable[[list[int]], list[T]])
 
 
 class SharedWriter:
-    """A :class:`streamtune.rollout.Writer` in which each rank completes a part of the prompts."""
+    """A :class:`streamtune.tasks.rollout.Writer` in which each rank completes a part of the prompts."""
 
     def __init__(self, writer: rollout.Writer, world: train.World) -> None:
         self.writer, self.world = writer, world
@@ -67,7 +68,7 @@ class SharedWriter:
     def write(
         self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: rollout.Sampling
     ) -> list[list[rollout.Completion]]:
-        """See :class:`streamtune.rollout.Writer`."""
+        """See :class:`streamtune.tasks.rollout.Writer`."""
         if self.world.size == 1:
             return self.writer.write(prompts, count, sampling)
 

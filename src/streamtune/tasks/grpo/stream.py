@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from streamtune import data, rewards, rollout, train
+from streamtune import data, train
 from streamtune.errors import CheckpointError, OutOfMemoryError, RunError
-from streamtune.objectives import POLICY_LOSSES, group_advantages, reward_with_kl
 from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.tasks import rewards, rollout
 from streamtune.tasks.grpo.groups import (
     BatchLayout,
     Group,
@@ -43,6 +43,7 @@ from streamtune.tasks.grpo.groups import (
 )
 from streamtune.tasks.grpo.objective import MeasuredBatch, PolicyBatch
 from streamtune.tasks.grpo.ranks import SharedLogprobs
+from streamtune.tasks.objectives import POLICY_LOSSES, group_advantages, reward_with_kl
 from streamtune.tasks.steps import share_out
 from streamtune.tasks.task import chat_options
 from streamtune.train.objective import autocast

@@ -16,21 +16,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import nn
 
-from streamtune import data, models, optim, rollout, train
+from streamtune import data, models, optim, train
 from streamtune.base.model_device import model_device
 from streamtune.engine import StreamHandle
-from streamtune.objectives import POLICY_LOSSES, check_policy, group_advantages
 from streamtune.ops import Divergence, TokenLoss
+from streamtune.plan.simulate.scored import Scored
 from streamtune.recipe.grpo import GrpoRecipe
-from streamtune.rewards import Rewards
 from streamtune.schedule import Schedule
-from streamtune.simulate.scored import Scored
+from streamtune.tasks import rollout
 from streamtune.tasks.grpo.groups import BatchLayout, RewardScorer, load_functions
 from streamtune.tasks.grpo.objective import DistillationObjective, PolicyBatch, PolicyObjective
 from streamtune.tasks.grpo.ranks import SharedRewards, SharedWriter, of_all_ranks
 from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps, WarmSteps
+from streamtune.tasks.objectives import POLICY_LOSSES, check_policy, group_advantages
 from streamtune.tasks.preference import tree_batch
 from streamtune.tasks.random_batches import RandomTokens, random_completions
+from streamtune.tasks.rewards import Rewards
 from streamtune.tasks.steps import StepPlan, scaled_rate
 from streamtune.tasks.task import (
     Built,
@@ -467,7 +468,7 @@ def _learning_rate(recipe: GrpoRecipe, plan: StepPlan, world: train.World) -> Ca
 
 def _make_writer(recipe: GrpoRecipe, built: Built) -> rollout.Writer:
     """Return the object that writes completions: vLLM, or the model itself."""
-    ends = rollout.end_tokens(built.model, built.tokenizer)
+    ends = models.end_tokens(built.model, built.tokenizer)
 
     @contextmanager
     def computing() -> Iterator[None]:

@@ -1,0 +1,416 @@
+"""The memory that one rank always holds: weights, gradients and optimizer state, whole or divided between ranks.
+
+    engine          weights      gradients    optimizer state and, with DeepSpeed, weights in fp32
+    none, ddp       whole        whole        whole                     (no fp32 copy of narrower weights)
+    zero1           whole        whole        1 / W
+    zero2           whole        1 / W        1 / W
+    zero3           1 / W        1 / W        1 / W
+    zero3_offload   1 / W        host         host
+    fsdp            1 / W        1 / W        1 / W                     (in the dtype of the weights)
+
+The scales of 4-bit weights stay whole on each rank.
+
+In addition to its part a rank holds what is gathered and reduced: at stage 3 the weights of the layer that runs (a leaf
+module: whole, once), the embedding or the head while those run, and what is gathered ahead; while a layer runs forward
+once more in the backward of another (``levels: 2``), the weights of both; with gradients, the bucket they are reduced
+from. The gradients that the engine returns for a layer, before they go there, are a part of the simulated step
+(``plan.simulate``).
+
+With ``zero3_offload`` a step also moves bytes over the link to the host, and its optimizer reads and writes the host's
+memory. A rank with a W-th of n trained parameters, in b bytes each, of weights of P bytes, sends and receives in a step
+of M micro-batches whose weights run forward f times without gradient
+
+    gradients    M x 2 b n / W    stored on the host after each micro-batch, and taken back to be added to
+                 4 n / W          in fp32, for the step
+    weights      M x (2 + f) P / W   gathered forward and backward from the host; without ``offload_param`` b n / W
+                                     once, those that were stepped
+                 M x a P_l / W       gathered for a layers, of P_l bytes each, that run forward once more
+
+and ``DeepSpeedCPUAdam`` touches ``4 + 2 x (4 + s) + 4 + b`` bytes a parameter: the gradient read, weight and s bytes of
+state (8 for Adam in fp32) read and written, the weight read once more and written in its own dtype. The copies overlap
+with the computation. The optimizer does not: it waits for the last gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from streamtune.base.adapters import base_of
+from streamtune.engine import decoder_layers
+from streamtune.engine.memory.placement import extra_forwards
+from streamtune.engine.weights.waiting import waiting_parameters
+from streamtune.ops.simulated import simulating
+from streamtune.plan.simulate.cluster import Cluster
+from streamtune.plan.simulate.memory import distinct_bytes, held_bytes, scales_bytes
+from streamtune.plan.simulate.meta_operators import meta_copy
+from streamtune.plan.simulate.trace import WORK, CellPlace, Trace
+from streamtune.schedule import Schedule, WeightTier
+
+if TYPE_CHECKING:
+    from streamtune.plan.simulate.workload import Workload
+
+__all__ = ["Holdings", "divided_bytes", "moved_again", "outside_bytes", "trained_bytes"]
+
+FP32 = 4
+
+PHASES = ("reference", "forward", "head", "backward", "again")
+"""The phases in which weights are gathered; *again* is a layer's extra forward in the backward."""
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """The memory that one rank always holds, and what an optimizer's step adds.
+
+    Attributes:
+        weights: Bytes of the weights.
+        gathered: Bytes of the weights that are gathered while they are used, without the rank's own part, by phase;
+            by ``again`` where a layer runs forward in the backward of another.
+        master: Bytes of the weights in fp32 that the optimizer steps.
+        state: Bytes of the optimizer's state.
+        gradients: Bytes of gradients when all are there.
+        divided: True if those are a part of each gradient, which is there from the start.
+        buckets: Bytes of the buckets that gradients are reduced from.
+        temporary: Bytes that an optimizer's step needs besides.
+        touched: Bytes an optimizer's step reads and writes on the device.
+        host: Bytes of the node's memory, by what they are.
+        host_touched: Bytes an optimizer's step reads and writes there, after the backward.
+        host_overlapped: The same in the backward.
+        host_moved: Bytes it has copied between device and host.
+    """
+
+    weights: int
+    gathered: dict[str, int]
+    master: int
+    state: int
+    gradients: int
+    divided: bool
+    buckets: int
+    temporary: int
+    touched: int
+    host: dict[str, int]
+    host_touched: int = 0
+    host_moved: int = 0
+    host_overlapped: int = 0
+
+    @property
+    def on_device(self) -> int:
+        """Bytes of weights, gradients and optimizer state on the device."""
+        return self.weights + self.master + self.state + self.gradients + self.buckets
+
+    @classmethod
+    def of(cls, model: nn.Module, workload: Workload, weights_in: WeightTier = "device") -> Holdings:
+        """Compute the holdings for a model on ``meta`` at one level, whose weights wait in ``weights_in``."""
+        if weights_in == "host":
+            return _with_waiting_weights(model, workload)
+        cluster = workload.cluster
+        scales = scales_bytes(model) if cluster.gathers_layers else 0
+        weights, trained = cluster.divided(held_bytes(model) - scales, 3), trained_bytes(model)
+        state, temporary, touched = _optimizer_step(_stepped(model, cluster), workload)
+        state, temporary, touched = (cluster.divided(size, 1) for size in (state, temporary, touched))
+        count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        master = cluster.divided(FP32 * count, 1) if cluster.keeps_master and workload.make_optimizer else 0
+        temporary += master  # the gradients of the step, in fp32
+        if cluster.keeps_master and cluster.zero_stage == 3:
+            temporary = round(temporary * min(1.0, cluster.buckets.sub_group / max(1, cluster.divided(count, 3))))
+        gradients, buckets = _gradients(model, workload, trained)
+        if workload.forward_only:
+            gradients = 0
+        elif workload.optim_in_backward and workload.micro_batches == 1:  # each is stepped and freed when it is there
+            gradients = _largest_gradients(model, [p for p in model.parameters() if p.requires_grad])
+        kept = {
+            "weights": weights + scales,
+            "master": master,
+            "state": state,
+            "gradients": gradients,
+            "touched": touched,
+        }
+        host: dict[str, int] = {}
+        host_touched = host_moved = 0
+        if cluster.weights_on_host:
+            host["weights"], kept["weights"] = weights, scales
+        if cluster.optimizer_on_host:
+            host |= {"fp32 weights": master, "optimizer": state, "gradients": master}
+            own = cluster.divided(trained, 3)
+            host_touched = master + 2 * (master + state) + master + own
+            host_moved = workload.micro_batches * 2 * own + master
+            if cluster.weights_on_host:
+                forwards = 0.0 if workload.scored is None else workload.scored.forwards
+                host_moved += round(workload.micro_batches * (2 + forwards) * weights)
+            else:
+                host_moved += own
+            kept |= {"master": 0, "state": 0, "touched": 0, "gradients": 0}
+            temporary = 0
+        holdings = cls(
+            **kept,
+            gathered=_gathered(model, cluster, 0),
+            divided=cluster.zero_stage >= 2,
+            buckets=buckets,
+            temporary=temporary,
+            host=host,
+            host_touched=host_touched,
+            host_moved=host_moved,
+        )
+        if not workload.optimizer_on_host or workload.make_optimizer is None:
+            return holdings
+        return holdings.with_optimizer_on_host(model, workload, [p for p in model.parameters() if p.requires_grad])
+
+    def with_optimizer_on_host(self, model: Any, workload: Workload, trained: Sequence[nn.Parameter]) -> Holdings:
+        """Return the holdings with the optimizer of ``trained`` weights, which are on the device, on the host.
+
+        Of each weight, the gradient and the weight go there and the weight comes back: one after another, and with an
+        optimizer in the backward beside the computation, where the gradients of two layers may wait for it.
+        """
+        size = sum(p.nbytes for p in trained)
+        copies = 3 * size
+        in_backward = workload.optim_in_backward
+        waits = in_backward and workload.micro_batches == 1 and workload.device_type == "cuda"
+        touched = _step_touched(size, self.state) + copies
+        host = {**self.host, "optimizer": self.host.get("optimizer", 0) + self.state}
+        _, temporary, _ = _optimizer_step(model, replace(workload, device_type="cpu", optim_in_backward=True))
+        return replace(
+            self,
+            state=0,
+            touched=0,
+            temporary=0,
+            buckets=self.buckets + (2 * _largest_gradients(model, trained) if waits else 0),
+            host={**host, "stepped weight": 2 * max((p.nbytes for p in trained), default=0) + temporary},
+            host_touched=self.host_touched + (0 if in_backward else touched),
+            host_overlapped=self.host_overlapped + (touched if in_backward else 0),
+            host_moved=self.host_moved + copies,
+        )
+
+    def scheduled(self, model: nn.Module, workload: Workload, schedule: Schedule) -> Holdings:
+        """Return the holdings of a streamed step by ``schedule``: layers that run again are gathered again."""
+        cluster = workload.cluster
+        if not cluster.gathers_layers or workload.mode != "stream":
+            return self
+        forwards = extra_forwards(schedule, len(decoder_layers(model)))
+        return replace(
+            self,
+            gathered=_gathered(model, cluster, max(forwards, default=0)),
+            host_moved=self.host_moved + moved_again(model, workload, sum(forwards)),
+        )
+
+
+def moved_again(model: nn.Module, workload: Workload, forwards: int) -> int:
+    """Return the bytes that a step copies from the host for extra forwards of layers whose weights wait there."""
+    cluster = workload.cluster
+    if not cluster.weights_on_host:
+        return 0
+    layer = cluster.divided(max(map(divided_bytes, decoder_layers(model))), 3)
+    return workload.micro_batches * forwards * layer
+
+
+NORM_TOUCHED = 3
+"""Times the bytes of a gradient that its norm reads, and the scaling of clipping reads and writes."""
+
+
+def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
+    """Return the holdings of one device whose weights wait on the host (``engine.weights``)."""
+    waiting = waiting_parameters(base_of(model), decoder_layers(model))
+    away = [p for p in waiting if p.requires_grad]
+    known = {id(p) for p in waiting}
+    here = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
+    host = {"weights": distinct_bytes(waiting)}
+    trained = sum(p.nbytes for p in away)
+    host_touched = overlapped = 0
+    if workload.make_optimizer is not None and away:
+        state, temporary, _ = _optimizer_step(model, replace(workload, device_type="cpu"), away)
+        host["optimizer"] = state
+        if workload.optim_in_backward:
+            alone = workload.micro_batches == 1  # else they add up until the last one
+            host["gradients"] = (2 * _largest_gradients(model, away) if alone else trained) + temporary
+            overlapped = _step_touched(trained, state) + trained  # and the norm
+        else:
+            host["gradients"] = trained + temporary
+            host_touched = _step_touched(trained, state) + NORM_TOUCHED * trained
+    elif away:
+        host["gradients"] = trained
+    state = temporary = touched = 0
+    if here and workload.make_optimizer is not None:
+        state, temporary, touched = _optimizer_step(model, workload, here)
+    holdings = Holdings(
+        weights=held_bytes(model) - host["weights"],
+        gathered=dict.fromkeys(PHASES, 0),
+        master=0,
+        state=state,
+        gradients=sum(p.nbytes for p in here),
+        divided=False,
+        buckets=0,
+        temporary=temporary,
+        touched=touched,
+        host=host,
+        host_touched=host_touched,
+        host_overlapped=overlapped,
+    )
+    if not here or not workload.optimizer_on_host or workload.make_optimizer is None:
+        return holdings
+    return holdings.with_optimizer_on_host(model, workload, here)
+
+
+def _step_touched(trained: int, state: int) -> int:
+    """Return the bytes that AdamW touches: it reads gradients, weights and state, and writes all but the first."""
+    return 3 * trained + 2 * state
+
+
+def _largest_gradients(model: Any, trained: Sequence[nn.Parameter]) -> int:
+    """Return the bytes of the gradients of the layer, or of the weight outside of the layers, with the largest."""
+    known = {id(p) for p in trained}
+    layers = [sum(p.nbytes for p in layer.parameters() if id(p) in known) for layer in decoder_layers(model)]
+    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    return max([*layers, *(p.nbytes for p in trained if id(p) not in inside)], default=0)
+
+
+def trained_bytes(model: nn.Module) -> int:
+    """Return the bytes of the gradients of a model."""
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+
+def divided_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's weights and buffers that ranks may divide: all but the scales of 4-bit weights."""
+    return held_bytes(model) - scales_bytes(model)
+
+
+def outside_bytes(model: nn.Module) -> list[int]:
+    """Return the bytes of each parameter outside of the layers: embeddings, the head, norms."""
+    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
+    return [p.nbytes for p in model.parameters() if id(p) not in inside]
+
+
+def _gathered(model: nn.Module, cluster: Cluster, again: int) -> dict[str, int]:
+    """Return the bytes of gathered weights in addition to a rank's own part, by phase.
+
+    Args:
+        model: The model.
+        cluster: The ranks.
+        again: Layers of the longest segment that run forward once more.
+    """
+    if not cluster.gathers_layers:
+        return dict.fromkeys(PHASES, 0)
+    layers, outside = decoder_layers(model), outside_bytes(model)
+    inner, outer = max(map(divided_bytes, layers)), max(outside, default=0)
+    if cluster.engine == "fsdp":  # the root's own weights stay from the forward on, and the next layer is fetched
+        root = sum(outside)
+        sizes = {"forward": 2 * inner + root, "head": root, "backward": 2 * inner + root}
+        sizes["again"] = sizes["backward"] + (inner if again > 1 else 0)  # the last one is that which is fetched
+    else:
+        element = next(model.parameters()).element_size()
+        reuse = element * cluster.buckets.reuse
+        kept = _kept_for_reuse(inner, outer, len(layers), reuse)
+        ahead = element * cluster.buckets.prefetch
+        segment = min(again, -(-reuse // (2 * inner))) * inner  # kept from their extra forward to their backward
+        forward = max(inner + ahead, outer, kept)
+        sizes = {"forward": forward, "head": outer + kept}
+        sizes["backward"] = max(outer, max(inner + segment, kept) + ahead)
+        sizes["again"] = max(outer, max(inner + max(inner, segment), kept) + ahead) if again else sizes["backward"]
+    sizes["reference"] = sizes["forward"]
+    return {phase: sizes[phase] - sizes[phase] // cluster.ranks for phase in PHASES}
+
+
+def _kept_for_reuse(layer: int, head: int, count: int, reuse: int) -> int:
+    """Return the bytes of the last layers that DeepSpeed keeps gathered after their forward: between a layer's forward
+    and its backward the head runs twice, and so does each later layer."""
+    kept = 0 if 2 * head >= reuse else min(count, (reuse // 2 - head) // max(1, layer) + 1)
+    return kept * layer
+
+
+def _gradients(model: nn.Module, workload: Workload, trained: int) -> tuple[int, int]:
+    """Return the bytes of a rank's gradients when all are there, and of the buckets they are reduced from."""
+    cluster, buckets = workload.cluster, 0
+    if cluster.engine == "fsdp":
+        buckets = max(sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in decoder_layers(model))
+    elif cluster.keeps_master:
+        element = max((p.element_size() for p in model.parameters() if p.requires_grad), default=0)
+        buckets = min(element * cluster.buckets.reduce, trained) * cluster.buckets.buffers
+    return cluster.divided(trained, 2), buckets
+
+
+def _stepped(model: nn.Module, cluster: Cluster) -> nn.Module:
+    """Return what the optimizer steps: the model, or with DeepSpeed a copy whose trained weights are in fp32."""
+    if not cluster.keeps_master:
+        return model
+    wide = meta_copy(model)
+    for parameter in wide.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return wide
+
+
+def _optimizer_step(
+    model: nn.Module, workload: Workload, stepped: Sequence[nn.Parameter] | None = None
+) -> tuple[int, int, int]:
+    """Return the bytes of state, of temporaries, and bytes touched, of a second step, when the state is there.
+
+    An optimizer in the backward steps a weight at a time: its temporaries are those of the weight that needs most.
+
+    Args:
+        model: The model.
+        workload: It makes the optimizer of all trained weights.
+        stepped: The weights that have a gradient; None is all that are trained.
+    """
+    if workload.make_optimizer is None:
+        return 0, 0, 0
+    layers, device = decoder_layers(model), workload.device_type
+    trace = Trace(model, layers, device=device, tiers=lambda: (0, 0, 0, 0), unwraps=True)
+    optimizer: Any = workload.make_optimizer(model)
+    every = [p for p in model.parameters() if p.requires_grad] if stepped is None else list(stepped)
+    trained = [] if workload.forward_only else every
+    with trace, simulating(device):
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
+        chosen = [(group.get("foreach"), group.get("fused")) for group in optimizer.param_groups]
+        # Which form a step takes is chosen by the device, and torch knows no form but the plain one for ``meta``.
+        for group in optimizer.param_groups:
+            group.update({key: False for key in ("foreach", "fused") if key in group})
+        optimizer.step()
+        for group, (foreach, fused) in zip(optimizer.param_groups, chosen, strict=True):
+            on_device = foreach is None and not fused and device == "cuda"
+            group.update({"foreach": on_device or foreach} if "foreach" in group else {})
+            group.update({"fused": fused} if "fused" in group else {})
+        for state in optimizer.state.values():  # tables of values are made by torch.tensor, which no mode sees
+            trace.meet(*(value for value in state.values() if isinstance(value, torch.Tensor)))
+        before = trace.total
+        trace.enter("optimizer")
+        optimizer.step()
+        cell = trace.cells[CellPlace("optimizer")]
+        temporary = _peak(trace, "optimizer") - before
+        if workload.optim_in_backward:
+            temporary = max((_step_alone(trace, optimizer, p, trained) for p in _kinds(optimizer)), default=0)
+    gradients = sum(p.nbytes for p in trained)
+    for parameter in model.parameters():
+        parameter.grad = None
+    return before - gradients, temporary, round(cell.work[WORK.index("touched_bytes")])
+
+
+def _peak(trace: Trace, phase: str) -> int:
+    return max(sum(moment) for moment in trace.cells[CellPlace(phase)].moments)
+
+
+def _kinds(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return one weight of each group, shape and dtype."""
+    found: dict[tuple[int, torch.Size, torch.dtype], nn.Parameter] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            found.setdefault((number, parameter.shape, parameter.dtype), parameter)
+    return list(found.values())
+
+
+def _step_alone(trace: Trace, optimizer: Any, alone: nn.Parameter, trained: Sequence[nn.Parameter]) -> int:
+    """Return the bytes that the step of one weight needs besides."""
+    if alone.grad is None:
+        return 0
+    held = [(p, p.grad) for p in trained if p is not alone]
+    for parameter, _ in held:
+        parameter.grad = None
+    before = trace.total
+    phase = f"step of {id(alone)}"
+    trace.enter(phase)
+    optimizer.step()
+    for parameter, gradient in held:
+        parameter.grad = gradient
+    return _peak(trace, phase) - before

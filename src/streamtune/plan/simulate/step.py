@@ -1,0 +1,407 @@
+"""Run one step of a model on ``meta`` and record it: forward, loss and backward as a training step runs them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from streamtune.base.adapters import base_of
+from streamtune.base.labels import IGNORE_INDEX
+from streamtune.engine import Branches, LazyLogits, LossRequest, StreamHandle, decoder_layers
+from streamtune.engine.memory.placement import Tiers
+from streamtune.engine.memory.rooms import HostRooms
+from streamtune.engine.passes import placeholder
+from streamtune.engine.weights.waiting import waiting_parameters
+from streamtune.ops import TeacherHead, TokenLoss, TopKTeacher
+from streamtune.ops.head.sweep import autocast_dtype, cast
+from streamtune.ops.simulated import DeviceFunctions, simulating
+from streamtune.plan.simulate.facts import all_modules, configs_of
+from streamtune.plan.simulate.fused_loss import fused_loss
+from streamtune.plan.simulate.memory import GRADIENT
+from streamtune.plan.simulate.meta_operators import MetaAutocast, autocast_on_meta, with_value
+from streamtune.plan.simulate.scored import PlainScores, Scored, checkpointing
+from streamtune.plan.simulate.shard import WHOLE, RankShard
+from streamtune.plan.simulate.trace import Trace
+from streamtune.plan.simulate.workload import Mode, TeacherShape
+from streamtune.schedule import Schedule
+
+__all__ = ["Step", "fewer_layers", "shortened", "trace_step"]
+
+FUSED = ("liger-loss", "liger-loss-offload")
+"""Modes with the fused loss of another library."""
+
+FLASH = 1
+"""The number of flash attention in torch's ``SDPBackend``."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The step that is run and recorded.
+
+    Attributes:
+        mode: The way in which the model is trained.
+        length: Tokens of a row.
+        batch_size: Rows.
+        again: Gradients of an earlier micro-batch are there.
+        autocast: Compute in bf16.
+        device: The kind of device that is simulated.
+        targets: Tokens that have a target, of each row; None is all of them.
+        scored: Completions, instead of rows; they are scored unless ``token_loss`` is given.
+        alike: The tokens lie as ``scored`` has them. Else they are ordinary rows in which every one is scored.
+        shard: A rank's part of each row, where ranks share the rows; by default rows are whole.
+        frees_gradients: Each gradient is used and freed as soon as it is there.
+        token_loss: The loss of a target, where it is another than the cross entropy; of completions as of rows.
+        teacher: The head that it has a divergence from.
+        teacher_top_k: The number of likeliest tokens of a teacher, where it has a divergence from these; 0 without.
+        perturb: Returns a context in which a model has perturbed weights: a step without a backward. None has one.
+    """
+
+    mode: Mode
+    length: int
+    batch_size: int = 1
+    again: bool = False
+    autocast: bool = False
+    device: str = "cuda"
+    targets: int | None = None
+    scored: Scored | None = None
+    alike: bool = False
+    shard: RankShard = WHOLE
+    frees_gradients: bool = False
+    token_loss: TokenLoss | None = None
+    teacher: TeacherShape | None = None
+    teacher_top_k: int = 0
+    perturb: Callable[[Any], AbstractContextManager[None]] | None = None
+
+
+def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
+    """Record forward and backward of a model on ``meta``; it is left as it was, without gradients."""
+    with ExitStack() as stack:
+        if gc.isenabled():  # looking for cycles takes a tenth of the time, and tensors are in none
+            gc.disable()
+            stack.callback(gc.enable)
+        # Values of integers are small: more threads take longer to start than they save.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        autocast = MetaAutocast(step.device)
+        scorer, tiers = _prepared(stack, model, schedule, step.mode, autocast)
+        ids = with_value(torch.zeros(step.batch_size, step.length, dtype=torch.long))
+        labels = with_value(_targets(step))
+        teacher_weight = None
+        if (shape := step.teacher) is not None:
+            teacher_weight = torch.empty(shape.vocabulary, shape.hidden, dtype=shape.dtype, device="meta")
+        stack.enter_context(simulating(step.device))
+        stack.enter_context(autocast_on_meta())
+        if schedule.stream_grads:  # made once for all steps: not in this one
+            for dtype in {torch.bfloat16, *(p.dtype for p in model.parameters() if p.is_floating_point())}:
+                placeholder(torch.empty((), dtype=dtype, device="meta"))
+        if step.mode != "stream" or step.autocast:
+            stack.enter_context(_Functions(step.device, autocast))
+        written = Trace(model, decoder_layers(model), device=step.device, tiers=tiers, shard=step.shard)
+        trace = stack.enter_context(written)
+        stack.callback(model.zero_grad, set_to_none=True)
+        if step.again:
+            away = () if schedule.weights == "device" else waiting_parameters(base_of(model), decoder_layers(model))
+            known = {id(parameter) for parameter in away}
+            for parameter in model.parameters():
+                if not parameter.requires_grad:
+                    continue
+                trace.enter_earlier(parameter)
+                if id(parameter) in known:
+                    parameter.grad = HostRooms().take(parameter.shape, parameter.dtype, parameter.device)
+                else:
+                    parameter.grad = torch.empty_like(parameter)
+                    trace.file(GRADIENT, parameter.grad)
+            trace.enter("forward")
+        if step.frees_gradients:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    stack.callback(parameter.register_post_accumulate_grad_hook(_free_gradient).remove)
+        bf16 = torch.autocast(autocast.switch, dtype=torch.bfloat16, enabled=step.autocast, cache_enabled=False)
+        if step.scored is not None and step.scored.forwards:
+            trace.enter("reference")
+            with autocast.region(), bf16, _as_reference(model):
+                _logprobs(scorer, step, ids, labels)
+            trace.enter("forward")
+        if step.perturb is not None:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(step.perturb(model))
+        with autocast.region(), bf16:
+            if step.mode in FUSED:
+                loss = fused_loss(model, ids)
+            elif step.scored is None or step.token_loss is not None:
+                with _with_loss(scorer, step, teacher_weight) as given:
+                    loss = model(**{"input_ids": ids, "labels": labels, "use_cache": False, **given(ids, labels)}).loss
+            else:
+                loss = _logprobs(scorer, step, ids, labels).sum()
+                trace.enter("head")  # its second loop over the chunks, to tell it from the first
+        if step.perturb is None:
+            _backward(loss)
+        trace.finish()
+    return trace
+
+
+def _free_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+@contextmanager
+def _with_loss(scorer: Any, step: Step, weight: Tensor | None) -> Iterator[Callable[[Tensor, Tensor], dict[str, Any]]]:
+    """Make calls of a streamed model compute the loss of the step; yield what makes more arguments of such a call."""
+    branches = None
+    if step.scored is not None and step.scored.shares and step.alike:
+        branches = Branches.of(step.scored.trees)
+
+    def given(ids: Tensor, targets: Tensor) -> dict[str, Any]:
+        if step.scored is None:
+            return {}
+        return {"shift_labels": targets, **({} if branches is None else branches.arguments(ids))}
+
+    if step.token_loss is None or not isinstance(scorer, StreamHandle):
+        yield given
+        return
+    teacher: Any = None
+    weights = None if step.scored is None else torch.empty(_targets(step).shape, dtype=torch.float64, device="meta")
+    if step.teacher is not None:
+        shape = step.teacher
+        hidden = torch.empty(step.batch_size, step.length, shape.hidden, dtype=shape.dtype, device="meta")
+        assert weight is not None
+        head: Any = _TeacherHead(weight)
+        teacher = LazyLogits(head, hidden)
+    top_k = None if not step.teacher_top_k else _TopK.of_step(step)
+    with scorer.with_loss(LossRequest(step.token_loss, weights, teacher, top_k)), ExitStack() as stack:
+        if branches is not None:
+            stack.enter_context(scorer.laid_out(branches))
+        yield given
+
+
+class _TopK(TopKTeacher):
+    """The likeliest tokens of a teacher, of which a chunk is on ``meta``."""
+
+    @classmethod
+    def of_step(cls, step: Step) -> _TopK:
+        """Return those of a step; they are on the host, and nothing is read from them."""
+        index = torch.empty(step.batch_size, step.length, dtype=torch.long, device="meta")
+        width = step.teacher_top_k
+        return cls(index, torch.empty(0, width, device="meta"), torch.empty(0, width + 1, device="meta"))
+
+    def known(self, chunk: Tensor | slice, device: torch.device) -> tuple[Tensor, ...]:
+        """See :meth:`TopKTeacher.known`."""
+        size = len(chunk) if isinstance(chunk, Tensor) else chunk.stop - chunk.start
+        k = self.ids_Kk.shape[1]
+        ids = torch.empty(size, k, dtype=torch.int32, device=device).long()
+        return ids, torch.empty(size, k + 1, device=device)
+
+
+class _TeacherHead:
+    """The head of a teacher on ``meta``, as :class:`streamtune.engine.head.StreamedHead` stands for it.
+
+    Args:
+        weight: ``[V, C]``; it was there before the step.
+    """
+
+    model: Any = None
+    module: Any = None
+    shards: Any = None
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    @contextmanager
+    def as_teacher(self, logits: LazyLogits, targets: Tensor) -> Iterator[TeacherHead]:
+        """See :class:`streamtune.engine.lazy_logits.ScoringHead`."""
+        dtype = autocast_dtype(logits.hidden)
+        (weight,) = cast(dtype, self.weight)
+        yield TeacherHead(logits.hidden, lambda h: nn.functional.linear(cast(dtype, h)[0], weight))
+
+
+def _targets(step: Step) -> Tensor:
+    """Return ``[B, T]``: 0 where a token has a target, -100 elsewhere."""
+    if step.scored is not None and step.alike:
+        return step.scored.targets()
+    targets = torch.zeros(step.batch_size, step.length, dtype=torch.long)
+    if step.targets is not None:
+        targets[:, step.targets :] = IGNORE_INDEX
+    return targets
+
+
+def _logprobs(scorer: Any, step: Step, ids: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-probs of the targets, by the call that an objective makes."""
+    assert step.scored is not None
+    given: dict[str, Any] = {"use_cache": False}
+    if step.scored.shares and step.alike:
+        given["branches"] = Branches.of(step.scored.trees)
+    out: Tensor = scorer.logprobs(ids, targets, entropy=step.scored.entropy, **given).logprobs
+    return out
+
+
+@contextmanager
+def _as_reference(model: Any) -> Iterator[None]:
+    """Put the model into evaluation mode, without gradients and without adapters, while inside."""
+    without = model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()
+    model.eval()
+    try:
+        with torch.no_grad(), without:
+            yield
+    finally:
+        model.train()
+
+
+def _backward(loss: Tensor) -> None:
+    """Run the backward of a loss with torch function modes active, which ``loss.backward()`` itself disables."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _prepared(
+    stack: ExitStack, model: Any, schedule: Schedule, mode: Mode, autocast: MetaAutocast
+) -> tuple[Any, Callable[[], tuple[int, int, int, int]]]:
+    """Put the model into its mode until the stack closes; return a scorer, and a reader of bytes on host and disk."""
+    if mode in ("checkpoint", "liger-loss"):
+        stack.enter_context(checkpointing(model, partial(_checkpoint, autocast)))
+    elif mode == "liger-loss-offload":
+        tiers = Tiers(Schedule(offload="host"))
+        stack.enter_context(checkpointing(model, partial(_checkpoint_on_host, autocast, tiers)))
+        return PlainScores(model), lambda: (tiers.host.live_bytes, 0, tiers.host.moved_bytes, 0)
+    elif mode == "stream":
+        handle = stack.enter_context(StreamHandle(model, schedule, head=True))
+        host, disk = handle.tiers.host, handle.tiers.disk
+        return handle, lambda: (host.live_bytes, disk.live_bytes, host.moved_bytes, disk.moved_bytes)
+    return PlainScores(model), lambda: (0, 0, 0, 0)
+
+
+def _checkpoint(autocast: MetaAutocast, function: Callable[..., Any], *args: Any) -> Any:
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), autocast.region()  # a layer that is computed again has a region of its own
+
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
+def _checkpoint_on_host(autocast: MetaAutocast, tiers: Tiers, function: Callable[..., Any], *args: Any) -> Any:
+    host = tiers.of("host", torch.device("meta"))
+    with saved_tensors_hooks(host.put, lambda block: block.get()):
+        return _checkpoint(autocast, function, *args)
+
+
+@contextmanager
+def fewer_layers(model: nn.Module, kept: list[int]) -> Iterator[None]:
+    """Keep only some decoder layers while inside; per-layer lists and layer counts of configurations are cut too."""
+    layers = decoder_layers(model)
+    count, chosen = len(layers), {id(layers[index]) for index in kept}
+    every = {id(layer) for layer in layers}
+    modules = all_modules(model)
+    lists = [module for module in modules if isinstance(module, nn.ModuleList)]
+    held = [module for module in lists if any(id(child) in every for child in module)]
+    configs = configs_of(modules)
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    for module in held:
+        before.append((module.__dict__, "_modules", module._modules))
+        left = [child for child in module if id(child) in chosen or id(child) not in every]
+        module.__dict__["_modules"] = {str(place): child for place, child in enumerate(left)}
+    for config in configs:
+        for name, value in list(vars(config).items()):
+            short = _shorter(name, value, count, kept)
+            if short is not value:
+                before.append((vars(config), name, value))
+                vars(config)[name] = short
+    try:
+        yield
+    finally:
+        for owner, name, value in reversed(before):
+            owner[name] = value
+
+
+def _shorter(name: str, value: Any, count: int, kept: list[int]) -> Any:
+    if isinstance(value, list) and len(value) == count:
+        return [value[index] for index in kept]
+    if name in ("num_hidden_layers", "n_layer") and value == count:
+        return len(kept)
+    return value
+
+
+PLAIN = (Tensor, nn.Parameter)
+"""Kinds of tensors that leave torch's functions as they are."""
+
+
+class _Functions(DeviceFunctions):
+    """The choices that torch makes by the device of a tensor, made for the device that is simulated.
+
+    These are the fused attention of ``scaled_dot_product_attention``, which on ``meta`` would be the formula, with all
+    scores, and the casts of autocast.
+    """
+
+    def __init__(self, device: str, autocast: MetaAutocast) -> None:
+        super().__init__()
+        self.device, self.autocast = device, autocast
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") == "__get__":  # a property, two of three calls: nothing to choose
+            return func(*args)
+        if (
+            types and types[0] not in PLAIN and torch._C._is_torch_function_enabled()
+        ):  # a quantised tensor: autocast is for what it is made of
+            with self:
+                return types[0].__torch_function__(func, types, args, kwargs or {})
+        args, given = self.autocast.given(func, args, kwargs or {})
+        if func is nn.functional.scaled_dot_product_attention and args and args[0].device.type == "meta":
+            return _attention(self.device, func, *args, **given)
+        return func(*args, **given)
+
+
+def _attention(
+    device: str,
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute ``scaled_dot_product_attention`` with the kernel that the device would choose."""
+    settings: dict[str, Any] = {"scale": scale}
+    aten = torch.ops.aten
+    out: Tensor
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # as torch hands it to a kernel
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+    if device == "cpu":
+        tiny = [torch.empty(*x.shape[:2], 2, x.shape[3], dtype=x.dtype) for x in (query, key, value)]
+        choose: Any = torch._fused_sdp_choice
+        if choose(*tiny, None, dropout_p, is_causal, enable_gqa=enable_gqa) == FLASH:
+            out, _ = aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, **settings
+            )
+            return out
+    elif attn_mask is None and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256:
+        out, *_ = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, **settings)
+        return out
+    elif query.dtype != torch.float64:
+        repeats = query.shape[1] // key.shape[1]
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        out, *_ = aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, **settings
+        )
+        return out
+    whole: Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return whole
+
+
+def shortened(step: Step, length: int, head_chunk: int) -> Step:
+    """Return the step on ``length`` tokens, with as many targets in its last head chunk as the whole step has."""
+    targets = length - (length - step.length) % head_chunk
+    return replace(step, length=length, targets=targets, alike=False)

@@ -1,7 +1,0 @@
-"""Simulate a training step from its configuration, on ``meta`` tensors: its memory, work and traffic."""
-
-from streamtune.simulate.memory import LiveBytes
-from streamtune.simulate.simulate import Simulation, simulate
-from streamtune.simulate.workload import ALL_MODES, Mode, Workload
-
-__all__ = ["ALL_MODES", "LiveBytes", "Mode", "Simulation", "Workload", "simulate"]

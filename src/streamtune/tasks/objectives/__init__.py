@@ -1,0 +1,62 @@
+"""Objectives: pure functions of per-token log-probs, however these were computed.
+
+ragged      sums over the tokens of a completion
+pairs       the formulas of preference losses          preference   pairs of completions -> losses
+unpaired    KTO: single labelled completions
+policy      policy-gradient losses                     advantages   rewards of a group -> advantages
+"""
+
+from __future__ import annotations
+
+from streamtune.tasks.objectives.advantages import ADVANTAGES, Advantages, group_advantages, reward_with_kl
+from streamtune.tasks.objectives.pairs import PREFERENCE_LOSSES, PreferenceLoss
+from streamtune.tasks.objectives.policy import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    PolicyTerms,
+    StepTotals,
+    check_policy,
+    kl_estimate,
+    policy_loss,
+)
+from streamtune.tasks.objectives.preference import PairLogps, PreferenceTerms, check_preference, preference_loss
+from streamtune.tasks.objectives.ragged import counts, mean_by_row, sum_by_row
+from streamtune.tasks.objectives.unpaired import (
+    UNPAIRED_LOSSES,
+    RowLogps,
+    UnpairedLoss,
+    UnpairedTerms,
+    check_unpaired,
+    kto_baseline,
+    unpaired_loss,
+)
+
+__all__ = [
+    "ADVANTAGES",
+    "POLICY_LOSSES",
+    "PREFERENCE_LOSSES",
+    "UNPAIRED_LOSSES",
+    "Advantages",
+    "PairLogps",
+    "PolicyLoss",
+    "PolicyTerms",
+    "PreferenceLoss",
+    "PreferenceTerms",
+    "RowLogps",
+    "StepTotals",
+    "UnpairedLoss",
+    "UnpairedTerms",
+    "check_policy",
+    "check_preference",
+    "check_unpaired",
+    "counts",
+    "group_advantages",
+    "kl_estimate",
+    "kto_baseline",
+    "mean_by_row",
+    "policy_loss",
+    "preference_loss",
+    "reward_with_kl",
+    "sum_by_row",
+    "unpaired_loss",
+]

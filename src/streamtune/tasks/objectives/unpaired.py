@@ -1,0 +1,185 @@
+"""Preference losses of single completions, each labelled desirable or not.
+
+    z0 = max(0, mean of log pi - log pi_ref over mismatched completions)          kto_baseline
+    loss_n = weight_n (1 - sigma(+-beta (log-ratio_n - z0)))                      unpaired_loss
+
+A mismatched completion is one that belongs to another prompt: TRL gives each prompt of a batch the completion of its
+neighbour. Their log-probs, M rows of a batch of their own and without gradient, come in as arguments.
+
+Shape suffixes: K target tokens, N completions, M mismatched completions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from streamtune.base.names import look_up
+from streamtune.errors import ArgumentError
+from streamtune.tasks.objectives.ragged import counts, sum_by_row
+
+__all__ = [
+    "UNPAIRED_LOSSES",
+    "RowLogps",
+    "UnpairedLoss",
+    "UnpairedTerms",
+    "check_unpaired",
+    "kto_baseline",
+    "unpaired_loss",
+]
+
+
+@dataclass(frozen=True)
+class RowLogps:
+    """Log-probs of N completions under one model."""
+
+    logp_N: Tensor  # noqa: N815
+    """summed over the tokens of a completion: float64 ``[N]``"""
+    tokens_N: Tensor  # noqa: N815
+    """its target tokens: int64 ``[N]``"""
+
+    @classmethod
+    def of(cls, logp_K: Tensor, row_K: Tensor, num_rows: int) -> RowLogps:
+        """Sum per-token log-probs ``[K]`` over the completions ``row_K`` ``[K]``."""
+        return cls(sum_by_row(logp_K, row_K, num_rows), counts(row_K, num_rows))
+
+    def per_token(self) -> RowLogps:
+        """Return the same with means over tokens in place of sums."""
+        return RowLogps(self.logp_N / self.tokens_N.clamp(min=1), self.tokens_N)
+
+
+@dataclass(frozen=True)
+class UnpairedTerms:
+    """The losses of N completions and their terms. All ``[N]``; only ``losses_N`` has a gradient."""
+
+    losses_N: Tensor  # noqa: N815
+    """float64, desirable and undesirable weights applied"""
+    rewards_N: Tensor  # noqa: N815
+    """beta times the log-ratio to the reference: float64"""
+    logps_N: Tensor  # noqa: N815
+    """log-prob under the policy, per token where asked for: float64"""
+    desirable_N: Tensor  # noqa: N815
+    """bool"""
+
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        """Return name -> (sum, number of rows) under TRL's names; chosen are desirable rows, rejected the others."""
+        found: dict[str, tuple[float, float]] = {}
+        for group, rows_N in (("chosen", self.desirable_N), ("rejected", ~self.desirable_N)):
+            count = float(rows_N.sum())
+            if count:
+                found[f"rewards/{group}"] = (float(self.rewards_N[rows_N].sum()), count)
+                found[f"logps/{group}"] = (float(self.logps_N[rows_N].sum()), count)
+        return found
+
+
+def _kto(logratio_N: Tensor, desirable_N: Tensor, baseline: Tensor, beta: float) -> Tensor:
+    """Return ``1 - sigma(beta (r - z0))`` where desirable, ``1 - sigma(beta (z0 - r))`` where not.
+
+    KTO (arXiv 2402.01306, eq. 7).
+    """
+    gain_N = beta * (logratio_N - baseline)
+    return torch.where(desirable_N, torch.sigmoid(-gain_N), torch.sigmoid(gain_N))
+
+
+def _apo_zero_unpaired(logratio_N: Tensor, desirable_N: Tensor, baseline: Tensor, beta: float) -> Tensor:
+    """Return ``1 - sigma(beta r)`` where desirable, ``sigma(beta r)`` where not.
+
+    APO-zero (arXiv 2408.06266, eq. 7), by row.
+    """
+    return _kto(logratio_N, desirable_N, torch.zeros_like(baseline), beta)
+
+
+@dataclass(frozen=True)
+class UnpairedLoss:
+    """One loss of :data:`UNPAIRED_LOSSES`."""
+
+    formula: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    """(log-ratios ``[N]``, desirable ``[N]``, baseline scalar, beta) -> losses ``[N]`` before weights"""
+    needs_reference: bool = True
+    needs_baseline: bool = True
+    """reads log-probs of mismatched completions"""
+
+
+UNPAIRED_LOSSES: dict[str, UnpairedLoss] = {
+    "kto": UnpairedLoss(_kto),
+    "apo_zero_unpaired": UnpairedLoss(_apo_zero_unpaired, needs_baseline=False),
+}
+"""Name -> loss of single labelled completions."""
+
+
+def kto_baseline(policy: RowLogps, reference: RowLogps) -> Tensor:
+    """Estimate the KL to the reference from mismatched completions: ``z0 = max(0, mean(log pi - log pi_ref))``.
+
+    Args:
+        policy: Log-probs of M mismatched completions under the model that is trained.
+        reference: The same under the reference. Average both per token first where the loss does.
+
+    Returns:
+        A float64 scalar without gradient, as in the paper: the baseline is not trained through.
+    """
+    return (policy.logp_N - reference.logp_N).detach().mean().clamp(min=0)
+
+
+def unpaired_loss(
+    name: str,
+    policy: RowLogps,
+    reference: RowLogps,
+    desirable_N: Tensor,
+    *,
+    baseline: Tensor | None = None,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    length_normalization: bool = False,
+) -> UnpairedTerms:
+    """Compute one loss for each completion.
+
+    Args:
+        name: A key of :data:`UNPAIRED_LOSSES`.
+        policy: Log-probs of N completions under the model that is trained.
+        reference: The same under the reference. Not differentiated.
+        desirable_N: True for a completion that is wanted: bool ``[N]``.
+        baseline: The result of :func:`kto_baseline`, for the losses with ``needs_baseline``.
+        beta: Strength of the pull to the reference.
+        desirable_weight: Factor of the losses of desirable completions.
+        undesirable_weight: Factor of the others. The paper wants
+            ``desirable_weight * desirable rows : undesirable_weight * undesirable rows`` between 1:1 and 4:3.
+        length_normalization: Read log-probs per token.
+
+    Raises:
+        ArgumentError: An unknown name, a value out of range, or a missing baseline.
+    """
+    loss = check_unpaired(name, beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    if loss.needs_baseline and baseline is None:
+        raise ArgumentError(
+            f"the loss '{name}' compares with a KL baseline, and there is none",
+            where="loss_type",
+            mend="give the log-probs of mismatched completions to kto_baseline",
+        )
+    if length_normalization:
+        policy, reference = policy.per_token(), reference.per_token()
+    logratio_N = policy.logp_N - reference.logp_N.detach()
+    zero = logratio_N.new_zeros(())
+    losses_N = loss.formula(logratio_N, desirable_N, zero if baseline is None else baseline.to(zero), beta)
+    losses_N = torch.where(desirable_N, desirable_weight * losses_N, undesirable_weight * losses_N)
+    return UnpairedTerms(losses_N, beta * logratio_N.detach(), policy.logp_N.detach(), desirable_N)
+
+
+def check_unpaired(
+    name: str, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
+) -> UnpairedLoss:
+    """Return the loss of this name, after checking that it can be computed with these values.
+
+    Raises:
+        ArgumentError: A value is not allowed; ``where`` names its key.
+    """
+    loss = look_up(name, UNPAIRED_LOSSES, "loss of unpaired rows", where="loss_type")
+    values = {"beta": beta, "desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+    for key, value in values.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ArgumentError(f"{key} is {value}: it must be positive and finite", where=key)
+    return loss

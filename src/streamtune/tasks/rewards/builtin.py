@@ -1,0 +1,390 @@
+"""Built-in rewards: functions of one completion and one value of its row. To add one, write a function and a line.
+
+A completion is text, or a list of messages, of which the last one's content counts. A value of None means that the row
+has nothing to compare with: the score is None. A value that cannot be used raises a ``ValueError`` without the
+row's name, which the caller adds.
+
+The reward ``unit_tests`` runs code that a model wrote, with tests, in a subprocess.
+
+    trainer --spec on stdin--> supervisor (run_tests.py) --fork--> code and tests
+            <--which passed--             kills what is left of them, at the latest after the timeout
+
+Limits: time of the clock and of the processor, address space, size of files, open files, core dumps, and 64 processes
+at a time. The process works in a temporary directory that is removed, with an environment of its
+own (no tokens or keys of the trainer's), and a session of its own; whatever it started is killed with it.
+
+It is no sandbox. The code runs as the same user: it can read that user's files and use the network. Someone who trains
+on prompts he does not trust runs the whole trainer in a container. Nor is it proof against code that forges the result
+on purpose: the test program is the same process as the code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from streamtune.base import interrupts
+from streamtune.base.patterns import PatternError, is_found
+from streamtune.errors import ArgumentError
+from streamtune.tasks.rewards.json_check import check_schema, conforms
+
+__all__ = ["BUILTINS", "Builtin", "CodeLimits", "bind", "count_passed"]
+
+
+def exact_match(completion: str, answer: Any, *, ignore_case: bool = False, tag: str | None = None) -> float:
+    """Return 1 where the completion is the answer, white space around it aside.
+
+    Args:
+        completion: What the model wrote.
+        answer: What it should be; a list holds several right answers.
+        ignore_case: Compare without regard to case.
+        tag: Compare what stands in the last ``<tag>...</tag>`` of the completion, not the whole of it.
+    """
+    if tag is not None:
+        before, closed, _ = completion.rpartition(f"</{tag}>")
+        _, opened, completion = before.rpartition(f"<{tag}>")
+        if not (opened and closed):
+            return 0.0
+    answers = answer if isinstance(answer, list | tuple) else [answer]
+
+    def form(text: Any) -> str:
+        return str(text).strip().casefold() if ignore_case else str(text).strip()
+
+    return float(form(completion) in {form(one) for one in answers})
+
+
+SIGN = r"(?:(?<![\w)])[-+])?"  # the 12 of "10-12" is no negative number
+NUMBER = rf"{SIGN}(?:(?:\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
+FRACTION = re.compile(
+    rf"(?P<sign>-?)\\[dt]?frac\{{\s*({NUMBER})\s*\}}\{{\s*({NUMBER})\s*\}}|({NUMBER})\s*/\s*({NUMBER})|({NUMBER})"
+)
+
+
+def numeric_answer(completion: str, answer: Any, *, tolerance: float = 1e-6) -> float:
+    r"""Return 1 where the number the completion ends in is the answer's.
+
+    The number is looked for in the last ``\boxed{...}``; else after the last ``####``; else it is the last number of
+    all. Thousands may have commas; ``3/4`` and ``\frac{3}{4}`` are read as fractions; a sign of money or per cent is
+    passed over. The answer is read in the same way, so that worked solutions may stand in the column.
+
+    Args:
+        completion: What the model wrote.
+        answer: A number, or text that holds one.
+        tolerance: Numbers within ``tolerance * max(1, |answer|)`` are equal.
+
+    Raises:
+        ValueError: The answer holds no number.
+    """
+    right = float(answer) if isinstance(answer, int | float) else _final_number(str(answer))
+    if right is None or not math.isfinite(right):
+        raise ValueError(f"the answer {str(answer)[:60]!r} holds no number")
+    given = _final_number(completion)
+    return float(given is not None and abs(given - right) <= tolerance * max(1.0, abs(right)))
+
+
+def _final_number(text: str) -> float | None:
+    boxed = text.rfind("\\boxed{")
+    if boxed >= 0:
+        text = _in_braces(text, boxed + len("\\boxed"))
+    elif "####" in text:
+        text = text.rpartition("####")[2]
+    *_, found = (None, *FRACTION.finditer(text.replace("\N{MINUS SIGN}", "-")))
+    if found is None:
+        return None
+    sign, *parts = found.groups()
+    top, *bottom = [float(part.replace(",", "")) for part in parts if part is not None]
+    value = -top if sign else top
+    if not bottom:
+        return value
+    return value / bottom[0] if bottom[0] else None
+
+
+def _in_braces(text: str, start: int) -> str:
+    """Return the text between the brace at ``start`` and the one that closes it, or the end."""
+    depth = 0
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start + 1 : position]
+    return text[start + 1 :]
+
+
+def regex_match(completion: str, pattern: Any, *, whole: bool = False) -> float:
+    """Return 1 where the pattern matches somewhere in the completion.
+
+    Args:
+        completion: What the model wrote.
+        pattern: A regular expression of Python's ``re``.
+        whole: It has to match the whole completion, white space around it aside.
+
+    Raises:
+        ValueError: The pattern is no regular expression, or takes more than two seconds on this completion.
+    """
+    return float(is_found(str(pattern), completion.strip() if whole else completion, whole=whole))
+
+
+def format_tags(completion: str, *, tags: Sequence[str] = ("think", "answer")) -> float:
+    """Return 1 where the completion is ``<think>...</think> <answer>...</answer>``.
+
+    Every tag opens and closes once, in this order, with something in it and nothing but white space outside.
+
+    Args:
+        completion: What the model wrote.
+        tags: The tags, in order.
+    """
+    position = 0
+    for tag in tags:
+        section = re.compile(rf"\s*<{re.escape(tag)}>(.*?)</{re.escape(tag)}>\s*", re.DOTALL).match(
+            completion, position
+        )
+        marks = [f"<{other}>" for other in tags] + [f"</{other}>" for other in tags]
+        if not section or not section[1].strip() or any(mark in section[1] for mark in marks):
+            return 0.0
+        position = section.end()
+    return float(position == len(completion))
+
+
+def json_schema(completion: str, schema: Any) -> float:
+    """Return 1 where the completion is a JSON document that conforms to the schema.
+
+    The document may stand in one fence (three backticks). :mod:`json_check` lists the keywords that are read.
+
+    Args:
+        completion: What the model wrote.
+        schema: The schema, as an object or as JSON text.
+
+    Raises:
+        ValueError: The schema is malformed or uses what is not read, or its pattern takes too long on a text.
+    """
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the schema is no JSON: {error}") from error
+    check_schema(schema)
+    fenced = re.fullmatch(r"\s*```(?:json)?[^\S\n]*\n(.*?)```\s*", completion, re.DOTALL)
+    try:
+        document = json.loads(fenced[1] if fenced else completion, parse_constant=_no_json)
+        return float(conforms(document, schema))
+    except PatternError:
+        raise
+    except (ValueError, RecursionError):
+        return 0.0
+
+
+def _no_json(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def unit_tests(
+    completion: str,
+    tests: Any,
+    *,
+    timeout: float = 5.0,
+    memory_mib: int = 1024,
+    partial: bool = False,
+) -> float:
+    """Return 1 where the completion's code passes all tests.
+
+    The code is the last fenced block of the completion (three backticks), or all of it where there is none. It runs in
+    a subprocess: :mod:`unit_tests`.
+
+    Args:
+        completion: What the model wrote.
+        tests: Python that raises where the code is wrong (``assert add(1, 2) == 3``), or a list of such texts, each of
+            which is run after the code.
+        timeout: Seconds for code and tests together.
+        memory_mib: Address space of the process, in MiB.
+        partial: Return the share of tests that pass.
+
+    Raises:
+        ValueError: There are no tests.
+    """
+    texts = [tests] if isinstance(tests, str) else list(tests)
+    if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise ValueError("the tests are neither Python text nor a list of Python texts")
+    blocks = re.findall(r"```[^\n`]*\n(.*?)```", completion, re.DOTALL)
+    passed = count_passed(blocks[-1] if blocks else completion, texts, CodeLimits(timeout, memory_mib))
+    return passed / len(texts) if partial else float(passed == len(texts))
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """One reward of the table."""
+
+    function: Callable[..., float]
+    """of a completion's text, then the value of its row, if any; options by keyword"""
+    reads: str | None = None
+    """name of the value: a column of the rows, unless an option of the same name gives it for all of them, or the
+    option ``column`` names another"""
+    runs_code: bool = False
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of its options."""
+        parameters = tuple(inspect.signature(self.function).parameters)[1:]
+        return (*parameters, "column") if self.reads else parameters
+
+
+BUILTINS: dict[str, Builtin] = {
+    "exact_match": Builtin(exact_match, "answer"),
+    "numeric_answer": Builtin(numeric_answer, "answer"),
+    "regex_match": Builtin(regex_match, "pattern"),
+    "format_tags": Builtin(format_tags),
+    "json_schema": Builtin(json_schema, "schema"),
+    "unit_tests": Builtin(unit_tests, "tests", runs_code=True),
+}
+"""Name -> reward."""
+
+
+def bind(builtin: Builtin, options: Mapping[str, Any]) -> tuple[Callable[..., list[float | None]], frozenset[str]]:
+    """Return the reward as a function of (prompts, completions, columns), and the columns it needs.
+
+    Raises:
+        ArgumentError: The options give the value and name a column as well, or a value is none the reward can use.
+    """
+    rest = dict(options)
+    column = rest.pop("column", builtin.reads)
+    constant = rest.pop(builtin.reads, None) if builtin.reads else None
+    if constant is not None and "column" in options:
+        raise ArgumentError(f"'{builtin.reads}' and 'column' exclude each other", where="reward_funcs")
+    _check_types(builtin, rest)
+    score = partial(builtin.function, **rest)
+    from_rows = builtin.reads is not None and constant is None
+    if constant is not None and not builtin.runs_code:
+        try:
+            score("", constant)
+        except ValueError as error:
+            raise ArgumentError(str(error), where="reward_funcs") from error
+
+    def one(completion: Any, value: Any) -> float | None:
+        if builtin.reads is None:
+            return score(text_of(completion))
+        return None if value is None else score(text_of(completion), value)
+
+    def call(
+        prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
+    ) -> list[float | None]:
+        values = columns[column] if from_rows else [constant] * len(completions)
+        if not builtin.runs_code:
+            return [one(completion, value) for completion, value in zip(completions, values, strict=True)]
+        with ThreadPoolExecutor(max(1, min(len(completions), os.cpu_count() or 1))) as pool:
+            return list(pool.map(one, completions, values))
+
+    return call, frozenset({column}) if from_rows else frozenset()
+
+
+def _check_types(builtin: Builtin, options: Mapping[str, Any]) -> None:
+    """Raise ``ArgumentError`` unless every option has the type of its default."""
+    wider: dict[type, tuple[type, ...]] = {float: (int, float), tuple: (list, tuple), type(None): (str,)}
+    for key, value in options.items():
+        kind = type(inspect.signature(builtin.function).parameters[key].default)
+        if not isinstance(value, wider.get(kind, (kind,))) or (isinstance(value, bool) and kind is not bool):
+            names = " or ".join(one.__name__ for one in wider.get(kind, (kind,)))
+            raise ArgumentError(
+                f"the option '{key}' of the reward '{builtin.function.__name__}' is {value!r}",
+                where="reward_funcs",
+                mend=f"give {names}",
+            )
+
+
+def text_of(completion: Any) -> str:
+    """Return the text of a completion: itself, or the content of its last message."""
+    if isinstance(completion, str):
+        return completion
+    content = completion[-1].get("content") if completion else ""
+    if isinstance(content, list):  # parts, of which text counts
+        return "".join(part.get("text", "") for part in content)
+    return content or ""
+
+
+SUPERVISOR = Path(__file__).with_name("run_tests.py")
+GRACE = 10.0
+"""seconds beyond its timeout that the supervisor has to start and to clear up; it never needs them all"""
+
+
+@dataclass(frozen=True)
+class CodeLimits:
+    """The resources that code and tests of one completion may use."""
+
+    seconds: float = 5.0
+    memory_mib: int = 1024
+    file_mib: int = 16
+
+
+def count_passed(code: str, tests: Sequence[str], limits: CodeLimits) -> int:
+    """Run the code, then each test in a copy of what the code left behind, and count the tests that did not raise.
+
+    The count is 0 where the code itself raises, exits, or takes too long. Never raises for what the code does.
+
+    Raises:
+        ValueError: The limits are no limits.
+        OSError: No process can be started.
+    """
+    if not (math.isfinite(limits.seconds) and limits.seconds > 0 and limits.memory_mib > 0):
+        raise ValueError(f"a timeout of {limits.seconds} s and {limits.memory_mib} MiB are no limits")
+    request = {
+        "code": code,
+        "tests": list(tests),
+        "seconds": limits.seconds,
+        "memory_bytes": limits.memory_mib << 20,
+        "file_bytes": limits.file_mib << 20,
+    }
+    with interrupts.temporary_directory(prefix="streamtune-tests-", ignore_cleanup_errors=True) as directory:
+        process = subprocess.Popen(
+            [sys.executable, "-I", str(SUPERVISOR)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=directory,
+            env=_environment(directory),
+            start_new_session=True,
+        )
+        try:
+            answer, _ = process.communicate(json.dumps(request).encode(), timeout=limits.seconds + GRACE)
+        except subprocess.TimeoutExpired:
+            answer = b""
+        finally:
+            process.kill()
+            if not answer:  # the code may have killed the supervisor, which can then kill nothing
+                _kill_session(process.pid)
+            process.communicate()
+    passed = json.loads(answer)["passed"] if answer else 0
+    assert 0 <= passed <= len(tests)
+    return int(passed)
+
+
+def _kill_session(session: int) -> None:
+    """Kill every process of a session, as long as there are any (Linux; elsewhere the group of its leader)."""
+    with suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGKILL)
+    alive = True
+    while alive:
+        alive = False
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                # pid (name) state parent group session ...: the name may hold blanks and parentheses
+                state, _, _, of = file.read_text().rpartition(")")[2].split()[:4]
+                if int(of) == session and state not in "ZX":
+                    os.kill(int(file.parent.name), signal.SIGKILL)
+                    alive = True
+
+
+def _environment(directory: str) -> dict[str, str]:
+    """Return an environment just enough for Python; one thread, as numerical thread pools reserve address space."""
+    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    path = os.environ.get("PATH", os.defpath)
+    return {"PATH": path, "HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8", **one}

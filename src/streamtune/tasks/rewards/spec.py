@@ -1,0 +1,358 @@
+"""The entries of ``reward_funcs`` in a recipe, and the functions that they name.
+
+    exact_match                              built in (``builtin.BUILTINS``)
+    my_rewards:score                         function ``score`` of an importable module
+    rewards/length.py:shorter                function ``shorter`` of a file
+    regex_match(pattern="^[0-9]+$")          any of them with options, Python literals by keyword
+
+A function of the user's own is called as TRL calls it, once for a batch:
+
+    def score(prompts, completions, **columns) -> list[float | None]
+
+``prompts`` and ``completions`` are lists of text, or of lists of messages ``{"role": ..., "content": ...}`` where the
+rows have messages. Every other column of the rows comes as a list by its name; a function without ``**columns`` gets
+those that it names. It returns one number a completion, or None where it does not apply.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.tasks.rewards.builtin import BUILTINS, bind
+
+__all__ = ["OWN", "RewardFunction", "import_target", "load_reward", "reward_sources", "shielded"]
+
+Call = Callable[[Sequence[Any], Sequence[Any], Mapping[str, Sequence[Any]]], Any]
+
+WHERE = "reward_funcs"
+BUILTIN = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?P<options>\(.*\))?", re.DOTALL)
+OWN = re.compile(r"(?P<target>.+?):(?P<name>[A-Za-z_]\w*)\s*(?P<options>\(.*\))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """One loaded function."""
+
+    name: str
+    """as it is logged"""
+    call: Call
+    """(prompts, completions, columns) -> what the function returns, not checked"""
+    needs: frozenset[str]
+    """columns it cannot be called without"""
+    where: str = ""
+    """``file:line`` of a function of the user's own"""
+    built_in: bool = False
+
+
+def load_reward(spec: str, *, allow_code: bool, directory: Path) -> RewardFunction:
+    """Load one reward function.
+
+    Args:
+        spec: See the module.
+        allow_code: Whether it may run code that a model wrote.
+        directory: Where relative paths start and modules may lie.
+
+    Raises:
+        ArgumentError: There is no such function, its options are wrong, or it would run code and may not.
+    """
+    spec = spec.strip()
+    if match := BUILTIN.fullmatch(spec):
+        return _built_in(match["name"], _options(spec, match["options"]), allow_code=allow_code)
+    if match := OWN.fullmatch(spec):
+        function = _own(match["target"], match["name"], directory)
+        return _bound(match["name"], function, _options(spec, match["options"]))
+    raise ArgumentError(
+        f"'{spec}' names no reward function",
+        where=WHERE,
+        mend=f"write module:function, path/to/file.py:function, or one of: {', '.join(BUILTINS)}",
+    )
+
+
+def _options(spec: str, text: str | None) -> dict[str, Any]:
+    """Return ``(a=1, b="x")`` as a dict."""
+    if text is None:
+        return {}
+    try:
+        call = ast.parse(f"f{text}", mode="eval").body
+        if isinstance(call, ast.Call) and not call.args and all(keyword.arg for keyword in call.keywords):
+            return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError):
+        pass
+    raise ArgumentError(
+        f"cannot read the options of the reward '{spec}'",
+        where=WHERE,
+        mend='write Python literals by keyword, like regex_match(pattern="^[0-9]+$", whole=True)',
+    )
+
+
+def _built_in(name: str, options: dict[str, Any], *, allow_code: bool) -> RewardFunction:
+    if name not in BUILTINS:
+        raise ArgumentError(
+            f"no built-in reward is called '{name}'",
+            where=WHERE,
+            mend=did_you_mean(name, BUILTINS)
+            or f"choose one of: {', '.join(BUILTINS)}; a function of your own is module:function or file.py:function",
+        )
+    builtin = BUILTINS[name]
+    if builtin.runs_code and not allow_code:
+        raise ArgumentError(
+            f"the reward '{name}' runs code that the model writes",
+            where=WHERE,
+            mend="set allow_code: true, or run with --allow-code, if you accept that: it runs in a subprocess with "
+            "limits on time and memory, as your user and with your network",
+        )
+    _check_options(name, options, builtin.options, builtin.options)
+    call, needs = bind(builtin, options)
+    return RewardFunction(name, call, needs, built_in=True)
+
+
+def _check_options(name: str, options: Iterable[str], accepted: Sequence[str], shown: Sequence[str]) -> None:
+    for option in options:
+        if option not in accepted:
+            raise ArgumentError(
+                f"the reward '{name}' has no option '{option}'",
+                where=WHERE,
+                mend=did_you_mean(option, shown) or f"it has: {', '.join(shown) or 'none'}",
+            )
+
+
+def _own(target: str, name: str, directory: Path) -> Callable[..., Any]:
+    """Return the user's own function."""
+    module = import_target(target, directory)
+    found = getattr(module, name, None)
+    if found is None:
+        callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ArgumentError(
+            f"{target} has no function '{name}'",
+            where=WHERE,
+            mend=did_you_mean(name, callables) or f"it has: {', '.join(callables) or 'none'}",
+        )
+    if not callable(found):
+        raise ArgumentError(f"'{name}' of {target} is no function, it is {type(found).__name__}", where=WHERE)
+    if inspect.iscoroutinefunction(found):
+        raise ArgumentError(
+            f"'{name}' of {target} is an async function",
+            where=WHERE,
+            mend="write a plain function, which may call asyncio.run",
+        )
+    return found
+
+
+def import_target(target: str, directory: Path) -> ModuleType:
+    """Import ``path.py`` or ``package.module``; only once, even if the file has changed since.
+
+    Raises:
+        ArgumentError: It is not there, or raises an error.
+    """
+    return _file(target, directory) if target.endswith(".py") else _module(target, directory)
+
+
+def _file(target: str, directory: Path) -> ModuleType:
+    path = directory / Path(target).expanduser()
+    if not path.is_file():
+        raise ArgumentError(f"there is no file {target}", where=WHERE, mend=f"paths start at {directory}")
+    # A name of its own, so that the file shadows no module and two files of one name are two modules.
+    name = f"_streamtune_reward_{re.sub(r'[^A-Za-z0-9]', '_', str(path.resolve()))}"
+    if name in sys.modules:
+        return sys.modules[name]
+    loaded = importlib.util.spec_from_file_location(name, path.resolve())
+    assert loaded is not None
+    assert loaded.loader is not None
+    module = importlib.util.module_from_spec(loaded)
+    sys.modules[name] = module
+    try:
+        with shielded():
+            loaded.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a module that calls sys.exit() too
+        del sys.modules[name]
+        raise _import_failed(target, error) from error
+    return module
+
+
+def _module(target: str, directory: Path) -> ModuleType:
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))  # at the end: a file beside the recipe shadows no installed module
+    try:
+        with shielded():
+            return importlib.import_module(target)
+    except ModuleNotFoundError as error:
+        if error.name and (target == error.name or target.startswith(f"{error.name}.")):
+            raise ArgumentError(
+                f"there is no module '{target}'",
+                where=WHERE,
+                mend=f"install it, put it into {directory}, or write path/to/file.py:function",
+            ) from error
+        raise _import_failed(target, error) from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise _import_failed(target, error) from error
+
+
+def _import_failed(target: str, error: BaseException) -> ArgumentError:
+    line = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) and error.filename else WHERE
+    return ArgumentError(f"importing {target} raised {type(error).__name__}: {error}", where=line)
+
+
+def _bound(name: str, function: Callable[..., Any], options: dict[str, Any]) -> RewardFunction:
+    """Return the function with its options; its call passes only the arguments that it accepts."""
+    try:
+        parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
+    except ValueError:  # written in C: it has to take everything
+        parameters = {}
+    takes_all = not parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    named = [
+        key for key, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]  # fmt: skip
+    given = ("prompts", "completions")
+    if not takes_all:
+        _check_options(name, options, named, [key for key in named if key not in given])
+    for key, one in parameters.items():
+        if one.kind is one.POSITIONAL_ONLY and one.default is one.empty:
+            raise ArgumentError(
+                f"the parameter '{key}' of the reward function '{name}' cannot be given by name",
+                where=WHERE,
+                mend="declare def name(prompts, completions, **columns)",
+            )
+    needs = frozenset(
+        key for key in named if parameters[key].default is inspect.Parameter.empty and key not in (*given, *options)
+    )
+
+    def call(prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> Any:
+        everything = {**columns, "prompts": prompts, "completions": completions, **options}
+        return function(**{key: value for key, value in everything.items() if takes_all or key in named})
+
+    return RewardFunction(name, call, needs, _line_of(function))
+
+
+def _line_of(function: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+
+
+PACKAGE = Path(__file__).resolve().parents[2]
+INSTALLED = ("site-packages", "dist-packages")
+
+
+def reward_sources(specs: list[str], directory: Path) -> dict[str, Path]:
+    """Return the files that functions of the user's own are written in, and those these import from beside them.
+
+    What is installed is not followed, nor is what a function imports only when it is called, or reads.
+
+    Args:
+        specs: What the recipe writes in ``reward_funcs``; built-in functions have no file.
+        directory: Where relative paths start and modules may lie.
+
+    Returns:
+        Names that do not change where the folder is moved, and where each file is.
+    """
+    found: dict[str, Path] = {}
+    for spec in specs:
+        match = OWN.fullmatch(spec.strip())
+        if match is None:
+            continue
+        module = import_target(match["target"], directory)
+        file = _file_of(module)
+        if file is None:
+            continue
+        package = sys.modules.get(module.__name__.partition(".")[0])
+        top = _file_of(package) if package is not None and "." in module.__name__ else None
+        above = directory.resolve()
+        root = above if file.is_relative_to(above) else (top or file).parent
+        for path in _reached(module, root):
+            name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+            found[f"{match['target'].rpartition('/')[2]}: {name}"] = path
+    return found
+
+
+def _reached(module: ModuleType, root: Path) -> Iterator[Path]:
+    """Yield the file of a module, and of the modules below ``root`` that its names come from."""
+    seen, waiting = set[str](), [module]
+    while waiting:
+        each = waiting.pop()
+        file = _file_of(each)
+        if file is None or each.__name__ in seen:
+            continue
+        seen.add(each.__name__)
+        if each is not module and not _is_own(file, root):
+            continue
+        yield file
+        for value in list(vars(each).values()):
+            if isinstance(value, ModuleType):
+                waiting.append(value)
+                continue
+            with suppress(Exception):  # an object may answer to a name as it likes
+                name = value.__module__
+                if isinstance(name, str) and name in sys.modules:
+                    waiting.append(sys.modules[name])
+
+
+def _is_own(file: Path, root: Path) -> bool:
+    if not file.is_relative_to(root) or file.is_relative_to(PACKAGE):
+        return False
+    return not any(part in INSTALLED for part in (*root.parts, *file.relative_to(root).parts))
+
+
+def _file_of(module: ModuleType | None) -> Path | None:
+    name = getattr(module, "__file__", None)
+    return Path(name).resolve() if isinstance(name, str) and name.endswith(".py") else None
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """Put back torch's generators, grad mode and default dtype, the working directory and the standard streams.
+
+    A function that calls ``torch.manual_seed`` to be repeatable itself would have every rollout draw the same numbers.
+    Within, torch's generators start from a number that is drawn of the state outside: what a function draws is another
+    stream than what the rollouts draw, and the same in a run that was resumed. The generators of ``random`` and numpy
+    are the functions' own: no step of training draws from them while it rolls out.
+    """
+    streams, folder = (sys.stdout, sys.stderr), _working_directory()
+    with _own_generators():
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = streams
+            if folder is not None and _working_directory() != folder:
+                with suppress(OSError):
+                    os.chdir(folder)
+
+
+@contextmanager
+def _own_generators() -> Iterator[None]:
+    """Keep torch as it is; nothing is to be kept where it is not imported yet."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(int(torch.randint(2**31, ())))
+        try:
+            yield
+        finally:
+            torch.set_grad_enabled(grad)
+            torch.set_default_dtype(dtype)
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()  # noqa: PTH109 - a string is what is compared
+    except OSError:
+        return None

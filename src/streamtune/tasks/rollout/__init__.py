@@ -1,0 +1,26 @@
+"""Completions of a policy and the choice of their prompts: the part of reinforcement learning before the gradient."""
+
+from __future__ import annotations
+
+from streamtune.tasks.rollout.allocate import LEAST, GradientNorms, allocate, variance_score
+from streamtune.tasks.rollout.generate import TransformersWriter
+from streamtune.tasks.rollout.select import PROMPT_CHOICES, PassRates, PromptPicker
+from streamtune.tasks.rollout.vllm import VllmWriter, check_vllm
+from streamtune.tasks.rollout.writer import Completion, Sampling, Writer, WritingStopped
+
+__all__ = [
+    "LEAST",
+    "PROMPT_CHOICES",
+    "Completion",
+    "GradientNorms",
+    "PassRates",
+    "PromptPicker",
+    "Sampling",
+    "TransformersWriter",
+    "VllmWriter",
+    "Writer",
+    "WritingStopped",
+    "allocate",
+    "check_vllm",
+    "variance_score",
+]

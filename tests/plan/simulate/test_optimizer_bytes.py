@@ -1,0 +1,80 @@
+"""Bytes of an optimizer's step by the allocator: what operators allocate inside of themselves is counted too."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from streamtune.base.optimizer_table import OPTIMIZERS
+from streamtune.optim import build_optimizer
+from streamtune.plan.simulate.partition import Holdings
+from tests.plan.simulate.test_simulate import allocated, build, workload
+
+VOCABULARY = 8000
+"""An embedding that is the largest weight by far, as in real models, and is no multiple of a block of 256."""
+OPTIONS: dict[str, dict[str, Any]] = {"galore": {"rank": 8}, "natural_galore": {"rank": 8}, "apollo": {"rank": 8}}
+NAMES = [
+    name
+    for name, entry in OPTIMIZERS.items()
+    if entry.installed and not (entry.only_on or entry.one_block or entry.forward_only)
+]
+
+
+def optimizer_of(name: str, model: Any) -> torch.optim.Optimizer:
+    return build_optimizer(
+        name,
+        model.named_parameters(),
+        learning_rate=1e-3,
+        is_in_layer=lambda own: ".layers." in own,
+        args=OPTIONS.get(name, {}),
+    )
+
+
+@pytest.mark.quick("adamw_8bit-bfloat16", "adamw_torch_8bit-float32", "adan-float32")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_allocator_gives_what_is_simulated(name: str, dtype: torch.dtype) -> None:
+    """Of a whole step, and of that of one weight, as an optimizer in the backward takes it."""
+    make = partial(build, "qwen3", vocab_size=VOCABULARY, dtype=dtype)
+    steps = {
+        in_backward: Holdings.of(
+            make("meta"), workload(make, make_optimizer=partial(optimizer_of, name), optim_in_backward=in_backward)
+        ).temporary
+        for in_backward in (False, True)
+    }
+    model: Any = make("cpu")
+    optimizer = optimizer_of(name, model)
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    gc.collect()
+    allocated(optimizer.step)  # what this frees was allocated before: it is not seen
+    assert allocated(optimizer.step) == pytest.approx(steps[False], rel=0.03, abs=SMALL)
+    largest = max(parameters, key=torch.numel)
+    for parameter in parameters:
+        if parameter is not largest:
+            parameter.grad = None
+    alone = allocated(optimizer.step)
+    assert alone <= steps[True] + SMALL
+    if alone > SMALL:
+        assert alone == pytest.approx(steps[True], rel=0.03, abs=SMALL)
+
+
+SMALL = 1 << 17
+"""Bytes: buffers of a BLAS for products of narrow numbers, and counts of steps."""
+
+
+@pytest.mark.quick("galore", "adamw_torch_8bit")
+@pytest.mark.parametrize("name", NAMES)
+def test_states_of_weights_that_wait_are_on_the_host(name: str) -> None:
+    """Of every optimizer: those that project a gradient find no matrix among the weights that stay on the device."""
+    make = partial(build, "qwen3", vocab_size=VOCABULARY)
+    step = workload(make, make_optimizer=partial(optimizer_of, name))
+    there, away = Holdings.of(make("meta"), step), Holdings.of(make("meta"), step, "host")
+    assert away.state + away.host["optimizer"] == pytest.approx(there.state, abs=4)  # torchao's rate is a tensor
+    assert away.state < 0.01 * there.state or not there.state

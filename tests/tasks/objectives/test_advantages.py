@@ -1,0 +1,114 @@
+"""Advantages of groups against their formulas over [groups, completions]."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ragged_kit import make_rows
+
+from streamtune.errors import ArgumentError
+from streamtune.tasks.objectives import ADVANTAGES, POLICY_LOSSES, group_advantages, reward_with_kl
+
+REWARDS = torch.tensor([[1.0, 0.0, 0.5, 0.2], [2.0, 2.0, 2.0, 2.0], [-1.0, 3.0, 0.1, 0.1]]).double()
+GROUPS = torch.arange(3).repeat_interleave(4)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "bnpo", "gspo"])
+def test_less_the_mean_of_the_group(name: str, scale: str) -> None:
+    found = group_advantages(name, REWARDS.flatten(), GROUPS, scale_rewards=scale)
+    std = {"group": REWARDS.std(1, keepdim=True) + 1e-4, "batch": REWARDS.std() + 1e-4, "none": 1.0}[scale]
+    expected = (REWARDS - REWARDS.mean(1, keepdim=True)) / std
+    torch.testing.assert_close(found.values_N.view(3, 4), expected, atol=1e-10, rtol=0)
+    torch.testing.assert_close(found.std_N.view(3, 4), REWARDS.std(1, keepdim=True).expand(3, 4), atol=1e-10, rtol=0)
+    assert found.flat_N.view(3, 4).any(1).tolist() == [False, True, False]
+
+
+def test_what_each_loss_divides_by_unless_told() -> None:
+    for name in ("grpo", "dapo", "bnpo", "gspo"):
+        ours, scaled = (group_advantages(name, REWARDS.flatten(), GROUPS, scale_rewards=s) for s in (None, "group"))
+        assert ours.values_N.equal(scaled.values_N)
+    ours, plain = (group_advantages("dr_grpo", REWARDS.flatten(), GROUPS, scale_rewards=s) for s in (None, "none"))
+    assert ours.values_N.equal(plain.values_N)
+
+
+def test_leave_one_out() -> None:
+    found = group_advantages("rloo", REWARDS.flatten(), GROUPS)
+    expected = torch.stack(
+        [row[i] - torch.cat([row[:i], row[i + 1 :]]).mean() for row in REWARDS for i in range(len(row))]
+    )
+    torch.testing.assert_close(found.values_N, expected, atol=1e-10, rtol=0)
+
+
+def test_less_the_greedy_completion() -> None:
+    greedy_G = torch.tensor([0.3, 2.0, 1.0]).double()
+    found = group_advantages("remax", REWARDS.flatten(), GROUPS, greedy_N=greedy_G[GROUPS])
+    torch.testing.assert_close(found.values_N.view(3, 4), REWARDS - greedy_G[:, None], atol=1e-12, rtol=0)
+    assert found.flat_N.view(3, 4).any(1).tolist() == [False, True, False]
+    alike = group_advantages("remax", REWARDS.flatten(), GROUPS, greedy_N=torch.zeros(12))
+    assert not alike.flat_N.any(), "equal rewards still differ from the greedy one's"
+
+
+def test_groups_of_any_order_and_size() -> None:
+    rewards_N = torch.tensor([1.0, 5.0, 3.0, 0.0, 7.0])
+    group_N = torch.tensor([7, -2, 7, 7, 40])
+    found = group_advantages("dr_grpo", rewards_N, group_N)
+    assert found.values_N.dtype == torch.float32
+    assert found.values_N.tolist() == pytest.approx([1 - 4 / 3, 0.0, 3 - 4 / 3, -4 / 3, 0.0])
+    assert found.flat_N.tolist() == [False, True, False, False, True]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+def test_equal_rewards_are_flat_to_the_last_bit(name: str) -> None:
+    """0.1 + 0.1 + 0.1 is not 0.3: the mean of equal numbers may differ from them by rounding."""
+    found = group_advantages(name, torch.full((7,), 0.1), torch.zeros(7).long())
+    assert found.values_N.tolist() == [0.0] * 7
+    assert found.flat_N.all()
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+def test_completions_without_a_reward_take_no_part(name: str) -> None:
+    nan = torch.nan
+    rewards_N = torch.tensor([1.0, nan, 0.0, 4.0, nan, nan, nan, 2.0]).double()
+    group_N = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
+    found = group_advantages(name, rewards_N, group_N)
+    alone = group_advantages(name, torch.tensor([1.0, 0.0, 4.0]).double(), torch.zeros(3).long())
+    torch.testing.assert_close(found.values_N[[0, 2, 3]], alone.values_N, atol=1e-12, rtol=0)
+    assert found.values_N[[1, 4, 5, 6, 7]].tolist() == [0.0] * 5
+    assert found.flat_N.tolist() == [False] * 4 + [True] * 4
+    assert found.mean_N.isnan().tolist() == [False] * 4 + [True, True, False, False]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_one_completion_teaches_nothing(scale: str) -> None:
+    found = group_advantages("grpo", torch.tensor([3.0]), torch.tensor([0]), scale_rewards=scale)
+    assert (found.values_N.tolist(), found.flat_N.tolist(), found.std_N.tolist()) == ([0.0], [True], [0.0])
+
+
+def test_kl_is_taken_off_the_reward() -> None:
+    rows = make_rows((3, 1, 2))
+    ref_NL = rows.other(seed=1)
+    rewards_N = torch.tensor([1.0, 2.0, 3.0])
+    found_N, kl_N = reward_with_kl(rewards_N, rows.logp_K, rows.ragged(ref_NL), rows.row_K, beta=0.5)
+    expected_N = ((rows.logp_NL - ref_NL) * rows.mask_NL).sum(1).detach()
+    torch.testing.assert_close(kl_N, expected_N, atol=1e-12, rtol=0)
+    torch.testing.assert_close(found_N, (rewards_N - 0.5 * expected_N).float())
+    assert not found_N.requires_grad
+
+
+def test_every_policy_loss_has_its_advantages() -> None:
+    assert list(ADVANTAGES) == list(POLICY_LOSSES)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "says"),
+    [
+        ("rlo", None, "did you mean 'rloo'"),
+        ("grpo", "groups", "did you mean 'group'"),
+        ("rloo", "group", "not divided by a standard deviation"),
+        ("remax", None, "reward of the greedy completion"),
+    ],
+)
+def test_wrong_arguments(name: str, scale: str | None, says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        group_advantages(name, REWARDS.flatten(), GROUPS, scale_rewards=scale)
