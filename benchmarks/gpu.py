@@ -25,10 +25,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from streamtune.bench import TableReport
-from streamtune.bench.modes import WAYS, absent
-from streamtune.bench.named_tables import TABLES, cells, columns, notes
-from streamtune.bench.tables import TableRow
+from streamtune.programs.bench.modes import WAYS, absent
+from streamtune.programs.bench.named_tables import TABLES, cells, columns, notes
+from streamtune.programs.bench.tables import TableReport, TableRow
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "gpu"

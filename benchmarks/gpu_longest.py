@@ -19,8 +19,8 @@ import torch
 
 from benchmarks.gpu_step import VOCABULARY, complete_gradients, make_model, take_step
 from streamtune import Schedule
-from streamtune.bench.modes import WAYS, Ready, absent
 from streamtune.plan.simulate import Mode
+from streamtune.programs.bench.modes import WAYS, Ready, absent
 
 MODES = "stream,checkpoint,liger,deepspeed-tiled,trl,checkpoint-offload,plain"
 SCHEDULE = Schedule(chunk_size=8192, head_chunk_size=2048, offload="host")

@@ -22,7 +22,7 @@ import transformers
 
 from streamtune.cli.machine import grow_segments
 from streamtune.engine.memory.host import total_host_bytes
-from streamtune.probe.prepare import take_step
+from streamtune.programs.probe.prepare import take_step
 from streamtune.recipe import load_recipe
 from streamtune.run.device import prepare_libraries, stream_model
 from streamtune.run.model import make_model_alone, train_largest

@@ -22,16 +22,20 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 ORDER = (
     "__version__ errors base schedule ops | recipe | engine | data models | optim train | plan | distributed | tasks | "
-    "run | probe | verify | bench | export | generate | evaluate | trackers | report | integrations | cli | "
-    "__init__ __main__"
+    "run | integrations | cli | programs | __init__ __main__"
 )
 """The rooms from left to right; no two are equal. ``__init__`` may import any room, and no room imports it."""
+PROGRAMS = "imports probe verify bench export generate evaluate trackers report"
+"""The programs from left to right, by the same rule."""
 PLACE = {room: place for place, room in enumerate(ORDER.replace("|", "").split())}
+PLACE |= {f"programs.{program}": PLACE["programs"] + place / 100 for place, program in enumerate(PROGRAMS.split(), 1)}
 HEAVY = {"torch", "transformers", "datasets", "peft", "deepspeed", "matplotlib", "safetensors", "tokenizers", "numpy"}
 
 
 def room_of(parts: tuple[str, ...]) -> str:
     """The room a module belongs to: ``("engine", "vjp")`` is in ``engine``; the package itself is ``__init__``."""
+    if parts[:1] == ("programs",) and parts[1:] not in ((), ("__init__",)):
+        return f"programs.{parts[1]}"
     return parts[0] if parts else "__init__"
 
 
@@ -122,7 +126,7 @@ def test_only_runs_tasks_and_programs_see_a_recipe() -> None:
         if PLACE[room] < PLACE["tasks"] and room != "recipe":
             imported = [f"{line} imports {target}" for line, target in rooms_imported(file) if target == "recipe"]
             wrong += [f"{file.relative_to(PACKAGE)}:{where}" for where in imported]
-        elif room in ("tasks", "run", "probe", "verify", "bench"):
+        elif room in ("tasks", "run", "programs.probe", "programs.verify", "programs.bench"):
             for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
                 if re.search(r"isinstance\((\w+\.)*recipe\b|getattr\((\w+\.)*recipe\b(?!, key)", line):
                     wrong.append(f"{file.relative_to(PACKAGE)}:{number} asks for the kind of a recipe: {line.strip()}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.export.cases import write_run
+from tests.programs.export.cases import write_run
 from tests.sft_kit import FIXED, RECIPE, write_recipe, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

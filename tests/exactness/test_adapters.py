@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import streamtune
-from streamtune.export.merge import merged_weights
 from streamtune.models import AdapterSpec, add_adapters, load_adapters, save_pretrained
 from streamtune.models.adapters import FROM_WEIGHTS, KINDS, ON_QUANTISED
 from streamtune.models.quantize import quantize
+from streamtune.programs.export.merge import merged_weights
 from streamtune.recipe.adapters import READS, UNQUANTISED
 from streamtune.schedule import Schedule
 from tests.precision_kit import Errors, Float64, Reference, excesses, in_float64, mean_errors, told

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from streamtune.export import find_trained
+from streamtune.programs.export.source import find_trained
 from streamtune.train.checkpoint import open_checkpoint, read_manifest, write_manifest
 from tests.faults.kit import SFT, Zygotes, write_sft
 from tests.faults.test_starts import tree

@@ -17,7 +17,7 @@ from streamtune.base.secrets import without_controls
 from streamtune.cli.machine import error_of_machine
 from streamtune.data.reading.files import local_file, open_bytes
 from streamtune.errors import ArgumentError, RunError
-from streamtune.export.write import MARK, check_target, staged
+from streamtune.programs.export.write import MARK, check_target, staged
 from streamtune.train.staging import write_output
 
 

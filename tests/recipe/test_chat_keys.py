@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from streamtune.programs.imports.axolotl import EVERY_ROLE
+from streamtune.programs.imports.importing import import_recipe
 from streamtune.recipe import load_recipe
-from streamtune.recipe.imports.axolotl import EVERY_ROLE
-from streamtune.recipe.imports.importing import import_recipe
 
 GRPO = "model_name_or_path: a/b\nobjective: grpo\nreward_funcs: [length]\ndatasets: [{path: a.jsonl}]\n"
 

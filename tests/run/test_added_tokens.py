@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from streamtune.cli import main
-from streamtune.export import ExportOptions, export_model, find_trained, load_trained
+from streamtune.programs.export.export import ExportOptions, export_model
+from streamtune.programs.export.source import find_trained, load_trained
 from streamtune.recipe import load_recipe
 from streamtune.run.build import build_run
 from tests.sft_kit import FIXED, QWEN3, run, write_recipe

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from streamtune.generate import GenerateOptions, load_answerer
+from streamtune.programs.generate.answer import GenerateOptions, load_answerer
 from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe, write_rows
 
 TEMPLATE = (

@@ -13,9 +13,10 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from streamtune.data.templates import render_chat
-from streamtune.export import ExportOptions, export_model, find_trained, load_trained
-from streamtune.generate import GenerateOptions, load_answerer
 from streamtune.models import end_tokens, train_tokenizer
+from streamtune.programs.export.export import ExportOptions, export_model
+from streamtune.programs.export.source import find_trained, load_trained
+from streamtune.programs.generate.answer import GenerateOptions, load_answerer
 from tests.sft_kit import FIXED, QWEN3, run, write_recipe
 
 TEXT_END, TURN_END = "<|endoftext|>", "<|im_end|>"

@@ -14,7 +14,8 @@ from streamtune.errors import ArgumentError
 
 from .console import err, loading_libraries, out, print_json, print_note
 from .options import JsonOption, RecipeArgument, SetOption, option, read_recipe
-from .report import replace_page
+from .pages import replace_page
+from .programs import PARTS, load
 
 if TYPE_CHECKING:
     from streamtune.data.inspect import RowView, TokenGap, TokenRun
@@ -178,7 +179,5 @@ def _draw(found: Inspection, path: Path) -> None:
 
 
 def _write_page(found: Inspection, count: int, path: Path) -> None:
-    from streamtune.report.rows import render_rows
-
     views = [*_choose(found, 2, None, True), *_choose(found, count, None, False)]
-    replace_page(render_rows(found, views).encode("utf-8"), path, "--html")
+    replace_page(load(PARTS["page of rows"])(found, views).encode("utf-8"), path, "--html")

@@ -23,13 +23,11 @@ from streamtune.recipe import (
     shipped_recipes,
     with_schema,
 )
-from streamtune.recipe.imports import TRAINERS, FieldFinding, ImportedRecipe
-from streamtune.recipe.imports import import_recipe as convert
 
 from .console import err, out, plain, print_json, print_note, print_rows
-from .options import HelpCommand, HelpGroup, JsonOption, RecipeArgument, SetOption, option
+from .options import HelpCommand, HelpGroup, JsonOption, RecipeArgument, SetOption
 
-__all__ = ["recipe_facts", "recipes", "schema", "validate"]
+__all__ = ["is_there", "recipe_facts", "recipes", "schema", "validate", "write_new"]
 
 recipes = typer.Typer(
     cls=HelpGroup, help="List, show and copy the recipes that come with StreamTune.", no_args_is_help=True
@@ -98,12 +96,12 @@ def copy_recipe(
     dest = dest or Path()
     if dest.is_dir():
         dest /= f"{recipe.name.replace('/', '-')}.yaml"
-    _write_new(dest, with_schema(recipe.text, dest.parent), f"`streamtune recipes copy {recipe.name} OTHER.yaml`")
+    write_new(dest, with_schema(recipe.text, dest.parent), f"`streamtune recipes copy {recipe.name} OTHER.yaml`")
     command = f"streamtune {load_recipe(recipe.path).recipe.objective} {dest}"
     err.print(Text.assemble("wrote ", (str(dest), "bold"), f"; train with `{command}`"), soft_wrap=True)
 
 
-def _write_new(dest: Path, text: str, mend: str) -> None:
+def write_new(dest: Path, text: str, mend: str) -> None:
     """Write a file that is not there yet.
 
     Raises:
@@ -113,120 +111,15 @@ def _write_new(dest: Path, text: str, mend: str) -> None:
         with dest.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise _is_there(dest, mend) from None
+        raise is_there(dest, mend) from None
     except OSError as error:
         mend = f"make the folder first: `mkdir -p {dest.parent}`" if not dest.parent.is_dir() else ""
         raise ArgumentError(f"cannot be written: {error.strerror}", where=str(dest), mend=mend) from None
 
 
-def _is_there(dest: Path, mend: str) -> ArgumentError:
+def is_there(dest: Path, mend: str) -> ArgumentError:
+    """Return the error of a file that is not overwritten."""
     return ArgumentError("the file is there already; it is left as it was", where=str(dest), mend=mend)
-
-
-@recipes.command("import", cls=HelpCommand)
-def import_recipe(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Their recipe: YAML, JSON or a shell script.", show_default=False)
-    ],
-    dest: Annotated[
-        Path | None, typer.Argument(metavar="[OUT]", help="Ours; FILE-streamtune.yaml without it.", show_default=False)
-    ] = None,
-    trainer: Annotated[
-        str | None, option("TRAINER", f"Whose recipe it is: {', '.join(TRAINERS)}. Else its fields show it.", "--from")
-    ] = None,
-    objective: Annotated[
-        str | None, option("NAME", "sft, dpo or grpo, where the fields do not show it.", "--objective")
-    ] = None,
-    strict: Annotated[
-        bool, option(None, "Write nothing if a field that changes training has no counterpart.", "--strict")
-    ] = False,
-    json: JsonOption = False,
-) -> None:
-    """Convert a recipe of axolotl, LLaMA-Factory, TRL or ms-swift to ours, and account for each of its fields."""
-    dest = dest or Path(f"{file.stem}-streamtune.yaml")
-    if dest.is_dir():
-        dest /= f"{file.stem}-streamtune.yaml"
-    if dest.exists():
-        raise _is_there(dest, f"`streamtune recipes import {file} OTHER.yaml`")
-    imported = convert(file, trainer, objective)
-    if not json:
-        _print_imported(file, imported)
-    changed = imported.changes_training
-    if not (strict and changed):
-        _write_new(dest, imported.text, f"`streamtune recipes import {file} OTHER.yaml`")
-        try:
-            load_recipe(dest)
-        except RecipeError:
-            dest.unlink()
-            raise
-    if json:
-        print_json({**_imported_json(file, imported), "path": None if strict and changed else str(dest)})
-    for note in imported.notes:
-        print_note(note)
-    if strict and changed:
-        places = "\n".join(f"- {found.where or imported.trainer.title}: {found.theirs}" for found in changed)
-        raise RecipeError(
-            f"fields without counterpart that change training: {len(changed)}\n{places}",
-            where=str(file),
-            mend="leave out --strict to write the recipe without them",
-        )
-    train = Text.assemble("wrote ", (str(dest), "bold"), f"; train with `streamtune {imported.objective} {dest}`")
-    err.print(train, soft_wrap=True)
-
-
-SECTIONS = {
-    "mapped": "mapped",
-    "default": "written because the default differs",
-    "not_needed": "not needed",
-    "lost": "without counterpart",
-}
-"""Kind of a finding -> the heading of its section."""
-
-
-def _print_imported(file: Path, imported: ImportedRecipe) -> None:
-    seen = f", recognised by {', '.join(imported.guessed[:4])}" if imported.guessed else ""
-    out.print(
-        Text.assemble((plain(str(file)), "bold"), f": a recipe of {imported.trainer.title}{seen}"), soft_wrap=True
-    )
-    for kind, heading in SECTIONS.items():
-        found = imported.of_kind(kind)
-        if not found:
-            continue
-        changed = sum(item.trains for item in found)
-        tail = f"; * changes what is trained: {changed}" if kind == "lost" and changed else ""
-        out.print(Text.assemble("\n", (f"{heading}: {len(found)}", "bold"), tail), soft_wrap=True)
-        print_rows(_finding_row(item) for item in found)
-
-
-def _finding_row(found: FieldFinding) -> tuple[str, str]:
-    """Return the two columns of a finding."""
-    if found.kind == "lost":
-        place = found.where or "-"
-        return f"{place}{' *' if found.trains else ''}", found.theirs + (f": {found.note}" if found.note else "")
-    if found.kind == "default":
-        return found.ours, found.note
-    if found.kind == "not_needed":
-        return found.theirs, found.note
-    return found.theirs, f"-> {found.ours}" + (f" ({found.note})" if found.note else "")
-
-
-def _imported_json(file: Path, imported: ImportedRecipe) -> dict[str, object]:
-    kinds = {kind: [_finding_json(found) for found in imported.of_kind(kind)] for kind in SECTIONS}
-    return {
-        "from": imported.trainer.name,
-        "recognised_by": list(imported.guessed),
-        "objective": imported.objective,
-        "file": str(file),
-        **kinds,
-        "changes_training": len(imported.changes_training),
-    }
-
-
-def _finding_json(found: FieldFinding) -> dict[str, object]:
-    values = {"theirs": found.theirs, "where": found.where, "ours": found.ours, "note": found.note}
-    return {key: value for key, value in values.items() if value} | (
-        {"changes_training": found.trains} if found.kind == "lost" else {}
-    )
 
 
 def schema() -> None:

@@ -23,8 +23,8 @@ from streamtune.recipe.presets import describe_preset
 
 from .console import err, loading_libraries, need_output, out, plain, print_rows
 from .plan import describe_optimizer, describe_plan
+from .programs import PARTS, load
 from .ranks import enter_rank, launch_ranks, shown, watch
-from .report import write_report
 from .samples import print_samples
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def train_recipe(
                 outcome = None if dry_run else train_run(run, out, listeners)
             finally:
                 if not dry_run and run.world.is_main:
-                    write_report(run.directory.path)
+                    load(PARTS["page of a run"])(run.directory.path)
             leave_ranks()  # while the watchdog still looks: a rank that does not come is named
     except KeyboardInterrupt:
         err.print("Stopped.")
@@ -141,10 +141,8 @@ def _check_trackers(loaded: LoadedRecipe) -> None:
     """
     if not loaded.recipe.report_to:
         return
-    from streamtune.trackers import check_installed
-
     try:
-        check_installed(loaded.recipe.report_to)
+        load(PARTS["check trackers"])(loaded.recipe.report_to)
     except ArgumentError as error:
         error.where = loaded.where("report_to")
         raise
@@ -166,10 +164,10 @@ def _load_callbacks(loaded: LoadedRecipe, main: bool) -> list[Listener]:
 
 def _listeners(loaded: LoadedRecipe, callbacks: Sequence[Listener]) -> Listeners:
     """Return what is told how the run goes on: trackers, then callbacks."""
-    from streamtune.trackers.reporter import make_reporters
     from streamtune.train.listeners import Listeners
 
-    trackers = make_reporters(loaded.recipe.report_to, offline=is_offline(), notify=_note, doing=err.status)
+    make = load(PARTS["trackers"])
+    trackers = make(loaded.recipe.report_to, offline=is_offline(), notify=_note, doing=err.status)
     return Listeners([trackers, *callbacks])
 
 

@@ -1,0 +1,47 @@
+"""Tables of the commands, and of what the core uses of a program. The core imports no program: it loads entries."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["COMMANDS", "PARTS", "load"]
+
+COMMANDS: tuple[tuple[str, str, str], ...] = (
+    # name, heading in the help, function
+    ("sft", "Training", "streamtune.cli.training:sft"),
+    ("dpo", "Training", "streamtune.cli.training:dpo"),
+    ("grpo", "Training", "streamtune.cli.training:grpo"),
+    ("data", "Measuring", "streamtune.cli.data:data"),
+    ("plan", "Measuring", "streamtune.cli.plan:plan"),
+    ("bench", "Measuring", "streamtune.programs.bench.bench_command:bench"),
+    ("probe-max-len", "Measuring", "streamtune.programs.probe.probe_command:probe_max_len"),
+    ("verify", "Measuring", "streamtune.programs.verify.verify_command:verify"),
+    ("teach", "Training", "streamtune.programs.evaluate.teach_command:teach"),
+    ("generate", "Afterwards", "streamtune.programs.generate.generate_command:generate"),
+    ("eval", "Afterwards", "streamtune.programs.evaluate.eval_command:evaluate"),
+    ("export", "Afterwards", "streamtune.programs.export.export_command:export"),
+    ("report", "Afterwards", "streamtune.programs.report.report_command:report"),
+    ("validate", "Recipes", "streamtune.cli.recipes:validate"),
+    ("recipes", "Recipes", "streamtune.cli.recipes:recipes"),
+    ("recipes import", "", "streamtune.programs.imports.import_command:import_recipe"),
+    ("optim", "Recipes", "streamtune.cli.optimizers:optimizers"),
+    ("schema", "Recipes", "streamtune.cli.recipes:schema"),
+    ("doctor", "This machine", "streamtune.cli.doctor:doctor"),
+    ("env", "This machine", "streamtune.cli.env:env"),
+)
+"""The commands, in the order the help lists them. Each loads PyTorch, if at all, when it runs."""
+
+PARTS = {
+    "trackers": "streamtune.programs.trackers.reporter:make_reporters",
+    "check trackers": "streamtune.programs.trackers.installed:check_installed",
+    "page of a run": "streamtune.programs.report.report_command:write_report",
+    "page of rows": "streamtune.programs.report.rows:render_rows",
+}
+"""What commands of the core use of a program, where they are asked to."""
+
+
+def load(entry: str) -> Any:
+    """Return what an entry, ``module:name``, names."""
+    module, _, name = entry.partition(":")
+    return getattr(import_module(module), name)

@@ -1,0 +1,178 @@
+"""``streamtune bench``: plain autograd, gradient checkpointing and streaming side by side, and tables by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from streamtune.base import interrupts
+from streamtune.base.sizes import parse_size
+from streamtune.cli.console import err, out, print_json
+from streamtune.cli.options import JsonOption, RecipeArgument, SetOption, option, read_recipe
+from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.programs.bench.bench_screens import bench_screen, describe_bench, table_screen
+
+if TYPE_CHECKING:
+    from streamtune.plan.simulate import Mode
+    from streamtune.recipe import LoadedRecipe
+
+__all__ = ["bench"]
+
+MAX_LENGTH = "max-length"
+
+THREE = "plain,checkpoint,stream"
+
+LENGTHS = {
+    "": "2048,8192,16384",
+    "bp-time": "1024,2048,4096,8192",
+    "max-length": "",
+    "memory": "2048,4096,8192",
+    "ablation": "2048",
+    "prefix-sharing": "1024,4096",
+}
+"""What is measured where nothing is said, by table."""
+
+
+def bench(
+    recipe: RecipeArgument,
+    table: Annotated[
+        str,
+        option(
+            "NAME",
+            "Measure a table: bp-time, max-length, memory, ablation or prefix-sharing. "
+            "One that was stopped is gone on with.",
+        ),
+    ] = "",
+    lengths: Annotated[
+        str, option("N,N,...", f"Tokens of a row, one measurement each.  [default: {LENGTHS['']}]")
+    ] = "",
+    modes: Annotated[
+        str, option("MODE,...", f"What to compare.  [default: {THREE}; for a table the peers as well]")
+    ] = "",
+    packed_rows: Annotated[
+        int, typer.Option(metavar="N", help="Also as N rows packed in one sequence, and as N rows one after another.")
+    ] = 0,
+    repeats: Annotated[int, typer.Option(metavar="N", help="Timed steps of each, taken in turns.")] = 3,
+    method: Annotated[
+        str,
+        option("measure|simulate", "max-length: train on the device, or simulate one of --device-memory."),
+    ] = "",
+    device_memory: Annotated[str, option("80GiB", "max-length: the budget on the device.")] = "",
+    host_memory: Annotated[str, option("128GiB", "max-length: for what is kept on the host.")] = "",
+    disk_memory: Annotated[str, option("2TiB", "max-length: for what is kept on disk.")] = "",
+    output_dir: Annotated[Path | None, option("DIR", "Where the figures, the picture and the page go.")] = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure peak memory, step time and tokens/s of the recipe's model, or one of the paper's tables."""
+    if table not in LENGTHS:
+        nearest = did_you_mean(table, LENGTHS)
+        raise ArgumentError(
+            f"there is no table {table!r}", mend=nearest or f"choose from {', '.join(filter(None, LENGTHS))}"
+        )
+    loaded = read_recipe(recipe, set_ or [])
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported, here and in the processes
+    folder = output_dir or Path(loaded.recipe.output_dir)
+    if not table:
+        _bench(loaded, _numbers(lengths or LENGTHS[""]), _names(modes or THREE), packed_rows, repeats, folder, as_json)
+        return
+    if packed_rows:
+        raise ArgumentError("--packed-rows is no part of a table", mend="leave out --table, or --packed-rows")
+    sizes = {"--device-memory": device_memory, "--host-memory": host_memory, "--disk-memory": disk_memory}
+    given = {
+        "--table": table,
+        "--lengths": lengths,
+        "--modes": modes,
+        "--repeats": f"{repeats if table != MAX_LENGTH else ''}",
+        "--method": method,
+        **sizes,
+    }
+    words = [word for name, value in given.items() if value for word in (name, value)]
+    words += [word for setting in set_ or [] for word in ("--set", setting)]
+    with err.status("loading libraries") as status:
+        from streamtune.plan.simulate import ALL_MODES
+        from streamtune.programs.bench.build import TableOptions, table_recipe
+        from streamtune.programs.bench.named_tables import draw_table, markdown
+        from streamtune.train.staging import check_outputs, write_output
+
+        check_outputs(folder, [])  # the names of the files are known once the device is
+
+        options = TableOptions(
+            lengths=_numbers(lengths or LENGTHS[table]),
+            modes=_names(modes) or ALL_MODES,
+            repeats=repeats,
+            folder=folder,
+            command=shlex.join(["streamtune", "bench", str(recipe), *words]),
+            method=method or ("simulate" if device_memory else "measure"),
+            sizes=[parse_size(size, where=name) if size else None for name, size in sizes.items()],
+        )
+        with interrupts.saying("Stopped. Finished rows are kept; the same command goes on from there."):
+            notify = status.update if err.is_terminal else err.print
+            report = table_recipe(loaded, cast(Any, table), options, notify=notify)
+    write_output(folder / f"{report.stem}.md", markdown(report).encode("utf-8"))
+    write_output(folder / f"{report.stem}.png", draw_table(report))
+    if as_json:
+        print_json(report.to_json())
+        return
+    table_screen(report)
+    written = ", ".join(str(folder / f"{report.stem}.{ending}") for ending in ("md", "json", "png"))
+    out.print(f"Written to {written}", style="dim", soft_wrap=True)
+
+
+def _bench(
+    loaded: LoadedRecipe,
+    lengths: list[int],
+    modes: list[Mode],
+    packed_rows: int,
+    repeats: int,
+    folder: Path,
+    as_json: bool,
+) -> None:
+    with err.status("loading libraries") as status:
+        from streamtune.programs.bench.build import bench_recipe
+        from streamtune.programs.bench.plots import draw_bench
+        from streamtune.train.staging import check_outputs, write_output
+
+        check_outputs(folder, ["bench.json", "bench.png"])
+        report = bench_recipe(
+            loaded,
+            lengths=lengths,
+            modes=modes,
+            repeats=repeats,
+            packed_rows=packed_rows,
+            notify=status.update if err.is_terminal else err.print,
+        )
+    document = report.to_json()
+    write_output(folder / "bench.json", f"{json.dumps(document, indent=2)}\n".encode())
+    write_output(folder / "bench.png", draw_bench(report, title=describe_bench(report)))
+    if as_json:
+        print_json(document)
+        return
+    out.print(describe_bench(report), style="bold")
+    out.print(bench_screen(report))
+    out.print(
+        "Peak and activations in MiB (beyond weights, gradients and layer inputs); x: to checkpointing", style="dim"
+    )
+    if report.objective != "sft":
+        out.print(
+            "tokens: of a prompt with its longest completion, prompts shared where they are streamed; tok/s counts "
+            "each completion with its prompt. The loss is their mean log-probability; no reference is asked",
+            style="dim",
+        )
+    out.print(f"Written to {folder / 'bench.json'} and {folder / 'bench.png'}", style="dim", soft_wrap=True)
+
+
+def _names(text: str) -> list[Mode]:
+    return [cast(Any, name.strip()) for name in text.split(",") if name.strip()]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(item) for item in text.replace("_", "").split(",") if text]
+    except ValueError:
+        raise ArgumentError(f"--lengths takes whole numbers, not {text!r}", mend="write --lengths 2048,8192") from None

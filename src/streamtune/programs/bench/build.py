@@ -1,0 +1,264 @@
+"""Run a benchmark of a recipe's model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from streamtune import __version__, models
+from streamtune.errors import ArgumentError
+from streamtune.plan.budget import Budget
+from streamtune.plan.simulate.workload import ALL_MODES, Mode
+from streamtune.programs.bench.bench import BenchReport, run_bench
+from streamtune.programs.bench.lengths import lengths_report
+from streamtune.programs.bench.subject import Job
+from streamtune.programs.bench.tables import TableName, TableReport
+from streamtune.programs.bench.tabulate import run_table
+from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.schema import Recipe
+from streamtune.run.device import blame_recipe, choose_device, make_schedule, prepare_libraries
+from streamtune.run.model import make_blueprint, make_model_alone
+from streamtune.run.plan import shares_prompts
+from streamtune.run.precision import precise
+from streamtune.tasks import task_of
+
+__all__ = ["TableOptions", "bench_recipe", "fingerprints", "table_recipe"]
+
+SCORING: tuple[Mode, ...] = ("plain", "checkpoint", "checkpoint-offload", "stream", "stream-keep-attention")
+"""Ways that score completions."""
+
+DECIDES = {
+    "model_name_or_path",
+    "model",
+    "dtype",
+    "bf16",
+    "finetuning_type",
+    "quantization",
+    "lora_r",
+    "lora_target",
+    "lora_dropout",
+    "per_device_train_batch_size",
+    "engine",
+    "seed",
+    "objective",
+    "loss_type",
+    "max_prompt_length",
+    "max_completion_length",
+    "num_generations",
+    "share_prefix",
+    "ref_model_name_or_path",
+}
+"""Keys of a recipe that the figures of a table depend on."""
+FREE = {
+    # the rows, which are random here,
+    "datasets", "eval_datasets", "mix_by", "on_bad_row", "max_bad_rows", "dataset_num_proc", "streaming",
+    "shuffle_buffer", "cache", "max_length", "overlength", "truncate_side", "split_at", "split_overlap", "train_on",
+    "roles_to_train", "train_on_eos", "reasoning", "on_empty", "default_system", "chat_template",
+    "chat_template_kwargs", "split_special_tokens", "packing", "batching", "tokens_per_batch", "buckets", "val_size",
+    "shuffle", "dataloader_num_workers", "prompts",
+    # how many steps there are, what happens between them,
+    "train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps",
+    "save_steps", "save_total_limit", "save_async", "metric_for_best_model", "greater_is_better",
+    "early_stopping_patience", "early_stopping_threshold", "save_best_limit", "on_nan", "max_skips", "on_oom",
+    "eval_steps", "logging_steps", "report_to", "sample", "sample_steps", "callbacks", "allow_code",
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "lr_scaling", "lr_scaling_base", "warmup_ratio",
+    "warmup_steps", "reward_funcs", "reward_weights", "num_completions_to_print",
+    # and where it goes.
+    "output_dir", "preset", "peak_flops",
+}  # fmt: skip
+"""Keys that no figure depends on. Of the others all that are given are compared, so a table that was begun before there
+was such a key is gone on with where it is not given."""
+
+
+def bench_recipe(
+    loaded: LoadedRecipe,
+    *,
+    lengths: Sequence[int],
+    modes: Sequence[Mode],
+    repeats: int,
+    packed_rows: int = 0,
+    notify: Callable[[str], None] = lambda message: None,
+) -> BenchReport:
+    """Measure the recipe's model with its schedule, precision, adapters and batch size on random tokens.
+
+    Raises:
+        ArgumentError: A length, a mode or the number of repeats makes no sense.
+        UnsupportedModelError: The recipe asks for shared prompts, and its model cannot share them.
+    """
+    recipe, task = loaded.recipe, task_of(loaded.recipe)
+    _check(lengths, modes, repeats, task.shortest)
+    completions = None
+    if recipe.objective != "sft":
+        if packed_rows:
+            raise ArgumentError(f"--packed-rows has no meaning in {recipe.objective}", mend="leave it out")
+        if unfit := [mode for mode in modes if mode not in SCORING]:
+            raise ArgumentError(
+                f"'{unfit[0]}' computes the loss of next tokens and knows no completions",
+                mend=f"choose from {', '.join(SCORING)}",
+            )
+        device = choose_device(recipe.device)
+        prepare_libraries(device)
+        with blame_recipe(loaded):
+            completions = task_of(recipe).completions(
+                share=shares_prompts(task, make_blueprint(recipe, device), device)
+            )
+    if packed_rows and not 2 <= packed_rows <= min(lengths) // 2:
+        raise ArgumentError(
+            f"--packed-rows cuts every length into rows of two tokens or more; found {packed_rows}",
+            mend="write --packed-rows 16 --lengths 16384",
+        )
+    job = _job(loaded.recipe)
+    return run_bench(
+        job.make_model,
+        lengths=lengths,
+        modes=modes,
+        schedule=make_schedule(loaded.recipe.engine),
+        batch_size=job.batch_size,
+        packed_rows=packed_rows,
+        repeats=repeats,
+        autocast=job.autocast,
+        objective=recipe.objective,
+        completions=completions,
+        notify=notify,
+    )
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """The options of a table on the command line.
+
+    Attributes:
+        lengths: Tokens of a row.
+        modes: Modes to compare.
+        repeats: Timed steps of each row.
+        folder: Directory of its files.
+        command: The command line.
+        method: ``measure`` or ``simulate``: the way in which a longest sequence is found.
+        sizes: Bytes on device, host and disk that a longest sequence may take; None where no size is given.
+    """
+
+    lengths: Sequence[int]
+    modes: Sequence[Mode]
+    repeats: int
+    folder: Path
+    command: str
+    method: str = "simulate"
+    sizes: Sequence[int | None] = (None, None, None)
+
+
+def table_recipe(
+    loaded: LoadedRecipe,
+    table: TableName,
+    options: TableOptions,
+    *,
+    notify: Callable[[str], None] = lambda message: None,
+) -> TableReport:
+    """Measure a table on the recipe's model, or the rest of one that was begun.
+
+    Raises:
+        ArgumentError: A length, a mode, a size or the number of repeats makes no sense.
+    """
+    recipe, job = loaded.recipe, _job(loaded.recipe)
+    schedule = make_schedule(recipe.engine)
+    asked: dict[str, Any] = {
+        "streamtune": __version__,
+        "recipe": _decisive(recipe),
+        "schedule_in_words": schedule.describe(),
+    }
+    if recipe.objective != "sft" and table not in ("max-length", "prefix-sharing"):
+        raise ArgumentError(
+            f"--table {table} measures rows of supervised fine-tuning, and this is a recipe of {recipe.objective}",
+            where="--table",
+            mend="leave --table out, or write --table max-length, or prefix-sharing for the layouts of a shared prompt",
+        )
+    _check(options.lengths or [4], options.modes, options.repeats, 2)
+    if options.method not in ("measure", "simulate"):
+        raise ArgumentError(f"--method is measure or simulate, not {options.method!r}")
+    simulated = table == "max-length" and options.method == "simulate"
+    with blame_recipe(loaded):
+        if files := fingerprints(recipe, weights=not simulated):
+            asked["files"] = files
+    if table == "max-length":
+        device_bytes, host_bytes, disk_bytes = options.sizes
+        return lengths_report(
+            recipe,
+            job,
+            Budget(device_bytes, host_bytes, disk_bytes),
+            options.method,
+            modes=options.modes,
+            folder=options.folder,
+            command=options.command,
+            asked=asked,
+            notify=notify,
+        )
+    return run_table(
+        table,
+        job,
+        lengths=options.lengths,
+        modes=options.modes,
+        schedule=schedule,
+        repeats=options.repeats,
+        folder=options.folder,
+        command=options.command,
+        asked={**asked, "repeats": options.repeats},
+        notify=notify,
+    )
+
+
+def _decisive(recipe: Recipe) -> dict[str, Any]:
+    written = {key: value for key, value in recipe.model_dump(mode="json").items() if key in DECIDES}
+    if recipe.objective == "sft":  # tables were begun before there was another, and before it had several losses
+        del written["objective"]
+        if recipe.loss_type == "nll":
+            del written["loss_type"]
+    free = FREE if recipe.rope_scaling is None else FREE - {"max_length"}  # which may give its factor
+    given = recipe.model_dump(mode="json", exclude={*DECIDES, *free}, exclude_defaults=True)
+    return {**written, **given}
+
+
+def fingerprints(recipe: Recipe, *, weights: bool) -> dict[str, str]:
+    """Return a hash of each model that the recipe names: a folder may get another one.
+
+    Args:
+        recipe: The recipe.
+        weights: Include the weights, besides the configurations; loss and gradient norm depend on them.
+    """
+    task = task_of(recipe)
+    names = {key: getattr(recipe, key) for key in ("model_name_or_path", "adapter_name_or_path")}
+    names[task.reference_key] = task.reference_name
+    names |= {f"base of {key}": models.adapter_base(name) for key, name in list(names.items()) if name is not None}
+    code = recipe.trust_remote_code
+    found = {
+        key: models.fingerprint_model(name, code=code, weights=weights)
+        for key, name in names.items()
+        if name is not None
+    }
+    if recipe.teacher_file is not None:
+        found["teacher"] = models.fingerprint_files([("teacher", Path(recipe.teacher_file))])
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _check(lengths: Sequence[int], modes: Sequence[Mode], repeats: int, shortest: int) -> None:
+    if not lengths or any(length < shortest for length in lengths):
+        raise ArgumentError(f"--lengths takes numbers of tokens from {shortest} up", mend="write --lengths 2048,8192")
+    if unknown := [mode for mode in modes if mode not in ALL_MODES]:
+        raise ArgumentError(f"--modes does not know {unknown[0]!r}", mend=f"choose from {', '.join(ALL_MODES)}")
+    if repeats < 1:
+        raise ArgumentError("--repeats takes a number from 1 up")
+
+
+def _job(recipe: Recipe) -> Job:
+    recipe = precise(recipe)
+    make_model = partial(_make_model, recipe, str(choose_device(recipe.device)))
+    return Job(make_model, recipe.per_device_train_batch_size, bool(recipe.bf16))
+
+
+def _make_model(recipe: Recipe, device: str) -> Any:
+    """Make the recipe's model; called in a process of its own."""
+    prepare_libraries(torch.device(device))
+    return make_model_alone(recipe, torch.device(device))

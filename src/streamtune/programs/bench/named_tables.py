@@ -1,0 +1,379 @@
+"""The tables by name: rows, columns, notes and plot of each, for a screen, a page and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from streamtune.base.palette import drawn_plainly, png_of
+from streamtune.plan.simulate.workload import LABELS, MODES, Mode
+from streamtune.programs.bench import plots
+from streamtune.programs.bench.entries import ablation_entries, mode_entries, sharing_entries
+from streamtune.programs.bench.modes import absent
+from streamtune.programs.bench.subject import COMPLETIONS, SHARING
+from streamtune.programs.bench.tables import Entry, TableName, TableReport, TableRow
+from streamtune.schedule import Schedule
+
+__all__ = ["TABLES", "Column", "Table", "Wanted", "cells", "columns", "draw_table", "markdown", "notes"]
+
+TURNS = 4
+"""Schedules of an ablation that take turns with what they are compared with."""
+
+HEADS = {
+    "activations": "activ.",
+    "layer inputs": "inputs",
+    "gradients": "grads",
+    "keys and values": "K,V",
+    "attention outputs": "attn",
+    "optimizer": "optim",
+}
+"""Short for what a peak is made of."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        name: Its heading.
+        cell: Returns its text for a row.
+        right: True if it is aligned to the right, as figures are.
+        page: True if there is room for it on a page only, and not on a screen.
+    """
+
+    name: str
+    cell: Callable[[TableRow], str]
+    right: bool = True
+    page: bool = False
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The request for a table's rows.
+
+    Attributes:
+        lengths: Tokens of a row, or of a prompt that is shared.
+        modes: Modes that can run here.
+        schedule: The recipe's schedule.
+        layers: Decoder layers of the model.
+        folder: Directory for files of schedules that offload to disk.
+    """
+
+    lengths: Sequence[int]
+    modes: Sequence[Mode]
+    schedule: Schedule
+    layers: int
+    folder: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """The declaration of a table.
+
+    Attributes:
+        title: Its heading.
+        columns: Returns the columns of its figures; those of names and errors are the same in all tables.
+        note: Returns the meaning of the columns.
+        draw: Draws it into a figure of matplotlib.
+        groups: Returns the rows to measure, in groups whose steps alternate; None if they are not measured by steps.
+        rows: Heading of the column of names: ``mode``, or that of the labels.
+        lengths: Heading of the column of lengths; empty if it is left out where there is only one length.
+        compares_modes: True if its rows are modes, of which some may not run here; peers are explained then.
+        timed: True if steps are timed.
+        memory: True if the memory of a step is measured.
+    """
+
+    title: str
+    columns: Callable[[TableReport], list[Column]]
+    note: Callable[[TableReport], str]
+    draw: Callable[[TableReport, Any], None]
+    groups: Callable[[Wanted], list[list[Entry]]] | None = None
+    rows: str = "schedule"
+    lengths: str = ""
+    compares_modes: bool = False
+    timed: bool = True
+    memory: bool = True
+
+    def absent(self, modes: Sequence[Mode], device_type: str) -> dict[str, str]:
+        """Return the modes that cannot run on such a device, with the reason."""
+        return absent(modes, device_type) if self.compares_modes else {}
+
+
+def columns(report: TableReport) -> list[Column]:
+    """Return the columns of a table, those that would be empty left out."""
+    table, lengths = TABLES[report.table], {row.length for row in report.rows}
+    names = [Column(table.rows, lambda row: row.mode if table.compares_modes else row.label, right=False)]
+    if table.lengths or len(lengths) > 1:
+        names.insert(0, Column(table.lengths or "tokens", lambda row: f"{row.length:,}"))
+    figures = [
+        *table.columns(report),
+        Column("loss", lambda row: _error(report, row, "loss")),
+        Column("grad", lambda row: _error(report, row, "gradient norm"), page=report.table == "memory"),
+    ]
+    shown = [column for column in figures if any(column.cell(row) for row in report.rows)]
+    if report.rows and not any(not column.page for column in shown):  # a place for the errors of rows that all failed
+        shown.append(Column("error", lambda row: row.error, right=False))
+    return [column for column in names if any(column.cell(row) for row in report.rows)] + shown
+
+
+def _time_columns(report: TableReport) -> list[Column]:
+    rows_of_batch = report.env["batch_size"]
+    return [
+        Column("fwd s", lambda row: _seconds(row.forward_s)),
+        Column("bwd s", lambda row: _seconds(row.backward_s)),
+        Column("tok/s", lambda row: f"{rows_of_batch * row.length / row.step_s:,.0f}" if row.step_s else ""),
+        Column("time", lambda row: _ratio(row.to_checkpoint)),
+    ]
+
+
+def _memory_columns(report: TableReport) -> list[Column]:
+    show = _shown(report)
+
+    def term(name: str) -> Callable[[TableRow], str]:
+        return lambda row: show(row.terms.get(name) or None)
+
+    terms = dict.fromkeys(name for row in report.rows for name in row.terms)
+    return [
+        Column("peak", lambda row: show(row.peak_bytes)),
+        *(Column(HEADS.get(name, name), term(name), page=name in ("weights", "gradients")) for name in terms),
+        Column("most activ.", lambda row: show(row.activation_bytes)),
+        Column("no head", lambda row: show(row.layer_activation_bytes), page=True),
+        *_elsewhere(report),
+    ]
+
+
+def _ablation_columns(report: TableReport) -> list[Column]:
+    show = _shown(report)
+    return [
+        Column("time", lambda row: _ratio(row.to_checkpoint)),
+        Column("to default", lambda row: _ratio(row.to_default)),
+        Column("peak", lambda row: show(row.peak_bytes)),
+        Column("activ.", lambda row: show(row.activation_bytes)),
+        *_elsewhere(report),
+    ]
+
+
+def _longest_columns(report: TableReport) -> list[Column]:
+    show = _shown(report)
+    return [
+        Column("tokens", lambda row: "" if row.max_length is None else f"{row.max_length:,}"),
+        Column("to checkpointing", lambda row: _times(report, row)),
+        Column("peak", lambda row: show(row.peak_bytes)),
+        *_elsewhere(report),
+    ]
+
+
+def _sharing_columns(report: TableReport) -> list[Column]:
+    show = _shown(report)
+
+    def to_batch(figure: Callable[[TableRow], int | None]) -> Callable[[TableRow], str]:
+        def ratio(row: TableRow) -> str:
+            base = next((r for r in report.rows if r.length == row.length and r.to_default == 1), None)
+            whole, part = (None if base is None else figure(base)), figure(row)
+            return f"{part / whole:.2f}x" if whole and part else ""
+
+        return ratio
+
+    return [
+        Column("fwd s", lambda row: _seconds(row.forward_s), page=True),
+        Column("bwd s", lambda row: _seconds(row.backward_s), page=True),
+        Column("step s", lambda row: _seconds(row.step_s)),
+        Column("time", lambda row: _ratio(row.to_default)),
+        Column("peak", lambda row: show(row.peak_bytes)),
+        Column("memory", to_batch(lambda row: row.peak_bytes)),
+        Column("activ.", lambda row: show(row.activation_bytes), page=True),
+        *_elsewhere(report),
+    ]
+
+
+def _times(report: TableReport, row: TableRow) -> str:
+    """Return how many times as long a sequence fits as with gradient checkpointing."""
+    base = next((r.max_length for r in report.rows if r.mode == "checkpoint"), None)
+    return f"{row.max_length / base:.1f}x" if base and row.max_length else ""
+
+
+def _elsewhere(report: TableReport) -> list[Column]:
+    show = _shown(report)
+    return [
+        Column("host", lambda row: show(row.host_bytes or None)),
+        Column("disk", lambda row: show(row.disk_bytes or None)),
+    ]
+
+
+def notes(report: TableReport) -> list[str]:
+    """Return the meaning of the columns, the peers that are compared with, and those that are not in the table."""
+    table = TABLES[report.table]
+    lines = [table.note(report)]
+    if any(report.errors_of(row) for row in report.rows):
+        lines.append(
+            "Loss and grad are how far the loss and the norm of the gradient are from plain autograd's, relative."
+        )
+    if table.compares_modes:
+        peers = dict.fromkeys(row.mode for row in report.rows if row.mode not in MODES)
+        lines += [f"{mode}: {LABELS[mode]}." for mode in peers]
+    return lines + [f"{mode}: {why}." for mode, why in report.absent.items()]
+
+
+def _time_note(report: TableReport) -> str:
+    return "Seconds are medians; time is to gradient checkpointing, the median over steps that took turns."
+
+
+def _memory_note(report: TableReport) -> str:
+    return (
+        f"{report.unit[0]}. The parts are those of the peak; most activ. is what activations come to at their own peak "
+        "(beyond weights, gradients and layer inputs), no head the same of a step without the head."
+    )
+
+
+def _ablation_note(report: TableReport) -> str:
+    return (
+        "Times are to gradient checkpointing and to the recipe's schedule, medians over steps that took turns. Peak, "
+        f"activations (beyond weights, gradients and layer inputs), host and disk in {report.unit[0]}."
+    )
+
+
+def _longest_note(report: TableReport) -> str:
+    simulated = "Simulated, 5% of the budget left free. " if report.env["device_type"] == "meta" else ""
+    return (
+        f"{simulated}Tokens of the longest sequence whose step fits {report.asked.get('budget')}, within 1% or 256 "
+        f"tokens. Peak, host and disk in {report.unit[0]}."
+    )
+
+
+def _sharing_note(report: TableReport) -> str:
+    return (
+        f"{COMPLETIONS} completions, each a fourth as long as the prompt; the loss is over their tokens. Time and "
+        f"memory (peak, in {report.unit[0]}) are to {SHARING['batch']}; times are medians over steps that took turns."
+    )
+
+
+def markdown(report: TableReport) -> str:
+    """Return the page of a table: command, model and machine, the table, its meaning, the plot."""
+    env, shown = report.env, columns(report)
+    lines = [f"# {TABLES[report.table].title}", "", "```", report.command, "```", "", f"{report.describe()}."]
+    lines += [f"transformers {env['transformers']}, Python {env['python']}."]
+    lines += [f"The recipe's schedule: {report.asked['schedule_in_words']}.", ""]
+    lines += ["| " + " | ".join(column.name for column in shown) + " |"]
+    lines += ["|" + "|".join("---:" if column.right else "---" for column in shown) + "|"]
+    section = ""
+    for row in report.rows:
+        if row.section != section:
+            section = row.section
+            lines.append(f"| **{section}** |" + " |" * (len(shown) - 1))
+        lines.append("| " + " | ".join(cells(shown, row)) + " |")
+    lines += [
+        "",
+        *(f"- {note}" for note in notes(report)),
+        "",
+        f"Figures: [{report.stem}.json]({report.stem}.json).",
+        "",
+    ]
+    lines += [f"![{TABLES[report.table].title}]({report.stem}.png)", ""]
+    return "\n".join(lines)
+
+
+def cells(shown: list[Column], row: TableRow) -> list[str]:
+    """Return the cells of a row; its error is in the column after that of its name."""
+    found = [column.cell(row) for column in shown]
+    if row.error:
+        found[next(i for i, column in enumerate(shown) if not column.right) + 1] = row.error
+    return found
+
+
+def _error(report: TableReport, row: TableRow, name: str) -> str:
+    error = report.errors_of(row).get(name)
+    return "" if error is None else "equal" if error == 0 else f"{error:.0e}"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def _shown(report: TableReport) -> Callable[[int | None], str]:
+    """Return a function that writes bytes in the unit of a table."""
+    _, unit = report.unit
+
+    def show(value: int | None) -> str:
+        return "" if value is None else f"{value / unit:,.0f}" if value >= 100 * unit else f"{value / unit:.1f}"
+
+    return show
+
+
+# --- all tables -------------------------------------------------------------------------------------------------------
+
+
+def _mode_groups(wanted: Wanted) -> list[list[Entry]]:
+    return [mode_entries(wanted.modes, length, wanted.schedule) for length in wanted.lengths]
+
+
+def _ablation_groups(wanted: Wanted) -> list[list[Entry]]:
+    rows = [ablation_entries(wanted.schedule, length, wanted.layers, wanted.folder) for length in wanted.lengths]
+    return [part[start : start + TURNS] for part in rows for start in range(0, len(part), TURNS)]
+
+
+def _sharing_groups(wanted: Wanted) -> list[list[Entry]]:
+    return [sharing_entries(length, wanted.schedule) for length in wanted.lengths]
+
+
+TABLES: dict[TableName, Table] = {
+    "bp-time": Table(
+        "Forward and backward time by length",
+        _time_columns,
+        _time_note,
+        plots.draw_time,
+        _mode_groups,
+        rows="mode",
+        lengths="tokens",
+        compares_modes=True,
+        memory=False,
+    ),
+    "max-length": Table("Longest sequence in a given memory", _longest_columns, _longest_note, plots.draw_longest),
+    "memory": Table(
+        "Memory of a step by what it is",
+        _memory_columns,
+        _memory_note,
+        plots.draw_memory,
+        _mode_groups,
+        rows="mode",
+        lengths="tokens",
+        compares_modes=True,
+        timed=False,
+    ),
+    "ablation": Table(
+        "What each choice of a schedule costs and saves",
+        _ablation_columns,
+        _ablation_note,
+        plots.draw_ablation,
+        _ablation_groups,
+    ),
+    "prefix-sharing": Table(
+        "A prompt with several completions, streamed once or once for each",
+        _sharing_columns,
+        _sharing_note,
+        plots.draw_sharing,
+        _sharing_groups,
+        rows="rows",
+        lengths="prompt",
+    ),
+}
+
+
+@drawn_plainly
+def draw_table(report: TableReport) -> bytes:
+    """Return a PNG of a table.
+
+    Args:
+        report: The table.
+    """
+    from matplotlib.figure import Figure  # slow to import, and only needed here
+
+    table = TABLES[report.table]
+    figure = Figure(figsize=(11, 5.2), dpi=150, layout="constrained")
+    table.draw(report, figure)
+    figure.supxlabel(report.describe(), x=0.01, ha="left", color="#5d6470", fontsize=8)
+    return png_of(figure, table.title)

@@ -1,0 +1,236 @@
+"""Plots of the benchmark: of a comparison over length, and of each table."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from streamtune.base.palette import COLOURS, INK, drawn_plainly, dress, line, png_of
+from streamtune.plan.simulate.workload import LABELS
+from streamtune.programs.bench.bench import BenchReport, BenchRow
+from streamtune.programs.bench.subject import Layout
+from streamtune.programs.bench.tables import TableReport, TableRow
+
+__all__ = ["draw_ablation", "draw_bench", "draw_longest", "draw_memory", "draw_sharing", "draw_time"]
+
+TERMS = {
+    "weights": "#c3c8d1",
+    "gradients": "#8a909c",
+    "optimizer": "#5d6470",
+    "layer inputs": "#e4572e",
+    "keys and values": "#f0a202",
+    "attention outputs": "#3a9d5d",
+    "activations": "#2f6fde",
+    "head": "#8d5ab5",
+}
+"""Colours of what a peak is made of, in the order it is stacked."""
+
+ELSEWHERE = {"on host": "#7fb4ff", "on disk": "#b9a3e3"}
+
+
+MARKS: dict[Layout, dict[str, Any]] = {
+    "row": {"marker": "o", "linestyle": "-"},
+    "packed": {"marker": "s", "linestyle": "--", "markersize": 10, "markerfacecolor": "none", "markeredgewidth": 2},
+    "separate": {"marker": "x", "linestyle": ":", "markersize": 8, "markeredgewidth": 2},
+}
+"""Packed rows cost about what the same rows cost apart: both marks are to be seen where they lie on each other."""
+
+
+@drawn_plainly
+def draw_bench(report: BenchReport, *, title: str) -> bytes:
+    """Return a PNG of activation memory and step time against length.
+
+    Args:
+        report: The measurements.
+        title: What was measured.
+    """
+    # Slow to import, and only needed here. Figures made without pyplot need no display.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
+    memory, seconds = figure.subplots(1, 2)
+    for mode, layout in dict.fromkeys((row.mode, row.layout) for row in report.rows):
+        rows = [row for row in report.rows if (row.mode, row.layout) == (mode, layout)]
+        style = {"color": COLOURS[mode], "linewidth": 2.2, "label": LABELS[mode], **MARKS[layout]}
+        if report.packed_rows:
+            tokens = {"row": "one row", "packed": "packed rows", "separate": "rows apart"}[layout]
+            style["label"] += f", {tokens if layout == 'row' else f'{report.packed_rows} {tokens}'}"
+        line(memory, [(row.length, row.activation_bytes and row.activation_bytes / 2**20) for row in rows], style)
+        line(seconds, [(row.length, _step_seconds(row)) for row in rows], style)
+    dress(memory, "Activation memory of a step (MiB)")
+    dress(seconds, "Forward and backward of a step (s)")
+    memory.legend(frameon=False, labelcolor=INK, loc="best")
+    return png_of(figure, title)
+
+
+def _step_seconds(row: BenchRow) -> float | None:
+    return None if row.forward_s is None or row.backward_s is None else row.forward_s + row.backward_s
+
+
+def draw_time(report: TableReport, figure: Any) -> None:
+    """Draw seconds, and the ratio to gradient checkpointing, against length."""
+    from matplotlib.ticker import MaxNLocator
+
+    seconds, ratio = figure.subplots(1, 2)
+    for rows, style in _lines(report):
+        line(seconds, [(row.length, row.step_s) for row in rows], style)
+        line(ratio, [(row.length, row.to_checkpoint) for row in rows], style)
+    dress(seconds, "Forward and backward (s)")
+    dress(ratio, "Time to gradient checkpointing")
+    known = [row.to_checkpoint for row in report.rows if row.to_checkpoint is not None]
+    ratio.set_yscale("linear")
+    ratio.yaxis.set_major_locator(MaxNLocator(8))
+    ratio.yaxis.set_major_formatter("{x:g}x")
+    ratio.set_ylim(0.95 * min(known, default=1), 1.05 * max(known, default=1))
+    seconds.legend(frameon=False, labelcolor=INK, fontsize=8)
+
+
+def draw_memory(report: TableReport, figure: Any) -> None:
+    """Draw the peak against length, and its terms at the longest."""
+    over, parts = figure.subplots(1, 2)
+    name, unit = report.unit
+    for rows, style in _lines(report):
+        line(over, [(row.length, row.peak_bytes and row.peak_bytes / unit) for row in rows], style)
+    dress(over, f"Peak of a step on the device ({name})")
+    over.legend(frameon=False, labelcolor=INK, fontsize=8)
+    longest = max((row.length for row in report.rows), default=0)
+    _stack(parts, [row for row in report.rows if row.length == longest], unit)
+    parts.set_title(f"What it is made of at {longest:,} tokens ({name})", loc="left", color=INK, fontsize=11)
+    parts.legend(frameon=False, labelcolor=INK, fontsize=8, loc="lower right")
+
+
+def draw_ablation(report: TableReport, figure: Any) -> None:
+    """Draw the time of each schedule as a distance from checkpointing's, and its memory by what it is."""
+    rows = report.rows
+    figure.set_size_inches(11, 1.6 + 0.27 * (len(rows) + len({row.section for row in rows})))
+    time, places = _time_and_memory(report, rows, figure)
+    for place, row in zip(places, rows, strict=True):
+        _ratio(time, place, row)
+    for row in rows:
+        if row.to_checkpoint is not None and (row.mode == "checkpoint" or row.to_default == 1):
+            time.axvline(row.to_checkpoint, color=COLOURS[row.mode], linewidth=1, alpha=0.6, zorder=0)
+    time.margins(x=0.15)
+    lengths = ", ".join(f"{length:,}" for length in sorted({row.length for row in rows}))
+    time.set_title(f"Time of a step of {lengths} tokens", loc="left", color=INK, fontsize=11)
+    time.set_xlabel("gradient checkpointing = 1", color=INK, fontsize=9)
+
+
+def _ratio(axes: Any, place: float, row: TableRow) -> None:
+    """Draw a row's time as its distance from gradient checkpointing's, or the reason why it has none."""
+    ratio, colour = row.to_checkpoint, COLOURS[row.mode]
+    style = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": INK}
+    if ratio is None:
+        axes.annotate(row.error.partition("\n")[0][:60], (1, place), (5, 0), **style)
+        return
+    axes.plot([1, ratio], [place, place], color="#d5d9e0", linewidth=2, zorder=1)
+    axes.plot(ratio, place, "o", color=colour, zorder=2)
+    left = ratio < 1
+    axes.annotate(f"{ratio:.2f}", (ratio, place), (-7 if left else 7, 0), ha="right" if left else "left", **style)
+
+
+def draw_longest(report: TableReport, figure: Any) -> None:
+    """Draw a bar for each schedule."""
+    rows = [row for row in report.rows if row.max_length]
+    axes = figure.subplots()
+    bars = axes.barh(range(len(rows)), [row.max_length for row in rows], color=[COLOURS[row.mode] for row in rows])
+    axes.bar_label(bars, [f"{row.max_length:,}" for row in rows], padding=4, color=INK)
+    axes.set_yticks(range(len(rows)), [row.label for row in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_title(f"Tokens of a row that fit {report.asked['budget']}", loc="left", color=INK, fontsize=11)
+    _bare(axes)
+
+
+def draw_sharing(report: TableReport, figure: Any) -> None:
+    """Draw time relative to the rows in a batch, and memory by what it is, for each layout and length of a prompt."""
+    rows = [
+        replace(
+            row,
+            section=f"prompt of {row.length:,} tokens",
+            label=f"checkpointed, {row.label}" if row.mode == "checkpoint" else row.label,
+        )
+        for row in report.rows
+    ]
+    figure.set_size_inches(11, 1.8 + 0.4 * (len(rows) + len({row.section for row in rows})))
+    time, places = _time_and_memory(report, rows, figure)
+    for place, row in zip(places, rows, strict=True):
+        if row.to_default is not None:
+            time.barh(place, row.to_default, color=COLOURS[row.mode], height=0.6)
+            time.annotate(
+                f"{row.to_default:.2f}",
+                (row.to_default, place),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+                color=INK,
+            )
+    time.margins(x=0.12)
+    time.set_title("Time of a step", loc="left", color=INK, fontsize=11)
+    time.set_xlabel("rows in a batch = 1", color=INK, fontsize=9)
+
+
+def _time_and_memory(report: TableReport, rows: Sequence[TableRow], figure: Any) -> tuple[Any, list[float]]:
+    """Draw the memory of rows on the right; return the axes for their times, on the left, and the place of each."""
+    time, memory = figure.subplots(1, 2, sharey=True)
+    places = _stack(memory, rows, report.unit[1], time)
+    memory.set_title("Memory at its peak", loc="left", color=INK, fontsize=11)
+    memory.set_xlabel(report.unit[0], color=INK, fontsize=9)
+    shown = memory.get_legend_handles_labels()
+    figure.legend(*shown, loc="outside lower right", ncols=4, frameon=False, labelcolor=INK, fontsize=8)
+    _bare(time)
+    return time, places
+
+
+def _lines(report: TableReport) -> list[tuple[list[TableRow], dict[str, Any]]]:
+    """Return the rows of each mode and the style of its line."""
+    found = []
+    for mode, label in dict.fromkeys((row.mode, row.label) for row in report.rows):
+        style = {"color": COLOURS[mode], "marker": "o", "linewidth": 2.2, "label": label}
+        found.append(([row for row in report.rows if row.mode == mode], style))
+    return found
+
+
+def _stack(axes: Any, rows: Sequence[TableRow], unit: int, labelled: Any = None) -> list[float]:
+    """Draw bars of bytes, in ``unit``, by what they are, with a heading for each section; return the place of each row.
+
+    ``labelled`` are the axes that have the names of the rows, if they are not ``axes``.
+    """
+    places: list[float] = []
+    labels: dict[float, str] = {}
+    place, section = -1.0, ""
+    for row in rows:
+        place += 1
+        if row.section != section:
+            section = row.section
+            labels[place] = section
+            place += 1
+        places.append(place)
+        labels[place] = row.label if row.section else textwrap.fill(row.label, 24)
+    parts = [{**row.terms, "on host": row.host_bytes or 0, "on disk": row.disk_bytes or 0} for row in rows]
+    left = [0.0] * len(rows)
+    others = {name: "#2b303b" for part in parts for name in part if name not in TERMS | ELSEWHERE}
+    for name, colour in (TERMS | others | ELSEWHERE).items():
+        widths = [part.get(name, 0) / unit for part in parts]
+        if any(widths):
+            axes.barh(places, widths, left=left, color=colour, label=name, height=0.72)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+    named = labelled or axes
+    named.set_yticks(list(labels), list(labels.values()), fontsize=9)
+    for tick in named.yaxis.get_major_ticks():
+        if tick.get_loc() not in places:
+            tick.label1.set_fontweight("bold")
+    axes.set_ylim(place + 0.8, -0.8)
+    _bare(axes)
+    return places
+
+
+def _bare(axes: Any) -> None:
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)

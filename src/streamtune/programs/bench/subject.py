@@ -1,0 +1,310 @@
+"""The measurements of a process of the benchmark: a model, and the cases that are measured one at a time.
+
+One prompt with several completions, as in a preference pair or a group, is measured in each layout there is:
+
+    shared   the prompt once, all completions behind it (``engine.rows``)
+    batch    each completion behind a prompt of its own, as the rows of one batch
+    turns    the same rows, one forward and backward after the other
+
+The loss is the same number in all of them: the mean over all tokens of the completions.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_device import model_device
+from streamtune.engine import Branches, decoder_layers
+from streamtune.errors import UnsupportedModelError
+from streamtune.plan.simulate.memory import LiveBytes, held_bytes
+from streamtune.plan.simulate.scored import Completions
+from streamtune.plan.simulate.workload import Mode
+from streamtune.programs.bench.modes import WAYS, Batch, Ready, last_hidden_state
+from streamtune.schedule import Schedule
+
+__all__ = [
+    "COMPLETIONS",
+    "SHARING",
+    "Case",
+    "Job",
+    "Layout",
+    "MakeModel",
+    "MeasuredModel",
+    "completion_length",
+    "env_of",
+    "sharing_batches",
+    "sharing_tokens",
+]
+
+Layout = Literal["row", "packed", "separate", "shared", "batch", "turns"]
+"""The tokens as one row, as several rows in one sequence, or as the same rows one after another; or as a prompt with
+completions (``sharing``)."""
+
+MakeModel = Callable[[], nn.Module]
+"""Builds the model in a fresh process; must be picklable (``functools.partial`` of a module's function)."""
+
+PLURALS = {
+    "activation": "activations",
+    "layer input": "layer inputs",
+    "gradient": "gradients",
+    "attention output": "attention outputs",
+}
+"""The names of kinds of live bytes among the terms of a peak."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The common part of all that a process measures: the model, the rows of a batch, the precision.
+
+    With ``completions``, which must be picklable too, a batch scores those that it returns instead of rows.
+    """
+
+    make_model: MakeModel
+    batch_size: int = 1
+    autocast: bool = False
+    completions: Completions | None = None
+
+    def tokens(self, length: int) -> int:
+        """Return the number of tokens of a batch, each completion with a prompt of its own."""
+        if self.completions is None:
+            return self.batch_size * length
+        apart = self.completions(length, self.batch_size).apart()
+        return apart.rows * apart.length
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure: a mode at a length, its tokens laid out in rows, with a schedule if it streams."""
+
+    mode: Mode
+    length: int
+    schedule: Schedule = field(default_factory=Schedule)
+    layout: Layout = "row"
+    packed_rows: int = 0
+
+
+class MeasuredModel:
+    """One model, prepared for one mode at a time, and the batches it is measured on."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.model = cast(Any, job.make_model()).train()
+        self.device = model_device(self.model)
+        self._vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        self._entered: tuple[Mode, Schedule] | None = None
+        self._ready: Ready
+        self._exit = ExitStack()
+
+    def env(self) -> dict[str, Any]:
+        """Return a description of the machine, the versions and the model."""
+        return env_of(self.model, self.job, self.device)
+
+    def memory(self, case: Case) -> dict[str, Any]:
+        """Return the peaks of one step with the head and of one without it, in bytes, and the terms of the first."""
+        batches = self._prepared(case)
+        weights = held_bytes(self.model)
+        layers = decoder_layers(self.model)
+        with LiveBytes(self.model, layers) as whole:
+            self._step(batches)
+        self.model.zero_grad(set_to_none=True)
+        without_head = None
+        if "targets" not in batches[0]:
+            with LiveBytes(self.model, layers) as decoder:
+                self._hidden_backward(batches)
+            without_head = decoder.activation_peak
+        self.model.zero_grad(set_to_none=True)
+        peak = weights + whole.peak
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._step(batches)
+            peak = torch.cuda.max_memory_allocated(self.device)
+        tiers = self._ready.tiers
+        return {
+            "peak_bytes": peak,
+            "activation_bytes": whole.activation_peak,
+            "layer_activation_bytes": without_head,
+            "host_bytes": tiers.host.peak_bytes if tiers else 0,
+            "disk_bytes": tiers.disk.peak_bytes if tiers else 0,
+            "terms": {"weights": weights, **{PLURALS.get(kind, kind): size for kind, size in whole.at_peak.items()}},
+        }
+
+    def time(self, case: Case) -> dict[str, Any]:
+        """Return the seconds of a step's forwards and of its backwards, its loss and the norm of its gradient."""
+        forward = backward = loss_sum = 0.0
+        entered = self._entered
+        batches = self._prepared(case)
+        if self.device.type == "cuda" and self._entered != entered:  # its allocator has yet to learn these sizes
+            self._step(batches)
+            self.model.zero_grad(set_to_none=True)
+        for batch in batches:
+            start = self._now()
+            loss: Any = self._loss(batch)
+            middle = self._now()
+            loss.backward()
+            forward, backward = forward + middle - start, backward + self._now() - middle
+            loss_sum += float(loss.detach())
+        norms = [p.grad.norm(dtype=torch.float64) for p in self.model.parameters() if p.grad is not None]
+        return {
+            "forward_s": forward,
+            "backward_s": backward,
+            "rss_bytes": _peak_rss(),
+            "loss": loss_sum,
+            "grad_norm": float(torch.stack(norms).norm()),
+        }
+
+    def leave(self) -> None:
+        """Put the model back as it was built."""
+        self._exit.close()
+        self._entered = None
+        self.model.zero_grad(set_to_none=True)
+
+    def _prepared(self, case: Case) -> list[Batch]:
+        """Put the model in the mode of a case, without gradients, and return the batches of the case."""
+        wanted = (case.mode, case.schedule)
+        if self._entered != wanted:
+            self.leave()
+            way = WAYS[case.mode]
+            if lacks := way.lacks(self.device.type):
+                raise UnsupportedModelError(lacks)
+            self._ready = self._exit.enter_context(way.entered(self.model, case.schedule))
+            self._entered = wanted
+        self.model.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        if self.job.completions is not None:
+            scored = self.job.completions(case.length, self.job.batch_size)
+            streams = case.mode in ("stream", "stream-keep-attention")
+            return [(scored if streams else scored.apart()).batch(self._vocabulary, self.device)]
+        if case.layout in SHARING:
+            ids = torch.randint(0, self._vocabulary, (sharing_tokens(case.length),), device=self.device)
+            return sharing_batches(ids, case.length, case.layout)
+        ids = torch.randint(0, self._vocabulary, (self.job.batch_size, case.length), device=self.device)
+        return _laid_out(ids, case.layout, case.packed_rows)
+
+    def _step(self, batches: list[Batch]) -> None:
+        for batch in batches:
+            loss: Any = self._loss(batch)
+            loss.backward()
+
+    def _loss(self, batch: Batch) -> Tensor:
+        with self._autocast():
+            return self._ready.loss(batch)
+
+    def _autocast(self) -> torch.autocast:
+        """Return autocast as a run has it: without a cache, which would hold all weights cast at once."""
+        enabled = self.job.autocast
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
+
+    def _hidden_backward(self, batches: list[Batch]) -> None:
+        for batch in batches:
+            with self._autocast():
+                hidden = last_hidden_state(self.model, batch)
+            hidden.backward(torch.ones((), dtype=hidden.dtype, device=hidden.device).expand_as(hidden))
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def env_of(model: Any, job: Job, device: torch.device) -> dict[str, Any]:
+    """Return the machine, the versions and the model; for a model on ``meta`` a simulated accelerator."""
+    names = {"cpu": platform.processor() or platform.machine(), "meta": "simulated"}
+    return {
+        "device": names[device.type] if device.type in names else torch.cuda.get_device_name(device),
+        "device_type": device.type,
+        "threads": torch.get_num_threads(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "dtype": "bfloat16 autocast" if job.autocast else str(model.dtype).removeprefix("torch."),
+        "layers": len(decoder_layers(model)),
+        "parameters": sum(_logical_size(p) for p in model.parameters()),
+        "batch_size": job.batch_size,
+    }
+
+
+def _laid_out(ids: Tensor, layout: Layout, rows: int) -> list[Batch]:
+    """Return the batches of a step: one, or one for each row where rows run one after another."""
+    if layout == "row":
+        return [{"input_ids": ids}]
+    parts = torch.tensor_split(ids, rows, dim=1)
+    if layout == "separate":
+        return [{"input_ids": part} for part in parts]
+    positions = torch.cat([torch.arange(part.shape[1], device=ids.device) for part in parts])
+    return [{"input_ids": ids, "position_ids": positions.expand(ids.shape[0], -1)}]
+
+
+def _logical_size(parameter: Tensor) -> int:
+    """Return the number of weights of a parameter: bitsandbytes packs two in a byte and reports the bytes."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()
+
+
+def _peak_rss() -> int | None:
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+
+
+COMPLETIONS = 8
+"""Completions of a prompt."""
+
+SHARING = {
+    "batch": f"{COMPLETIONS} rows, one batch",
+    "turns": f"{COMPLETIONS} rows in turn",
+    "shared": "prompt shared",
+}
+"""The layouts, for people."""
+
+
+def completion_length(prompt: int) -> int:
+    """Return the tokens of a completion: a fourth of its prompt's."""
+    return max(2, prompt // 4)
+
+
+def sharing_tokens(prompt: int) -> int:
+    """Return the number of random tokens that are needed: a prompt, and the completions."""
+    return prompt + COMPLETIONS * completion_length(prompt)
+
+
+def sharing_batches(ids_T: Tensor, prompt: int, layout: str) -> list[dict[str, Any]]:
+    """Return the batches of a step.
+
+    Args:
+        ids_T: ``[sharing_tokens(prompt)]``, the prompt and then the completions.
+        prompt: Tokens of the prompt.
+        layout: ``shared``, ``batch`` or ``turns``.
+    """
+    shared, last = ids_T[: prompt - 1], ids_T[prompt - 1 : prompt]
+    branches = [torch.cat([last, part]) for part in ids_T[prompt:].split(completion_length(prompt))]
+    count = sum(len(branch) - 1 for branch in branches)
+    nothing = ids_T.new_full((1,), IGNORE_INDEX)
+    if layout == "shared":
+        targets = [shared.new_full(shared.shape, IGNORE_INDEX)]
+        targets += [torch.cat([branch[1:], nothing]) for branch in branches]
+        tree = Branches.of([(prompt - 1, [len(branch) for branch in branches])])
+        ids = torch.cat([shared, *branches])
+        return [{"input_ids": ids[None], "targets": torch.cat(targets)[None], "count": count, "branches": tree}]
+    rows = torch.stack([torch.cat([shared, branch]) for branch in branches])
+    targets_BT = torch.cat([rows[:, 1:], nothing.expand(len(rows), 1)], 1)
+    targets_BT[:, : prompt - 1] = IGNORE_INDEX
+    if layout == "batch":
+        return [{"input_ids": rows, "targets": targets_BT, "count": count}]
+    return [
+        {"input_ids": row[None], "targets": target[None], "count": count}
+        for row, target in zip(rows, targets_BT, strict=True)
+    ]

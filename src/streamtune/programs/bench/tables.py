@@ -1,0 +1,179 @@
+"""The tables of a benchmark as data: the rows to measure, their figures, and the file that they are saved in."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from streamtune.plan.simulate.workload import Mode
+from streamtune.programs.bench.subject import Case
+from streamtune.train.staging import check_outputs, write_output
+
+__all__ = ["DEFAULT", "Entry", "TableName", "TableReport", "TableRow"]
+
+TableName = Literal["bp-time", "max-length", "memory", "ablation", "prefix-sharing"]
+
+DEFAULT = "the recipe's schedule"
+"""Label of the row that the others of an ablation are compared with."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row to measure: its case and its name.
+
+    Attributes:
+        label: Its name, by what is special about it.
+        section: The heading above it; empty where the table has none.
+        to_checkpoint, to_default: True if others of its group are compared with it.
+    """
+
+    case: Case
+    label: str
+    section: str = ""
+    to_checkpoint: bool = False
+    to_default: bool = False
+
+    def new_row(self) -> TableRow:
+        """Return its row, without figures."""
+        case = self.case
+        schedule = {**asdict(case.schedule), "offload_dir": None} if case.mode.startswith("stream") else None
+        return TableRow(case.mode, case.length, self.label, self.section, schedule)
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """The figures of an entry; None where it was not measured or could not be.
+
+    Attributes:
+        label, section: Those of the entry.
+        schedule: The schedule of a streamed step; None for a mode without one.
+        error: The reason why there are no figures.
+        peak_bytes: Peak on the device, weights and gradients included.
+        terms: Bytes of that peak by what they are.
+        activation_bytes: Peak beyond weights, gradients and stored layer inputs, head included.
+        layer_activation_bytes: The same without the head.
+        host_bytes, disk_bytes: Peaks of the bytes kept there.
+        forward_s, backward_s: Seconds, medians.
+        to_checkpoint, to_default: Time over that of gradient checkpointing and of the default schedule, medians of
+            paired steps.
+        loss, grad_norm: Those of the first step.
+        max_length: The longest sequence that fits, where that was searched for.
+    """
+
+    mode: Mode
+    length: int
+    label: str
+    section: str = ""
+    schedule: dict[str, Any] | None = None
+    error: str = ""
+    peak_bytes: int | None = None
+    terms: dict[str, int] = field(default_factory=dict)
+    activation_bytes: int | None = None
+    layer_activation_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    forward_s: float | None = None
+    backward_s: float | None = None
+    to_checkpoint: float | None = None
+    to_default: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    max_length: int | None = None
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of forward and backward together."""
+        return None if self.forward_s is None or self.backward_s is None else self.forward_s + self.backward_s
+
+
+@dataclass
+class TableReport:
+    """A table with the origin of its figures.
+
+    Attributes:
+        command: The command line that measures it again.
+        asked: The settings that the figures depend on: a finished row is used again only where all are the same.
+        env: The machine and the versions.
+        absent: Modes that could not run here, with the reason.
+    """
+
+    table: TableName
+    command: str
+    asked: dict[str, Any]
+    env: dict[str, Any]
+    rows: list[TableRow] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def stem(self) -> str:
+        """Name of its files, without the extension: the table, the budget if it has one, the device."""
+        device = "cpu" if self.env["device_type"] == "cpu" else self.env["device"]
+        name = f"{self.table} {self.asked.get('budget', '')} {device}"
+        return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+    @property
+    def unit(self) -> tuple[str, int]:
+        """The unit its bytes are shown in, and the bytes of that unit: GiB if a peak is 16 GiB or more, else MiB."""
+        largest = max((row.peak_bytes or 0 for row in self.rows), default=0)
+        return ("GiB", 1 << 30) if largest >= 16 << 30 else ("MiB", 1 << 20)
+
+    def describe(self) -> str:
+        """Return one line on the model and the machine."""
+        env = self.env
+        million = env["parameters"] / 1e6
+        size = f"{million / 1000:.1f}B" if million >= 1000 else f"{million:.1f}M"
+        model = f"{size} parameters, {env['layers']} layers, {env['dtype']}"
+        machine = (
+            f"{env['device']}, {env['threads']} thread{'s' * (env['threads'] > 1)}"
+            if env["device_type"] == "cpu"
+            else env["device"]
+        )
+        return f"{model}, batch {env['batch_size']}; {machine}, torch {env['torch']}"
+
+    def row(self, entry: Entry) -> TableRow | None:
+        """Return the row of an entry; None if there is none yet."""
+        asked = (entry.case.mode, entry.case.length, entry.label)
+        return next((row for row in self.rows if (row.mode, row.length, row.label) == asked), None)
+
+    def errors_of(self, row: TableRow) -> dict[str, float]:
+        """Return the relative errors of loss and gradient norm to plain autograd's (if missing, checkpointing's)."""
+        for mode in ("plain", "checkpoint"):
+            truth = next(
+                (r for r in self.rows if (r.mode, r.length) == (mode, row.length) and r.loss is not None), None
+            )
+            if truth is not None and row.loss is not None:
+                pairs = {"loss": (row.loss, truth.loss), "gradient norm": (row.grad_norm, truth.grad_norm)}
+                return {name: abs(ours / theirs - 1) for name, (ours, theirs) in pairs.items() if ours and theirs}
+        return {}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document of ``streamtune bench --table NAME --json``."""
+        return {**vars(self), "rows": [{**asdict(row), "errors": self.errors_of(row)} for row in self.rows]}
+
+    def save(self, folder: Path) -> Path:
+        """Write the document, so that there is never half of one, and return its path."""
+        path = folder / f"{self.stem}.json"
+        write_output(path, f"{json.dumps(self.to_json(), indent=1)}\n".encode())
+        return path
+
+    def check(self, folder: Path) -> None:
+        """Refuse a folder in which the files of the table cannot be written.
+
+        Raises:
+            ArgumentError: One of their names is a link or a folder, or nothing can be written there.
+        """
+        check_outputs(folder, [f"{self.stem}.{ending}" for ending in ("md", "json", "png")])
+
+    def resume(self, folder: Path) -> None:
+        """Take over the rows of an earlier run with the same settings on the same machine."""
+        path = folder / f"{self.stem}.json"
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+            if before["asked"] == self.asked and before["env"] == self.env:
+                names = {f.name for f in fields(TableRow)}
+                self.rows = [TableRow(**{k: v for k, v in row.items() if k in names}) for row in before["rows"]]
+        except (OSError, ValueError, KeyError, TypeError):  # none, or not one of ours: measured anew
+            return

@@ -1,0 +1,292 @@
+"""Evaluate a trained model on the rows of a recipe: build it, score its rows without gradients, sum up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from streamtune import data, models, train
+from streamtune.data.templates import fix_date
+from streamtune.engine import StreamHandle
+from streamtune.errors import ArgumentError, OutOfMemoryError
+from streamtune.plan.simulate.memory import device_held_bytes
+from streamtune.programs.evaluate.harness import check_harness, run_harness
+from streamtune.programs.evaluate.losses import score_rows
+from streamtune.programs.evaluate.metrics import measure_rows
+from streamtune.programs.evaluate.model import (
+    load_evaluated,
+    load_evaluated_tokenizer,
+    load_held_reference,
+    make_scored_reference,
+    plan_evaluation,
+)
+from streamtune.programs.evaluate.needle import NeedleOptions, default_lengths, gather_hay, probe_needles
+from streamtune.programs.export.source import TrainedModel
+from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.schema import Recipe
+from streamtune.run.data import make_sources
+from streamtune.run.device import blame_recipe, choose_device, prepare_libraries, stream_model
+from streamtune.run.precision import as_before
+from streamtune.tasks import TASKS, Task
+from streamtune.tasks.task import Built, chat_options
+
+__all__ = ["SPLITS", "EvalOptions", "evaluate_model"]
+
+SPLITS = ("held-out", "train", "all")
+"""Values of ``--split``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """The parts of an evaluation."""
+
+    split: str = "held-out"
+    """One of :data:`SPLITS`."""
+    max_rows: int | None = None
+    """Rows scored at most, of each split."""
+    needle: NeedleOptions | None = None
+    """The needle probe; None leaves it out."""
+    lm_eval: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness."""
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """Functions that are called while an evaluation runs."""
+
+    notify: Callable[[str], None] = lambda message: None
+    """Called with messages for the user, a sentence at a time."""
+    doing: Callable[[str], AbstractContextManager[Any]] = field(default=nullcontext)
+    """Returns a context that shows a message while something takes long."""
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None
+    """Called with a unit, those that are done and all of them."""
+
+
+def evaluate_model(
+    loaded: LoadedRecipe,
+    trained: TrainedModel,
+    options: EvalOptions | None = None,
+    feedback: Feedback | None = None,
+) -> dict[str, Any]:
+    """Return the document of ``streamtune eval``.
+
+    Args:
+        loaded: The recipe whose rows are scored.
+        trained: The model, from :func:`streamtune.programs.export.find_trained`.
+        options: What to compute.
+        feedback: What is called on the way.
+
+    Raises:
+        ArgumentError: The split has no rows, or an option does not fit the recipe.
+        UserError: With the line of the recipe that is to blame.
+    """
+    options, feedback = options or EvalOptions(), feedback or Feedback()
+    notify, doing = feedback.notify, feedback.doing
+    if options.split not in SPLITS:
+        raise ArgumentError(f"--split does not know {options.split!r}", mend=f"choose from {', '.join(SPLITS)}")
+    if options.lm_eval:
+        check_harness(options.lm_eval)
+    with blame_recipe(loaded):
+        recipe = _here(as_before(loaded.recipe, trained.settings), notify)
+        task = TASKS[recipe.objective].of_run(recipe, loaded.path.parent, notify)
+        device = choose_device(recipe.device)
+        prepare_libraries(device)
+        sources = make_sources(loaded)
+        fix_date(trained.identity.get("date"))
+        with doing("reading the tokenizer"):
+            tokenizer = load_evaluated_tokenizer(trained, recipe)
+        prepared = task.prepare(sources, tokenizer, notify)
+        chosen = _choose(prepared, options)
+        longest = task.longest(prepared)
+        lengths = _needle_lengths(options, recipe)
+        with doing("loading the model"):
+            found = load_evaluated(trained, recipe, tokenizer, device, notify=notify)
+        if (note := models.check_positions(found.model, max([longest, *lengths]), training=False)) is not None:
+            notify(note)
+        with doing("loading the reference"):
+            held = load_held_reference(task, found, tokenizer, device)
+        share = task.scores and task.can_share(found.model, notify, beside=held)
+        with doing("planning"):
+            schedule = plan_evaluation(
+                recipe,
+                found.model,
+                max([task.planned_length(longest), *lengths]),
+                device,
+                completions=task.own_completions(prepared, longest, share=share),
+                reference_bytes=0 if held is None else device_held_bytes(held),
+            )
+        with stream_model(recipe, found.model, schedule) as handle:
+            with doing("checking that this model streams exactly"):
+                handle.check()
+            reference = make_scored_reference(task, found.model, handle, held)
+            evaluation = _Evaluation(task, found.model, tokenizer, prepared, handle, device, share, reference, feedback)
+            with _explained("the rows were scored", "lower per_device_eval_batch_size, or engine.chunk_size"):
+                splits = {name: evaluation.split(*rows) for name, rows in chosen.items()}
+            chunk_size = handle.schedule.chunk_size
+            needle = None
+            if options.needle is not None:
+                # Training holds keys and values of one layer at a time, and writing an answer those of all.
+                with _explained("needles were asked for", "give shorter --needle-lengths"):
+                    needle = evaluation.needles(sources, options.needle, lengths)
+        harness = None
+        if options.lm_eval:
+            with doing("lm-evaluation-harness"):
+                harness = run_harness(
+                    found.model,
+                    tokenizer,
+                    options.lm_eval,
+                    max_length=recipe.max_length,
+                    limit=options.max_rows,
+                )
+    return {
+        "model": trained.folder,
+        "recipe": str(loaded.path),
+        "objective": recipe.objective,
+        "device": str(device),
+        "bf16": bool(recipe.bf16),
+        "chunk_size": chunk_size,
+        "splits": splits,
+        **({"needle": needle} if needle is not None else {}),
+        **({"lm_eval": harness} if harness is not None else {}),
+    }
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """Everything that rows are scored with."""
+
+    task: Task[Any]
+    model: Any
+    tokenizer: Any
+    prepared: Any
+    handle: StreamHandle
+    device: torch.device
+    share: bool
+    reference: train.Reference | None
+    feedback: Feedback
+
+    def split(self, rows: Sequence[Any], names: Sequence[str] | None) -> dict[str, Any]:
+        """Return the part of the document about some rows, which may have named sets."""
+        recipe = self.task.recipe
+
+        def rows_done(done: int, total: int) -> None:
+            self.feedback.progress("rows", done, total)
+
+        if self.task.scores:
+            return measure_rows(self.task, self._built, rows, bf16=bool(recipe.bf16), rows_done=rows_done, names=names)
+        return score_rows(
+            self.handle,
+            self.model,
+            rows,
+            batch_size=recipe.per_device_eval_batch_size,
+            pad_token_id=self.tokenizer.pad_token_id,
+            bf16=bool(recipe.bf16),
+            device=self.device,
+            rows_done=rows_done,
+            names=names,
+        ).to_json()
+
+    def _built(self, rows: Sequence[Any]) -> Built:
+        """Return the parts of a run that holds these rows out. Nothing is written into its directory."""
+        prepared = self.task.with_held_out(self.prepared, rows)
+        batches = self.task.batches(prepared, self.tokenizer, share=self.share)
+        world = train.World()
+        return Built(
+            device=self.device,
+            world=world,
+            shares_weights=False,
+            directory=train.RunDirectory(Path(self.task.recipe.output_dir)),
+            first_step=0,
+            tokenizer=self.tokenizer,
+            prepared=prepared,
+            batches=batches,
+            model=self.model,
+            handle=self.handle,
+            reference=self.reference,
+            share=self.share,
+            plan=self.task.count_steps(batches, 1, world),
+        )
+
+    def needles(self, sources: Sequence[data.Source], options: NeedleOptions, lengths: Sequence[int]) -> dict[str, Any]:
+        """Return the part of the document about needles."""
+        recipe = self.task.recipe
+        stack = gather_hay(
+            data.iter_texts(sources, on_bad_row=recipe.on_bad_row, max_bad_rows=recipe.max_bad_rows),
+            self.tokenizer,
+            chat=bool(self.tokenizer.chat_template) and data.holds_messages(sources),
+            tokens=2 * max(lengths),
+            notify=self.feedback.notify,
+            frame=data.first_frame(sources, chat_options(recipe)),
+        )
+        return probe_needles(
+            self.handle,
+            self.model,
+            self.tokenizer,
+            stack,
+            options,
+            lengths,
+            asked=bool(options.lengths),
+            seed=recipe.seed,
+            bf16=bool(recipe.bf16),
+            device=self.device,
+            cells_done=lambda done, total: self.feedback.progress("cells of needles", done, total),
+        )
+
+
+@contextmanager
+def _explained(doing: str, mend: str) -> Iterator[None]:
+    """Raise an error of our own where memory runs out inside.
+
+    Raises:
+        OutOfMemoryError: It did.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not train.is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(f"out of memory while {doing}", mend=mend) from error
+
+
+def _here(recipe: Recipe, notify: Callable[[str], None]) -> Recipe:
+    """Return the recipe as this one process evaluates it: completions are written by the model that is loaded."""
+    changes: dict[str, Any] = {"train_batch_size": None, "dataloader_num_workers": 0}
+    if getattr(recipe, "use_vllm", False):
+        notify("transformers writes the completions here, not vLLM")
+        changes["use_vllm"] = False
+    if getattr(recipe, "sft_steps", 0):
+        changes["sft_steps"] = 0
+    return recipe.model_copy(update=changes)
+
+
+def _choose(prepared: Any, options: EvalOptions) -> dict[str, tuple[Sequence[Any], Sequence[str] | None]]:
+    """Return the rows of each split that is asked for, with the name of the set of each where the recipe names them."""
+    split = options.split
+    found = {"held-out": prepared.validation, "train": prepared.train}
+    chosen: dict[str, tuple[Sequence[Any], Sequence[str] | None]] = {
+        name: (rows[: options.max_rows], None) for name, rows in found.items() if split in (name, "all") and len(rows)
+    }
+    if "held-out" in chosen and prepared.eval_sets:
+        places = {each.name: np.arange(each.start, each.stop)[: options.max_rows] for each in prepared.eval_sets}
+        names = [name for name, of_set in places.items() for _ in of_set]
+        chosen["held-out"] = prepared.validation.take(np.concatenate(list(places.values()))), names
+    if not chosen:
+        raise ArgumentError(
+            f"the recipe has no {split} rows",
+            where="val_size" if split == "held-out" else "datasets",
+            mend="write val_size or eval_datasets in the recipe, or give --split train",
+        )
+    return chosen
+
+
+def _needle_lengths(options: EvalOptions, recipe: Recipe) -> tuple[int, ...]:
+    """Return the lengths of the needle probe; empty without one."""
+    if options.needle is None:
+        return ()
+    return options.needle.lengths or default_lengths(recipe.max_length)

@@ -1,0 +1,209 @@
+"""Load what an evaluation needs: the trained model, the model that it is compared with, and the engine's schedule.
+
+A model is loaded as it trained (:mod:`streamtune.programs.export.source`): whole, or adapters on the base they trained
+on. A whole model is never quantised here, also where the recipe is one of QLoRA. Nothing of it is trainable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from streamtune import models, train
+from streamtune.base.adapters import base_of
+from streamtune.engine import StreamHandle, decoder_layers
+from streamtune.plan.simulate.scored import Completions
+from streamtune.programs.export.source import TrainedModel, load_trained, load_trained_tokenizer
+from streamtune.recipe.schema import Recipe
+from streamtune.run.model import choose_quantization, make_reference_model
+from streamtune.run.plan import plan_model
+from streamtune.run.reference import load_reference, streamed
+from streamtune.schedule import Schedule
+from streamtune.tasks import Task
+
+__all__ = [
+    "EvaluatedModel",
+    "load_evaluated",
+    "load_evaluated_tokenizer",
+    "load_held_reference",
+    "make_scored_reference",
+    "plan_evaluation",
+]
+
+Notify = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """A trained model, frozen, on its device."""
+
+    model: Any
+    adapters: bool
+    """True if the model is adapters on a base: without them it is what it was before training."""
+
+
+def load_evaluated_tokenizer(trained: TrainedModel, recipe: Recipe) -> Any:
+    """Load the tokenizer of a trained model, with the recipe's chat template where it has none of its own.
+
+    Raises:
+        ArgumentError: There is none.
+    """
+    tokenizer = load_trained_tokenizer(
+        trained, recipe.model_name_or_path if trained.base is None else None, recipe.trust_remote_code
+    )
+    if recipe.chat_template is not None and not tokenizer.chat_template:
+        models.set_chat_template(tokenizer, recipe.chat_template)
+    return tokenizer
+
+
+def load_evaluated(
+    trained: TrainedModel,
+    recipe: Recipe,
+    tokenizer: Any,
+    device: torch.device,
+    *,
+    notify: Notify = lambda text: None,
+) -> EvaluatedModel:
+    """Load a trained model for the rows of a recipe.
+
+    Args:
+        trained: From :func:`streamtune.programs.export.find_trained`.
+        recipe: Gives the dtype, and the base of adapters of which nothing says where they belong.
+        tokenizer: From :func:`load_evaluated_tokenizer`.
+        device: Where the weights go.
+        notify: Called where the base of adapters is not the recipe's model.
+
+    Raises:
+        ArgumentError: It cannot be loaded, or its base is not there.
+    """
+    own = trained.loaded is not None and trained.settings.get("dtype") == recipe.dtype
+    dtype = None if own or recipe.dtype in ("auto", "mixed") else recipe.dtype
+    base, unknown = _base(trained, recipe, notify)
+    if unknown:
+        made = make_reference_model(recipe, tokenizer, device, change=models.QuantisedBefore.of(Path(trained.folder)))
+        models.use_saved_ends(made, Path(trained.folder))
+        model = models.load_lora(made, Path(trained.folder)).requires_grad_(False).eval()
+        return EvaluatedModel(model, adapters=True)
+    quantization = trained.quantization
+    if trained.adapters and not trained.identity:
+        quantization = choose_quantization(recipe, device)
+    model, _ = load_trained(
+        trained,
+        device=str(device),
+        base=base,
+        dtype=dtype,
+        quantization=quantization,
+        trust_remote_code=recipe.trust_remote_code,
+        notify=notify,
+    )
+    if recipe.finetuning_type == "qlora" and not trained.adapters:
+        notify("this is a whole model: it is evaluated as it is, without the quantisation that the recipe trains on")
+    return EvaluatedModel(model, trained.adapters)
+
+
+def _base(trained: TrainedModel, recipe: Recipe, notify: Notify) -> tuple[str | None, bool]:
+    """Return the base to name in place of the adapters' own, and True if the recipe alone says how to make one."""
+    if not trained.adapters:
+        return None, False
+    named, asked = trained.base, recipe.model_name_or_path
+    if named is None:
+        made = trained.settings.get("model")
+        if made is None:
+            notify(f"nothing says which model the adapters in {trained.folder} belong to: they go on the recipe's")
+            return asked, asked is None
+        if asked is not None or recipe.model is None or recipe.model.init != made.get("init"):
+            notify("the recipe's model is another one: the adapters are evaluated on the base they were trained on")
+        return None, False
+    if asked is not None and _same(named, asked):
+        return None, False
+    if asked is not None and Path(named).is_absolute() and not models.is_folder(named):
+        notify(f"the adapters were trained on {named}, which is not here: they are put on the recipe's model, {asked}")
+        return asked, False
+    mine = asked if asked is not None else "made from a configuration"
+    notify(f"the adapters were trained on {named}, and evaluated on it; the recipe's model is another one: {mine}")
+    return None, False
+
+
+def _same(one: str, other: str) -> bool:
+    if models.is_folder(one) and models.is_folder(other):
+        return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
+    return one == other
+
+
+# --- references -----------------------------------------------------------------------------------------------------
+
+
+def load_held_reference(task: Task[Any], found: EvaluatedModel, tokenizer: Any, device: torch.device) -> Any | None:
+    """Load the reference as a second model; None if there is none, or it is the model without its adapters.
+
+    Args:
+        task: The task of the recipe, whose model as training starts is the reference unless it names another.
+        found: The trained model.
+        tokenizer: Its tokenizer.
+        device: The reference's device.
+
+    Raises:
+        ArgumentError: There is no such model, or its vocabulary is another.
+    """
+    if not task.compares or not task.scores or (found.adapters and task.reference_name is None):
+        return None
+    held = load_reference(task, found.model, tokenizer, device)
+    if held is None:  # a recipe of adapters, and a whole model, such as one they were merged into
+        held = make_reference_model(task.recipe, tokenizer, device).requires_grad_(False).eval()
+    return held
+
+
+def make_scored_reference(
+    task: Task[Any], model: Any, handle: StreamHandle, held: Any | None
+) -> train.ModelReference | None:
+    """Return the reference as objectives call it; None if the loss has none."""
+    if not task.compares or not task.scores:  # of sft it is a teacher, which evaluations do not ask
+        return None
+    if held is None:
+        return train.ModelReference(model, handle, temperature=task.temperature)
+    return streamed(held, handle, temperature=task.temperature)
+
+
+# --- schedule -------------------------------------------------------------------------------------------------------
+
+
+def plan_evaluation(
+    recipe: Recipe,
+    model: Any,
+    length: int,
+    device: torch.device,
+    *,
+    completions: Completions | None = None,
+    reference_bytes: int = 0,
+) -> Schedule | None:
+    """Return the planner's schedule for rows of ``length`` tokens; None where the recipe fixes it.
+
+    It is that of a training step in which hardly anything is trained: gradients and optimizer state are not there, and
+    layer inputs are counted though an evaluation holds none. So what is planned for is more than what is held.
+
+    Raises:
+        ArgumentError: Nothing fits.
+    """
+    if recipe.engine.schedule != "auto":
+        return None
+    with _one_trainable(model):
+        found = plan_model(recipe, model, length, device, completions=completions, reference_bytes=reference_bytes)
+    return found.schedule
+
+
+@contextmanager
+def _one_trainable(model: Any) -> Iterator[None]:
+    """Make the smallest weight of the first layer trainable while inside: a step needs one."""
+    layer = decoder_layers(base_of(model))[0]
+    weights = [each for each in layer.parameters() if each.is_floating_point()]
+    smallest = min(weights, key=lambda each: each.numel())
+    smallest.requires_grad_(True)
+    try:
+        yield
+    finally:
+        smallest.requires_grad_(False)

@@ -1,0 +1,127 @@
+"""Ask a teacher for the likeliest next tokens at each target of a recipe's rows, and write them to a file.
+
+A run with ``teacher: FILE`` learns from them as it would from the model, without holding it.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from streamtune import data, train
+from streamtune.base.labels import IGNORE_INDEX
+from streamtune.errors import ArgumentError
+from streamtune.ops import top_classes
+from streamtune.ops.head.sweep import TargetRows
+from streamtune.programs.evaluate.evaluate import Feedback
+from streamtune.programs.evaluate.model import plan_evaluation
+from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.losses import loss_mistakes
+from streamtune.run.data import make_sources, make_tokenizer
+from streamtune.run.device import blame_recipe, choose_device, prepare_libraries, stream_model
+from streamtune.run.reference import load_reference
+from streamtune.tasks import task_of
+from streamtune.tasks.taught import TaughtWriter, distinct_rows, num_targets, reserved, tokenizer_hash
+
+__all__ = ["teach"]
+
+
+def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback | None = None) -> dict[str, Any]:
+    """Write what the recipe's teacher says of the rows that are trained on; return what was written, for the screen.
+
+    Args:
+        loaded: The recipe, of ``sft``, with a model as teacher.
+        output: The file, which is not there yet.
+        top_k: Tokens of each target.
+        feedback: What is called on the way.
+
+    Raises:
+        ArgumentError: The recipe has no teacher or trains on other than whole rows, or there are not so many tokens.
+        UserError: With the line of the recipe that is to blame.
+    """
+    feedback = feedback or Feedback()
+    notify, doing = feedback.notify, feedback.doing
+    recipe = loaded.recipe
+    with blame_recipe(loaded), ExitStack() as stack:
+        partial = stack.enter_context(reserved(output))
+        task = task_of(recipe)
+        if recipe.objective != "sft":
+            raise ArgumentError(f"{recipe.objective} has no rows that a teacher is asked of", where="objective")
+        if recipe.teacher is None or recipe.teacher_file is not None:
+            raise ArgumentError("the recipe names no model as teacher", where="teacher", mend="--set teacher=NAME")
+        # What a run with the file would refuse is refused now.
+        for found in loss_mistakes(recipe.model_copy(update={"teacher": str(output)})):
+            told: dict[str, Any] = found.context or {}
+            raise ArgumentError(told["what"], where=told["key"], mend=told["mend"])
+        device = choose_device(recipe.device)
+        prepare_libraries(device)
+        sources = make_sources(loaded)
+        with doing("making the tokenizer"):
+            tokenizer = make_tokenizer(recipe, sources, None, notify)
+        prepared = task.prepare(sources, tokenizer, notify)
+        rows, numbers = prepared.train, list(distinct_rows(prepared.train))
+        with doing("loading the teacher"):
+            teacher = load_reference(task, None, tokenizer, device)
+        assert teacher is not None, "it has a name"
+        vocabulary = min(len(tokenizer), teacher.get_output_embeddings().weight.shape[0])
+        if top_k >= vocabulary:
+            raise ArgumentError(
+                f"the teacher has {vocabulary:,} tokens, and one class is for those that are left out",
+                where="--top-k",
+                mend=f"give a number below {vocabulary:,}; 64 is usual",
+            )
+        with doing("planning"):
+            alone = recipe.model_copy(update={"teacher": None})
+            schedule = plan_evaluation(alone, teacher, task.longest(prepared), device)
+        handle = stack.enter_context(stream_model(recipe, teacher, schedule))
+        teacher.requires_grad_(False)
+        with doing("checking that this model streams exactly"):
+            handle.check()
+        facts = {
+            "k": str(top_k),
+            "vocabulary": str(vocabulary),
+            "temperature": repr(recipe.kd_temperature),
+            "teacher": recipe.teacher,
+            "tokenizer": tokenizer_hash(tokenizer),
+        }
+        writer = TaughtWriter(partial, [num_targets(rows[number]) for number in numbers], facts)
+        model = train.ModelReference(teacher, handle)
+        with writer.finished(output), torch.no_grad(), train.autocast(device, bool(recipe.bf16)):
+            for start in range(0, len(numbers), recipe.per_device_eval_batch_size):
+                part = [rows[number] for number in numbers[start : start + recipe.per_device_eval_batch_size]]
+                ids, logprobs = _ask(
+                    model, part, tokenizer.pad_token_id, device, top_k, vocabulary, recipe.kd_temperature
+                )
+                place = 0
+                for row in part:
+                    stop = place + num_targets(row)
+                    writer.add(row, ids[place:stop], logprobs[place:stop])
+                    place = stop
+                feedback.progress("rows", start + len(part), len(numbers))
+    return {**writer.facts, "file": str(output), "targets": int(writer.starts[-1]), "bytes": output.stat().st_size}
+
+
+def _ask(
+    model: train.ModelReference,
+    rows: list[data.Example],
+    pad_token_id: int,
+    device: torch.device,
+    top_k: int,
+    vocabulary: int,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids ``[K, k]`` and log-probs ``[K, k + 1]`` of the targets of rows, with logits of a chunk at a time."""
+    batch = train.MicroBatch(
+        **data.collate(rows, pad_token_id=pad_token_id), origins=tuple(row.origin for row in rows)
+    ).to(device)
+    lazy = model.lazy_logits(batch)
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with lazy.owner.as_teacher(lazy, batch.shift_labels) as head:
+        for chunk in TargetRows(batch.shift_labels, IGNORE_INDEX, model.handle.schedule.head_chunk_size).chunks():
+            ids, logprobs = top_classes(head.logits(chunk)[:, :vocabulary], top_k, temperature)
+            found.append((ids.int().cpu(), logprobs.float().cpu()))
+    ids_parts, logprob_parts = zip(*found, strict=True)
+    return torch.cat(ids_parts), torch.cat(logprob_parts)

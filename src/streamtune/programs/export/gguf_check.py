@@ -1,0 +1,240 @@
+"""Compare a GGUF file with the model it was converted from: every weight, logits on the run's rows, facts, vocabulary.
+
+A number of the file may be off by the rounding of its type: nothing but that explains a difference. Of the logits the
+same is asked as of a merged model (:mod:`streamtune.programs.export.check`), and the yardstick is the model with every
+weight moved at random by that rounding. The file's values take the place of the model's a layer at a time, so that no
+second model is in memory.
+
+    R     logits of the exported model, in fp32                     [tokens, vocabulary]
+    N     the same with every weight moved by one rounding of the file's types
+    M     the same with the values of the file
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamtune.programs.export.check import DRAWS, FLOOR, LARGEST, MEDIAN, Doing, row_errors, row_logits
+from streamtune.programs.export.gguf_file import GgufFile, weights_of
+from streamtune.programs.export.wide import widened
+
+__all__ = ["GgufComparison", "compare_gguf"]
+
+FACTS = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+}
+"""Keys of the file, after the name of the architecture, and of the configuration."""
+SCALED = {"linear": "rope.scaling.factor", "yarn": "rope.scaling.factor"}
+"""Kinds of scaled rotations, and the key that has their factor."""
+MOVED = 0.05
+"""Part of the numbers of a weight that differ where they are in another order."""
+
+
+@dataclass
+class GgufComparison:
+    """Distances of a GGUF file from the model that it was converted from."""
+
+    path: str
+    architecture: str
+    types: dict[str, int]
+    """Tensors of each type."""
+    compared: int = 0
+    """Weights of the model that were compared number by number."""
+    reordered: list[str] = field(default_factory=list)
+    """Weights that hold the same numbers in an order that is not known here."""
+    not_compared: list[str] = field(default_factory=list)
+    """Tensors of the file that no weight of the model is stored as, such as factors of rotations."""
+    worst: str = ""
+    """The weight that is furthest off, of what its type's rounding allows."""
+    worst_part: float = 0.0
+    """That part; more than 1 is a difference."""
+    median: float | None = None
+    """Median over the tokens of ``|M - R| / |R|``; None where a weight differs already."""
+    largest: float | None = None
+    allowed_median: float | None = None
+    allowed_largest: float | None = None
+    problems: list[str] = field(default_factory=list)
+    """Differences, in words."""
+
+    @property
+    def passes(self) -> bool:
+        """True if the file is the model, to the rounding of its types."""
+        return not self.problems
+
+
+@torch.no_grad()
+def compare_gguf(
+    path: Path, model: Any, tokenizer: Any, rows: Sequence[Tensor], *, doing: Doing = lambda text: nullcontext()
+) -> GgufComparison:
+    """Compare a file with the model that it was made of.
+
+    Args:
+        path: The file.
+        model: The exported model, in evaluation mode.
+        tokenizer: Its tokenizer.
+        rows: Token ids, ``[1, T]`` each.
+        doing: Shows what is compared.
+    """
+    file = GgufFile(path, model)
+    kinds = [file.type_of(place) for place in file.tensors]
+    found = GgufComparison(path.name, file.architecture, {kind: kinds.count(kind) for kind in sorted(set(kinds))})
+    with doing("weights of the GGUF file"):
+        _compare_weights(file, model, found)
+    found.problems += [*_facts(file, model), *_vocabulary(file, tokenizer)]
+    if found.problems:
+        return found
+    with doing("logits of the GGUF file"):
+        _compare_logits(file, model, rows, found)
+    return found
+
+
+def _compare_weights(file: GgufFile, model: nn.Module, found: GgufComparison) -> None:
+    used: set[str] = set()
+    for name, own in weights_of(model):
+        places = file.places(name)
+        used.update(places)
+        if not places:
+            found.problems.append(f"it has no {name}")
+            continue
+        try:
+            values, allowed = file.values(name)
+        except ValueError as error:
+            found.problems.append(f"{name} is {error}")
+            continue
+        weight = own.detach().float().cpu()
+        part = _part(values, weight, allowed)
+        if not part <= 1 and not file.known and _is_elsewhere(values, weight, allowed):
+            flat = _part(values.flatten().sort().values, weight.flatten().sort().values, allowed.max())
+            if flat <= 1:
+                found.reordered.append(name)
+                continue
+        found.compared += 1
+        if not part <= found.worst_part:  # NaN as well
+            found.worst, found.worst_part = name, part
+        if not part <= 1:
+            shape = "" if values.shape == weight.shape else f": its shape is {list(values.shape)}"
+            found.problems.append(
+                f"{name} differs by {part:.3g} times what {file.type_of(places[0])} rounds{shape}"
+                + ("" if file.known else ", or llama.cpp stores it in a way that is not known here")
+            )
+    found.not_compared = sorted(file.tensors.keys() - used)
+
+
+def _part(values: Tensor, own: Tensor, allowed: Tensor) -> float:
+    """Return the largest difference as a part of what is allowed; infinity where shapes differ."""
+    if values.shape != own.shape:
+        return float("inf")
+    difference = (values - own).abs()
+    return float(torch.where(difference == 0, 0.0, difference / allowed.clamp_min(1e-38)).max())
+
+
+def _is_elsewhere(values: Tensor, own: Tensor, allowed: Tensor) -> bool:
+    """Return True if so many numbers differ that their order must be another one: a few are changed numbers."""
+    if values.shape != own.shape:
+        return values.numel() == own.numel()
+    return float(((values - own).abs() > allowed).float().mean()) > MOVED
+
+
+def _facts(file: GgufFile, model: Any) -> list[str]:
+    """Return the numbers of the configuration that the file has otherwise, of architectures that are known."""
+    config = model.config.get_text_config(decoder=True)
+    wrong = []
+    for key, name in FACTS.items() if file.known else ():
+        there, own = file.fact(f"{file.architecture}.{key}"), getattr(config, name, None)
+        if not isinstance(there, (int, float)) or not isinstance(own, (int, float)):
+            continue  # a number for each layer, or none
+        if abs(there - own) > 1e-6 * abs(own):
+            wrong.append(f"{key} is {there}, and {name} of the model {own}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention") or rope  # of windows apart, which have another key or none
+    base = rope.get("rope_theta")
+    there = file.fact(f"{file.architecture}.rope.freq_base")
+    if base is not None and abs((10000.0 if there is None else there) - base) > 1e-6 * base:
+        wrong.append(f"rope.freq_base is {there}, and rope_theta of the model {base}")
+    kind = rope.get("rope_type", "default")
+    if kind in SCALED and file.fact(f"{file.architecture}.{SCALED[kind]}") != rope.get("factor"):
+        there = file.fact(f"{file.architecture}.{SCALED[kind]}")
+        wrong.append(f"{SCALED[kind]} is {there}, and the {kind} factor of the model's rotations {rope.get('factor')}")
+    if kind == "llama3" and "rope_freqs.weight" not in file.tensors:
+        wrong.append("it has no rope_freqs.weight, and the model's rotations are scaled as Llama 3's")
+    return wrong
+
+
+def _vocabulary(file: GgufFile, tokenizer: Any) -> list[str]:
+    """Return what the file has of the tokenizer otherwise; nothing of a file without a vocabulary."""
+    if file.fact("tokenizer.ggml.model") not in ("gpt2", "llama"):
+        return []
+    tokens: list[str] = file.fact("tokenizer.ggml.tokens") or []
+    added = tokenizer.get_added_vocab()
+    others = [
+        number
+        for token, number in tokenizer.get_vocab().items()
+        if token not in added and (number >= len(tokens) or tokens[number] != token)
+    ]
+    wrong = [f"{len(others)} tokens are others than the tokenizer's, such as {min(others)}"] if others else []
+    for key, own in (("eos_token_id", tokenizer.eos_token_id), ("chat_template", tokenizer.chat_template)):
+        there = file.fact(f"tokenizer.{'ggml.' if key.endswith('id') else ''}{key}")
+        if isinstance(own, (int, str)) and there != own:
+            wrong.append(f"its {key} is not the tokenizer's" + (f": {there}" if isinstance(own, int) else ""))
+    return wrong
+
+
+class _FileValues:
+    """Puts the values of the file, or random roundings of them, in the place of a module's weights."""
+
+    def __init__(self, file: GgufFile, model: nn.Module, apart: Sequence[str], seed: int | None) -> None:
+        self._file, self._apart = file, set(apart)
+        self._drawn = None if seed is None else torch.Generator().manual_seed(seed)
+        self._prefixes: dict[int, str] = {}
+        for name, module in model.named_modules():
+            self._prefixes.setdefault(id(module), f"{name}." if name else "")
+
+    def moves(self, module: nn.Module) -> bool:
+        return any(x is not None and x.is_floating_point() for x in module._parameters.values())
+
+    def sizes(self, module: nn.Module) -> dict[str, Tensor]:
+        found = {}
+        for key, own in module._parameters.items():
+            name = f"{self._prefixes[id(module)]}{key}"
+            if own is None or name in self._apart or not self._file.places(name):  # tied to one that has a place
+                continue
+            values, allowed = self._file.values(name)
+            if self._drawn is not None:
+                values = own.float().cpu() + (2 * torch.rand(own.shape, generator=self._drawn) - 1) * allowed
+            found[key] = values.to(own.device)
+        return found
+
+    def move(self, weight: Tensor, size: Tensor) -> Tensor:
+        return size
+
+
+def _compare_logits(file: GgufFile, model: Any, rows: Sequence[Tensor], found: GgufComparison) -> None:
+    with widened(model):
+        logits = [row_logits(model, row) for row in rows]
+    yardstick = torch.full((sum(each.shape[0] for each in logits),), FLOOR / MEDIAN)
+    for seed in range(DRAWS):
+        with widened(model, _FileValues(file, model, found.reordered, seed)):
+            yardstick = torch.maximum(yardstick, row_errors(model, rows, logits)[0])
+    with widened(model, _FileValues(file, model, found.reordered, None)):
+        errors, _ = row_errors(model, rows, logits)
+    found.median, found.largest = float(errors.median()), float(errors.max())
+    found.allowed_median = MEDIAN * float(yardstick.median())
+    found.allowed_largest = LARGEST * float(yardstick.max())
+    if not (found.median <= found.allowed_median and found.largest <= found.allowed_largest):  # NaN as well
+        found.problems.append(
+            f"its logits are off by {found.median:.1e} in the median and {found.largest:.1e} at most, where the "
+            f"rounding explains {found.allowed_median:.1e} and {found.allowed_largest:.1e}"
+        )

@@ -1,0 +1,223 @@
+"""The folder that is written: weights in shards, configuration, tokenizer, model card; whole or not at all.
+
+It is written beside the place where it will be, as ``OUT.partial``, and renamed when the written model has passed its
+check. One that has not stays as ``OUT.failed``.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamtune import models
+from streamtune.base import interrupts
+from streamtune.base.adapters import base_of, is_of_adapters
+from streamtune.base.result_cache import is_open_at, try_lock
+from streamtune.base.sizes import show_size
+from streamtune.errors import ArgumentError, RunError
+from streamtune.models.quantize import is_quantised, logical_size
+from streamtune.programs.export.merge import merged_weights, must_untie
+from streamtune.train.staging import free_bytes, remove_any
+
+__all__ = ["check_target", "keep_failed", "staged", "write_adapters", "write_merged", "written_bytes"]
+
+MARK = ".streamtune-export"
+"""A file in a folder that is not done, locked while it is written."""
+
+
+def check_target(out: Path) -> None:
+    """Refuse a folder that has something in it, and one that cannot be made.
+
+    Raises:
+        ArgumentError: It is not empty, or no folder.
+    """
+    try:
+        is_folder = out.is_dir() and not out.is_symlink()
+        taken = any(out.iterdir()) if is_folder else out.exists() or out.is_symlink()
+    except OSError as error:
+        raise ArgumentError(
+            f"{out} cannot be looked at: {error.strerror}", where="OUT", mend="name a new folder"
+        ) from error
+    if taken:
+        what = "a link" if out.is_symlink() else "a folder that is not empty" if is_folder else "a file"
+        raise ArgumentError(f"{out} is {what}; nothing is overwritten", where="OUT", mend="name a new folder")
+    partial = _beside(out, "partial")
+    if os.path.lexists(partial) and not _is_ours(partial):
+        raise ArgumentError(f"{partial} is in the way", where="OUT", mend="move it, or name another folder")
+
+
+def _is_ours(partial: Path) -> bool:
+    """Return True if an export made a folder: it has the mark of one, or is empty, for the mark is written first."""
+    if partial.is_symlink() or not partial.is_dir():
+        return False
+    return (partial / MARK).is_file() or not any(partial.iterdir())
+
+
+@contextmanager
+def staged(out: Path, needed: int) -> Iterator[Path]:
+    """Make ``OUT.partial``, and rename it to ``out`` at the end; on an error it is removed.
+
+    Args:
+        out: The folder that will be there.
+        needed: About how many bytes it takes.
+
+    Raises:
+        RunError: There is no room, or it cannot be written.
+    """
+    partial = _beside(out, "partial")
+    lock: int | None = None
+    try:
+        free = free_bytes(out)
+        if needed > free:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        lock = _own(partial, out)
+        interrupts.remove_too(str(partial))
+        yield partial
+        if partial.exists():  # else it was kept as OUT.failed
+            if out.is_dir():
+                out.rmdir()
+            partial.rename(out)
+            (out / MARK).unlink()  # last: killed before, it is a folder that is known to be ours
+    except BaseException as error:
+        if lock is not None:  # else it is another export's
+            interrupts.remove_folder(str(partial))
+        if _is_disk_error(error):
+            if isinstance(error, OSError) and error.errno not in (None, errno.ENOSPC, errno.EDQUOT):
+                raise RunError(f"cannot write {out}: {error}", mend="name a folder that can be written to") from error
+            raise RunError(
+                f"cannot write {out}: {error}; it takes {show_size(needed)} and {show_size(free_bytes(out))} are free",
+                mend="make room, or name a folder on another disk",
+            ) from error
+        raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _own(partial: Path, out: Path) -> int:
+    """Make the folder that is written, and return the descriptor of its mark, locked; what was left in it is removed.
+
+    Raises:
+        ArgumentError: Another export is writing it.
+    """
+    lock = -1
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        if not _is_ours(partial):
+            raise FileExistsError(errno.EEXIST, "it was put there meanwhile", str(partial))
+        lock = os.open(partial / MARK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
+        try_lock(lock)
+        if not is_open_at(lock, partial / MARK):  # the export that had it is done
+            raise FileNotFoundError(errno.ENOENT, "it was removed meanwhile", str(partial / MARK))
+        for path in partial.iterdir():
+            if path.name != MARK:
+                remove_any(path)
+    except (BlockingIOError, FileExistsError, FileNotFoundError) as error:
+        with suppress(OSError):
+            os.close(lock)
+        raise ArgumentError(
+            f"another export is writing {out}", where="OUT", mend="wait for its end, or name another folder"
+        ) from error
+    return lock
+
+
+def keep_failed(partial: Path, out: Path) -> Path:
+    """Rename a folder or file that did not pass to ``OUT.failed``, or the first free ``OUT.failed-N``; return that."""
+    number, target = 1, _beside(out, "failed")
+    while os.path.lexists(target):
+        number += 1
+        target = _beside(out, f"failed-{number}")
+    partial.rename(target)
+    if target.is_dir():
+        (target / MARK).unlink(missing_ok=True)
+    return target
+
+
+def _beside(out: Path, ending: str) -> Path:
+    return out.absolute().with_name(f"{out.absolute().name}.{ending}")
+
+
+def _is_disk_error(error: BaseException) -> bool:
+    from safetensors import SafetensorError
+
+    return isinstance(error, (OSError, SafetensorError))
+
+
+def write_merged(
+    model: nn.Module, tokenizer: Any, folder: Path, *, dtype: torch.dtype | None, shard_bytes: int
+) -> None:
+    """Write the merged weights of ``model``, its configuration and its tokenizer, one module after another.
+
+    Args:
+        model: With or without adapters; it is left as it is.
+        tokenizer: Its tokenizer, with the chat template.
+        folder: The folder to write into.
+        dtype: Of the weights; None keeps their own.
+        shard_bytes: Most bytes of a file.
+    """
+    base, untied = base_of(model), must_untie(model)
+    names = _names(model, dtype)
+    models.write_shards(base, names, folder, shard_bytes, untied=untied)
+    _write_configuration(base, folder, dtype, untied=untied)
+    models.SavedTokenizer(tokenizer).save_pretrained(folder)
+
+
+def _names(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    for name, values in merged_weights(model, dtype=dtype):
+        yield name, values.cpu()
+
+
+def _write_configuration(base: Any, folder: Path, dtype: torch.dtype | None, *, untied: bool) -> None:
+    """Write ``config.json`` and ``generation_config.json``: rope and all else as the model has it."""
+    config = copy.deepcopy(base.config)
+    for each in {id(each): each for each in (config, config.get_text_config(decoder=True))}.values():
+        if untied:
+            each.tie_word_embeddings = False
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.architectures = [type(base).__name__]
+    config.dtype = dtype or base.dtype
+    config.save_pretrained(folder)
+    models.add_old_names(folder)
+    if base.generation_config is not None and base.can_generate():
+        with suppress(ValueError):  # a checkpoint's own may contradict itself, and then it is left out
+            base.generation_config.save_pretrained(folder)
+
+
+def written_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
+    """Return about how many bytes the merged weights take."""
+    base = base_of(model)
+    size = (dtype or base.dtype).itemsize
+    own = [x for name, x in base.named_parameters() if not is_of_adapters(name)]
+    return sum(logical_size(x) * (size if dtype or is_quantised(x) else x.element_size()) for x in own)
+
+
+def write_adapters(source: Path, tokenizer: Any, folder: Path, base: str | None) -> None:
+    """Copy adapters in peft's format with their tokenizer, naming their base.
+
+    Args:
+        source: The folder of the adapters.
+        tokenizer: Their tokenizer.
+        folder: The folder to write into.
+        base: The name of the base to write down; None leaves what is there.
+    """
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copyfile(source / name, folder / name)
+    for name in (models.LOFTQ_FILE, "generation_config.json"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if base is not None:
+        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        settings["base_model_name_or_path"] = models.absolute_name(base)
+        (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    models.SavedTokenizer(tokenizer).save_pretrained(folder)

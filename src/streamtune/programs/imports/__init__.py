@@ -1,0 +1,1 @@
+"""Recipes of other trainers (axolotl, LLaMA-Factory, TRL, ms-swift) in our keys."""

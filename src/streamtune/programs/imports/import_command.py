@@ -1,0 +1,125 @@
+"""``streamtune recipes import``: a recipe of another trainer in our keys, with an account of each of its fields."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from streamtune.cli.console import err, out, plain, print_json, print_note, print_rows
+from streamtune.cli.options import JsonOption, option
+from streamtune.cli.recipes import is_there, write_new
+from streamtune.errors import RecipeError
+from streamtune.programs.imports.conversion import FieldFinding
+from streamtune.programs.imports.importing import TRAINERS, ImportedRecipe
+from streamtune.programs.imports.importing import import_recipe as convert
+from streamtune.recipe import load_recipe
+
+__all__ = ["import_recipe"]
+
+
+def import_recipe(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Their recipe: YAML, JSON or a shell script.", show_default=False)
+    ],
+    dest: Annotated[
+        Path | None, typer.Argument(metavar="[OUT]", help="Ours; FILE-streamtune.yaml without it.", show_default=False)
+    ] = None,
+    trainer: Annotated[
+        str | None, option("TRAINER", f"Whose recipe it is: {', '.join(TRAINERS)}. Else its fields show it.", "--from")
+    ] = None,
+    objective: Annotated[
+        str | None, option("NAME", "sft, dpo or grpo, where the fields do not show it.", "--objective")
+    ] = None,
+    strict: Annotated[
+        bool, option(None, "Write nothing if a field that changes training has no counterpart.", "--strict")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Convert a recipe of axolotl, LLaMA-Factory, TRL or ms-swift to ours, and account for each of its fields."""
+    dest = dest or Path(f"{file.stem}-streamtune.yaml")
+    if dest.is_dir():
+        dest /= f"{file.stem}-streamtune.yaml"
+    if dest.exists():
+        raise is_there(dest, f"`streamtune recipes import {file} OTHER.yaml`")
+    imported = convert(file, trainer, objective)
+    if not json:
+        _print_imported(file, imported)
+    changed = imported.changes_training
+    if not (strict and changed):
+        write_new(dest, imported.text, f"`streamtune recipes import {file} OTHER.yaml`")
+        try:
+            load_recipe(dest)
+        except RecipeError:
+            dest.unlink()
+            raise
+    if json:
+        print_json({**_imported_json(file, imported), "path": None if strict and changed else str(dest)})
+    for note in imported.notes:
+        print_note(note)
+    if strict and changed:
+        places = "\n".join(f"- {found.where or imported.trainer.title}: {found.theirs}" for found in changed)
+        raise RecipeError(
+            f"fields without counterpart that change training: {len(changed)}\n{places}",
+            where=str(file),
+            mend="leave out --strict to write the recipe without them",
+        )
+    train = Text.assemble("wrote ", (str(dest), "bold"), f"; train with `streamtune {imported.objective} {dest}`")
+    err.print(train, soft_wrap=True)
+
+
+SECTIONS = {
+    "mapped": "mapped",
+    "default": "written because the default differs",
+    "not_needed": "not needed",
+    "lost": "without counterpart",
+}
+"""Kind of a finding -> the heading of its section."""
+
+
+def _print_imported(file: Path, imported: ImportedRecipe) -> None:
+    seen = f", recognised by {', '.join(imported.guessed[:4])}" if imported.guessed else ""
+    out.print(
+        Text.assemble((plain(str(file)), "bold"), f": a recipe of {imported.trainer.title}{seen}"), soft_wrap=True
+    )
+    for kind, heading in SECTIONS.items():
+        found = imported.of_kind(kind)
+        if not found:
+            continue
+        changed = sum(item.trains for item in found)
+        tail = f"; * changes what is trained: {changed}" if kind == "lost" and changed else ""
+        out.print(Text.assemble("\n", (f"{heading}: {len(found)}", "bold"), tail), soft_wrap=True)
+        print_rows(_finding_row(item) for item in found)
+
+
+def _finding_row(found: FieldFinding) -> tuple[str, str]:
+    """Return the two columns of a finding."""
+    if found.kind == "lost":
+        place = found.where or "-"
+        return f"{place}{' *' if found.trains else ''}", found.theirs + (f": {found.note}" if found.note else "")
+    if found.kind == "default":
+        return found.ours, found.note
+    if found.kind == "not_needed":
+        return found.theirs, found.note
+    return found.theirs, f"-> {found.ours}" + (f" ({found.note})" if found.note else "")
+
+
+def _imported_json(file: Path, imported: ImportedRecipe) -> dict[str, object]:
+    kinds = {kind: [_finding_json(found) for found in imported.of_kind(kind)] for kind in SECTIONS}
+    return {
+        "from": imported.trainer.name,
+        "recognised_by": list(imported.guessed),
+        "objective": imported.objective,
+        "file": str(file),
+        **kinds,
+        "changes_training": len(imported.changes_training),
+    }
+
+
+def _finding_json(found: FieldFinding) -> dict[str, object]:
+    values = {"theirs": found.theirs, "where": found.where, "ours": found.ours, "note": found.note}
+    return {key: value for key, value in values.items() if value} | (
+        {"changes_training": found.trains} if found.kind == "lost" else {}
+    )

@@ -1,0 +1,1 @@
+"""Find the longest sequence that trains, by whole training steps in processes of their own."""

@@ -1,0 +1,333 @@
+"""Find the longest sequence, or the largest batch, that a recipe can train.
+
+A measured trial runs whole training steps (``build_steps``) in a process of its own; a simulated one runs them on
+``meta`` tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from streamtune import models
+from streamtune.base.adapters import base_of
+from streamtune.base.sizes import parse_size, show_size
+from streamtune.engine.memory.host import usable_host_bytes
+from streamtune.errors import ArgumentError, RunError, did_you_mean
+from streamtune.optim import check_optimizer
+from streamtune.plan.budget import Budget, free_disk_bytes
+from streamtune.plan.rates import Device, sheet_rates
+from streamtune.plan.search import Range
+from streamtune.plan.simulate.workload import Mode
+from streamtune.programs.probe.prepare import prepare_step
+from streamtune.programs.probe.probe import ProbeReport, ProbeTask, RunTrial, Trial, measured, run_probe
+from streamtune.programs.probe.simulated import SimulatedTrials, simulated
+from streamtune.programs.probe.trial import Outcome
+from streamtune.recipe.loader import LoadedRecipe
+from streamtune.recipe.schema import Recipe
+from streamtune.run.cluster import RanksAsked
+from streamtune.run.device import blame_recipe, choose_device, make_schedule, prepare_libraries
+from streamtune.run.model import choose_quantization, make_blueprint
+from streamtune.run.plan import device_elsewhere, memory_of, rates_here
+from streamtune.run.precision import precise
+from streamtune.tasks import task_of
+
+__all__ = ["ProbeOptions", "probe_recipe"]
+
+BASELINES: tuple[Mode, ...] = ("checkpoint", "plain")
+FUSED_BASELINES: tuple[Mode, ...] = ("liger-loss-offload", "liger-loss")
+"""Baselines of a simulated search for rows whose loss is the cross entropy: what people train long rows with."""
+
+LEAST_LENGTH, STEP, GRAIN = 256, 256, 64
+"""Tokens: of the shortest trial unless one is asked for, where the search stops, and what lengths are rounded to."""
+
+FIRST_LENGTH = 2048
+"""Tokens of the first trial."""
+
+MOST = 1 << 27
+"""Tokens beyond which nothing is looked for."""
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """The options of a probe on the command line; sizes in bytes, None where one is not given."""
+
+    method: str = "measure"
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    device: str | None = None
+    """Name of a device that is not there."""
+    baseline: bool = False
+    batch_size: bool = False
+    """Scale the batch at a fixed length."""
+    length: int | None = None
+    """That length; None is the recipe's ``max_length``."""
+    least: int | None = None
+    most: int | None = None
+    trial_seconds: float = 1800.0
+    margin: float | None = None
+    """Part of a budget that is left free; None is the recipe's ``engine.margin``."""
+    ranks: int | None = None
+    nodes: int | None = None
+
+
+def probe_recipe(
+    loaded: LoadedRecipe,
+    options: ProbeOptions,
+    *,
+    notify: Callable[[str], None] = lambda message: None,
+    tried: Callable[[Trial], None] = lambda trial: None,
+) -> tuple[ProbeReport, bool]:
+    """Find the longest sequence (or the largest batch) that the recipe can train.
+
+    Args:
+        loaded: The recipe.
+        options: The quantity to find, and the budget.
+        notify: Called with what is being tried and how far it is.
+        tried: Called with every trial when it is over.
+
+    Returns:
+        The report, and True if Ctrl-C ended the search.
+
+    Raises:
+        ArgumentError: Options that make no sense, or a budget that nothing fits.
+        RunError: Every trial failed for another reason than memory.
+    """
+    recipe = loaded.recipe
+    _check(options, task_of(recipe).shortest)
+    with blame_recipe(loaded):
+        here = torch.device("cpu") if options.device else choose_device(recipe.device)
+        simulates = options.method == "simulate"
+        target = device_elsewhere(recipe, options.device, options.device_bytes, here) if simulates else None
+        prepare_libraries(here)
+        task = _make_task(recipe, options, target, here)
+        run: RunTrial
+        unlimited: RunTrial
+        if task.method == "measure":
+            choose_quantization(recipe, here)  # refuse before the first process
+            check_optimizer(recipe.optim, here.type)
+            prepare = partial(prepare_step, recipe, str(here), _budget(task))
+            run = measured(prepare, _budget(task), seconds=options.trial_seconds)
+            unlimited = measured(prepare, replace(_budget(task), device_bytes=None), seconds=options.trial_seconds)
+        else:
+            best = precise(recipe)
+            rates = sheet_rates(target) if target else rates_here(best, make_blueprint(best, here), here, notify)
+            run = unlimited = simulated(recipe, task, target, here, rates, RanksAsked(options.ranks, options.nodes))
+        report, interrupted = run_probe(task, run, notify=notify, tried=tried)
+        limit = report.limits.get("stream")
+        if isinstance(run, SimulatedTrials) and limit is not None and limit.trial is not None and not interrupted:
+            notify(f"planning {limit.fits:,}")
+            planned = run.planned(limit.trial, lambda message: notify(f"{message}, for {limit.fits:,}"))
+            report.trials = [planned if trial is limit.trial else trial for trial in report.trials]
+            report.limits["stream"] = replace(limit, trial=planned)
+        if limit is not None and limit.complete and not limit.fits and limit.failed is not None:
+            notify("what the smallest needs")
+            raise _nothing_fits(recipe, task, limit.failed, _needed(unlimited, task, limit.failed))
+        if limit is not None and limit.fits:
+            length = limit.fits if task.scaled == "length" else task.fixed
+            report.positions = models.describe_positions(base_of(make_blueprint(recipe, here)), length)
+    return report, interrupted
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
+
+
+def _check(options: ProbeOptions, shortest: int) -> None:
+    """Refuse options that contradict each other, and lengths below the ``shortest``.
+
+    Raises:
+        ArgumentError: With what to write instead.
+    """
+    if options.method not in ("measure", "simulate"):
+        raise ArgumentError(
+            f"--method is measure or simulate, not {options.method!r}",
+            mend=did_you_mean(options.method, ("measure", "simulate")),
+        )
+    if options.device is not None and options.method == "measure":
+        raise ArgumentError(
+            "--device names a device that is not there; what is measured runs on the one that is",
+            mend="add --method simulate, or write --set device=cpu to choose where to measure",
+        )
+    if options.method == "measure" and (options.ranks is not None or options.nodes is not None):
+        raise ArgumentError(
+            "--ranks and --nodes are of a step that is simulated; what is measured runs on one device",
+            where="--ranks",
+            mend="add --method simulate",
+        )
+    for name, number in (("--from", options.least), ("--to", options.most)):
+        if number is not None and number < 1:
+            raise ArgumentError(f"{name} takes a number from 1 up, not {number}")
+    least, most = options.least or 1, options.most or MOST
+    if least > most:
+        raise ArgumentError(
+            f"there is nothing from {least:,} to {most:,}", mend="--from is where to begin, --to where to end"
+        )
+    if not options.batch_size and options.least is not None and options.least < shortest:
+        raise ArgumentError(_too_short(options.least, shortest), where="--from")
+    if not options.batch_size and options.length is not None:
+        raise ArgumentError(
+            "--length is the fixed length of --batch-size; the length is what is looked for otherwise",
+            mend=f"add --batch-size, or write --to {options.length} to look no further",
+        )
+    if options.length is not None and options.length < shortest:
+        raise ArgumentError(_too_short(options.length, shortest), where="--length")
+    sizes = {"--device-memory": options.device_bytes, "--disk-memory": options.disk_bytes}
+    for name, size in sizes.items():
+        if size == 0:
+            raise ArgumentError("nothing fits into no memory", where=name)
+    if options.trial_seconds <= 0:
+        raise ArgumentError("a trial takes more than no time", where="--trial-timeout")
+    if options.margin is not None and not 0 <= options.margin < 1:
+        raise ArgumentError(f"--margin is a part of the memory, from 0 up to but not 1; found {options.margin:g}")
+
+
+def _too_short(length: int, shortest: int) -> str:
+    what = (
+        "a sequence has two tokens or more" if shortest == 2 else f"a prompt and its completion have {shortest} or more"
+    )
+    return f"{what}, not {length}"
+
+
+def _make_task(recipe: Recipe, options: ProbeOptions, target: Device | None, here: torch.device) -> ProbeTask:
+    spec = recipe.engine
+    margin = spec.margin if options.margin is None else options.margin
+    sizes = {"device": options.device_bytes, "host": options.host_bytes, "disk": options.disk_bytes}
+    for name, key in (("device", spec.device_memory), ("host", spec.host_memory), ("disk", spec.disk_memory)):
+        if sizes[name] is None and key != "auto":
+            sizes[name] = parse_size(key, where=f"engine.{name}_memory")
+    if options.method == "measure":
+        sizes["device"] = _budget_here(sizes["device"], sizes["host"], here, margin)
+    else:
+        sizes["device"] = sizes["device"] or memory_of(target, here)
+        sizes["host"] = usable_host_bytes() if sizes["host"] is None else sizes["host"]
+        sizes["disk"] = sizes["disk"] or (free_disk_bytes(spec.offload_dir) if spec.offload_dir else 0)
+    return ProbeTask(
+        method="measure" if options.method == "measure" else "simulate",
+        objective=recipe.objective,
+        scaled="batch" if options.batch_size else "length",
+        fixed=(options.length or recipe.max_length) if options.batch_size else recipe.per_device_train_batch_size,
+        within=_range(options),
+        modes=("stream", *(_baselines(recipe, options.method) if options.baseline else ())),
+        device_bytes=sizes["device"],
+        host_bytes=sizes["host"],
+        disk_bytes=sizes["disk"],
+        schedule=make_schedule(spec) if spec.schedule == "fixed" else None,
+        margin=margin,
+        unit=task_of(recipe).unit,
+    )
+
+
+def _baselines(recipe: Recipe, method: str) -> tuple[Mode, ...]:
+    task = task_of(recipe)
+    ordinary = recipe.objective == "sft" and task.token_loss.is_plain
+    return (*(FUSED_BASELINES if ordinary and method == "simulate" else ()), *BASELINES)
+
+
+def _budget(task: ProbeTask) -> Budget:
+    return Budget(task.device_bytes, task.host_bytes, task.disk_bytes, task.margin)
+
+
+def _range(options: ProbeOptions) -> Range:
+    most = options.most or MOST
+    if options.batch_size:
+        least = options.least or 1
+        return Range(first=least, least=least, most=most, step=1)
+    least = options.least or min(LEAST_LENGTH, most)
+    first = options.least or min(FIRST_LENGTH, most)
+    return Range(first=first, least=least, most=most, step=STEP, grain=GRAIN)
+
+
+def _budget_here(device_bytes: int | None, host_bytes: int | None, here: torch.device, margin: float) -> int | None:
+    """Return the device's budget: the one given, else on the CPU what is free, else None for what the device has.
+
+    Raises:
+        ArgumentError: The machine has less free than the trials may take.
+    """
+    free = usable_host_bytes()
+    asked = {"--device-memory": device_bytes if here.type == "cpu" else None, "--host-memory": host_bytes}
+    wanted = sum(size for size in asked.values() if size)
+    if wanted > free:
+        raise ArgumentError(
+            f"the trials may take {show_size(wanted)} of this machine's memory, and {show_size(free)} are free: it "
+            "would swap",
+            where=" and ".join(name for name, size in asked.items() if size),
+            mend="ask for less, close other programs, or use --method simulate, which takes no memory",
+        )
+    if here.type == "cpu" and device_bytes is None:
+        return int((1 - margin) * (free - (host_bytes or 0)))
+    return device_bytes
+
+
+# --- nothing fits -----------------------------------------------------------------------------------------------------
+
+
+def _needed(run: RunTrial, task: ProbeTask, failed: Trial) -> Outcome | None:
+    """Return the outcome of the smallest trial without a budget on the device; None if that is not known."""
+    if failed.outcome.cause != "device memory" or task.device_bytes is None:
+        return None
+    if task.method == "simulate":
+        return failed.outcome
+    free = run(failed.shape, lambda phase: None)
+    return free if free.fits else None
+
+
+def _nothing_fits(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcome | None) -> ArgumentError | RunError:
+    """Return the error for a probe in which nothing fits: it names what does not fit, and what would."""
+    shape, outcome = failed.shape, failed.outcome
+    rows = f"{shape.batch_size:,} {task.unit}s of " if shape.batch_size > 1 else ""
+    tried = f"{rows}{shape.length:,} tokens"
+    if outcome.cause not in ("device memory", "host memory", "disk memory"):
+        return RunError(
+            f"not even {tried} can be trained: {outcome.reason}",
+            mend=outcome.detail or "give --trial-timeout more seconds, or see what ended the process",
+        )
+    what = f"not even {tried} fit: {outcome.reason}"
+    known = needed or outcome
+    terms = {name: size for name, size in known.terms.items() if size}
+    if terms and outcome.cause == "device memory":  # they are the device's
+        largest = max(terms, key=lambda name: terms[name])
+        parts = ", ".join(f"{name} {show_size(size)}" for name, size in terms.items())
+        what += f"; the largest term is {largest} ({parts})"
+    mends = []
+    if needed is not None and needed.peak_bytes is not None:
+        mends.append(f"{show_size(needed.peak_bytes)} on the device would hold {tried}")
+    if task.scaled == "length" and task.within.least > LEAST_LENGTH:
+        mends.append(f"shorter rows are tried without --from {task.within.least}")
+    if outcome.cause == "host memory":
+        mends += _less_on_host(recipe)
+    else:
+        mends += _smaller(recipe, known.terms, task)
+        mends.append("larger chunks never help")
+    return ArgumentError(what, mend="; ".join(mends))
+
+
+def _less_on_host(recipe: Recipe) -> list[str]:
+    """Return what would take less of the machine's memory."""
+    mends = ["more memory of the machine (--host-memory, engine.host_memory)"]
+    if recipe.engine.order == "chunk":
+        mends.append("engine.order: auto lets the planner choose the order that takes less")
+    if recipe.engine.offload_dir is None:
+        mends.append("engine.offload_dir lets it use a disk")
+    return mends
+
+
+def _smaller(recipe: Recipe, terms: dict[str, int], task: ProbeTask) -> list[str]:
+    """Return changes to the recipe that would take less memory, the largest gain first."""
+    fixed = sum(terms.get(name, 0) for name in ("weights", "reference", "gradients", "optimizer"))
+    mends = []
+    if terms.get("reference"):
+        mends.append("adapters (finetuning_type: lora) are their own reference, switched off, and hold no second model")
+    if fixed > (task.device_bytes or 0) / 2:
+        if recipe.finetuning_type == "full":
+            mends.append("finetuning_type: lora needs no gradients and no optimizer state of the weights")
+        elif recipe.finetuning_type == "lora":
+            mends.append("finetuning_type: qlora keeps the weights in fewer bits")
+        if recipe.dtype not in ("bfloat16", "auto"):  # which takes bfloat16 where float32 does not fit
+            mends.append("dtype: bfloat16 halves what is in float32")
+    else:
+        mends.append("smaller engine.chunk_size and engine.head_chunk_size hold fewer activations")
+    return mends

@@ -1,0 +1,372 @@
+"""Find the longest sequence, or the largest batch, that can be trained: by trials on the device, or by simulation.
+
+Trials are made one at a time by a function that is passed to the search: that of :func:`measured` runs whole training
+steps in processes of their own; with :func:`streamtune.plan.simulate.simulate.simulate` they need no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from streamtune.base import interrupts
+from streamtune.base.palette import COLOURS, INK, drawn_plainly, png_of
+from streamtune.plan.budget import Budget
+from streamtune.plan.search import Attempt, Range, search_largest
+from streamtune.plan.simulate.workload import LABELS, Mode
+from streamtune.programs.probe.steps import PrepareStep, Shape
+from streamtune.programs.probe.trial import Outcome, run_trial
+from streamtune.schedule import Schedule
+
+__all__ = ["Limit", "ProbeReport", "ProbeTask", "RunTrial", "Trial", "draw_probe", "measured", "run_probe"]
+
+Scaled = Literal["length", "batch"]
+
+RunTrial = Callable[[Shape, Callable[[str], None]], Outcome]
+"""Tries a shape; told what it is doing it passes on."""
+
+
+@dataclass(frozen=True)
+class ProbeTask:
+    """A search for the longest sequence or the largest batch.
+
+    Attributes:
+        method: ``measure`` or ``simulate``.
+        objective: The objective that is trained: ``sft``, ``dpo`` or ``grpo``.
+        scaled: The number that is searched for: the length of a row, or the number of rows.
+        fixed: The other of the two.
+        within: The range of the search, and its tolerance.
+        modes: Streaming, and the modes it is compared with.
+        device_bytes, host_bytes, disk_bytes: The budget; None is all there is.
+        schedule: The recipe's, or None where the planner picks one for every length.
+        margin: Part of the budget that a simulated step leaves free, and one that the planner picks.
+        unit: The unit of the batch size: ``row``, ``pair`` or ``completion``.
+    """
+
+    method: Literal["measure", "simulate"]
+    objective: str
+    scaled: Scaled
+    fixed: int
+    within: Range
+    modes: tuple[Mode, ...]
+    device_bytes: int | None
+    host_bytes: int | None
+    disk_bytes: int | None
+    schedule: Schedule | None
+    margin: float = 0.0
+    unit: str = "row"
+
+    def shape(self, mode: Mode, number: int) -> Shape:
+        """Return the shape that tries a number."""
+        return Shape(mode, number, self.fixed) if self.scaled == "length" else Shape(mode, self.fixed, number)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A shape and the outcome of trying it."""
+
+    shape: Shape
+    outcome: Outcome
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the trial as a flat dictionary, as ``--json`` has it."""
+        flat = {**asdict(self.shape), **asdict(self.outcome)}
+        left_out = {"env"} if self.outcome.traffic is not None else {"env", "traffic"}
+        return {key: value for key, value in flat.items() if key not in left_out}
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The largest number that fits in one mode, and the smallest that does not.
+
+    Attributes:
+        fits: The number; 0 where none does.
+        fails: The smallest that does not; None where the search did not come to one.
+        trial: The trial of ``fits``.
+        failed: The trial of ``fails``.
+        complete: True if the search came to its end.
+    """
+
+    mode: Mode
+    fits: int = 0
+    fails: int | None = None
+    trial: Trial | None = None
+    failed: Trial | None = None
+    complete: bool = False
+
+
+@dataclass
+class ProbeReport:
+    """The results of a probe, and every trial that was made."""
+
+    task: ProbeTask
+    env: dict[str, Any] = field(default_factory=dict)
+    limits: dict[Mode, Limit] = field(default_factory=dict)
+    trials: list[Trial] = field(default_factory=list)
+    positions: str | None = None
+    """what to write where the longest exceeds the positions of the model; None where it does not"""
+
+    @property
+    def complete(self) -> bool:
+        """True if every mode was searched to its end."""
+        return all(mode in self.limits and self.limits[mode].complete for mode in self.task.modes)
+
+    @property
+    def device_bytes(self) -> int | None:
+        """The budget on the device: that of the trials, once there are any, else the given one."""
+        return self.env.get("device_bytes", self.task.device_bytes)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule of the longest that is streamed: the recipe's, or the one that the planner picked for it."""
+        limit = self.limits.get("stream")
+        chosen = limit.trial.outcome.schedule if limit is not None and limit.trial is not None else None
+        return chosen or self.task.schedule
+
+    def _shared(self) -> dict[str, Any]:
+        """Return the ranks, and their messages at the longest, where there are several."""
+        if "cluster" not in self.env:
+            return {}
+        limit = self.limits.get("stream")
+        outcome = limit.trial.outcome if limit is not None and limit.trial is not None else None
+        return {"cluster": self.env["cluster"], "traffic": outcome.traffic if outcome is not None else None}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document of ``streamtune probe-max-len --json``."""
+        task = self.task
+        found = {mode: limit.fits for mode, limit in self.limits.items()}
+        scaled = "max_length" if task.scaled == "length" else "max_batch_size"
+        fixed = {"batch_size": task.fixed} if task.scaled == "length" else {"length": task.fixed}
+        return {
+            scaled: found.get("stream"),
+            **fixed,
+            "method": task.method,
+            "objective": task.objective,
+            "positions": self.positions,
+            "unit": task.unit,
+            "device_memory_bytes": self.device_bytes,
+            "host_memory_bytes": task.host_bytes,
+            "disk_memory_bytes": task.disk_bytes,
+            "schedule": asdict(self.schedule) if self.schedule is not None else None,
+            "baseline": {mode: count for mode, count in found.items() if mode != "stream"},
+            "complete": self.complete,
+            "margin": task.margin,
+            "stops_at": {"share": task.within.share, "step": task.within.step},
+            "limited_by": {mode: limit.failed.outcome.reason for mode, limit in self.limits.items() if limit.failed},
+            **self._shared(),
+            "env": self.env,
+            "trials": [trial.to_json() for trial in self.trials],
+        }
+
+
+def measured(prepare: PrepareStep, budget: Budget, *, seconds: float) -> RunTrial:
+    """Return a function that makes trials by whole training steps on the device.
+
+    Args:
+        prepare: Builds the training step, in the process of a trial: must be picklable.
+        budget: Bytes a step may take.
+        seconds: Largest time of a trial.
+    """
+    return lambda shape, tell: run_trial(prepare, shape, budget, seconds=seconds, tell=tell)
+
+
+def run_probe(
+    task: ProbeTask,
+    run: RunTrial,
+    *,
+    notify: Callable[[str], None] = lambda message: None,
+    tried: Callable[[Trial], None] = lambda trial: None,
+) -> tuple[ProbeReport, bool]:
+    """Search every mode; a trial may fail in any way without ending the search.
+
+    Args:
+        task: The search.
+        run: Makes a trial.
+        notify: Called with what is being tried, its phase, and what is known to fit.
+        tried: Called with every trial when it is over.
+
+    Returns:
+        The report, and True if Ctrl-C ended the search: the report then holds the trials made before.
+    """
+    report = ProbeReport(task)
+    try:
+        with interrupts.postponed():
+            for mode in task.modes:
+                _search(task, mode, run, report, notify, tried)
+    except KeyboardInterrupt:
+        return report, True
+    return report, False
+
+
+def _search(
+    task: ProbeTask,
+    mode: Mode,
+    run: RunTrial,
+    report: ProbeReport,
+    notify: Callable[[str], None],
+    tried: Callable[[Trial], None],
+) -> None:
+    def attempt(number: int) -> Attempt:
+        shape = task.shape(mode, number)
+        known = report.limits[mode]
+        progress = _Progress(
+            f"{mode}, {_amount(shape)}", known.fits, "tokens" if task.scaled == "length" else f"{task.unit}s", notify
+        )
+        progress("")
+        outcome = run(shape, progress)
+        interrupts.check()
+        report.env = report.env or outcome.env
+        trial = Trial(shape, outcome)
+        report.trials.append(trial)
+        report.limits[mode] = _updated(known, number, trial)
+        tried(trial)
+        return Attempt(outcome.fits, _filled(outcome, report))
+
+    report.limits[mode] = Limit(mode)
+    search_largest(attempt, task.within)
+    report.limits[mode] = replace(report.limits[mode], complete=True)
+
+
+def _updated(limit: Limit, number: int, trial: Trial) -> Limit:
+    if trial.outcome.fits:
+        return replace(limit, fits=number, trial=trial) if number > limit.fits else limit
+    if limit.fails is None or number < limit.fails:
+        return replace(limit, fails=number, failed=trial)
+    return limit
+
+
+def _filled(outcome: Outcome, report: ProbeReport) -> float | None:
+    """Return the part of the budget that a step took.
+
+    None for a measured one that was broken off, or whose schedule the planner picked, which uses all memory there is.
+    """
+    task = report.task
+    if task.method == "measure" and (task.schedule is None or not outcome.fits):
+        return None
+    budget = Budget(report.device_bytes, task.host_bytes, task.disk_bytes)
+    usable = 1.0 if task.method == "measure" else 1 - task.margin
+    return budget.share_of(outcome.peak_bytes, outcome.host_bytes, outcome.disk_bytes, usable=usable)
+
+
+def _amount(shape: Shape) -> str:
+    rows = f"{shape.batch_size:,} x " if shape.batch_size > 1 else ""
+    return f"{rows}{shape.length:,} tokens"
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """The progress that is shown while a trial runs: what is tried, its phase, what is known to fit."""
+
+    trying: str
+    fits: int
+    unit: str
+    notify: Callable[[str], None]
+
+    def __call__(self, phase: str) -> None:
+        interrupts.check()  # a simulated trial speaks of what it does
+        known = f" (fits: {self.fits:,} {self.unit})" if self.fits else ""
+        self.notify(f"{self.trying}{f': {phase}' if phase else ''}{known}")
+
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@drawn_plainly
+def draw_probe(report: ProbeReport, *, title: str) -> bytes:
+    """Return a PNG with a bar for each mode, and device bytes over length with the budget.
+
+    Args:
+        report: The results of the probe.
+        title: The title of the plot.
+    """
+    # Slow to import, and only needed here. Figures made without pyplot need no display.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
+    bars, bytes_ = figure.subplots(1, 2)
+    _draw_bars(bars, report)
+    _draw_trials(bytes_, report)
+    return png_of(figure, title)
+
+
+def _draw_bars(axes: Any, report: ProbeReport) -> None:
+    """Draw the largest that fits in each mode, the shortest bar on top."""
+    limits = sorted(report.limits.values(), key=lambda limit: limit.fits, reverse=True)
+    names = [LABELS[limit.mode] for limit in limits]
+    axes.barh(names, [limit.fits for limit in limits], color=[COLOURS[limit.mode] for limit in limits], height=0.55)
+    for row, limit in enumerate(limits):
+        text = f"{limit.fits:,}" if limit.complete else f"{limit.fits:,} so far"
+        axes.annotate(f" {text}", (limit.fits, row), va="center", color=INK, fontsize=11, fontweight="bold")
+    axes.set_xlim(0, 1.25 * max((limit.fits for limit in limits), default=1) or 1)
+    axes.set_title(f"Largest that fits ({_unit(report)})", loc="left", color=INK, fontsize=11)
+    _undress(axes)
+
+
+def _draw_trials(axes: Any, report: ProbeReport) -> None:
+    """Draw a dot for each trial that fits, a cross for each that does not, and the budget as a line."""
+    budget = report.device_bytes
+    largest = max([budget or 0, *(t.outcome.peak_bytes or 0 for t in report.trials)])
+    unit, name = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
+    for mode in report.limits:
+        trials = [trial for trial in report.trials if trial.shape.mode == mode]
+        fitted = sorted(
+            (_number(report, t), t.outcome.peak_bytes / unit) for t in trials if t.outcome.fits and t.outcome.peak_bytes
+        )
+        if fitted:
+            axes.plot(*zip(*fitted, strict=True), color=COLOURS[mode], marker="o", linewidth=2.2, label=LABELS[mode])
+        # One that was broken off had come to the budget and would have gone on: it is drawn there.
+        failed = [
+            (_number(report, t), min(t.outcome.peak_bytes or largest, budget or largest) / unit)
+            for t in trials
+            if not t.outcome.fits
+        ]
+        if failed:
+            axes.plot(
+                *zip(*failed, strict=True),
+                color=COLOURS[mode],
+                marker="x",
+                markersize=8,
+                markeredgewidth=2,
+                linestyle="none",
+            )
+    if budget:
+        axes.axhline(budget / unit, color=INK, linewidth=1.2, linestyle="--")
+        axes.annotate(
+            "budget",
+            (0.01, budget / unit),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 4),
+            textcoords="offset points",
+            color=INK,
+        )
+    axes.set_title(f"Peak on the device ({name}); x did not fit", loc="left", color=INK, fontsize=11)
+    axes.set_xlabel(_unit(report), color=INK)
+    axes.set_ylim(0, 1.12 * largest / unit if largest else 1)
+    axes.set_xlim(left=0)
+    _undress(axes)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(frameon=False, labelcolor=INK, loc="lower right")
+
+
+def _number(report: ProbeReport, trial: Trial) -> int:
+    return trial.shape.length if report.task.scaled == "length" else trial.shape.batch_size
+
+
+def _unit(report: ProbeReport) -> str:
+    task = report.task
+    if task.scaled == "batch":
+        return f"{task.unit}s of {task.fixed:,} tokens"
+    if task.objective == "sft":
+        return "tokens" if task.fixed == 1 else f"tokens of a row, {task.fixed:,} rows"
+    return f"tokens, {task.fixed:,} {task.unit}{'s' if task.fixed > 1 else ''}"
+
+
+def _undress(axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.grid(alpha=0.25, axis="x")
+    axes.xaxis.set_major_formatter(lambda value, position: f"{value:,.0f}")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,366 @@
+"""The page: facts, curves, memory, speed, lengths, samples, events, recipes and versions of one run or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+import yaml
+
+from streamtune.base.names import set_names
+from streamtune.programs.report.charts import GIB, Curve, gib, line_chart, memory_chart, number
+from streamtune.programs.report.records import RunRecords
+
+__all__ = ["render_page"]
+
+MOST_SAMPLES, MOST_EVENTS = 60, 300
+"""Shown of a run: the newest, and the first and newest; the files have all of them."""
+MOST_CHARTS = 100
+"""Metrics that are drawn beyond those of every run."""
+FIRST = {"loss": "Loss", "reward": "Reward", "rewards/accuracies": "Accuracy of preferences"}
+"""Metrics that the page begins with, and their titles."""
+LATER = {"lr": "Learning rate", "grad_norm": "Gradient norm", "aux_loss": "Balance loss of the routers"}
+OF_SPEED = {
+    "step",
+    "tokens",
+    "supervised_tokens",
+    "tokens_per_s",
+    "peak_mem_gib",
+    "epoch",
+    "skipped",
+    "flops",
+    "mfu",
+    "seconds",
+}
+"""Numbers of a step that are no course of its training."""
+QUIET = ("start", "finish", "checkpoint")
+"""Events that say that all goes well."""
+
+
+def render_page(runs: Sequence[RunRecords]) -> str:
+    """Return the page about ``runs``, one at least, as HTML; curves of several are drawn into the same charts."""
+    names = _names(runs)
+    title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
+    sections = [
+        f"<h1>{escape(title)}</h1>",
+        *_facts(runs, names),
+        *_section("Training", _curves(runs, names)),
+        *_section("Memory and speed", _speed(runs, names)),
+        *_lengths(runs, names),
+        *_samples(runs, names),
+        *_events(runs, names),
+        *_recipes(runs, names),
+        *_versions(runs, names),
+    ]
+    template = Template(files("streamtune.programs.report").joinpath("page.html").read_text(encoding="utf-8"))
+    return template.substitute(title=escape(f"{title} - StreamTune"), body="\n".join(sections))
+
+
+def _names(runs: Sequence[RunRecords]) -> list[str]:
+    """Return names that tell the runs apart: those of their directories, or the paths where two are the same."""
+    names = [run.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
+
+
+def _section(title: str, charts: Sequence[str]) -> Iterator[str]:
+    if any(charts):
+        yield f"<h2>{escape(title)}</h2><div class=charts>{''.join(charts)}</div>"
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------
+
+
+def _facts(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
+    for run, name in zip(runs, names, strict=True):
+        if len(runs) > 1:
+            yield f"<h2>{escape(name)}</h2>"
+        yield f"<p class=dim>{escape(_headline(run))}</p>"
+        if run.torn:
+            yield f"<p class=bad>Not read: {escape('; '.join(run.torn))}</p>"
+        facts = "".join(f"<div>{escape(title)}<b>{escape(value)}</b></div>" for title, value in _numbers(run))
+        yield f"<div class=facts>{facts}</div>"
+
+
+def _headline(run: RunRecords) -> str:
+    """Return one line: what was trained, how, on how many rows."""
+    recipe = run.recipe
+    model = recipe.get("model_name_or_path") or _inner(recipe, "model", "init", "model_type") or "a model"
+    parts = [f"{recipe.get('objective', 'sft')} of {model}"]
+    if recipe.get("finetuning_type", "full") != "full":
+        parts.append(f"{recipe['finetuning_type']} of rank {recipe.get('lora_r')}")
+    sources = [str(each.get("path")) for each in _list(recipe.get("datasets")) if isinstance(each, Mapping)]
+    if sources:
+        parts.append(f"on {', '.join(sources[:4])}{' ...' if len(sources) > 4 else ''}")
+    parts.append(_state(run))
+    return "; ".join(parts)
+
+
+def _state(run: RunRecords) -> str:
+    """Return the state of the run by its last event that says it."""
+    states = {"finish": "finished", "stop": "stopped", "failure": "failed", "start": "going on", "resume": "going on"}
+    found = [event for event in run.events if str(event.get("event")) in states]
+    if not found:
+        return "no events"
+    last = found[-1]
+    why = last.get("what") or last.get("reason")
+    return f"{states[str(last['event'])]}{f': {why}' if why else ''}"
+
+
+def _numbers(run: RunRecords) -> Iterator[tuple[str, str]]:
+    if run.steps:
+        yield "steps", _count(run.steps[-1].get("step"))
+    for key, held_out, title in (
+        ("loss", False, "loss"),
+        ("eval_loss", True, "held-out loss"),
+        ("reward", False, "reward"),
+    ):
+        course = run.series(key, held_out=held_out)
+        if course:
+            first, last = number(course[0][1]), number(course[-1][1])
+            yield title, last if len(course) == 1 else f"{first} → {last}"
+    for name in _set_names(run):
+        for key in ("loss", "reward"):
+            if course := run.series(f"eval_{name}_{key}", held_out=True):
+                yield f"{key} of {name}", number(course[-1][1])
+    tokens = sum(record["tokens"] for record in run.steps if isinstance(record.get("tokens"), int))
+    seconds = sum(value for _, value in run.seconds())
+    if tokens:
+        yield "tokens trained", f"{tokens:,}"
+    if seconds:
+        yield "time in steps", _duration(seconds)
+        yield "tokens a second", f"{tokens / seconds:,.0f}"
+    peaks = [value for _, value in run.series("peak_mem_gib")]
+    if peaks:
+        yield "peak memory", gib(max(peaks) * GIB)
+    longest, most = _inner(run.data, "length_percentiles", "max"), _limit(run)
+    if isinstance(longest, int):
+        cut = f" ({longest:,} in the data)" if most is not None and longest > most else ""
+        yield "longest row", f"{longest if most is None else min(longest, most):,} tokens{cut}"
+
+
+def _limit(run: RunRecords) -> int | None:
+    """Return the tokens that a row is limited to: of a prompt where rows are prompts."""
+    key = "max_prompt_length" if run.recipe.get("objective") == "grpo" else "max_length"
+    limit = run.recipe.get(key)
+    return limit if isinstance(limit, int) else None
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+# --- charts -----------------------------------------------------------------------------------------------------------
+
+
+def _curves(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
+    """Return charts of all metrics: the known ones first, then others by name."""
+    found: dict[str, None] = {}
+    for run in runs:
+        for record in run.steps:
+            found |= dict.fromkeys(record)
+        named = tuple(f"{name}_" for name in _set_names(run))
+        for record in run.evaluations:
+            keys = (key.removeprefix("eval_") for key in record)
+            found |= dict.fromkeys(key for key in keys if not key.startswith(named))
+    others = {key: key for key in sorted(found) if key not in FIRST and key not in LATER and key not in OF_SPEED}
+    others = dict(list(others.items())[:MOST_CHARTS])
+    return [_metric(key, title, runs, names) for key, title in {**FIRST, **others, **LATER}.items() if key in found]
+
+
+def _set_names(run: RunRecords) -> list[str]:
+    """Return the names of the held-out sets of a run."""
+    records = [*run.steps, *run.evaluations]
+    return list(dict.fromkeys(name for metric in ("loss", "reward") for name in set_names(records, metric)))
+
+
+def _metric(key: str, title: str, runs: Sequence[RunRecords], names: Sequence[str]) -> str:
+    """Return the chart of a metric in training and on held-out rows."""
+    curves = []
+    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
+        alone = len(runs) == 1
+        held_out, sets = run.series(f"eval_{key}", held_out=True), _set_names(run)
+        named = "all held out" if sets else "held out"
+        curves.append(Curve("training" if alone else name, run.series(key), index if not alone else 0))
+        curves.append(
+            Curve(named if alone else f"{name}, {named}", held_out, 1 if alone else index, marked=len(held_out) < 60)
+        )
+        for style, called in enumerate(sets, start=2):
+            points = run.series(f"eval_{called}_{key}", held_out=True)
+            label = called if alone else f"{name}, {called}"
+            curves.append(Curve(label, points, style if alone else index, marked=len(points) < 60))
+    return line_chart(title, curves)
+
+
+def _speed(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
+    charts = []
+    for run, name in zip(runs, names, strict=True):
+        terms = {
+            key: float(size) for key, size in _mapping(run.plan.get("terms")).items() if isinstance(size, int | float)
+        }
+        peaks = [value for _, value in run.series("peak_mem_gib")]
+        device = _inner(run.plan, "limits", "device_bytes")
+        chart = memory_chart(
+            terms,
+            max(peaks) * GIB if peaks else None,
+            device if isinstance(device, int) else None,
+            of_process=_inner(run.plan, "limits", "shared") is True,
+        )
+        charts.append(chart.replace("<figcaption>", f"<figcaption>{escape(name)}: ", 1) if len(runs) > 1 else chart)
+    steps: list[Curve] = []
+    rates: list[Curve] = []
+    memory: list[Curve] = []
+    use: list[Curve] = []
+    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
+        label = "step" if len(runs) == 1 else name
+        steps.append(Curve(label, run.seconds(), index))
+        rates.append(Curve(label, run.series("tokens_per_s"), index))
+        memory.append(Curve("peak of a step" if len(runs) == 1 else name, run.series("peak_mem_gib"), index))
+        use.append(Curve(label, run.series("mfu"), index))
+        planned = run.plan.get("step_seconds")
+        if len(runs) == 1 and isinstance(planned, int | float) and run.seconds():
+            ends = [run.seconds()[0][0], run.seconds()[-1][0]]
+            steps.append(Curve("predicted for the longest rows", [(step, float(planned)) for step in ends], 1))
+    return [
+        *charts,
+        line_chart("Time of a step", steps, unit="seconds", from_zero=True),
+        line_chart("Speed", rates, unit="tokens a second", from_zero=True),
+        line_chart("Peak memory", memory, unit="GiB", from_zero=True),
+        line_chart("Model FLOPs utilisation", use, from_zero=True),
+    ]
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _lengths(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
+    keys = ("min", "p50", "p90", "p95", "p99", "max")
+    rows = []
+    for run, name in zip(runs, names, strict=True):
+        lengths = _mapping(run.data.get("length_percentiles"))
+        if lengths:
+            cells = "".join(f"<td class=n>{_count(lengths.get(key))}</td>" for key in keys)
+            rows.append(f"<tr><td>{escape(name)}</td><td class=n>{_count(run.data.get('rows'))}</td>{cells}</tr>")
+    if rows:
+        head = "".join(f"<th class=n>{escape(key)}</th>" for key in ("rows", *keys))
+        table = f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
+        yield f"<h2>Lengths of rows in the data, in tokens</h2><div class=box>{table}</div>"
+
+
+def _count(value: Any) -> str:
+    """Return a whole number as text; anything else, in a file that somebody changed, as a question mark."""
+    return f"{value:,}" if isinstance(value, int) else "?"
+
+
+def _samples(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
+    for run, name in zip(runs, names, strict=True):
+        if not run.samples:
+            continue
+        yield f"<h2>Samples{'' if len(runs) == 1 else f', {escape(name)}'}</h2>"
+        for number_of, sample in enumerate(reversed(run.samples[-MOST_SAMPLES:])):
+            step, prompt, text = (str(sample.get(key, "")) for key in ("step", "prompt", "completion"))
+            if "right" in sample:
+                verdict = "right" if sample["right"] else f"wrong: {sample.get('expected', '')}"
+                step += f", held-out row of {sample.get('prompt_tokens', '?')} tokens: {verdict}"
+            yield (
+                f"<details{' open' if number_of < 2 else ''}><summary>step {escape(step)}</summary><div class=sample>"
+                f"<pre class=dim>{escape(prompt)}</pre><pre class=answer>{escape(text) or '(nothing)'}</pre>"
+                "</div></details>"
+            )
+
+
+def _events(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
+    rows = []
+    for run, name in zip(runs, names, strict=True):
+        shown = list(run.events)
+        left_out = len(shown) - MOST_EVENTS
+        if left_out > 0:
+            shown = [*shown[: MOST_EVENTS // 2], *shown[-MOST_EVENTS // 2 :]]
+        for event in shown:
+            kind = str(event.get("event", ""))
+            details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("event", "time"))
+            of = f"<td>{escape(name)}</td>" if len(runs) > 1 else ""
+            style = "" if kind in QUIET else " class=bad"
+            rows.append(
+                f"<tr>{of}<td class=dim>{escape(_time(event.get('time')))}</td>"
+                f"<td{style}>{escape(kind)}</td><td>{escape(details)}</td></tr>"
+            )
+        if left_out > 0:
+            rows.append(f"<tr><td colspan=4 class=dim>{left_out:,} more in events.jsonl</td></tr>")
+    if rows:
+        yield f"<h2>Events <small>UTC</small></h2><div class=box><table>{''.join(rows)}</table></div>"
+
+
+def _time(value: Any) -> str:
+    """Return the time of an event without its zone, which is UTC."""
+    return str(value or "").removesuffix("+00:00").replace("T", " ")
+
+
+def _recipes(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
+    """Yield the keys in which the runs differ, and each recipe whole."""
+    if len(runs) > 1:
+        flat = [dict(_flat(run.recipe)) for run in runs]
+        keys = dict.fromkeys(key for each in flat for key in each)
+        rows = [
+            _row([key, *(each.get(key, "") for each in flat)])
+            for key in keys
+            if len({each.get(key) for each in flat}) > 1
+        ]
+        head = "".join(f"<th>{escape(name)}</th>" for name in names)
+        table = (
+            f"<table><tr><th>key</th>{head}</tr>{''.join(rows)}</table>"
+            if rows
+            else "<p>Their recipes are the same.</p>"
+        )
+        yield f"<h2>Differences of the recipes</h2><div class=box>{table}</div>"
+    recipes = [(run, name) for run, name in zip(runs, names, strict=True) if run.recipe]
+    if recipes:
+        yield "<h2>Recipe</h2>"
+    for run, name in recipes:
+        text = yaml.safe_dump(dict(run.recipe), sort_keys=False, allow_unicode=True, width=100)
+        yield f"<details><summary>{escape(name)}</summary><pre>{escape(text)}</pre></details>"
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the leaves of a recipe with their dotted keys."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):
+        for index, inner in enumerate(value):
+            yield from _flat(inner, f"{prefix}.{index}")
+    else:
+        yield prefix, "" if value is None else str(value)
+
+
+def _versions(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
+    rows = [
+        _row([name, ", ".join(f"{key} {value}" for key, value in run.versions.items())])
+        for run, name in zip(runs, names, strict=True)
+        if run.versions
+    ]
+    if rows:
+        yield f"<h2>Versions</h2><div class=box><table>{''.join(rows)}</table></div>"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _inner(value: Any, *keys: str) -> Any:
+    """Return a value inside of nested mappings; None where there is none."""
+    for key in keys:
+        value = _mapping(value).get(key)
+    return value

@@ -1,0 +1,159 @@
+"""The page about the rows of a recipe: counts, lengths, and sampled rows with their tokens marked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from streamtune.base.secrets import plain
+from streamtune.data.inspect import RowPart, RowView, TokenGap
+from streamtune.data.report import EPOCH_COLUMNS, SourceReport, epoch_table
+from streamtune.run.inspect import Inspection
+
+__all__ = ["render_rows"]
+
+MOST_TOKENS = 600
+"""Tokens of a row that are shown; a longer one has gaps."""
+MOST_BYTES = 1_400_000
+"""Of all rows: a page is read in a browser, and sent to others."""
+
+
+def render_rows(found: Inspection, views: Sequence[tuple[str, RowView]]) -> str:
+    """Return the page as HTML.
+
+    Args:
+        found: The rows of a recipe.
+        views: The rows to show, each with the reason for which it was chosen, or an empty text. Those that would make
+            the page longer than 1.5 MB are left out.
+    """
+    title = f"Rows of {plain(found.loaded.path.name)}"
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        f"<p class=dim>{escape(plain(found.prepared.report.describe()))}</p>",
+        f"<div class=facts>{''.join(f'<div>{name}<b>{value}</b></div>' for name, value in _facts(found))}</div>",
+        f"<h2>Datasets</h2><div class=box>{_sources(found)}</div>",
+        f"<h2>Lengths of rows <small>tokens, before any cut</small></h2><div class=box>{_histogram(found)}</div>",
+        f"<h2>With other lengths</h2><div class=box>{_choices(found)}</div>",
+        "<h2>Rows as the model sees them</h2><p class=dim>",
+        "<span class=tokens>masked</span>, <span class=t>trained</span>, <span class=x>special token</span>, "
+        "<span class='t x'>special token that is trained</span></p>",
+        *_rows(found, views),
+    ]
+    template = Template(files("streamtune.programs.report").joinpath("page.html").read_text(encoding="utf-8"))
+    return template.substitute(title=escape(f"{title} - StreamTune"), body="\n".join(body))
+
+
+def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
+    report, batches = found.prepared.report, found.batches
+    yield "rows", f"{report.rows:,}"
+    yield "tokens", f"{report.tokens:,}"
+    if report.supervised_tokens:
+        yield "trained", f"{report.supervised_tokens / report.tokens:.1%}"
+    yield "tokens lost", f"{report.tokens_lost:,}"
+    if report.supervised_tokens_lost:
+        yield "trained tokens lost", f"{report.supervised_tokens_lost:,}"
+    yield found.limit_name, f"{found.limit:,}"
+    yield "duplicates", f"{report.duplicates:,}"
+    if batches is not None:
+        yield f"padding, batches of {batches.batch_size}", f"{batches.padding:.1%}"
+        yield "fill of packs" if batches.packing else "fill if packed", f"{batches.pack_fill:.1%}"
+        yield "attention of concat-and-chunk", f"{batches.attention_ratio:.2f}x"
+
+
+def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Return a table; each row has a class, and its first cell is text."""
+    cells = "".join(f"<th{' class=n' if place else ''}>{escape(name)}</th>" for place, name in enumerate(head))
+    lines = [f"<tr>{cells}</tr>"]
+    for style, row in rows:
+        cells = "".join(f"<td{' class=n' if place else ''}>{escape(cell)}</td>" for place, cell in enumerate(row))
+        lines.append(f"<tr{style and f' class={style}'}>{cells}</tr>")
+    return f"<table class=counts>{''.join(lines)}</table>"
+
+
+def _sources(found: Inspection) -> str:
+    """Return the table of datasets, and that of an epoch if they have weights; counts of zero are left out."""
+    report = found.prepared.report
+    names = ("rows", "kept", "dropped", "split", "truncated", "tokens", "tokens_lost", "supervised_tokens_lost")
+    counts = [name for name in names if getattr(report, name)]
+    points = ("min", "p50", "p90", "p99", "max")
+    rows = []
+    for source in [*report.sources, *([report] if len(report.sources) > 1 else [])]:
+        name = source.title if isinstance(source, SourceReport) else "in all"
+        share = f"{source.supervised_tokens / source.tokens:.1%}" if source.tokens else "-"
+        lengths = [f"{source.length_percentiles[point]:,}" if source.length_percentiles else "-" for point in points]
+        counted = [f"{getattr(source, count):,}" for count in counts]
+        rows.append(("now" if source is report else "", [plain(name), *counted, share, *lengths]))
+    named = [name.replace("supervised", "trained").replace("_", " ") for name in counts]
+    tables = [_table(["", *named, "trained", *points], rows)]
+    if epoch := epoch_table(report.sources):
+        lines = [("", [plain(title), *cells]) for title, *cells in epoch]
+        tables.append(f"<h3>An epoch, by weight</h3>{_table(['', *EPOCH_COLUMNS], lines)}")
+    return "".join(tables)
+
+
+def _histogram(found: Inspection) -> str:
+    most = max(each.rows for each in found.histogram)
+    name = f"<tr class=limit><td colspan=3>{found.limit_name} {found.limit:,}</td></tr>"
+    lines, marked = [], False
+    for each in found.histogram:
+        if each.shortest > found.limit and not marked:
+            lines.append(name)
+            marked = True
+        drawn = f'<span class=bar style="width:{100 * each.rows / most:.1f}%"></span>' if each.rows else ""
+        lines.append(
+            f"<tr{' class=over' if marked else ''}><td class=n>{each.shortest:,} - {each.longest:,}</td>"
+            f"<td class=n>{each.rows:,}</td><td>{drawn}</td></tr>"
+        )
+    return f"<table class=bars>{''.join(lines)}{'' if marked else name}</table>"
+
+
+def _choices(found: Inspection) -> str:
+    cut = any(each.lost_if_truncated is not None for each in found.choices)
+    head = [found.limit_name, "rows over", *(["tokens lost if cut"] if cut else []), "tokens lost if dropped"]
+    if found.batches is not None:
+        head += [f"padding, batches of {found.batches.batch_size}", "packs", "packs full"]
+    rows = []
+    for each in found.choices:
+        row = [f"{each.max_length:,}", f"{each.rows_over:,}"]
+        row += [f"{each.lost_if_truncated or 0:,}"] if cut else []
+        row.append(f"{each.lost_if_dropped:,}")
+        if found.batches is not None:
+            row += [f"{each.padding or 0:.1%}", f"{each.packs or 0:,}", f"{each.pack_fill or 0:.1%}"]
+        rows.append(("now" if each.max_length == found.limit else "", row))
+    return _table(head, rows)
+
+
+def _rows(found: Inspection, views: Sequence[tuple[str, RowView]]) -> Iterator[str]:
+    left = MOST_BYTES
+    for place, (reason, view) in enumerate(views):
+        facts: list[Any] = [view.origin, f"{view.tokens:,} tokens"]
+        facts += [f"{view.trained:,} trained ({view.trained / view.tokens:.1%})"] if view.trained else []
+        facts += ["held out"] if view.held_out else []
+        facts += [f"{view.lost:,} cut off"] if view.lost else []
+        summary = f"row {view.number:,} <small>{escape(plain(', '.join(facts)))}</small>"
+        summary += f" <b>{escape(reason)}</b>" if reason else ""
+        parts = "".join(_part(found, part, named=len(view.parts) > 1) for part in view.parts)
+        text = f"<details{' open' if place < 4 else ''}><summary>{summary}</summary>{parts}</details>"
+        left -= len(text.encode())
+        if left < 0:
+            yield f"<p class=dim>{len(views) - place:,} more rows would make the page too long.</p>"
+            return
+        yield text
+
+
+def _part(found: Inspection, part: RowPart, *, named: bool) -> str:
+    name = f"<p class=dim>{part.name}, {len(part.input_ids):,} tokens</p>" if named else ""
+    return f"{name}<pre class=tokens>{''.join(_run(each) for each in found.rows.runs(part, MOST_TOKENS))}</pre>"
+
+
+def _run(run: Any) -> str:
+    """Return the HTML of some tokens, whose text is escaped."""
+    if isinstance(run, TokenGap):
+        trained = f", {run.trained:,} of them trained" if run.trained else ""
+        return f"<span class=gap>... {run.tokens:,} tokens{trained} ...</span>"
+    text = escape(plain(run.text))
+    style = " ".join([*(["t"] if run.trained else []), *(["x"] if run.special else [])])
+    return f"<span class='{style}'>{text}</span>" if style else text

@@ -1,0 +1,231 @@
+"""A listener that hands everything to one tracker, on a thread of its own, so that no tracker stops or slows a run.
+
+    training thread    step  step  step ...  finished, waits FLUSH_SECONDS at most
+                         |     |     |
+                       a queue of at most QUEUED calls
+                         |     |     |
+    tracker's thread   start, log, log, text ...  close
+
+The first error drops the tracker: it is noted once on the screen and in ``events.jsonl``, and the run goes on. So does
+a queue that is full: the tracker does not keep up, or hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from streamtune import train
+from streamtune.base.secrets import plain, redact_values
+from streamtune.errors import StreamTuneError
+from streamtune.programs.trackers.tracker import Tracker, numbers
+from streamtune.train.listeners import Listener, Listeners, RunFacts
+
+__all__ = ["CLASSES", "Reporter", "make_reporters"]
+
+CLASSES = {
+    "tensorboard": "TensorboardTracker",
+    "wandb": "WandbTracker",
+    "mlflow": "MlflowTracker",
+    "trackio": "TrackioTracker",
+}
+"""The class in ``to_NAME``; a module is imported where its tracker is asked for."""
+QUEUED = 10_000
+FLUSH_SECONDS = 30.0
+_ids_lock = threading.Lock()
+
+
+class Reporter(Listener):
+    """The calls of a run, queued for one tracker.
+
+    Args:
+        make: Makes the tracker; its package is imported by :meth:`Tracker.start`, in the thread.
+        name: As in ``report_to``.
+        offline: Write local files only.
+        notify: Called with a message for the user if the tracker is dropped.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[RunFacts, dict[str, Any], bool], Tracker],
+        name: str,
+        *,
+        offline: bool,
+        notify: Callable[[str], None],
+    ) -> None:
+        self.name, self._make, self._offline, self._notify = name, make, offline, notify
+        self._calls: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(QUEUED)
+        self._thread: threading.Thread | None = None
+        self._run: train.RunDirectory | None = None
+        self._step = 0
+        self._once = threading.Lock()
+        self.dropped = False
+        """True once the tracker has failed; nothing reaches it any more."""
+
+    def started(self, facts: RunFacts) -> None:
+        """See :class:`streamtune.train.listeners.Listener`."""
+        self._run, self._step = train.RunDirectory(facts.directory), facts.step
+        self._thread = threading.Thread(target=self._work, args=(facts,), name=f"to {self.name}", daemon=True)
+        self._thread.start()
+
+    def step(self, record: dict[str, Any]) -> None:
+        """See :class:`streamtune.train.listeners.Listener`."""
+        self._step = record["step"]
+        self._put(lambda tracker: tracker.log(record["step"], numbers(record)))
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """See :class:`streamtune.train.listeners.Listener`."""
+        self._put(lambda tracker: tracker.log(record["step"], numbers(record)))
+
+    def sampled(self, samples: list[dict[str, Any]]) -> None:
+        """See :class:`streamtune.train.listeners.Listener`."""
+        cleaned = redact_values(samples)
+        if cleaned:
+            self._put(lambda tracker: tracker.text(cleaned[0]["step"], cleaned))
+
+    def saved(self, step: int, path: Path) -> None:
+        """See :class:`streamtune.train.listeners.Listener`."""
+        self._put(lambda tracker: tracker.note("checkpoint", {"step": step, "folder": path.name}))
+
+    def event(self, name: str, details: dict[str, Any]) -> None:
+        """See :class:`streamtune.train.listeners.Listener`."""
+        cleaned = redact_values(details)
+        self._put(lambda tracker: tracker.note(name, cleaned))
+
+    def finished(self, outcome: dict[str, Any]) -> None:
+        """See :class:`streamtune.train.listeners.Listener`. Waits for nothing; :meth:`wait` does."""
+        plot = self._run.loss_plot if self._run is not None else None
+        if plot is not None and plot.is_file():
+            self._put(lambda tracker: tracker.picture(self._step, plot))
+        self._put(lambda tracker: tracker.close(outcome["status"]))
+        with suppress(queue.Full):
+            self._calls.put_nowait(None)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the tracker has everything, and drop it if it has not by then."""
+        if self._thread is None:
+            return
+        self._thread.join(max(seconds, 0.0))
+        if self._thread.is_alive() and not self.dropped:
+            self._drop("it has not taken everything by the time that the end of a run waits for it")
+
+    def _put(self, call: Callable[[Tracker], None]) -> None:
+        if self.dropped or self._thread is None:
+            return
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._drop(f"{QUEUED:,} records wait for it")
+
+    def _work(self, facts: RunFacts) -> None:
+        try:
+            tracker = self._make(facts, self._read_ids(), self._offline)
+            self._keep_ids(tracker.start())
+            while (call := self._calls.get()) is not None and not self.dropped:
+                call(tracker)
+        except BaseException as error:  # a package may call sys.exit()
+            self._drop(_message(error))
+
+    def _drop(self, why: str) -> None:
+        """Give the tracker up, and say so once."""
+        with self._once:
+            if self.dropped:
+                return
+            self.dropped = True
+        while True:  # what waits is not sent, and the memory is freed
+            try:
+                self._calls.get_nowait()
+            except queue.Empty:
+                break
+        with suppress(queue.Full):
+            self._calls.put_nowait(None)
+        self._notify(f"{self.name} gets nothing more of this run, which goes on: {why}")
+        if self._run is not None:
+            with suppress(StreamTuneError, OSError):
+                train.append_event(self._run.events, "tracker_failed", tracker=self.name, why=why)
+
+    def _read_ids(self) -> dict[str, Any]:
+        assert self._run is not None
+        return _read(self._run.trackers).get(self.name, {})
+
+    def _keep_ids(self, ids: dict[str, Any]) -> None:
+        """Write the ids down at once: a run that is killed goes on as the same run."""
+        assert self._run is not None
+        with _ids_lock:
+            kept = {**_read(self._run.trackers), self.name: ids}
+            train.write_durably(self._run.trackers, json.dumps(kept, indent=1) + "\n")
+
+
+@dataclass
+class Reporters(Listeners):
+    """The trackers of a run; at its end they are waited for together.
+
+    Args:
+        doing: Returns a context that shows a message while something takes long.
+        seconds: Time that the end of the run waits for all of them.
+    """
+
+    doing: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    seconds: float = FLUSH_SECONDS
+
+    def finished(self, outcome: dict[str, Any]) -> None:
+        """See :class:`streamtune.train.listeners.Listener`."""
+        super().finished(outcome)
+        until = time.monotonic() + self.seconds
+        for one in self.each:
+            if isinstance(one, Reporter):
+                with self.doing(f"waiting for {one.name}"):
+                    one.wait(until - time.monotonic())
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """Return what ``trackers.json`` holds; nothing where it is not there or is no longer what was written."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {name: ids for name, ids in found.items() if isinstance(ids, dict)}
+
+
+def _message(error: BaseException) -> str:
+    text = plain(" ".join(str(error).split()))
+    return f"{type(error).__name__}: {text[:400]}" if text else type(error).__name__
+
+
+def make_reporters(
+    names: Sequence[str],
+    *,
+    offline: bool,
+    notify: Callable[[str], None],
+    doing: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+) -> Reporters:
+    """Return a listener for some trackers; nothing of their packages is imported yet.
+
+    Args:
+        names: Keys of :data:`CLASSES`.
+        offline: Write local files only.
+        notify: Called with a message for the user, from another thread.
+        doing: Returns a context that shows a message while something takes long.
+    """
+
+    def maker(name: str) -> Callable[[RunFacts, dict[str, Any], bool], Tracker]:
+        def make(facts: RunFacts, ids: dict[str, Any], offline: bool) -> Tracker:
+            made: Tracker = getattr(import_module(f"streamtune.programs.trackers.to_{name}"), CLASSES[name])(
+                facts, ids, offline
+            )
+            return made
+
+        return make
+
+    each = [Reporter(maker(name), name, offline=offline, notify=notify) for name in names]
+    return Reporters(each, doing=doing)

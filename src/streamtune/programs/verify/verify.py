@@ -1,0 +1,371 @@
+"""Compare the streamed gradient with plain autograd's, on one model and one batch.
+
+One batch goes through one model several times; nothing but the dtype and the engine differs:
+
+    truth     plain autograd in a wider dtype than is trained in: float64 for float32, float32 for bfloat16
+    exact     streamed in the truth's dtype, once for every schedule: is it the same sum?
+    precise   plain and streamed in the dtype that is trained in, each against the truth: is it rounded as well?
+
+The rule for what counts as equal is in ``verify_rule``.
+
+Everything runs in evaluation mode, with gradients: dropout and router jitter draw other numbers for a chunk than for
+the sequence it is cut from, so with them the two are equal in distribution and not in value. (Another test checks that
+the recomputation of a chunk draws the same random numbers as its forward.)
+
+Memory: weights are widened in place and narrowed again, which loses no bit. One copy of the gradients exists, the
+truth's, in host memory: trainable parameters times 4 or 8 bytes, which is little for adapters and for full fine-tuning
+as much as the widened weights. Every other gradient is compared and dropped as soon as the backward has finished it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from streamtune.engine import StreamHandle, stream
+from streamtune.errors import ArgumentError, NonFiniteError, StreamTuneError, UnsupportedModelError
+from streamtune.programs.verify.report import (
+    SAME,
+    Loss,
+    ModuleRow,
+    VerifyReport,
+    VerifyRun,
+    judge,
+    judge_loss,
+    module_of,
+    norm_of,
+    ratio,
+)
+from streamtune.programs.verify.restore import attending, borrowed, cast, quantised_as, routes, wide_loss
+from streamtune.schedule import Schedule
+
+__all__ = ["compare_gradients", "verify_schedules"]
+
+SMALL = 64
+"""Tokens of the smallest chunks tried."""
+
+LossOf = Callable[[nn.Module, bool], Tensor]
+"""``(model, bf16) -> loss``: the scalar loss of the batch, under bfloat16 autocast if ``bf16``."""
+
+
+def verify_schedules(length: int, own: Schedule) -> list[Schedule]:
+    """Return schedules that cut ``length`` tokens: the recipe's own if it does, halves, odd parts and small parts.
+
+    ``keep_kv`` alternates; every one has another ``head_chunk_size``.
+
+    Raises:
+        ArgumentError: There are fewer than four tokens: a chunk has at least two.
+    """
+    if length < 4:
+        raise ArgumentError(f"{length} token(s) cannot be cut into chunks", where="max_length", mend="use longer rows")
+    parts = next((count for count in (3, 5, 7) if length % count), 3)  # a last chunk shorter than the others
+    sizes = {-(-length // 2): length, -(-length // parts): -(-length // 5), max(1, min(SMALL, length // 8)): 7}
+    chosen = [own] if own.chunk_size < length else []
+    for number, (size, head) in enumerate(sizes.items()):
+        keep_kv = (own.keep_kv == "no") == bool(number % 2)
+        chosen.append(replace(own, chunk_size=size, head_chunk_size=head, keep_kv=keep_kv))
+    found: dict[int, Schedule] = {}
+    for schedule in chosen:
+        found.setdefault(len(schedule.chunks(length)), schedule)
+    return list(found.values())
+
+
+def compare_gradients(
+    model: nn.Module,
+    loss_of: LossOf,
+    schedules: Sequence[Schedule],
+    *,
+    dtype: torch.dtype | None = None,
+    bf16: bool = False,
+    plain_loss_of: LossOf | None = None,
+    loss_with: Callable[[StreamHandle], LossOf] | None = None,
+    unfit: Callable[[torch.dtype], str] = lambda dtype: "",
+    notify: Callable[[str], None] = lambda message: None,
+) -> VerifyReport:
+    """Compare streamed with plain autograd on one model and one batch. The model is left as it was.
+
+    Args:
+        model: A causal language model, with or without adapters, not streamed.
+        loss_of: Its loss on the batch; any objective that calls the model once or more will do.
+        schedules: Schedules to stream with, one after another.
+        dtype: Widen the weights to this first; None takes them as they are.
+        bf16: Train under bfloat16 autocast.
+        plain_loss_of: The same loss for plain autograd, where that is given the batch in another form (rows that are
+            packed for streaming, one by one); None is ``loss_of``.
+        loss_with: Makes the same loss from the handle of the streamed model, where the engine itself computes it; None
+            is ``loss_of``.
+        unfit: Returns why a truth in a dtype does not fit, or an empty string.
+        notify: Called at the beginning of each run with its name.
+
+    Raises:
+        UnsupportedModelError: The model cannot be streamed.
+        NonFiniteError: Plain autograd itself gives no finite loss or gradient.
+    """
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ArgumentError("the model has no trainable parameter, so there is no gradient to compare")
+    stream(model, schedule=schedules[0]).remove()  # what is refused by name is refused before anything is computed
+    with borrowed(model) as filled, cast(model, dtype):
+        compare = partial(_Comparison, model, loss_of, plain_loss_of or loss_of, schedules, bf16, unfit, notify)
+        if loss_with is not None:
+            compare = partial(compare, loss_with=loss_with)
+        report = _against_own_attention(model, compare)
+        refusal = "" if report.exact else _refusal(model, schedules[0])
+        return replace(report, filled=filled, refusal=refusal)
+
+
+def _against_own_attention(model: nn.Module, compare: Callable[[], _Comparison]) -> VerifyReport:
+    """Compare under the model's own attention, and under eager attention if the own one lacks what a layer needs.
+
+    An attention that does not support a softcap or sinks refuses them, or leaves them out: plain autograd is another
+    function there. If eager attention computes the same as the model's own, that is not why they differ.
+    """
+    with attending(model, None) as own:
+        comparison = compare()
+        try:
+            report = replace(comparison.run(), attention=own)
+        except (StreamTuneError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception:
+            if own == "eager":
+                raise
+            with attending(model, "eager") as name:
+                return replace(compare().run(), attention=name)
+    if report.exact or own == "eager":
+        return report
+    with attending(model, "eager") as name:
+        again = compare()
+        try:
+            if again.same_function(comparison):
+                return report
+            found = replace(again.run(), attention=name)
+        except Exception:  # no memory for it, or not known to the model: what was found first stands
+            return report
+    return found if found.exact else report
+
+
+def _refusal(model: nn.Module, schedule: Schedule) -> str:
+    """Return the preflight's error for a model that is not exact, which names the layer; empty if it raises none."""
+    with stream(model, schedule=schedule) as handle:
+        try:
+            handle.check()
+        except UnsupportedModelError as error:
+            return f"{error.what} ({error.where})" if error.where else error.what
+    return ""
+
+
+@dataclass
+class _Reference:
+    """The gradients that all others are compared with."""
+
+    dtype: torch.dtype
+    loss: float
+    grads: dict[str, Tensor]
+    norms: dict[str, float]
+
+    @property
+    def whole(self) -> float:
+        return math.hypot(*self.norms.values())
+
+    def scale(self, name: str) -> float:
+        """Return ``max(||g_truth||, 1e-3 ||G_truth||)``, g being the gradient of one parameter and G that of all."""
+        return max(self.norms[name], 1e-3 * self.whole)
+
+
+class _Comparison:
+    """All runs of one model on one batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_of: LossOf,
+        plain_loss_of: LossOf,
+        schedules: Sequence[Schedule],
+        bf16: bool,
+        unfit: Callable[[torch.dtype], str],
+        notify: Callable[[str], None],
+        loss_with: Callable[[StreamHandle], LossOf] | None = None,
+    ) -> None:
+        self.model, self.plain_loss_of = model, plain_loss_of
+        self.loss_with = loss_with or (lambda handle: loss_of)
+        self.schedules, self.bf16 = schedules, bf16
+        self.unfit, self.notify = unfit, notify
+        self.names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.routed = routes(model)
+        weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        self.computed = torch.bfloat16 if bf16 else min(weights, key=lambda dtype: dtype.itemsize)
+        self.why_no_truth = ""
+        self.begun = self.total = 0
+
+    def run(self) -> VerifyReport:
+        """Compute the truth, then compare everything else with it."""
+        truth, runs = self._truth()
+        if truth is None:
+            truth = self._reference(self.bf16, self.computed)
+            runs = [self._itself(truth)]
+        else:
+            runs.append(self._compared(truth, None, self.bf16, self.computed))
+        runs += self._streamed(truth, self.bf16, self.computed)
+        self.plainly = (truth.dtype, truth.loss, truth.norms)
+        return self._report(truth, runs)
+
+    def same_function(self, other: _Comparison) -> bool:
+        """Return True if plain autograd gives the same loss and norms here as in another comparison, which has run."""
+        dtype, loss, norms = other.plainly
+        with cast(self.model, dtype):
+            found = self._reference(self.bf16 and dtype == self.computed, dtype)
+        self.begun = 0
+        gaps = [ratio(abs(norm - norms[name]), found.scale(name)) for name, norm in found.norms.items()]
+        return max(*gaps, ratio(abs(found.loss - loss), abs(loss))) <= SAME[dtype]
+
+    def _truth(self) -> tuple[_Reference | None, list[VerifyRun]]:
+        """Return the gradients in the widest dtype that runs, and the runs in it; None and no runs if none does."""
+        wider = [torch.float64] if self.computed == torch.float32 or self.routed else []
+        wider += [torch.float32] if self.computed.itemsize < 4 else []
+        for dtype in wider if self.computed != torch.float64 else []:
+            reason = quantised_as(self.model) or self.unfit(dtype)
+            if not reason:
+                with cast(self.model, dtype):
+                    try:
+                        truth = self._reference(False, dtype)
+                    except StreamTuneError:
+                        raise
+                    except Exception as error:  # no kernel for this dtype, or no memory after all
+                        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                        self.begun = 0
+                    else:
+                        return truth, [self._itself(truth), *self._streamed(truth, False, dtype)]
+            self.why_no_truth = "; ".join(filter(None, [self.why_no_truth, f"{_name(dtype)}: {reason}"]))
+        return None, []
+
+    def _itself(self, reference: _Reference) -> VerifyRun:
+        """Return the run of the reference itself, whose errors are 0."""
+        return VerifyRun(None, reference.dtype, reference.loss, dict.fromkeys(self.names, 0.0))
+
+    def _reference(self, bf16: bool, dtype: torch.dtype) -> _Reference:
+        self._begin(f"{self._label(bf16, dtype)}, plain autograd", wide=dtype != self.computed)
+        grads = {name: torch.zeros(0) for name in self.names}
+        norms = dict.fromkeys(self.names, 0.0)
+
+        def keep(name: str, grad: Tensor) -> None:
+            grads[name], norms[name] = grad.to("cpu", copy=True), norm_of(grad)
+
+        with wide_loss(self.model):
+            loss = self._backward(self.plain_loss_of, bf16, keep)
+        reference = _Reference(dtype, loss, grads, norms)
+        if not math.isfinite(loss + reference.whole):
+            raise NonFiniteError(
+                f"plain autograd gives a loss of {loss} and a gradient of norm {reference.whole} in "
+                f"{self._label(bf16, dtype)}, so there is nothing to compare with",
+                mend="look at the weights and at the first rows of the data",
+            )
+        return reference
+
+    def _streamed(self, truth: _Reference, bf16: bool, dtype: torch.dtype) -> list[VerifyRun]:
+        return [self._compared(truth, schedule, bf16, dtype) for schedule in self.schedules]
+
+    def _compared(self, truth: _Reference, schedule: Schedule | None, bf16: bool, dtype: torch.dtype) -> VerifyRun:
+        """Run once; compare each gradient with the truth and free it as soon as it is finished."""
+        how = "plain autograd" if schedule is None else f"streamed in chunks of {schedule.chunk_size:,}"
+        self._begin(f"{self._label(bf16, dtype)}, {how}", wide=True)
+        differences = dict(truth.norms)  # of a gradient that never comes: all of it
+
+        def compare(name: str, grad: Tensor) -> None:
+            differences[name] = norm_of(grad, truth.grads[name])
+
+        narrow = False
+        if schedule is None:
+            loss = self._backward(self.plain_loss_of, bf16, compare)
+        else:
+            with stream(self.model, schedule=schedule) as handle:
+                try:
+                    loss = self._backward(self.loss_with(handle), bf16, compare)
+                except (StreamTuneError, torch.OutOfMemoryError, MemoryError):
+                    raise
+                except Exception:
+                    handle.check()  # knows to say which layer does not run in chunks
+                    raise
+                narrow = any(layer.forward.narrow_states for layer in handle.layers)  # type: ignore[attr-defined]
+        errors = {name: ratio(difference, truth.scale(name)) for name, difference in differences.items()}
+        return VerifyRun(schedule, dtype, loss, errors, narrow_states=narrow)
+
+    def _backward(self, loss_of: LossOf, bf16: bool, take: Callable[[str, Tensor], None]) -> float:
+        """Run forward and backward, give each gradient to ``take`` as it is finished and free it; return the loss."""
+
+        def taken(name: str, parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                take(name, parameter.grad)
+            parameter.grad = None
+
+        hooks = [p.register_post_accumulate_grad_hook(partial(taken, name)) for name, p in self.names.items()]
+        try:
+            loss = loss_of(self.model, bf16)
+            value = float(loss.detach())
+            loss.backward()
+            return value
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _begin(self, what: str, wide: bool) -> None:
+        if not self.begun:
+            self.total = (1 + len(self.schedules)) * (2 if wide else 1)
+        self.begun += 1
+        self.notify(f"{what} ({self.begun} of {self.total})")
+
+    def _label(self, bf16: bool, dtype: torch.dtype) -> str:
+        return f"{_name(dtype)} autocast" if bf16 else _name(dtype)
+
+    def _report(self, truth: _Reference, runs: list[VerifyRun]) -> VerifyReport:
+        plain = next(run for run in reversed(runs) if run.schedule is None)
+        findings, losses = [], []
+        for run in (run for run in runs if run.schedule is not None):
+            same = run.dtype == truth.dtype
+            findings += judge(run, plain, same=same, routed=self.routed)
+            losses.append(judge_loss(run, plain, truth.loss, same=same, routed=self.routed))
+        worst = max(findings, key=lambda finding: (finding.excess > 1, not finding.overall, finding.excess))
+        worst_loss = max(losses, key=lambda finding: finding.excess)
+        trained = [run for run in runs if run.schedule is not None and run.dtype == plain.dtype]
+        streamed = max(trained, key=lambda run: abs(run.loss - plain.loss))
+        return VerifyReport(
+            exact=worst.excess <= 1 and worst_loss.excess <= 1,
+            dtype=self._label(self.bf16, self.computed),
+            truth=_name(truth.dtype) if truth.dtype != self.computed else None,
+            why_no_truth=self.why_no_truth,
+            attention="",
+            routed=self.routed,
+            loss=Loss(plain.loss, streamed.loss, truth.loss, worst_loss),
+            worst=worst,
+            modules=self._modules(runs, plain, truth),
+            runs=runs,
+            trained=len(self.names),
+        )
+
+    def _modules(self, runs: list[VerifyRun], plain: VerifyRun, truth: _Reference) -> list[ModuleRow]:
+        """Return the largest error of any parameter, by module and dtype, over all schedules."""
+        groups: dict[str, list[str]] = {}
+        for name in self.names:
+            groups.setdefault(module_of(name), []).append(name)
+
+        def largest(names: list[str], dtype: torch.dtype) -> float:
+            chosen = [run for run in runs if run.schedule is not None and run.dtype == dtype]
+            return max(run.errors[name] for run in chosen for name in names)
+
+        return [
+            ModuleRow(
+                module=module,
+                parameters=sum(self.names[name].numel() for name in names),
+                exact_error=largest(names, truth.dtype),
+                error=largest(names, plain.dtype),
+                torch_error=max(plain.errors[name] for name in names),
+            )
+            for module, names in groups.items()
+        ]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

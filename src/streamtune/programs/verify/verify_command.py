@@ -1,0 +1,221 @@
+"""``streamtune verify``: compares streamed gradients with plain autograd's, on the recipe's model and rows."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from streamtune.base.adapters import base_of
+from streamtune.cli.console import err, loading_libraries, out, print_json, print_note, print_rows
+from streamtune.cli.options import JsonOption, RecipeArgument, SetOption, option, read_recipe
+
+if TYPE_CHECKING:
+    from streamtune.engine import RouterLoss
+    from streamtune.programs.verify.build import VerifySubject
+    from streamtune.programs.verify.report import VerifyReport
+    from streamtune.programs.verify.trees import Window
+
+__all__ = ["verify"]
+
+COARSE = 1e-3
+"""A bound above this leaves room for a mistake, and the verdict says so."""
+
+
+def verify(
+    recipe: RecipeArgument,
+    length: Annotated[int | None, option("N", "Tokens to compare on; by default what memory allows.")] = None,
+    dtype: Annotated[str | None, option("float32|bfloat16|float64", "Compute in this instead.")] = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Prove on the recipe's own model and rows that streamed loss and gradients equal plain autograd's.
+
+    Exits with 0 if they do and with 1, naming the worst parameter, if they do not.
+    """
+    loaded = read_recipe(recipe, set_ or [])
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    with loading_libraries():
+        from streamtune.programs.verify.build import build_verify, verify_recipe
+    subject = build_verify(loaded, length=length, dtype=dtype, notify=print_note, doing=err.status)
+    if not as_json:
+        _print_banner(subject)
+    with err.status("comparing") as status:
+        report = verify_recipe(subject, notify=status.update if err.is_terminal else err.print)
+    if as_json:
+        print_json({**report.to_json(), **_facts(subject)})
+    else:
+        _print_report(report)
+    raise typer.Exit(0 if report.exact else 1)
+
+
+def _facts(subject: VerifySubject) -> dict[str, object]:
+    """Return the model, rows and sizes of the comparison for ``--json``."""
+    batch = subject.batch
+    return {
+        "model": type(base_of(subject.model)).__name__,
+        "device": str(subject.device),
+        "objective": subject.loaded.recipe.objective,
+        "rows": list(batch.origins),
+        "shared_prompts": getattr(batch, "branches", None) is not None,
+        "packed": batch.position_ids is not None,
+        "length": subject.length,
+        "tokens": batch.num_tokens,
+        "trained_tokens": batch.num_targets,
+        "router_aux_loss_coef": subject.router_loss.balance if subject.router_loss else None,
+    }
+
+
+# --- the screen -------------------------------------------------------------------------------------------------------
+
+
+def _print_banner(subject: VerifySubject) -> None:
+    """Print the model, rows, loss and chunk sizes of the comparison."""
+    from streamtune import __version__
+
+    sizes = ", ".join(f"{schedule.chunk_size:,}" for schedule in subject.schedules)
+    heads = ", ".join(f"{schedule.head_chunk_size:,}" for schedule in subject.schedules)
+    out.print(Text.assemble((f"StreamTune {__version__}", "bold"), f"  verify {subject.loaded.path}"), soft_wrap=True)
+    print_rows(
+        [
+            ("model", _describe_model(subject)),
+            ("rows", _describe_rows(subject)),
+            *([("loss", _describe_reference_of(subject))] if subject.losses is not None else []),
+            ("chunks", f"{sizes} tokens; in the head {heads}"),
+            *([("routers", _describe_routers(subject.router_loss))] if subject.router_loss else []),
+        ]
+    )
+
+
+def _describe_model(subject: VerifySubject) -> str:
+    total, trainable = subject.parameters.total, subject.parameters.trainable
+    trained = "all trained" if trainable == total else f"{trainable:,} trained"
+    base = base_of(subject.model)
+    dtype = str(base.dtype).removeprefix("torch.")
+    computed = ", computed in bfloat16" if subject.bf16 else ""
+    computed = f", computed in {str(subject.dtype).removeprefix('torch.')}" if subject.dtype else computed
+    return f"{type(base).__name__}, {total:,} parameters, {trained}; {dtype}{computed} on {subject.device}"
+
+
+def _describe_routers(loss: RouterLoss) -> str:
+    balance = f"{loss.balance:g} times the balance loss that transformers computes"
+    return f"{balance}; no z-loss, which it does not know" if loss.z else balance
+
+
+def _describe_rows(subject: VerifySubject) -> str:
+    batch, windows = subject.batch, subject.windows
+    if subject.losses is not None:
+        return _describe_completions(subject)
+    tokens = f"{batch.num_tokens:,} tokens, {batch.num_targets:,} of them trained on"
+    if getattr(batch, "branches", None) is not None:
+        return f"the first {len(windows)} in one sequence with common beginnings once, against each alone: {tokens}"
+    if batch.position_ids is not None:
+        return f"the first {len(windows)} packed into one sequence, against each alone: {tokens}"
+    if len(windows) > 1:
+        return f"the first {len(windows)}, padded to {subject.length:,}: {tokens}"
+    return f"{windows[0].example.origin}{_describe_cut(windows[0], subject.length_limit)}: {tokens}"
+
+
+def _describe_completions(subject: VerifySubject) -> str:
+    """Describe the completions that are scored, and their layout in the batch."""
+    from streamtune.train import TreeBatch
+
+    batch, alone = subject.batch, subject.alone
+    assert isinstance(batch, TreeBatch)
+    whose = "random completions" if subject.loaded.recipe.objective == "grpo" else "completions"
+    prompts = len(batch.origins)
+    text = f"{batch.num_rows} {whose} of {'the first prompt' if prompts == 1 else f'the first {prompts} prompts'}"
+    if subject.length_limit:
+        text += f", cut to {alone.input_ids.shape[1]:,} tokens ({subject.length_limit})"
+    how = "prompts shared" if batch.branches is not None else "each with its own prompt"
+    against = f", against {alone.num_tokens:,} in rows of their own" if batch.branches is not None else ""
+    return f"{text}, {how}: {batch.num_tokens:,} tokens{against}; {batch.num_targets:,} trained on"
+
+
+def _describe_reference_of(subject: VerifySubject) -> str:
+    """Describe the loss and its reference model."""
+    losses = subject.losses
+    assert losses is not None
+    name: str = losses.task.recipe.loss_type
+    if not losses.task.compares:
+        return f"{name}, no reference"
+    held = "a model beside it" if losses.held is not None else "the model without its adapters"
+    return f"{name}; the reference is {held}"
+
+
+def _describe_cut(window: Window, why: str) -> str:
+    if window.length == window.row_length:
+        return ""
+    part = f"{window.start + 1:,} to {window.start + window.length:,} of {window.row_length:,}"
+    return f", tokens {part} ({why})"
+
+
+def _print_report(report: VerifyReport) -> None:
+    out.print()
+    out.print(_table(report))
+    out.print()
+    loss = report.loss
+    wide = f"; {report.truth} {loss.truth:.7g}" if report.truth else ""
+    rows = [
+        ("against", _describe_reference(report)),
+        ("loss", f"plain {loss.plain:.7g}, streamed {loss.streamed:.7g}, difference {loss.difference:.1e}{wide}"),
+    ]
+    if report.exact:  # else the verdict names it
+        rows.append(("worst", report.worst.describe()))
+    if report.filled:
+        rows.append(("filled", f"{report.filled} matrices of zeros (fresh adapters) held random values meanwhile"))
+    if report.routed and not report.exact and report.worst.run.dtype.itemsize == 4:
+        rows.append(
+            ("experts", "rounding may send a token to another one; a shorter --length, or --dtype float64, tells")
+        )
+    if report.refusal:
+        rows.append(("train", f"would refuse this model: {report.refusal}"))
+    print_rows(rows)
+    out.print(_verdict(report), soft_wrap=not out.is_terminal)
+
+
+def _describe_reference(report: VerifyReport) -> str:
+    dtype = report.truth or f"{report.dtype} itself"
+    none = f" (not in {report.why_no_truth})" if report.why_no_truth else ""
+    return (
+        f"plain autograd in {dtype}{none}, {report.attention} attention; largest of {len(report.schedules)} chunk sizes"
+    )
+
+
+def _table(report: VerifyReport) -> Table:
+    """Return the largest gradient errors, one row for each kind of module.
+
+    Columns: streamed in the truth's dtype, then streamed and plain in the recipe's.
+    """
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("largest error of a\nparameter's gradient", overflow="fold")
+    table.add_column("parameters", justify="right", vertical="bottom")
+    if report.truth:
+        table.add_column(f"{report.truth}\nstreamed", justify="right")
+    table.add_column(f"{report.dtype.split()[0]}\nstreamed", justify="right")
+    if report.truth:
+        table.add_column(f"{report.dtype.split()[0]}\nplain", justify="right")
+    for row in report.modules:
+        cells = [_number(row.exact_error), _number(row.error), _number(row.torch_error)] if report.truth else []
+        style = "bold red" if not report.exact and row.module == report.worst.module else None
+        table.add_row(row.module, f"{row.parameters:,}", *(cells or [_number(row.error)]), style=style)
+    return table
+
+
+def _verdict(report: VerifyReport) -> Text:
+    worst, loss = report.worst, report.loss.worst
+    if report.exact:
+        also = f" in {report.truth}, and as precise in {report.dtype}" if report.truth else f" in {report.dtype}"
+        if not report.truth and worst.allowed > COARSE:
+            also += f", as far as {worst.allowed:.0e} can tell without a wider truth"
+        return Text.assemble(("exact", "bold green"), f": streamed loss and gradients are plain autograd's{also}")
+    wrong = [f"worst parameter {worst.describe()}"] if worst.excess > 1 else []
+    wrong += [f"the {loss.describe()}"] if loss.excess > 1 else []
+    return Text.assemble(("NOT exact", "bold red"), ": ", "; ".join(wrong))
+
+
+def _number(value: float) -> str:
+    return f"{value:.1e}" if value else "0"
