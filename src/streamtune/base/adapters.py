@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["base_of", "is_of_adapters"]
-
 OF_ADAPTERS = (
     "lora_",
     "vera_",

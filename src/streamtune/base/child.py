@@ -12,8 +12,6 @@ from typing import Any
 from streamtune.base.quiet import packed_call, run_packed
 from streamtune.base.safe_path import SafeChildren
 
-__all__ = ["Child"]
-
 
 class Child:
     """A new process (spawned, not forked) that runs a function, connected to this one by a pipe.

@@ -22,22 +22,6 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-__all__ = [
-    "SHOW_CURSOR",
-    "SIGNALS",
-    "blocked",
-    "check",
-    "handled",
-    "install",
-    "is_ignored",
-    "postponed",
-    "remove_folder",
-    "remove_too",
-    "saying",
-    "stopping",
-    "temporary_directory",
-]
-
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 SHOW_CURSOR = b"\x1b[?25h"
 PATIENCE_SECONDS = 1.5

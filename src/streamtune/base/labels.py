@@ -5,6 +5,4 @@ This module is a leaf: it imports nothing.
 
 from __future__ import annotations
 
-__all__ = ["IGNORE_INDEX"]
-
 IGNORE_INDEX = -100

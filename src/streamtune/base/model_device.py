@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["model_device"]
-
 
 def model_device(model: nn.Module) -> torch.device:
     """Return the device on which a model computes: that of its first weight which is not on the CPU, if there is one.

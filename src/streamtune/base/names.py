@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 from streamtune.errors import ArgumentError, did_you_mean
 
-__all__ = ["look_up", "set_names"]
-
 T = TypeVar("T")
 
 

@@ -16,8 +16,6 @@ from typing import Any
 
 from streamtune.errors import RunError
 
-__all__ = ["OFFLINE", "OfflineError", "among_ranks", "go_offline", "is_offline", "keep_private", "stay_off_the_hub"]
-
 OFFLINE = "STREAMTUNE_OFFLINE"
 """Environment variable that ``--offline`` sets, so that processes started by this one are offline too."""
 

@@ -15,17 +15,6 @@ from typing import Any, Literal, get_args
 from streamtune.base.patterns import wrong_pattern
 from streamtune.errors import ArgumentError, did_you_mean
 
-__all__ = [
-    "ADAM_KEYS",
-    "OPTIMIZERS",
-    "OptimizerEntry",
-    "OptimizerName",
-    "argument_mistakes",
-    "check_installed",
-    "forwards_of",
-    "state_bytes",
-]
-
 OptimizerName = Literal[
     "adamw", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_torch_fp8", "adamw_coat",
     "adafactor", "adan", "adopt", "apollo", "badam", "badam_ratio", "came", "galore", "lamb", "lion", "lion_8bit",

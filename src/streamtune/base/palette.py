@@ -7,8 +7,6 @@ from functools import wraps
 from io import BytesIO
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["COLOURS", "INK", "drawn_plainly", "dress", "line", "png_of"]
-
 Given = ParamSpec("Given")
 Drawn = TypeVar("Drawn")
 

@@ -12,8 +12,6 @@ from pathlib import Path, PurePosixPath
 
 from streamtune.errors import RunError
 
-__all__ = ["NO_HOME", "cache_folder", "check_descriptors", "escape_of", "has_home", "open_at_once"]
-
 NO_HOME = "STREAMTUNE_NO_HOME"
 """Set where ``HOME`` is a directory that is removed at the end of the command."""
 

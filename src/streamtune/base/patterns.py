@@ -19,8 +19,6 @@ from typing import Literal
 from streamtune.base.safe_path import safe_environment
 from streamtune.errors import ArgumentError
 
-__all__ = ["PatternError", "check_splits", "find_matches", "is_found", "of_tokenizer", "wrong_pattern"]
-
 SECONDS = 3
 """Processor time of one key's patterns on all names: a pattern that is not hostile takes milliseconds."""
 PATIENCE = 120.0

@@ -12,16 +12,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = [
-    "imports_are_quiet",
-    "leave_out_quantisers",
-    "own_process",
-    "packed_call",
-    "process_is_own",
-    "quiet_imports",
-    "run_packed",
-]
-
 QUANTISERS = ("torchao", "bitsandbytes")
 LOGGERS = (*QUANTISERS, "torch.utils._pytree")
 

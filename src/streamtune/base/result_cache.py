@@ -43,22 +43,6 @@ from streamtune.base.paths import cache_folder, open_at_once
 from streamtune.base.sizes import show_size
 from streamtune.errors import StorageError
 
-__all__ = [
-    "CacheFile",
-    "Notify",
-    "WatchedFile",
-    "cached_result",
-    "checksum_of",
-    "hash_of",
-    "is_open_at",
-    "locked",
-    "new_checksum",
-    "read_cached",
-    "try_lock",
-    "versions",
-    "write_cached",
-]
-
 Notify = Callable[[str], None]
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["SafeChildren", "leave_out_working_directory", "safe_environment"]
-
 SAFE = "PYTHONSAFEPATH"
 LISTS = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 """Variables that list directories which code is loaded from."""

@@ -13,8 +13,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["find_secret", "is_named_like_secret", "plain", "redact", "redact_values", "visible", "without_controls"]
-
 # A repetition that something must follow is bounded: a text of another person costs time in proportion to its length.
 _FORMS: dict[str, str] = {
     "a password in a URL": r"(?<=://)[^\s/?#@:'\"]{0,256}:[^\s/?#@'\"]{1,512}(?=@)",

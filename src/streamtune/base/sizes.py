@@ -6,8 +6,6 @@ import re
 
 from streamtune.errors import ArgumentError
 
-__all__ = ["SIZE_PATTERN", "parse_size", "show_size"]
-
 UNITS = {"": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 SIZE_PATTERN = r"^[0-9]+(\.[0-9]+)? ?([KMGT]i?B?|B)$"
 """A number and its unit: ``80GiB``, ``1.5TB``, ``512 MiB``. ``G`` alone is ``GiB``."""

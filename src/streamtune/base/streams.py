@@ -15,8 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TextIO
 
-__all__ = ["keep_streams", "lost_output", "reader_is_gone"]
-
 
 class _Descriptor(io.FileIO):
     """A file descriptor that takes everything; ``error`` is why the first bytes were lost."""

@@ -11,8 +11,6 @@ from importlib import metadata
 
 from streamtune.errors import UnsupportedModelError, VersionError
 
-__all__ = ["TESTED", "blamed", "installed", "lacks", "pip_install", "untested"]
-
 TESTED = {"transformers": ("5.17", "5.24"), "torch": ("2.11", "2.14")}
 """The oldest and the newest minor version of which the tests pass. ``pyproject.toml`` has the same bounds; a version
 that is newer than the newest is tried, and said to be untested."""

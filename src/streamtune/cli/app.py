@@ -10,8 +10,6 @@ from streamtune import __version__
 from streamtune.cli.options import HelpCommand, HelpGroup
 from streamtune.cli.programs import COMMANDS, load
 
-__all__ = ["app"]
-
 app = typer.Typer(
     name="streamtune",
     cls=HelpGroup,

@@ -21,21 +21,6 @@ from streamtune.base.paths import open_at_once
 from streamtune.base.secrets import plain, redact_values
 from streamtune.errors import RecipeError, StreamTuneError, UserError
 
-__all__ = [
-    "err",
-    "error_panel",
-    "error_text",
-    "is_needed",
-    "loading_libraries",
-    "need_output",
-    "out",
-    "plain",
-    "print_error",
-    "print_json",
-    "print_note",
-    "print_rows",
-]
-
 if not os.environ.get("COLUMNS", "").strip("0"):  # rich would show nothing in no columns
     os.environ.pop("COLUMNS", None)
 out = Console(highlight=False)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from streamtune.data.inspect import RowView, TokenGap, TokenRun
     from streamtune.run.inspect import Inspection
 
-__all__ = ["data"]
-
 SHOWN_TOKENS = 320
 """Tokens of a row that are shown unless it is asked for by itself; a longer one has gaps."""
 PAGE_ROWS = 40

@@ -10,17 +10,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from streamtune.base.secrets import plain
 from streamtune.data.inspect import RowPart, RowView, TokenGap, TokenRun
 from streamtune.data.report import EPOCH_COLUMNS, SourceReport, epoch_table
 
-from .console import out, plain, print_rows
+from .console import out, print_rows
 from .plan import bar
 
 if TYPE_CHECKING:
     from streamtune.data import BatchFacts
     from streamtune.run.inspect import Inspection
-
-__all__ = ["describe_batches", "describe_view", "print_inspection", "print_view"]
 
 WIDE = 110
 """Columns of a terminal with room for all percentiles beside the names of datasets."""

@@ -21,14 +21,13 @@ import typer
 from rich.text import Text
 
 from streamtune.base.network import is_offline
+from streamtune.base.secrets import plain
 from streamtune.base.sizes import show_size
 from streamtune.base.versions import TESTED, pip_install, untested
 
-from .console import err, loading_libraries, out, plain, print_json
+from .console import err, loading_libraries, out, print_json
 from .env import environment
 from .options import JsonOption
-
-__all__ = ["CheckResult", "doctor"]
 
 GIB = 1024**3
 MARKS = {"ok": ("ok", "green"), "advice": ("!", "yellow"), "problem": ("x", "red")}

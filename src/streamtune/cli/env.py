@@ -15,8 +15,6 @@ from streamtune.cli.machine import allocator_setting
 from .console import out, print_json, print_rows
 from .options import JsonOption
 
-__all__ = ["env", "environment"]
-
 PACKAGES = ("torch", "transformers", "datasets", "peft", "torchao", "bitsandbytes", "deepspeed", "accelerate",
             "trl", "safetensors", "tokenizers", "numpy", "pydantic", "typer")  # fmt: skip
 GIB = 1024**3

@@ -17,16 +17,6 @@ from streamtune.base import interrupts
 from streamtune.base.paths import NO_HOME, check_descriptors, has_home
 from streamtune.errors import ArgumentError, OutOfMemoryError, RunError, StreamTuneError
 
-__all__ = [
-    "VARIABLES",
-    "allocator_setting",
-    "check_directory",
-    "error_of_machine",
-    "grow_segments",
-    "name_locale",
-    "some_home",
-]
-
 MEMORY = ("cannot allocate memory", "can't allocate memory", "out of memory", "bad_alloc",
           "failed to map segment")  # fmt: skip
 TEMPORARY = ("TMPDIR", "TEMP", "TMP")

@@ -13,8 +13,6 @@ from streamtune.base.optimizer_table import OPTIMIZERS, OptimizerEntry, state_by
 from .console import out, print_json, print_rows
 from .options import HelpCommand, HelpGroup, JsonOption
 
-__all__ = ["optimizers"]
-
 optimizers = typer.Typer(cls=HelpGroup, help="List the optimizers that `optim` can name.", no_args_is_help=True)
 
 SIZE = 4096

@@ -12,18 +12,6 @@ from typer.core import TyperCommand, TyperGroup
 from streamtune.base.network import stay_off_the_hub
 from streamtune.recipe import LoadedRecipe, load_recipe, names_a_hub
 
-__all__ = [
-    "HelpCommand",
-    "HelpGroup",
-    "HostfileOption",
-    "JsonOption",
-    "NprocOption",
-    "RecipeArgument",
-    "SetOption",
-    "option",
-    "read_recipe",
-]
-
 
 def option(metavar: str | None, help: str, *names: str, least: int | None = None) -> Any:
     """Return an option whose default is not in the help; without ``names`` it is named as its parameter."""

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from streamtune.errors import ArgumentError
 
-__all__ = ["replace_page"]
-
 
 def replace_page(content: bytes, page: Path, named: str, *, begins: bytes = b"") -> None:
     """Write a page or a picture; an earlier one is replaced at once, any other file is left alone.

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from streamtune.run.kept_plan import PlanOptions
     from streamtune.run.plan import RecipePlan
 
-__all__ = ["bar", "describe_plan", "plan", "show_seconds"]
-
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 FIXED = ("weights", "gathered weights", "fp32 weights", "reference", "gradients", "optimizer")
 """Terms that do not grow with the length."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["COMMANDS", "PARTS", "load"]
-
 COMMANDS: tuple[tuple[str, str, str], ...] = (
     # name, heading in the help, function
     ("sft", "Training", "streamtune.cli.training:sft"),

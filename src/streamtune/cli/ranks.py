@@ -24,8 +24,6 @@ from streamtune.errors import StreamTuneError
 
 from .console import err, print_error
 
-__all__ = ["enter_rank", "launch_ranks", "note_failure", "remember_arguments", "report_failure", "shown", "watch"]
-
 Doing = Callable[[str], AbstractContextManager[Any]]
 
 ECHO_SECONDS = 3.0

@@ -9,6 +9,7 @@ import typer
 from rich.syntax import Syntax
 from rich.text import Text
 
+from streamtune.base.secrets import plain
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.recipe import (
     DpoRecipe,
@@ -24,10 +25,8 @@ from streamtune.recipe import (
     with_schema,
 )
 
-from .console import err, out, plain, print_json, print_note, print_rows
+from .console import err, out, print_json, print_note, print_rows
 from .options import HelpCommand, HelpGroup, JsonOption, RecipeArgument, SetOption
-
-__all__ = ["is_there", "recipe_facts", "recipes", "schema", "validate", "write_new"]
 
 recipes = typer.Typer(
     cls=HelpGroup, help="List, show and copy the recipes that come with StreamTune.", no_args_is_help=True

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.text import Text
 
-from .console import out, plain
+from streamtune.base.secrets import plain
 
-__all__ = ["print_samples"]
+from .console import out
 
 SHOWN_ANSWERS = 3
 """Held-out rows whose answers are printed; ``samples.jsonl`` has all."""

@@ -13,14 +13,6 @@ from streamtune.base.sizes import show_size
 if TYPE_CHECKING:
     from streamtune.run.plan import RecipePlan
 
-__all__ = [
-    "NodesOption",
-    "RanksOption",
-    "cluster_document",
-    "cluster_rows",
-    "traffic_table",
-]
-
 RanksOption = Annotated[
     int | None,
     typer.Option(metavar="N", help="Devices in all, of every node; simulated.", show_default=False),

@@ -15,13 +15,14 @@ from rich.text import Text
 from streamtune.base.adapters import base_of
 from streamtune.base.network import is_offline
 from streamtune.base.optimizer_table import OPTIMIZERS
+from streamtune.base.secrets import plain
 from streamtune.base.sizes import show_size
 from streamtune.cli.options import read_recipe
 from streamtune.errors import ArgumentError
 from streamtune.recipe import LoadedRecipe, code_of
 from streamtune.recipe.presets import describe_preset
 
-from .console import err, loading_libraries, need_output, out, plain, print_rows
+from .console import err, loading_libraries, need_output, out, print_rows
 from .plan import describe_optimizer, describe_plan
 from .programs import PARTS, load
 from .ranks import enter_rank, launch_ranks, shown, watch
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 
 from .options import HostfileOption, NprocOption, RecipeArgument, SetOption
-
-__all__ = ["AllowChangeOption", "DryRunOption", "OutputDirOption", "ResumeOption", "dpo", "grpo", "sft", "train_recipe"]
 
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Load everything, say what would run, and stop.", show_default=False)

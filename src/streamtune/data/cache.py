@@ -49,8 +49,6 @@ from streamtune.errors import StorageError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RowCache", "fingerprint_stream", "fit_rows"]
-
 FitT = TypeVar("FitT", bound=LengthFit[Any, Any])
 _ENTRY = "entry.json"
 _UNFINISHED = ".unfinished-"

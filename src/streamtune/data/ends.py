@@ -24,8 +24,6 @@ from streamtune.errors import StreamTuneError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["trained_ends"]
-
 MOST_ROWS = 512
 """Rows that are looked at, spread evenly over all."""
 MOST_TOKENS = 1 << 24

@@ -12,8 +12,6 @@ from types import TracebackType
 
 from streamtune.errors import DataError
 
-__all__ = ["ON_BAD_ROW", "BadRows"]
-
 ON_BAD_ROW = ("error", "skip")
 """Ways to handle a row that cannot be read or trained on."""
 

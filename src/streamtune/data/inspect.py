@@ -20,8 +20,6 @@ from streamtune.data.rendering.renderings import common_prefix
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RowInspector", "RowPart", "RowView", "TokenGap", "TokenRun", "decode_pieces", "shown_ranges"]
-
 BEFORE, AFTER = 12, 28
 """Tokens shown before and after a border between masked and trained ones, where a long row is cut."""
 ENDS = 32

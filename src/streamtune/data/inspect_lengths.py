@@ -14,8 +14,6 @@ from streamtune.data.batches.mixture import Mixture
 from streamtune.data.batches.sampler import ResumableSampler, pack_rows
 from streamtune.data.fit import Measured
 
-__all__ = ["LengthBin", "LengthChoice", "choose_lengths", "draw_lengths", "fewest_packs", "histogram", "padding_share"]
-
 Lengths = npt.NDArray[np.int64]
 
 MOST_BINS = 14

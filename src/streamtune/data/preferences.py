@@ -37,14 +37,6 @@ from streamtune.data.rendering.renderings import common_prefix
 from streamtune.data.rows import Conversation, PromptCompletion
 from streamtune.errors import DataError, did_you_mean
 
-__all__ = [
-    "PREFERENCE_TYPES",
-    "Answers",
-    "detect_preference_type",
-    "normalise_preference",
-    "preference_columns_read",
-]
-
 PREFERENCE_TYPES = ("preference", "unpaired")
 """Names a recipe's ``type`` may have, besides ``auto``, for preference data."""
 

@@ -29,21 +29,6 @@ from streamtune.base.result_cache import WatchedFile, new_checksum
 from streamtune.base.sizes import show_size
 from streamtune.errors import StorageError
 
-__all__ = [
-    "Example",
-    "IntArray",
-    "MappedTable",
-    "Prompt",
-    "Record",
-    "Stored",
-    "TableWriter",
-    "Tree",
-    "common_beginning",
-    "gather_columns",
-    "measure_trees",
-    "spill",
-]
-
 IntArray = npt.NDArray[np.int32]
 
 ROWS = "rows.arrow"

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["EPOCH_COLUMNS", "CompletionReport", "DataReport", "SourceReport", "epoch_table", "length_percentiles"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SourceReport:

@@ -48,23 +48,6 @@ from streamtune.data.reading.cells import (
 from streamtune.data.reading.readers import Row
 from streamtune.errors import DataError, did_you_mean
 
-__all__ = [
-    "PROMPT_TYPES",
-    "ROW_TYPES",
-    "Content",
-    "Conversation",
-    "Document",
-    "PromptCompletion",
-    "columns_read",
-    "detect_prompt_type",
-    "detect_type",
-    "looks_like",
-    "normalise",
-    "prompt_of",
-    "size_of",
-    "weight_of",
-]
-
 
 @dataclass(frozen=True)
 class Conversation:

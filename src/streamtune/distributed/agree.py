@@ -32,8 +32,6 @@ from .environment import RankEnvironment, read_environment
 from .ports import listen_at
 from .wire import Line, dial, listen
 
-__all__ = ["agree", "compare_facts", "describe_ranks", "fingerprint", "versions"]
-
 PURPOSE = "agree"
 PACKAGES = ("torch", "transformers", "deepspeed", "peft")
 TOGETHER_SECONDS = 300.0

@@ -20,8 +20,6 @@ from streamtune.base.paths import open_at_once
 from streamtune.base.secrets import find_secret, is_named_like_secret, redact
 from streamtune.errors import ArgumentError, did_you_mean
 
-__all__ = ["PRESETS", "filled", "read_config", "resolve_config", "stage_of"]
-
 COMMON: dict[str, Any] = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",

@@ -20,8 +20,6 @@ from streamtune.base.network import among_ranks
 from streamtune.distributed.ports import LOOPBACK, check_host
 from streamtune.errors import ArgumentError
 
-__all__ = ["RankEnvironment", "expand_nodes", "interface_to", "read_environment", "usable_cpus"]
-
 DEFAULT_PORT = 29500
 COUNTING = ("streamtune", "torchrun", "deepspeed")
 """Launchers that always say how many ranks are on a machine."""

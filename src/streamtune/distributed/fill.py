@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["fill"]
-
 
 class LayerSource(Protocol):
     """Weights that are not loaded yet: ``streamtune.models.Deferred``."""

@@ -15,8 +15,6 @@ from contextlib import suppress
 from streamtune.base.network import among_ranks
 from streamtune.errors import ArgumentError
 
-__all__ = ["LOOPBACK", "check_host", "free_port", "is_free", "listen_at", "side_ports"]
-
 SIDE_PORTS = 8
 
 

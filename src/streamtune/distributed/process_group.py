@@ -22,8 +22,6 @@ from streamtune.errors import DistributedError
 from .environment import RankEnvironment, read_environment
 from .ports import listen_at
 
-__all__ = ["join", "leave", "sequence_group"]
-
 PATIENCE = timedelta(hours=2)
 """Timeout of a collective: a rank may compute that long. Ranks that are gone are noticed by the watchdog."""
 

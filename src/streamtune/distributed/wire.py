@@ -32,8 +32,6 @@ from streamtune.errors import DistributedError
 from .environment import RankEnvironment
 from .ports import listen_at, side_ports
 
-__all__ = ["ANSWER_SECONDS", "Admission", "Line", "dial", "listen", "prove"]
-
 MOST_BYTES = 1 << 20
 """Of one document. Ours have hundreds; a stranger's connection is not read beyond it."""
 ANSWER_SECONDS = 3.0

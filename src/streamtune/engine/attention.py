@@ -26,8 +26,6 @@ from streamtune.ops.attention.ring import ring_attention
 from streamtune.ops.attention.rules import ForeignAttentionError
 from streamtune.ops.simulated import autocast_kind
 
-__all__ = ["NAME", "BiasError", "KeptAttention", "SavedOutputs", "dense_mask", "lazy_mask"]
-
 NAME = "streamtune"
 """The attention implementation's name in a model's config."""
 

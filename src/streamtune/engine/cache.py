@@ -39,8 +39,6 @@ from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.simulated import autocast_kind
 
-__all__ = ["ChunkCache", "ProjectionDone", "prefix_of", "state_after", "state_before"]
-
 Pass = Literal["store", "project", "again", "replay", "whole"]
 
 

@@ -58,8 +58,6 @@ from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.mask import LazyMask
 from streamtune.schedule import Schedule
 
-__all__ = ["PAST", "LayerCall", "hands_on_cache", "takes_cache"]
-
 PAST = "past"
 """The name in :attr:`LayerCall.inputs` of trained keys (place 0) and values (1) of tokens before the call."""
 

@@ -12,8 +12,6 @@ from streamtune.engine.cache import ChunkCache
 from streamtune.engine.vjp import Along
 from streamtune.errors import UnsupportedModelError
 
-__all__ = ["ChunkSharing", "LayerOutputs", "SharedKey"]
-
 
 class LayerOutputs:
     """Splits the output of each chunk into tensors, and puts those of the whole sequence into the layer's own form.

@@ -41,8 +41,6 @@ from streamtune.engine.vjp import Along, GradientSum, chunk_vjp, part
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import first_order, graph_is_kept
 
-__all__ = ["chained_call"]
-
 
 class ChainOwner(LayerOwner, Protocol):
     """The streamed forward of a layer, as the chain uses it."""

@@ -13,8 +13,6 @@ from streamtune.engine.sequence.shards import ChunkExchange, SequenceShards
 from streamtune.ops.attention.attention import Memory
 from streamtune.schedule import Schedule
 
-__all__ = ["CallContext", "ChunkContext"]
-
 
 @dataclass
 class CallContext:

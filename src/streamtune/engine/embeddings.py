@@ -24,8 +24,6 @@ from streamtune.engine.nested import map_nested
 from streamtune.engine.weights.waiting import WaitingWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
-__all__ = ["StreamedEmbedding", "read", "take", "token_embedding"]
-
 KNOWN = ("torch.", "transformers.")
 """Packages whose embeddings are a lookup: called again they return the same."""
 

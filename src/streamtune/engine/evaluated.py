@@ -21,8 +21,6 @@ from streamtune.engine.nested import map_nested
 from streamtune.engine.observe import Autocast
 from streamtune.engine.sharded import Weights
 
-__all__ = ["EvaluatedLogits", "ReadableLogits"]
-
 _aten = torch.ops.aten
 
 

@@ -35,8 +35,6 @@ from streamtune.engine.vjp import GradientSum
 from streamtune.ops.fused import gains, norm_is_right, rms_norm, rotary
 from streamtune.ops.simulated import autocast_kind
 
-__all__ = ["FusedParts", "Linears", "is_linear_original"]
-
 KINDS = (Tensor, nn.Parameter)
 """Types of tensors that are computed with here. Quantised ones and those that ranks share have types of their own."""
 

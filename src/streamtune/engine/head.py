@@ -44,8 +44,6 @@ from streamtune.ops.exchange import summed
 from streamtune.ops.head.sweep import autocast_dtype, cast
 from streamtune.schedule import Schedule
 
-__all__ = ["StreamedHead", "has_head"]
-
 _LOSSES = inside(LOSSES)
 _causal_loss = inside(CAUSAL_LOSS)
 

@@ -35,19 +35,6 @@ from streamtune.engine.scan import code_names
 from streamtune.engine.sharded import FlatParametersError
 from streamtune.errors import UnsupportedModelError
 
-__all__ = [
-    "REFUSED_OUTPUTS",
-    "attention_configs",
-    "base_model",
-    "both_at_once",
-    "carries_states",
-    "check_streamable",
-    "decoder_layers",
-    "keeps_keys",
-    "own_attention",
-    "owners",
-]
-
 _GradientCheckpointingLayer = inside(CHECKPOINTED_LAYER)
 
 REFUSED_OUTPUTS = {

@@ -27,8 +27,6 @@ from streamtune.engine.kv import KeysAndValues
 from streamtune.engine.memory.tiers import Block, DeviceTier, Tier
 from streamtune.engine.observe import notify_resized, notify_tensors
 
-__all__ = ["KeptKeys", "kept_keys"]
-
 WORTH = 0.5
 """Pieces on the device that hold more than this part of the tokens are not worth a copy of them."""
 

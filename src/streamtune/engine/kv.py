@@ -23,8 +23,6 @@ from streamtune.engine.observe import notify_tensors
 from streamtune.engine.rows import PackedRows
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
-__all__ = ["KeysAndValues", "Past", "StateKey", "States", "refuse_past"]
-
 
 class KeysAndValues:
     """K, V and dK, dV of one layer call, ``[B, G, length, D]`` each, one pair for every ``update`` the layer makes.

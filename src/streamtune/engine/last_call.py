@@ -15,8 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from streamtune.engine.observe import watches_gradients
 
-__all__ = ["LastLayerCall"]
-
 Call = TypeVar("Call")
 
 PASS_GRADIENTS = (

@@ -41,8 +41,6 @@ from streamtune.ops import first_order, graph_is_kept
 from streamtune.ops.attention.rules import ForeignAttentionError
 from streamtune.schedule import Schedule
 
-__all__ = ["StreamedForward"]
-
 
 class StreamedForward:
     """Replaces ``layer.forward`` on one instance; computes the same function with the activations of one chunk.

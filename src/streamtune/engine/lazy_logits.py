@@ -16,9 +16,6 @@ from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import TeacherHead
 
-__all__ = ["LazyForward", "LazyLogits", "ScoreRequest"]
-
-
 Step = Callable[[Tensor], Tensor]
 
 

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from streamtune.engine.sharded import FlatParametersError
 from streamtune.errors import UnsupportedModelError
 
-__all__ = ["check_leaves", "strange_leaves"]
-
 
 def check_leaves(layer: nn.Module, z_out: Tensor, known: Sequence[Tensor]) -> None:
     """Refuse a layer that uses a trainable tensor which is no input of the node: its gradient would be lost.

@@ -14,8 +14,6 @@ from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import TokenLoss, TopKTeacher
 
-__all__ = ["LogitsRequest", "LossRequest"]
-
 
 @dataclass
 class LossRequest:

@@ -38,8 +38,6 @@ from streamtune.engine.hf_names import (
 from streamtune.ops.attention.runs import contiguous, run_starts
 from streamtune.ops.launching import host_copy, known_host_copy, with_host_copy
 
-__all__ = ["Facts", "recognise"]
-
 _causal_mask_function = inside(CAUSAL_MASK)
 _find_packed_sequence_indices = inside(FINDS_PACKED)
 

@@ -23,8 +23,6 @@ from streamtune.engine.rows import PackedRows, names_several_rows
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops.launching import forget_host_copies
 
-__all__ = ["ModelCall", "mark_read", "refuse_surroundings"]
-
 TOKENS = ("input_ids", "inputs_embeds")
 READ = "_streamtune_read"
 """What marks a cache that a call with gradients has read."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["map_nested"]
-
 
 def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
     """Return ``value`` with ``function`` applied to each item in nested dicts, lists and tuples, named ones too."""

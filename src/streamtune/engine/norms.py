@@ -26,8 +26,6 @@ from streamtune.errors import ArgumentError
 from streamtune.ops import first_order, graph_is_kept
 from streamtune.schedule import Schedule
 
-__all__ = ["StreamedNorm", "norms_outside"]
-
 
 def norms_outside(owner: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
     """Return the model's own norms, outside its layers: modules named so by class, with weights of one dimension."""

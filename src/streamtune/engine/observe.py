@@ -28,24 +28,6 @@ from streamtune.engine.hf_names import attention_of, set_attention
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.simulated import DeviceFunctions
 
-__all__ = [
-    "Autocast",
-    "Modes",
-    "Observer",
-    "RandomState",
-    "attention_as",
-    "chunkwise",
-    "foreign_hooks",
-    "function_modes",
-    "may_bring_leaves",
-    "notify_chunk",
-    "notify_resized",
-    "notify_tensors",
-    "observed",
-    "refuse_hooks",
-    "restore_forward",
-]
-
 
 @dataclass(frozen=True)
 class RandomState:

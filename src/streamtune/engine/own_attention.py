@@ -34,18 +34,6 @@ from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.mask import LazyMask
 from streamtune.ops.attention.view import MaskView
 
-__all__ = [
-    "FORMS",
-    "CallNames",
-    "FormedMask",
-    "OwnAttention",
-    "is_ours",
-    "over",
-    "refuse_another",
-    "sees_future",
-    "tile",
-]
-
 FORMS = ("eager", "sdpa")
 """Implementations a layer may keep while its chunks are handed tiles."""
 

@@ -43,8 +43,6 @@ from streamtune.errors import ArgumentError
 from streamtune.schedule import Schedule
 from streamtune.schedule import Tier as TierName
 
-__all__ = ["LayerStream", "is_placeholder", "placeholder"]
-
 
 class LayerOwner(Protocol):
     """The streamed forward of a layer, and what its calls have in common."""

@@ -16,8 +16,6 @@ from torch import nn
 
 from streamtune.engine.hf_names import CACHES
 
-__all__ = ["Generation", "has_generate", "needs_whole_layers"]
-
 OUTPUTS = ("output_attentions", "output_router_logits")
 """Arguments that ask for outputs of whole layers."""
 GROWING = (None, "dynamic", "dynamic_full")

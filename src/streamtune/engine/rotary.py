@@ -27,8 +27,6 @@ from torch import Tensor, nn
 from streamtune.engine.rows import Branches, PackedRows
 from streamtune.errors import UnsupportedModelError
 
-__all__ = ["LengthRotary", "RowLengths", "as_alone", "longest_unscaled"]
-
 KINDS = ("dynamic", "longrope")
 
 

@@ -32,17 +32,6 @@ from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops.exchange import summed
 
-__all__ = [
-    "RouterLoss",
-    "RouterSums",
-    "RouterTerms",
-    "RouterWatch",
-    "balance_coefficient",
-    "balances_itself",
-    "not_balanced",
-    "reduced",
-]
-
 
 @dataclass(frozen=True)
 class RouterLoss:

@@ -42,8 +42,6 @@ from streamtune.ops.attention.runs import run_starts
 from streamtune.ops.launching import host_copy
 from streamtune.schedule import Schedule
 
-__all__ = ["Branches", "PackedRows", "names_several_rows"]
-
 
 def names_several_rows(arguments: dict[str, Any]) -> bool:
     """Return True if the arguments that are meant for kernels name more than one row."""

@@ -27,8 +27,6 @@ from streamtune.engine.cache import ChunkCache
 from streamtune.engine.hf_names import SCAN
 from streamtune.engine.observe import restore_forward
 
-__all__ = ["carried_scan", "code_names", "mixers_with_a_bare_scan", "scan_from"]
-
 
 def mixers_with_a_bare_scan(layer: nn.Module) -> list[nn.Module]:
     """Return the modules of a layer whose forward calls the scan that takes no initial state."""

@@ -21,8 +21,6 @@ from streamtune.engine.losses import LogitsRequest
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError
 
-__all__ = ["TokenScores", "lazy_logits_of", "token_scores_of"]
-
 
 @dataclass(frozen=True)
 class TokenScores:

@@ -20,18 +20,6 @@ from torch import Tensor, nn
 
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
-__all__ = [
-    "FlatParametersError",
-    "Weights",
-    "adapted_tensors",
-    "gather_whole",
-    "gathered",
-    "is_sharded",
-    "need_gradient",
-    "same_versions",
-    "ungather_whole",
-]
-
 LEAF = "_z3_leaf"
 """The flag by which ``deepspeed.utils.set_z3_leaf_modules`` marks a module that is gathered whole around its call."""
 

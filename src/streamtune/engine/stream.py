@@ -55,8 +55,6 @@ from streamtune.engine.weights.waiting import WaitingWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.schedule import Schedule
 
-__all__ = ["StreamHandle", "decoder_layers", "stream"]
-
 
 def stream(
     model: nn.Module,

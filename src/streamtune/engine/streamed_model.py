@@ -15,8 +15,6 @@ from streamtune.engine.routers import RouterWatch
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.schedule import Schedule
 
-__all__ = ["StreamedModel"]
-
 
 class StreamedModel(Protocol):
     """The attributes of :class:`streamtune.engine.stream.StreamHandle` that other modules use."""

@@ -28,8 +28,6 @@ from streamtune.engine.memory.tiers import Source, StoredTensor
 from streamtune.ops import hooks_held_back
 from streamtune.ops.fused import add_outer, outer
 
-__all__ = ["Along", "Boundary", "GradientSum", "RunChunk", "chunk_vjp", "cut", "part", "streamed_vjp", "sum_dtype"]
-
 Along = int | None
 """The dimension along which a tensor follows the sequence; None for a tensor of the whole sequence."""
 

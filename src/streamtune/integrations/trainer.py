@@ -19,8 +19,6 @@ from streamtune.plan import Plan, plan_step
 from streamtune.schedule import Schedule
 from streamtune.train.memory import GIB, peak_memory_bytes, reset_peak_memory
 
-__all__ = ["StreamTuneCallback"]
-
 
 class StreamTuneCallback(TrainerCallback):
     """Streams the model of a ``Trainer``, or of one of TRL's trainers, from the beginning of training to its end.

@@ -17,7 +17,6 @@ from streamtune.models.blueprint import blueprint, small_like
 from streamtune.models.checkpoint_files import (
     FileTimes,
     absolute_name,
-    adapter_base,
     checkpoint_dtype,
     fingerprint_files,
     fingerprint_model,
@@ -53,6 +52,7 @@ from streamtune.models.older import add_old_names
 from streamtune.models.packed import PackedExperts, has_packed_experts
 from streamtune.models.positions import RopeChange, position_limit, pretrained_positions
 from streamtune.models.quantize import choose_quantization, divide_packed, left_whole, quantization
+from streamtune.models.reading import adapter_base
 from streamtune.models.sample import encode_prompt, likeliest_tokens, sample_text
 from streamtune.models.tokenizer import (
     CHATML_TEMPLATE,

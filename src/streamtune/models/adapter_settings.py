@@ -10,8 +10,6 @@ from typing import Any
 from streamtune.base.patterns import find_matches
 from streamtune.errors import ArgumentError
 
-__all__ = ["PEFT_FORM", "check_adapter_settings", "check_saved_settings"]
-
 ENDS = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.experts.down_proj", "input_layernorm"]
 USUAL = [f"model.layers.{layer}.{end}" for layer in range(32) for end in ENDS]
 """Names to try patterns on where there is no model yet."""

@@ -42,21 +42,6 @@ from streamtune.models.reading import READ, unchanged, unmapped
 if TYPE_CHECKING:  # it imports every quantiser there is: two seconds that only adapters are worth
     from peft import PeftConfig, PeftModel
 
-__all__ = [
-    "AdapterSpec",
-    "add_adapters",
-    "add_lora",
-    "is_written_as_lora",
-    "load_adapters",
-    "load_lora",
-    "loftq_start",
-    "low_rank_layers",
-    "set_start",
-    "start_from",
-    "started_values",
-    "written_adapters",
-]
-
 START = "start"
 """Name of the constant adapter that takes away what ``pissa``, ``olora`` and ``lora_ga`` start from."""
 COLUMNS = "lora_A.index"

@@ -25,8 +25,6 @@ from streamtune.models.positions import RopeChange
 from streamtune.models.quantize import quantize
 from streamtune.models.safety import check_folder
 
-__all__ = ["blueprint", "read_plain_config", "small_like"]
-
 
 def blueprint(
     source: str | Mapping[str, Any],

@@ -46,21 +46,9 @@ from streamtune.engine.hf_names import (
 )
 from streamtune.errors import ArgumentError, StreamTuneError
 from streamtune.models.load import check_exists, is_memory_error, loading_error, read_config
-from streamtune.models.reading import READ, SETTLED_SECONDS, adapter_base
+from streamtune.models.reading import READ, SETTLED_SECONDS
 from streamtune.models.safety import check_folder
 from streamtune.models.weights_check import check_dtypes, check_unused, is_finite, not_finite, size_error
-
-__all__ = [
-    "CheckpointFiles",
-    "FileTimes",
-    "absolute_name",
-    "adapter_base",
-    "checkpoint_dtype",
-    "fingerprint_files",
-    "fingerprint_model",
-    "fingerprint_tokenizer",
-    "is_folder",
-]
 
 
 def checkpoint_dtype(name_or_path: str, trust_remote_code: bool) -> torch.dtype | None:

@@ -34,8 +34,6 @@ from streamtune.models.load import (
 from streamtune.models.positions import RopeChange
 from streamtune.models.recorded import NotRecordedError, RecordedInit
 
-__all__ = ["Deferred", "defer_init", "defer_load", "deferred_of", "phantom_weights"]
-
 ATTRIBUTE = "_streamtune_deferred"
 
 

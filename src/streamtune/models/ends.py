@@ -14,8 +14,6 @@ from transformers import GenerationConfig
 
 from streamtune.base.adapters import base_of
 
-__all__ = ["add_ends", "end_tokens", "ends_of", "with_generation"]
-
 
 def ends_of(settings: GenerationConfig | None) -> list[int]:
     """Return the tokens that a generation config ends at; none without one."""

@@ -35,19 +35,6 @@ from streamtune.models.ends import add_ends, ends_of
 from streamtune.models.loftq import keep_taken
 from streamtune.models.older import AS_TRANSFORMERS, TOKENIZER_CONFIG, add_old_names, old_tokenizer_config
 
-__all__ = [
-    "SavedTokenizer",
-    "copy_gathered",
-    "copy_weights",
-    "save_architecture",
-    "save_copied",
-    "save_gathered",
-    "save_pretrained",
-    "use_saved_ends",
-    "write_shards",
-]
-
-
 SHARD_BYTES = 2 << 30
 """Most bytes that are collected on the host before a file of weights is written."""
 

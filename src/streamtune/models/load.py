@@ -43,21 +43,6 @@ from streamtune.models.safety import (
 )
 from streamtune.models.weights_check import DRAFT_LAYERS, check_dtypes, check_finite, check_quantised, check_report
 
-__all__ = [
-    "ParameterCount",
-    "build_config",
-    "check_exists",
-    "check_positions",
-    "count_parameters",
-    "count_weights",
-    "describe_positions",
-    "init_model",
-    "left_out",
-    "load_model",
-    "loading_error",
-    "read_config",
-]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -27,8 +27,6 @@ from transformers import PreTrainedModel
 from streamtune.errors import ArgumentError
 from streamtune.models.reading import READ
 
-__all__ = ["LOFTQ_FILE", "LoftqStart", "QuantisationChange", "QuantisedBefore", "keep_taken", "taken_of"]
-
 LOFTQ_FILE = "loftq.safetensors"
 """What is taken from the weights before they are quantised, beside the adapters; absent where nothing is."""
 FACTORS = "_streamtune_loftq_factors"

@@ -25,8 +25,6 @@ from torch import Tensor, nn
 from streamtune.errors import NonFiniteError
 from streamtune.models.adapters import low_rank_layers, set_start
 
-__all__ = ["Factors", "first_factors", "leading_factors", "start_from_factors", "summed_bytes"]
-
 Factors = dict[str, tuple[Tensor, Tensor]]
 """Name of a layer in the base -> ``A0`` ``[r, in]`` and ``B0`` ``[out, r]``."""
 

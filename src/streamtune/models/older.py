@@ -16,8 +16,6 @@ from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
 
 from streamtune.engine.hf_names import HUB_FILE, inside
 
-__all__ = ["AS_TRANSFORMERS", "TOKENIZER_CONFIG", "add_old_names", "old_tokenizer_config", "with_old_names"]
-
 TOKENIZER_CONFIG = "tokenizer_config.json"
 AS_TRANSFORMERS: dict[str, Any] = {"indent": 2, "sort_keys": True, "ensure_ascii": False}
 """Layout of the JSON files that transformers writes."""

@@ -23,8 +23,6 @@ from torch.nn.functional import linear
 from streamtune.engine.hf_names import CONV1D, inside
 from streamtune.ops.fused import outer
 
-__all__ = ["Columns", "PacaLinear"]
-
 
 class Columns(nn.Module):
     """The columns of the input that belong to trained columns of the weight; in the place of LoRA's ``A``.

@@ -24,8 +24,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Codes", "PackedExperts", "divide_experts", "has_packed_experts", "pack_experts"]
-
 BLOCK = 64
 """Weights with a scale of their own, in nf4."""
 OUTER = 256

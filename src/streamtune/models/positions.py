@@ -15,8 +15,6 @@ from typing import Any
 
 from streamtune.errors import ArgumentError
 
-__all__ = ["RopeChange", "position_limit", "pretrained_positions"]
-
 ORIGINAL = "original_max_position_embeddings"
 
 WRITTEN = {

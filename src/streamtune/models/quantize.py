@@ -38,17 +38,6 @@ from streamtune.models.packed import PackedExperts, divide_experts, pack_experts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = [
-    "choose_quantization",
-    "dequantised",
-    "divide_packed",
-    "is_quantised",
-    "left_whole",
-    "logical_size",
-    "quantization",
-    "quantize",
-]
-
 PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
 """The package that each kind needs; the extra ``streamtune[quant]`` installs both."""
 QUANTISED = ("Params4bit", "Int8Tensor", "PackedExperts")

@@ -25,8 +25,6 @@ from streamtune.engine.hf_names import SAFE_OPEN, inside, replace_inside
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
 
-__all__ = ["READ", "SETTLED_SECONDS", "adapter_base", "unchanged", "unmapped"]
-
 READ = "pread"
 """The way in which safetensors reads a file without mapping it. Each slice of a tensor reads all of the tensor."""
 SETTINGS_BYTES = 1 << 20

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["NotRecordedError", "RecordedInit"]
-
 
 class NotRecordedError(Exception):
     """A tensor was made by more than in-place operations on an empty one."""

@@ -25,18 +25,6 @@ from streamtune.base.paths import escape_of
 from streamtune.errors import ArgumentError
 from streamtune.models.adapter_settings import check_adapter_settings
 
-__all__ = [
-    "check_config",
-    "check_count",
-    "check_folder",
-    "check_kernels",
-    "key_place",
-    "keys_of_size",
-    "pickles_in",
-    "place_in_init",
-    "without_hub_kernels",
-]
-
 SAFE = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
 INDEX_BYTES = 64 << 20

@@ -16,8 +16,6 @@ from streamtune.models.ends import end_tokens
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = ["encode_prompt", "likeliest_tokens", "sample_text"]
-
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: ChatOptions) -> list[int]:
     """Return the token ids of a prompt: of a message of the user where there is a chat template, else of its text.

@@ -16,15 +16,6 @@ from streamtune.models.load import check_exists, loading_error
 from streamtune.models.safety import check_count, key_place
 from streamtune.models.tokens import add_tokens
 
-__all__ = [
-    "CHATML_TEMPLATE",
-    "load_tokenizer",
-    "read_trained_tokenizer",
-    "read_vocabulary",
-    "set_chat_template",
-    "train_tokenizer",
-]
-
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"

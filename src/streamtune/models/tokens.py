@@ -16,8 +16,6 @@ from transformers import AddedToken, PreTrainedTokenizerBase
 
 from streamtune.errors import ArgumentError
 
-__all__ = ["add_rows", "add_tokens", "new_tokens", "use_special_tokens"]
-
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 

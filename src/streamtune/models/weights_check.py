@@ -16,19 +16,6 @@ from streamtune.errors import ArgumentError
 from streamtune.models.reading import READ
 from streamtune.models.safety import key_place, keys_of_size
 
-__all__ = [
-    "DRAFT_LAYERS",
-    "check_dtypes",
-    "check_finite",
-    "check_layers",
-    "check_quantised",
-    "check_report",
-    "check_unused",
-    "is_finite",
-    "not_finite",
-    "size_error",
-]
-
 FLOAT_NAMES = ("F64", "F32", "F16", "BF16")
 """As safetensors calls them."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

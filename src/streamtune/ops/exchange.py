@@ -18,8 +18,6 @@ from torch import Tensor
 
 from streamtune.ops.first_order import first_order
 
-__all__ = ["collected", "passed_on", "summed", "to_heads", "to_shards"]
-
 
 def to_heads(x_BHcD: Tensor, group: Any, lengths: Sequence[int]) -> Tensor:
     """Return ``[B, h, cS, D]``: this rank's heads of all shards, in the order of the sequence.

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from streamtune.errors import UnsupportedModelError
 
-__all__ = ["first_order", "graph_is_kept", "hooks_held_back"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -19,8 +19,6 @@ from streamtune.ops.simulated import kernel_device
 GAINING = {"cuda"}
 """Kinds of devices on which each operator of a formula is a kernel of its own, which reads and writes memory."""
 
-__all__ = ["add_outer", "gains", "norm_is_right", "outer", "rms_norm", "rotary"]
-
 
 def gains(device: torch.device) -> bool:
     """Return True if fewer operators are faster on a device."""

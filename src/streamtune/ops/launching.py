@@ -16,16 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = [
-    "MAX_ELEMENTS",
-    "blocks",
-    "forget_host_copies",
-    "host_copy",
-    "known_host_copy",
-    "median_time",
-    "with_host_copy",
-]
-
 MAX_ELEMENTS = (1 << 31) - 1
 """The largest int of 32 bits."""
 

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from streamtune.errors import UnsupportedModelError
 
-__all__ = ["Incoming", "Key", "Outgoing"]
-
 Key = tuple[int, ...]
 """Three numbers that name a tensor of a round."""
 

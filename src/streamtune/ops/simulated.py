@@ -10,17 +10,6 @@ from typing import TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = [
-    "DeviceFunctions",
-    "all_turns",
-    "autocast_kind",
-    "kernel_device",
-    "repeated",
-    "repetitions",
-    "simulating",
-    "turns",
-]
-
 _kind: ContextVar[str] = ContextVar("kind of device that meta tensors stand for", default="cpu")
 
 

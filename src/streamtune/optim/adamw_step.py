@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-__all__ = ["adamw_step"]
-
 
 def adamw_step(
     weight: Tensor, grad: Tensor, first: Tensor, second: Tensor, step: Tensor, group: Mapping[str, Any], *, fused: bool

@@ -26,8 +26,6 @@ from streamtune.base.patterns import find_matches
 from streamtune.errors import ArgumentError
 from streamtune.optim.adamw_step import adamw_step
 
-__all__ = ["BlockAdamW", "SwitchMode", "WeightBlock", "split_blocks", "train_largest_block"]
-
 SwitchMode = Literal["random", "ascending", "descending", "fixed"]
 """The order of blocks: another random one in each pass, from the embedding on, from the last layer on, always one."""
 

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from streamtune.optim.adamw_step import adamw_step
 
-__all__ = ["ExpandedFp8AdamW", "expand", "pack_expanded"]
-
 LARGEST, RANGE = 448.0, 448.0 / 2**-9
 """The largest number of float8 (e4m3), and that over the smallest above 0."""
 POWERS = (1 / 16, 16.0)

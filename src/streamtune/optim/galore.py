@@ -48,16 +48,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = [
-    "GaLoreAdamW",
-    "NaturalGaLoreAdamW",
-    "ProjType",
-    "Projection",
-    "cosine_columns",
-    "cosine_transform",
-    "randomized_columns",
-]
-
 Projection = Literal["svd", "randomized", "dct"]
 """The way in which a projection is made."""
 ProjType = Literal["std", "full"]

@@ -10,8 +10,6 @@ from torch import nn
 
 from streamtune.errors import ArgumentError, did_you_mean
 
-__all__ = ["LayerPlaces", "NameGroups"]
-
 MOST_SHOWN = 12
 
 

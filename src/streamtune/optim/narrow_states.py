@@ -32,8 +32,6 @@ from torch import Tensor
 from streamtune.ops.simulated import kernel_device, turns
 from streamtune.optim.adamw_step import adamw_step
 
-__all__ = ["NarrowStatesAdamW", "Rounding", "StatesDtype", "pieces_of", "random_bits", "round_stochastically", "seeded"]
-
 WEIGHT = 1
 """Marks the random bits of a weight, beside the bits of its moments."""
 

@@ -20,8 +20,6 @@ from streamtune.optim.narrow_states import NarrowStatesAdamW, Rounding, StatesDt
 from streamtune.optim.weightwise import WeightwiseOptimizer
 from streamtune.optim.zeroth_order import ZerothOrderSGD
 
-__all__ = ["build_optimizer", "check_optimizer", "set_learning_rate"]
-
 ParamGroup = dict[str, Any]
 ParamGroups = list[ParamGroup]
 ScaleOf = Callable[[str], float]

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from streamtune.optim.adamw_step import adamw_step
 
-__all__ = ["RatioAdamW", "part_size"]
-
 
 def part_size(count: int, ratio: float) -> int:
     """Return the number of values that are trained at a time, of ``count``."""

@@ -19,8 +19,6 @@ from streamtune.optim.galore import GaLoreAdamW, NaturalGaLoreAdamW
 from streamtune.optim.ratio import RatioAdamW
 from streamtune.optim.sinkgd import SinkGD
 
-__all__ = ["RULES", "Rule"]
-
 Options = Mapping[str, Any]
 Maker = Callable[[list[nn.Parameter], Options], torch.optim.Optimizer]
 

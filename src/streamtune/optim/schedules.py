@@ -23,8 +23,6 @@ from typing import Any
 from streamtune.base.names import look_up
 from streamtune.errors import ArgumentError, did_you_mean
 
-__all__ = ["SCHEDULES", "LearningRateSchedule", "build_schedule"]
-
 LearningRateSchedule = Callable[[int], float]
 """Maps a step, counted from 0, to the learning rate of that step."""
 

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SinkGD", "normalize_rows_and_columns"]
-
 SMALLEST_NORM = 1e-8
 """Norms are at least this: a row of zeros, such as that of a token that did not occur, stays one."""
 

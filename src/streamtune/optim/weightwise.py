@@ -26,16 +26,6 @@ from streamtune.ops.simulated import turns
 from streamtune.optim.narrow_states import pieces_of, random_bits, round_stochastically
 from streamtune.optim.rules import RULES, Rule
 
-__all__ = [
-    "WeightwiseOptimizer",
-    "averaged_weights",
-    "is_averaged",
-    "pack_number",
-    "pack_state",
-    "state_tensors",
-    "unpack_number",
-]
-
 OWN_KEYS = ("params", "rule", "lr_scale", "seed", "rounding")
 """Keys of a group that are not the library's options."""
 COUNT = "group."

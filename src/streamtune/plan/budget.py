@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Budget", "Limits", "device_name", "free_device_bytes", "free_disk_bytes"]
-
 
 @dataclass(frozen=True)
 class Budget:

@@ -36,8 +36,6 @@ from streamtune.plan.rates import DISK_BANDWIDTH, Rates
 from streamtune.plan.simulate import Workload, simulate
 from streamtune.schedule import Schedule
 
-__all__ = ["KeptRates", "cache_file", "correct_rates", "load_rates", "measure_disk", "measure_rates"]
-
 LONG_ENOUGH = 8e-3
 """Seconds of one run from which the clock and the launch no longer count."""
 MOST_IN_A_ROW = 64

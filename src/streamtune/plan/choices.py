@@ -12,8 +12,6 @@ from streamtune.plan.budget import Limits
 from streamtune.plan.estimate import Estimator, Figures
 from streamtune.schedule import DEFAULTS, GIVEN, Schedule
 
-__all__ = ["Candidate", "Space", "candidates"]
-
 CHUNKS = (1024, 2048, 4096, 8192, 16384)
 HEAD_CHUNKS = (256, 1024)
 FEWEST_FOR_SEGMENTS = 4

@@ -21,8 +21,6 @@ from streamtune.plan.simulate.simulate import Simulation
 from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
 
-__all__ = ["best_in_chunk_order", "may_order_chunks", "smallest_in_chunk_order"]
-
 LARGE = 8192
 """Tokens of a chunk with few borders."""
 

@@ -23,8 +23,6 @@ from streamtune.plan.simulate.simulate import Simulation, Work
 from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
 
-__all__ = ["Estimator", "Figures", "Simulate"]
-
 Simulate = Callable[[Workload, Schedule], Simulation]
 
 DEVICE, WORK, HOST, DISK = "device:", "work:", "host", "disk"

@@ -38,18 +38,6 @@ from streamtune.plan.simulate.workload import Workload
 from streamtune.plan.traffic import Pace, Traffic
 from streamtune.schedule import GIVEN, Schedule
 
-__all__ = [
-    "Alternative",
-    "Limits",
-    "Plan",
-    "as_fixed",
-    "choose",
-    "evaluate_schedule",
-    "plan_schedule",
-    "plan_step",
-    "with_waiting_weights",
-]
-
 MOST_TRIED = 6
 """Whole simulations of candidates before the one of least memory is the last."""
 

@@ -35,18 +35,6 @@ if TYPE_CHECKING:
 
 from streamtune.errors import ArgumentError, did_you_mean
 
-__all__ = [
-    "DEVICES",
-    "Device",
-    "Rates",
-    "find_device",
-    "links_of",
-    "nearest_device",
-    "peak_flops_of",
-    "predict_seconds",
-    "sheet_rates",
-]
-
 GIB = 1024**3
 PCIE_4, PCIE_5 = 32e9, 64e9
 NVLINK_3, NVLINK_4, NVLINK_5 = ("NVLink", 300e9), ("NVLink", 450e9), ("NVLink", 900e9)

@@ -21,17 +21,6 @@ from streamtune.plan.simulate.simulate import Simulation, simulate
 from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
 
-__all__ = [
-    "NothingFitsError",
-    "exceeds_host",
-    "excess_of",
-    "longest_below",
-    "longest_of",
-    "nothing_fits",
-    "smallest_schedule",
-    "smallest_step",
-]
-
 FIXED_TERMS = ("weights", "gathered weights", "fp32 weights", "reference", "gradients", "optimizer")
 """The terms that do not grow with the sequence."""
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Attempt", "Bracket", "Range", "search_largest"]
-
 FAR = 0.8
 """Part of a number below which another one is far enough from it to tell the slope."""
 

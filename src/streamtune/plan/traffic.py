@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from streamtune.plan.simulate.simulate import Work
     from streamtune.plan.simulate.workload import Workload
 
-__all__ = ["Flow", "Pace", "Traffic"]
-
 FP32 = 4
 
 

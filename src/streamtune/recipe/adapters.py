@@ -10,15 +10,6 @@ from pydantic_core import PydanticCustomError
 from streamtune.recipe.sharing import WholeWeights
 from streamtune.recipe.spec import mistake
 
-__all__ = [
-    "ADAPTER_KEYS",
-    "UNQUANTISED",
-    "AdapterKind",
-    "adapter_mistakes",
-    "adapters_of_whole_weights",
-    "unread_adapter_keys",
-]
-
 AdapterKind = Literal[
     "lora",
     "rslora",

@@ -11,17 +11,6 @@ from typing import Any, get_args
 from streamtune.recipe.adapters import AdapterKind
 from streamtune.recipe.yaml import KeyPath, Marks, Mistake, show_path
 
-__all__ = [
-    "ALIASES",
-    "CHOICES",
-    "DATASET_ALIASES",
-    "DATASET_INSTEAD",
-    "INSTEAD",
-    "SWITCHES",
-    "VALUES",
-    "apply_aliases",
-]
-
 ALIASES: dict[str, str] = {
     # model
     "base_model": "model_name_or_path",

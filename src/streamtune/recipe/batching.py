@@ -10,8 +10,6 @@ from pydantic_core import PydanticCustomError
 
 from streamtune.recipe.spec import Spec, at_most, mistake
 
-__all__ = ["BucketSpec", "batching_mistakes", "turn_mistakes"]
-
 
 class BucketSpec(Spec):
     """Pieces of rows by length, and the order of the lengths in an epoch."""

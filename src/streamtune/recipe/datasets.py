@@ -10,8 +10,6 @@ from pydantic import Field, model_validator
 
 from streamtune.recipe.spec import Count, Spec, Text, at_most, mistake
 
-__all__ = ["DatasetSpec", "check_eval_sets", "check_weights"]
-
 SET_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 """Name of an eval set: it is part of the name of a metric."""
 

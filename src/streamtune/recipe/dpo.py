@@ -9,8 +9,6 @@ from pydantic import Field, model_validator
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.spec import Count, Text, at_most, mistake
 
-__all__ = ["DpoRecipe"]
-
 PairedLoss = Literal[
     "sigmoid",
     "robust",

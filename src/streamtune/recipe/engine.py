@@ -20,8 +20,6 @@ from streamtune.schedule import (
     kept,
 )
 
-__all__ = ["EngineSpec"]
-
 Auto = Literal["auto"]
 
 

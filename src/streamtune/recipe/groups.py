@@ -8,8 +8,6 @@ from pydantic import Field, field_validator, model_validator
 
 from streamtune.recipe.spec import Count, Spec, Steps, Text, at_most, mistake
 
-__all__ = ["ModelInit", "RopeScaling", "SampleSpec", "SpecialTokens", "TokenizerSpec", "TokenizerTrain"]
-
 
 class ModelInit(Spec):
     """A model made from a configuration, with random weights and no download."""

@@ -14,8 +14,6 @@ from streamtune.recipe.schema import Recipe
 from streamtune.recipe.sharing import REPEATED, VLLM, WholeWeights
 from streamtune.recipe.spec import Count, Rows, Steps, Text, at_most, mistake
 
-__all__ = ["GrpoRecipe"]
-
 Positive = Annotated[float, Field(gt=0), at_most(10**9)]
 NotNegative = Annotated[float, Field(ge=0), at_most(10**9)]
 UpToOne = Annotated[float, Field(gt=0, le=1)]

@@ -9,8 +9,6 @@ from streamtune.recipe.grpo import GrpoRecipe
 
 from .schema import Recipe
 
-__all__ = ["RECIPES", "json_schema", "objectives_with"]
-
 RECIPES: dict[str, type[Recipe]] = {"sft": Recipe, "dpo": DpoRecipe, "grpo": GrpoRecipe}
 """Value of the key ``objective`` -> the recipe's type. A command of the same name trains it."""
 

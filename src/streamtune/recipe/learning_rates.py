@@ -11,8 +11,6 @@ from pydantic_core import PydanticCustomError
 from streamtune.errors import did_you_mean
 from streamtune.recipe.spec import mistake
 
-__all__ = ["OPTIONS", "ScheduleName", "learning_rate_mistakes"]
-
 ScheduleName = Literal[
     "cosine",
     "linear",

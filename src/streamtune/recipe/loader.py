@@ -34,8 +34,6 @@ from .mistakes import find_mistakes, to_error, unknown_key
 from .schema import Recipe
 from .shipped import read_shipped, shipped_names
 
-__all__ = ["LoadedRecipe", "apply_overrides", "code_of", "load_recipe", "names_a_hub", "own_rewards", "read_text"]
-
 BUILT_IN = ("python-stdlib", "demo-preferences", "demo-arithmetic", "demo-passkey")
 """Datasets that are no files, even where a folder has their name."""
 

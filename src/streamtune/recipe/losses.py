@@ -9,8 +9,6 @@ from pydantic_core import PydanticCustomError
 
 from streamtune.recipe.spec import mistake
 
-__all__ = ["FOCAL_GAMMA", "KD_BETA", "TEACHER_FILE", "distillation_mistakes", "loss_mistakes"]
-
 FOCAL_GAMMA = 2.0
 """The exponent of the focal loss where the recipe does not say."""
 

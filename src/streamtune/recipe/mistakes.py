@@ -23,18 +23,6 @@ from .kinds import objectives_with
 from .schema import Recipe
 from .spec import TOO_LARGE
 
-__all__ = [
-    "expected",
-    "explain",
-    "field_at",
-    "find_mistakes",
-    "leaf_paths",
-    "options",
-    "properties",
-    "to_error",
-    "unknown_key",
-]
-
 MOST_SHOWN = 20
 
 

@@ -11,8 +11,6 @@ from pydantic_core import PydanticCustomError
 from streamtune.base.optimizer_table import ADAM_KEYS, OPTIMIZERS, argument_mistakes
 from streamtune.recipe.spec import Spec, Text, at_most, mistake
 
-__all__ = ["LearningRateGroup", "optimizer_mistakes"]
-
 
 class LearningRateGroup(Spec):
     """A learning rate or weight decay of the parameters that a pattern matches."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["PRESETS", "describe_preset", "with_preset"]
-
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "small_sft": {
         "train_batch_size": 3840,

@@ -28,22 +28,7 @@ from streamtune.recipe.streaming import SHUFFLE_BUFFER, streaming_mistakes
 
 from .datasets import DatasetSpec, check_eval_sets, check_weights
 from .engine import EngineSpec
-from .groups import ModelInit, RopeScaling, SampleSpec, SpecialTokens, TokenizerSpec, TokenizerTrain
-
-__all__ = [
-    "BucketSpec",
-    "DatasetSpec",
-    "EngineSpec",
-    "LearningRateGroup",
-    "ModelInit",
-    "Recipe",
-    "RopeScaling",
-    "SampleSpec",
-    "SpecialTokens",
-    "TokenizerSpec",
-    "TokenizerTrain",
-]
-
+from .groups import ModelInit, RopeScaling, SampleSpec, SpecialTokens, TokenizerSpec
 
 RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize")
 """Variables of a chat template that a recipe cannot set."""

@@ -10,8 +10,6 @@ from pydantic_core import PydanticCustomError
 from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.recipe.spec import mistake
 
-__all__ = ["SELECT_FROM", "select_mistakes"]
-
 SELECT_FROM = 2
 """Times the rows of a step that it is chosen from, where the recipe does not say."""
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["CHUNK_ORDER", "QUANTISED", "REPEATED", "SHARING_PRESETS", "TEACHER", "VLLM", "WholeWeights"]
-
 SHARING_PRESETS = ("zero3", "zero3_offload")
 """Values of ``deepspeed`` with which each rank holds a part of the weights."""
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from streamtune.errors import ArgumentError, did_you_mean
 
-__all__ = ["ShippedRecipe", "read_shipped", "schema_file", "shipped_names", "shipped_recipes", "with_schema"]
-
 _PACKAGE = Path(__file__).resolve().parent.parent
 _SOURCE_TREE = _PACKAGE.parent.parent
 

@@ -9,8 +9,6 @@ from pydantic_core import PydanticCustomError
 
 from streamtune.base.sizes import SIZE_PATTERN
 
-__all__ = ["TOO_LARGE", "Count", "Fraction", "Rows", "Size", "Spec", "Steps", "Text", "at_most", "mistake"]
-
 TOO_LARGE = "too_large"
 """Type of the error that a number is larger than any run needs."""
 

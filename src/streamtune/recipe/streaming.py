@@ -9,8 +9,6 @@ from pydantic_core import PydanticCustomError
 
 from streamtune.recipe.spec import mistake
 
-__all__ = ["SHUFFLE_BUFFER", "streaming_mistakes"]
-
 SHUFFLE_BUFFER = 10_000
 """Rows that the next one is drawn from."""
 

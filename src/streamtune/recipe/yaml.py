@@ -22,8 +22,6 @@ from streamtune.errors import RecipeError
 
 from .schema import Recipe
 
-__all__ = ["KeyPath", "Marks", "Mistake", "dump_recipe", "dump_values", "parse_scalar", "read_yaml", "show_path"]
-
 KeyPath = tuple[str | int, ...]
 """Path of a value: ``("datasets", 0, "path")``."""
 

@@ -18,8 +18,6 @@ from streamtune.recipe.schema import Recipe
 from streamtune.run.plan import make_workload
 from streamtune.schedule import Schedule
 
-__all__ = ["baseline_bytes"]
-
 BASELINES: tuple[Mode, ...] = ("plain", "checkpoint")
 
 

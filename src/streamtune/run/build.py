@@ -22,8 +22,6 @@ from streamtune.run.train import Run
 from streamtune.tasks.preference import GivenReference, PreferenceBatches
 from streamtune.tasks.task import Notify
 
-__all__ = ["build_run"]
-
 
 def build_run(
     loaded: LoadedRecipe,

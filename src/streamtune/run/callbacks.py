@@ -24,8 +24,6 @@ from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.tasks.rewards.spec import import_target, shielded
 from streamtune.train.listeners import Listener, RunFacts
 
-__all__ = ["EVENTS", "Callback", "load_callbacks"]
-
 EVENTS = ("on_start", "on_step", "on_evaluate", "on_end")
 SPEC = re.compile(r"(?P<target>.+?):(?P<name>[A-Za-z_]\w*)")
 

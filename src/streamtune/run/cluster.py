@@ -27,8 +27,6 @@ from streamtune.recipe.schema import Recipe
 from streamtune.run.ranks import config_values
 from streamtune.tasks.steps import accumulation
 
-__all__ = ["RanksAsked", "Wider", "accumulation_of", "cluster_here", "cluster_of", "links_for", "wider_of"]
-
 NODE = 8
 """Devices of a node where nothing is said."""
 

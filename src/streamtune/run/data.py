@@ -33,17 +33,6 @@ from streamtune.tasks import Task, rewards
 from streamtune.tasks.task import PreparedRows, row_cache
 from streamtune.tasks.taught import taught_digest
 
-__all__ = [
-    "fingerprint_inputs",
-    "fingerprint_tokenizer_files",
-    "make_sources",
-    "make_tokenizer",
-    "make_tokenizer_together",
-    "new_token_ids",
-    "prepare_together",
-    "reads_base",
-]
-
 
 def make_sources(loaded: LoadedRecipe, *, evaluated: bool = True) -> list[data.Source]:
     """Return the sources of the rows, each with the line of the recipe that names it.

@@ -12,8 +12,6 @@ from streamtune.tasks.task import PreparedRows
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["describe_ends", "end_as_trained"]
-
 
 def end_as_trained(
     task: Task[Any], prepared: PreparedRows, tokenizer: PreTrainedTokenizerBase, model: Any

@@ -28,8 +28,6 @@ from streamtune.run.tiers import describe_tiers, placed_before
 from streamtune.schedule import Schedule
 from streamtune.tasks.task import Notify, PreparedRows
 
-__all__ = ["Streamed", "place_weights", "plan_and_stream"]
-
 TIERS = "tiers"
 """Name of the choices of :func:`place_weights` in the identity of a run; they are not compared."""
 

@@ -21,8 +21,6 @@ from streamtune.recipe.schema import Recipe
 from streamtune.tasks import Task
 from streamtune.train.step import explain_out_of_memory
 
-__all__ = ["start_from_rows"]
-
 
 def start_from_rows(
     recipe: Recipe, task: Task[Any], model: Any, handle: StreamHandle, batches: Any, world: train.World

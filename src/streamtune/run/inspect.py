@@ -23,8 +23,6 @@ from streamtune.tasks.task import Notify
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Inspection", "inspect_recipe"]
-
 
 @dataclass(frozen=True)
 class Inspection:

@@ -20,8 +20,6 @@ from streamtune.base.result_cache import hash_of, versions
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 
-__all__ = ["PLANS", "PlanOptions", "plan_key"]
-
 PLANS = "plans"
 """Name of the folder of kept plans."""
 

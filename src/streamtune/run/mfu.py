@@ -14,8 +14,6 @@ from streamtune.plan.rates import peak_flops_of
 from streamtune.plan.simulate.flops import FlopCount, Span
 from streamtune.recipe.schema import Recipe
 
-__all__ = ["StepFlops", "peak_of"]
-
 
 class StepFlops:
     """Counts the operations of optimizer steps, as :mod:`streamtune.plan.simulate.flops` defines them.

@@ -32,21 +32,6 @@ if TYPE_CHECKING:
 LARGEST_RATE = torch.finfo(torch.float32).max
 """A step of AdamW moves each weight by about the learning rate."""
 
-__all__ = [
-    "choose_quantization",
-    "make_blueprint",
-    "make_model",
-    "make_model_alone",
-    "make_optimizer",
-    "make_reference_alone",
-    "make_reference_blueprint",
-    "make_reference_model",
-    "make_trial_model",
-    "shares_weights",
-    "train_largest",
-    "weights_dtype",
-]
-
 
 def make_model(
     recipe: Recipe,

@@ -51,23 +51,6 @@ from streamtune.run.tiers import first_that_fits, placements
 from streamtune.schedule import GIVEN, Schedule
 from streamtune.tasks import Task, task_of
 
-__all__ = [
-    "PlanOptions",
-    "RecipePlan",
-    "announced",
-    "blueprints",
-    "device_elsewhere",
-    "make_workload",
-    "memory_of",
-    "place_recipe",
-    "plan_model",
-    "plan_recipe",
-    "rates_here",
-    "recipe_workload",
-    "reference_bytes",
-    "shares_prompts",
-]
-
 LESS = (0.75, 0.9, 0.97)
 """Parts of what a schedule held besides weights, gradients and optimizer that the next may hold, where it ran out of
 memory: the first that anything fits."""

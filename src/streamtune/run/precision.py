@@ -19,17 +19,6 @@ from streamtune.base.sizes import show_size
 from streamtune.errors import UserError
 from streamtune.recipe.schema import Recipe
 
-__all__ = [
-    "KEYS",
-    "as_before",
-    "choices_made",
-    "describe_precision",
-    "has_choice",
-    "loses_steps",
-    "precise",
-    "precisions",
-]
-
 KEYS = ("dtype", "bf16", "weight_rounding", "optim_states")
 """Keys of a recipe that are chosen here."""
 

@@ -32,25 +32,6 @@ from streamtune.tasks import TASKS, Task
 from streamtune.tasks.steps import accumulation
 from streamtune.tasks.task import Notify
 
-__all__ = [
-    "Setup",
-    "check_layout",
-    "check_start",
-    "config_values",
-    "device_of_rank",
-    "fill_model",
-    "leave_ranks",
-    "local_backend",
-    "local_optimizer",
-    "make_backend",
-    "make_world",
-    "resolve",
-    "sequence_ranks",
-    "share_reference",
-    "shares_weights",
-    "whole_weights",
-]
-
 
 def device_of_rank(device: torch.device) -> torch.device:
     """Return the accelerator of this rank, by ``LOCAL_RANK``, where a machine has several; else ``device`` itself."""

@@ -33,8 +33,6 @@ from streamtune.tasks.task import Notify
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["kept_logps", "load_reference", "make_reference", "streamed"]
-
 
 def load_reference(
     task: Task[Any],

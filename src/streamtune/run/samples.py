@@ -20,8 +20,6 @@ from streamtune.base.secrets import redact_values
 from streamtune.recipe.schema import Recipe
 from streamtune.tasks.task import Built, chat_options
 
-__all__ = ["SAMPLE_TEMPERATURE", "write_samples"]
-
 SAMPLE_TEMPERATURE = 0.3
 """Of the recipe's prompts. The likeliest token each time would go in circles where little is learnt yet."""
 

@@ -28,8 +28,6 @@ from streamtune.run.ranks import Setup, resolve
 from streamtune.tasks import Task
 from streamtune.tasks.task import Notify
 
-__all__ = ["Doing", "Start", "start_run", "tell_of_model"]
-
 Doing = Callable[[str], AbstractContextManager[Any]]
 """Returns a context that shows a message while something takes long."""
 FREE_KEYS = frozenset(

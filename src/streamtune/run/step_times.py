@@ -20,8 +20,6 @@ from streamtune import train
 from streamtune.plan.calibrate import correct_rates
 from streamtune.plan.planner import Plan
 
-__all__ = ["StepTimes"]
-
 COMPARED = 5
 """Steps of which the fastest is compared."""
 

@@ -24,8 +24,6 @@ from streamtune.recipe.schema import Recipe
 from streamtune.run.device import make_schedule
 from streamtune.run.precision import precisions
 
-__all__ = ["describe_tiers", "first_that_fits", "is_hopeless", "placed_before", "placements"]
-
 
 def placements(recipe: Recipe, limits: Limits, cluster: Cluster, *, begun: bool = False) -> list[Recipe]:
     """Return the recipe as it is, then with the optimizer and then with the weights on the host, in each precision.

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 from streamtune.run.start import Start
 
-__all__ = ["Run", "RunOutcome", "train_run", "train_settings"]
-
 PATIENT = ("saving", "scoring", "sampling")
 """Activities of a step that may wait for something outside: a disk, a reward function, a rank that writes alone."""
 

@@ -17,8 +17,6 @@ from torch import nn
 from streamtune import models
 from streamtune.base.adapters import base_of
 
-__all__ = ["RowCost"]
-
 WITHOUT_SCORES = ("linear_attention", "mamba", "conv", "moe", "mlp")
 """Types of layers whose work grows with the tokens alone."""
 

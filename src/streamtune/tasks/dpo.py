@@ -44,8 +44,6 @@ from streamtune.tasks.task import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Dpo", "in_proportion"]
-
 
 class Dpo(ScoringTask[DpoRecipe]):
     """The task of ``objective: dpo``, with paired and unpaired losses."""

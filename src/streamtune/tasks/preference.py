@@ -27,16 +27,6 @@ from streamtune.tasks.reference import KeptLogps
 
 WORLD = train.World()
 
-__all__ = [
-    "GivenReference",
-    "PairObjective",
-    "PreferenceBatch",
-    "PreferenceBatches",
-    "UnpairedObjective",
-    "mismatched",
-    "tree_batch",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceBatch(train.TreeBatch):

@@ -23,8 +23,6 @@ from streamtune.tasks import objectives
 from streamtune.tasks.grpo.objective import PolicyBatch
 from streamtune.tasks.preference import PreferenceBatch, tree_batch
 
-__all__ = ["RandomTokens", "choose_trees", "random_completions"]
-
 ORIGIN = "random tokens"
 
 

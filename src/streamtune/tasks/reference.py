@@ -24,8 +24,6 @@ from streamtune.base.paths import cache_folder
 from streamtune.base.result_cache import CacheFile, Notify, hash_of, versions
 from streamtune.base.sizes import show_size
 
-__all__ = ["KeptLogps", "cache_directory", "computation", "compute_logps", "configuration", "read_logps", "row_key"]
-
 UNUSED = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "torch_dtype")
 """Settings of a configuration that change no log-probability, or are known otherwise; ``*_token_id`` are others."""
 OWN = 20

@@ -25,8 +25,6 @@ from streamtune.train.records import append_record, cut_after_step
 from streamtune.train.sketch import RowSketch
 from streamtune.train.step import explain_out_of_memory
 
-__all__ = ["SKETCH", "SelectedSteps"]
-
 SKETCH = 512
 """Numbers of a sketch: distances of a few hundred rows are kept within about a tenth."""
 

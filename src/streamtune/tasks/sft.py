@@ -46,8 +46,6 @@ from streamtune.train.sketch import RowSketch, value_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Batches", "Sft", "prefix_batch"]
-
 STREAMED_LOOKED_AT = 64
 """Streamed rows whose ends are looked at before the first step."""
 

@@ -19,18 +19,6 @@ from streamtune.recipe.batching import BucketSpec
 from streamtune.recipe.schema import Recipe
 from streamtune.tasks.cost import RowCost
 
-__all__ = [
-    "StepPlan",
-    "Steps",
-    "Trainable",
-    "Units",
-    "accumulation",
-    "first_epoch",
-    "make_sampler",
-    "scaled_rate",
-    "share_out",
-]
-
 
 def share_out(batches: Iterable[train.MicroBatch], world: train.World) -> Iterator[train.MicroBatch]:
     """Iterate over this rank's part of some batches. Each rank gets as many, with a filler where there are too few."""

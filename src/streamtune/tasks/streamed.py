@@ -22,8 +22,6 @@ from streamtune.tasks.cost import RowCost
 from streamtune.tasks.steps import accumulation
 from streamtune.train.staging import replace_file
 
-__all__ = ["SAMPLED", "StreamReport", "StreamSteps", "StreamedRows", "record_bad_rows"]
-
 SAMPLED = 1000
 """First rows of each dataset that stand for the others where no stream is trained on: on screens, in comparisons."""
 

@@ -42,22 +42,6 @@ from streamtune.tasks.steps import StepPlan, Steps, Units, accumulation, make_sa
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "Begin",
-    "Built",
-    "Notify",
-    "PreparedRows",
-    "RandomStep",
-    "ScoringTask",
-    "Task",
-    "Training",
-    "TrialStep",
-    "chat_options",
-    "held_back",
-    "held_out_sets",
-    "row_cache",
-]
-
 R_co = TypeVar("R_co", bound=Recipe, covariant=True)
 ScoringR_co = TypeVar("ScoringR_co", bound=DpoRecipe | GrpoRecipe, covariant=True)
 

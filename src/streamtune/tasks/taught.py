@@ -44,8 +44,6 @@ from streamtune.ops import TopKTeacher
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TaughtRows", "TaughtWriter", "distinct_rows", "reserved", "taught_digest", "tokenizer_hash"]
-
 FORMAT = "streamtune teacher 1"
 AGAIN = "run `streamtune teach` with this recipe again"
 ATTEMPTS = 100

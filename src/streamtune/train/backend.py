@@ -22,9 +22,6 @@ from streamtune.optim import RULES, averaged_weights, is_averaged, pack_state, s
 from streamtune.train.objective import StepScore
 from streamtune.train.slices import MASTER, Slice, SliceReader, share_out_whole
 
-__all__ = ["Backend", "LocalBackend", "TorchBackend", "load_optimizer_tensors", "optimizer_tensors"]
-
-
 TRAINED = "trained"
 """The key of the weights that are trained, in the state of an optimizer whose average is saved as the model."""
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from streamtune.engine import Branches
     from streamtune.ops import TopKTeacher
 
-__all__ = ["MicroBatch", "PrefixBatch", "StepStream", "TreeBatch", "counted"]
-
 Batch = TypeVar("Batch", bound="MicroBatch")
 
 """The label of a position that is not trained on."""

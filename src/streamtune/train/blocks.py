@@ -11,8 +11,6 @@ from streamtune.optim import BlockAdamW
 from streamtune.train.backend import LocalBackend
 from streamtune.train.slices import SliceReader
 
-__all__ = ["BlockBackend"]
-
 
 class BlockBackend(LocalBackend):
     """One device, which holds all weights and the gradients and moments of a block.

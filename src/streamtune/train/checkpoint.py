@@ -34,25 +34,6 @@ from streamtune.train.staging import (
     remove_any,
 )
 
-__all__ = [
-    "MANIFEST",
-    "STATE",
-    "Checkpoint",
-    "Manifest",
-    "check_identity",
-    "checkpoint_path",
-    "newest_checkpoint",
-    "open_checkpoint",
-    "read_manifest",
-    "restoring",
-    "rng_name",
-    "step_directories",
-    "step_of",
-    "supersede",
-    "verify_files",
-    "write_manifest",
-]
-
 STEP_NAME = re.compile(r"step-(\d{6,})")
 
 

@@ -17,8 +17,6 @@ from streamtune.train.rng import capture_rng, restore_rng
 from streamtune.train.slices import Slice, SliceReader
 from streamtune.train.world import World
 
-__all__ = ["ForwardBackend"]
-
 LEAST_MOVED = 0.5
 """Part of the weights that a perturbation has to reach."""
 

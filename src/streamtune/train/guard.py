@@ -27,8 +27,6 @@ from streamtune.train.rundir import RunDirectory
 from streamtune.train.step import TrainSettings, name_rows
 from streamtune.train.world import World
 
-__all__ = ["NextSchedule", "StepGuard", "skipped_most"]
-
 NextSchedule = Callable[[bool], Schedule | None]
 """Finds a schedule that holds less than the one that ran out of memory, None where there is none. Given True it puts
 that into the model's engine as well."""

@@ -27,8 +27,6 @@ from streamtune.base.result_cache import is_open_at, try_lock
 from streamtune.errors import ArgumentError, CheckpointError
 from streamtune.train.staging import OpenFolder, make_directory, write_error
 
-__all__ = ["IDENTITY", "LOCK", "DirectoryHold"]
-
 LOCK = ".lock"
 IDENTITY = "run.json"
 """The first file of a run. A directory without it holds none yet."""

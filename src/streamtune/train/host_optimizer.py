@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from streamtune.engine.memory.host import is_host_storage
 from streamtune.engine.memory.rooms import HostRooms
 
-__all__ = ["HostOptimizer"]
-
 
 class HostOptimizer(torch.optim.Optimizer):
     """An optimizer over weights on the device whose states are on the host, where it steps.

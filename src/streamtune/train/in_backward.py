@@ -34,8 +34,6 @@ from streamtune.optim import set_learning_rate
 from streamtune.train.backend import LocalBackend
 from streamtune.train.host_optimizer import HostOptimizer
 
-__all__ = ["InBackwardBackend"]
-
 
 class InBackwardBackend(LocalBackend):
     """One device, whose optimizer steps in the backward.

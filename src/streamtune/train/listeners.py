@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Listener", "Listeners", "RunFacts"]
-
 
 @dataclass(frozen=True)
 class RunFacts:

@@ -41,8 +41,6 @@ from streamtune.train.step import (
 )
 from streamtune.train.world import World
 
-__all__ = ["Position", "Progressed", "train"]
-
 
 @dataclass(frozen=True)
 class Progressed:

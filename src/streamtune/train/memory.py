@@ -7,8 +7,6 @@ import sys
 import psutil
 import torch
 
-__all__ = ["GIB", "is_out_of_memory", "peak_memory_bytes", "reset_peak_memory"]
-
 GIB = 1 << 30
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from streamtune.train.world import World
 
-__all__ = ["FIRST_STEPS", "MovedWeights", "describe_moved"]
-
 FIRST_STEPS = 10
 """Steps of a run whose share is recorded."""
 MOST = 1 << 22

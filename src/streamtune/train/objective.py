@@ -26,20 +26,6 @@ from streamtune.ops import TokenLoss, token_loss_reference
 from streamtune.train.batch import MicroBatch, PrefixBatch, TreeBatch, counted
 from streamtune.train.world import World
 
-__all__ = [
-    "ModelReference",
-    "Objective",
-    "Reference",
-    "Score",
-    "StepScore",
-    "SupervisedObjective",
-    "autocast",
-    "evaluating",
-    "loss_of",
-    "output_of",
-    "plain_token_loss",
-]
-
 SumAndCount = tuple[float, float]
 WORLD = World()
 PLAIN = TokenLoss()

@@ -25,8 +25,6 @@ from streamtune.train.records import read_records
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.staging import replace_file
 
-__all__ = ["LossPlot", "Progress", "draw_loss", "format_duration", "format_rate", "smooth"]
-
 SHOWN = {"reward": "reward", "rewards/accuracies": "accuracy", "rewards/margins": "margin", "kl": "kl"}
 """Metrics of an objective that are shown as it trains, and what they are called there; a file has them all."""
 

@@ -20,21 +20,6 @@ from streamtune.base.secrets import redact_values
 from streamtune.errors import ArgumentError, CheckpointError
 from streamtune.train.staging import append_to, cut_file, rename_file, replace_file, write_error
 
-__all__ = [
-    "append_event",
-    "append_record",
-    "append_records",
-    "check_records",
-    "cut_after_step",
-    "cut_events",
-    "cut_rotated",
-    "read_records",
-    "record_failure",
-    "records_backwards",
-    "rotate",
-    "rotated",
-]
-
 OF_STEPS = ("non_finite", "out_of_memory", "spike", "skip")
 """Events that are part of a step, and happen again where it is taken again. Others are history, and stay."""
 

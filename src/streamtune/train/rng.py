@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["RngState", "capture_rng", "preserve_rng", "restore_rng", "seed_everything", "use_deterministic_kernels"]
-
 
 @dataclass(frozen=True)
 class RngState:

@@ -32,8 +32,6 @@ from streamtune.train.records import read_records, rotated
 from streamtune.train.staging import fsync_path, write_durably, write_error
 from streamtune.train.world import World
 
-__all__ = ["FILES", "RunDirectory", "check_same_run", "check_shared_folder", "find_checkpoint", "tell_changes"]
-
 FILES = {
     "base": "the files of the model that training started from",
     "adapter": "the files of the base that the model's adapters name",

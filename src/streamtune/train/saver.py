@@ -55,8 +55,6 @@ from streamtune.train.staging import (
 )
 from streamtune.train.world import World
 
-__all__ = ["CheckpointSaver", "Keep", "ModelWriter", "rotate", "save_checkpoint", "write_final"]
-
 
 @dataclass(frozen=True)
 class ModelWriter:

@@ -13,8 +13,6 @@ from typing import Any
 from streamtune.base import interrupts
 from streamtune.base.streams import reader_is_gone
 
-__all__ = ["StopRequest"]
-
 
 class StopRequest:
     """While entered, records the first signal in :attr:`signum`, which the loop checks.

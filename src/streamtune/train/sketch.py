@@ -29,8 +29,6 @@ from streamtune.train.batch import MicroBatch, TreeBatch
 from streamtune.train.objective import Objective, autocast, evaluating
 from streamtune.train.rng import preserve_rng
 
-__all__ = ["CompletionGradient", "Projection", "RowSketch", "adam_step", "value_weights"]
-
 VALUES = ("v_proj", "value", "kv_b_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
 """Names of modules that compute values, or values beside keys or queries."""
 

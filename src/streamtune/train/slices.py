@@ -27,8 +27,6 @@ from torch import Tensor
 
 from streamtune.errors import CheckpointError
 
-__all__ = ["INDEX", "MASTER", "Entry", "Slice", "SliceReader", "share_out_whole", "write_index", "write_slices"]
-
 INDEX = "slices.json"
 MASTER = "master"
 """The key of float32 weights that are kept beside weights of fewer bits."""

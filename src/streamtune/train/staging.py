@@ -25,25 +25,6 @@ from typing import IO
 from streamtune.base.sizes import show_size
 from streamtune.errors import ArgumentError, CheckpointError, RunError
 
-__all__ = [
-    "OpenFolder",
-    "append_to",
-    "check_outputs",
-    "commit_directory",
-    "discard_leftovers",
-    "free_bytes",
-    "fsync_path",
-    "fsync_tree",
-    "make_directory",
-    "refuse_link",
-    "remove_any",
-    "remove_directory",
-    "replace_file",
-    "write_durably",
-    "write_error",
-    "write_output",
-]
-
 STAGING_PREFIX = ".tmp-"
 REPLACED_PREFIX = ".old-"
 HAS_FOLDER_DESCRIPTORS = os.open in os.supports_dir_fd and os.rename in os.supports_dir_fd

@@ -33,17 +33,6 @@ from streamtune.train.rng import preserve_rng
 from streamtune.train.signals import StopRequest
 from streamtune.train.world import World
 
-__all__ = [
-    "HeldOut",
-    "StepRouters",
-    "TrainSettings",
-    "accumulate_gradients",
-    "device_of",
-    "evaluate",
-    "explain_out_of_memory",
-    "find_non_finite",
-]
-
 
 @dataclass(frozen=True)
 class TrainSettings:

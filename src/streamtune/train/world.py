@@ -35,8 +35,6 @@ from torch import Tensor, distributed
 from streamtune import errors
 from streamtune.errors import DistributedError, RunError, StreamTuneError
 
-__all__ = ["MOST_BYTES", "World", "decode_value", "describe_error", "encode_value", "remake_error"]
-
 T = TypeVar("T")
 
 

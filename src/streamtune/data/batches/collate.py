@@ -12,8 +12,6 @@ from torch import Tensor
 from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.records import Example
 
-__all__ = ["Batch", "PackedBatch", "collate", "collate_packed"]
-
 
 class Batch(TypedDict):
     """B sequences padded to T positions; ids, mask and labels int64 on the CPU."""

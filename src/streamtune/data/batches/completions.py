@@ -17,8 +17,6 @@ from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.batches.prefixes import PrefixTree
 from streamtune.data.records import Tree
 
-__all__ = ["CollatedTrees", "collate_trees"]
-
 
 class CollatedTrees(TypedDict):
     """Tensors are int64 on the CPU; those of [B, T] are [1, T] with shared beginnings, [N, L] without."""

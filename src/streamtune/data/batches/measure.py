@@ -17,8 +17,6 @@ import numpy.typing as npt
 
 from streamtune.data.batches.steps import EpochSteps
 
-__all__ = ["BatchFacts", "EpochLayout", "concat_squares", "lay_out"]
-
 Numbers = npt.NDArray[np.int64]
 
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Choice", "choose_rows", "medoids", "small_sources"]
-
 Points = npt.NDArray[np.float64]
 
 

@@ -17,8 +17,6 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MIX_BY", "Mixture", "mix"]
-
 MIX_BY = ("rows", "tokens")
 """Units of a share."""
 

@@ -20,8 +20,6 @@ import numpy.typing as npt
 from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.records import Example, Stored
 
-__all__ = ["Pieces", "cut_rows"]
-
 Numbers = npt.NDArray[np.int64]
 
 

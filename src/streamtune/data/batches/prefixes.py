@@ -26,8 +26,6 @@ from streamtune.data.batches.collate import Batch
 from streamtune.data.batches.sampler import Packs
 from streamtune.data.records import Example, common_beginning
 
-__all__ = ["CollatedPrefixes", "PrefixTree", "collate_prefixes", "pack_turns"]
-
 Ids = npt.NDArray[np.int32]
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["assign_rows"]
-
 Batches = list[list[int]]
 
 

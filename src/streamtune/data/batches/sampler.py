@@ -23,8 +23,6 @@ import numpy.typing as npt
 from streamtune.data.batches.mixture import Mixture
 from streamtune.errors import CheckpointError
 
-__all__ = ["Packs", "ResumableSampler", "pack_parts", "pack_rows", "place_in"]
-
 
 class ResumableSampler:
     """Visits every row once an epoch, in an order that depends on nothing but the seed and the epoch.

@@ -20,8 +20,6 @@ import numpy.typing as npt
 from streamtune.data.batches.sampler import ResumableSampler, place_in
 from streamtune.errors import CheckpointError
 
-__all__ = ["CURRICULA", "EpochSteps", "StepSampler", "bucket_steps", "token_steps"]
-
 Numbers = npt.NDArray[np.int64]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from streamtune.data.fit.length_fit import (
     COMPLETION_OVERLENGTH,
     IDENTICAL_PAIRS,
-    OVERLENGTH,
     LengthFit,
     Measured,
     Prepared,
@@ -17,6 +16,7 @@ from streamtune.data.fit.length_fit import (
 from streamtune.data.fit.prompts import PROMPT_SIDES, PromptFit
 from streamtune.data.fit.rows import RowFit
 from streamtune.data.fit.trees import LengthPolicy, TreeFit
+from streamtune.data.rendering.policy import OVERLENGTH
 
 __all__ = [
     "COMPLETION_OVERLENGTH",

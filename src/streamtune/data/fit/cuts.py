@@ -9,8 +9,6 @@ import numpy.typing as npt
 
 from streamtune.data.rendering.policy import SPLIT_AT, RowPolicy
 
-__all__ = ["Kept", "cut_row", "last_answer", "least_kept", "split_row"]
-
 Mask = npt.NDArray[np.bool_]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Digests"]
-
 
 class Digests:
     """Hashes of 16 bytes, one behind the other: a million take 16 MB, as objects of Python five times that."""

@@ -29,20 +29,8 @@ from streamtune.data.fit.parts import (
 )
 from streamtune.data.reading.sources import Source
 from streamtune.data.records import MappedTable, Record, Stored, TableWriter
-from streamtune.data.rendering.policy import OVERLENGTH
 from streamtune.data.report import CompletionReport, DataReport, SourceReport, length_percentiles
 from streamtune.errors import ArgumentError, DataError
-
-__all__ = [
-    "COMPLETION_OVERLENGTH",
-    "IDENTICAL_PAIRS",
-    "OVERLENGTH",
-    "LengthFit",
-    "Measured",
-    "Prepared",
-    "check_choice",
-    "have",
-]
 
 COMPLETION_OVERLENGTH = ("error", "truncate", "drop")
 """Ways to handle a pair or a prompt over the length. It cannot be split."""

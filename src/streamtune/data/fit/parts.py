@@ -22,18 +22,6 @@ from streamtune.data.reading.sources import Source
 from streamtune.data.report import SourceReport
 from streamtune.errors import DataError
 
-__all__ = [
-    "HELD_OUT",
-    "EvalSet",
-    "SourceStart",
-    "choose_held_out",
-    "count_duplicates",
-    "make_mixture",
-    "set_bounds",
-    "share_epoch",
-    "split_sets",
-]
-
 HELD_OUT = "held_out"
 """Name of the rows that ``val_size`` holds out, beside eval sets."""
 

@@ -14,8 +14,6 @@ from streamtune.data.records import Prompt, TableWriter
 from streamtune.data.report import CompletionReport, length_percentiles
 from streamtune.errors import DataError
 
-__all__ = ["PROMPT_SIDES", "PromptFit"]
-
 PROMPT_SIDES = ("auto", "left", "middle")
 """Parts of a prompt that ``overlength: truncate`` cuts off; its end, where it asks for the answer, always stays."""
 

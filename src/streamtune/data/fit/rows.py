@@ -21,8 +21,6 @@ from streamtune.data.rendering.tokens import Rendered
 from streamtune.data.report import DataReport
 from streamtune.errors import DataError
 
-__all__ = ["RowFit"]
-
 
 class RowFit(LengthFit[Example, DataReport]):
     """Fits rows of next tokens; rows with the same tokens and labels are held out together.

@@ -20,8 +20,6 @@ from streamtune.data.fit.length_fit import LengthFit
 from streamtune.data.fit.parts import SourceStart
 from streamtune.data.reading.sources import Source
 
-__all__ = ["load_fit", "save_fit"]
-
 _GIVEN = ("writer", "policy", "_group")
 """Attributes that the maker of a fit gives it, and that no file can hold."""
 

@@ -14,8 +14,6 @@ from streamtune.data.records import TableWriter, Tree
 from streamtune.data.report import CompletionReport, length_percentiles
 from streamtune.errors import ArgumentError, DataError
 
-__all__ = ["LengthPolicy", "TreeFit"]
-
 
 @dataclass(frozen=True)
 class LengthPolicy:

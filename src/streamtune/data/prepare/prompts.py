@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-__all__ = ["PreparedPrompts", "prepare_prompts"]
-
 _TAKEN = ("prompts", "completions", "completion_ids")
 """Arguments of a reward function that a column cannot be."""
 

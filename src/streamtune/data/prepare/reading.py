@@ -19,8 +19,6 @@ from streamtune.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Reading", "read_and_fit"]
-
 ItemT = TypeVar("ItemT")
 FitT = TypeVar("FitT", bound=LengthFit[Any, Any])
 Read = Callable[["Reading", Source], Iterator[Item[ItemT]]]

@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-__all__ = ["PreparedData", "prepare", "read_contents"]
-
-
 PreparedData = Prepared[Example, DataReport]
 """Examples, split into a training and a held-out part, with their packs where rows are packed."""
 

@@ -34,8 +34,6 @@ from streamtune.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RowStream", "StreamPosition", "StreamSettings"]
-
 BUFFER_CHARACTERS = 1 << 27
 """Characters of the texts in a buffer: no row is added while there are more, so that a few long rows do not fill the
 memory."""

@@ -27,9 +27,6 @@ from streamtune.data.rows import (
 )
 from streamtune.errors import DataError
 
-__all__ = ["ChatFrame", "first_frame", "holds_messages", "iter_texts"]
-
-
 _KNOWN = tuple(dict.fromkeys((*ROW_TYPES, *PREFERENCE_TYPES, *PROMPT_TYPES)))
 
 

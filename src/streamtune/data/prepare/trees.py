@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-__all__ = ["PreparedTrees", "prepare_preferences", "prepare_unpaired"]
-
-
 PreparedTrees = Prepared[Tree, CompletionReport]
 """Trees, split into a training and a held-out part; no prompt is in both."""
 

@@ -40,17 +40,6 @@ from pathlib import Path
 
 from streamtune.data.reading.readers import Row
 
-__all__ = [
-    "ARITHMETIC_PATH",
-    "PREFERENCES_PATH",
-    "STDLIB_PATH",
-    "TASKS",
-    "arithmetic_rows",
-    "keeps_the_rule",
-    "preference_rows",
-    "stdlib_rows",
-]
-
 PREFERENCES_PATH = "demo-preferences"
 """The dataset path that names the preferences."""
 

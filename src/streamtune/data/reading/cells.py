@@ -9,31 +9,6 @@ from typing import Any
 
 from streamtune.errors import DataError, did_you_mean
 
-__all__ = [
-    "FLAGS",
-    "ROLES",
-    "SHAREGPT_ROLES",
-    "TextOrMessages",
-    "check_message",
-    "check_order",
-    "column_names",
-    "from_sharegpt",
-    "has_roles",
-    "has_system",
-    "kind_of",
-    "parsed_cell",
-    "parsed_messages",
-    "prompt_digest",
-    "text_field",
-    "text_or_messages",
-    "texts_of",
-    "tools_and_form",
-    "tools_of",
-    "variables_of",
-    "with_system",
-    "without_nulls",
-]
-
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles a message may have; ``assistant`` is the one that is trained unless ``roles_to_train`` names others."""
 

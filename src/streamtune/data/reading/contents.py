@@ -27,8 +27,6 @@ from streamtune.data.reading.places import is_address, local_files, remote_files
 from streamtune.data.reading.sources import BUILT_IN, Source
 from streamtune.errors import DataError
 
-__all__ = ["FileHashes", "StreamedFiles", "fingerprint_rows", "fingerprint_source"]
-
 RACY = 2.0
 """Seconds between the last change of a file and its hashing below which the hash is not remembered."""
 _BLOCK = 1 << 20

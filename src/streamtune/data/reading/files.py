@@ -24,8 +24,6 @@ from streamtune.base.paths import check_descriptors, open_at_once
 from streamtune.data.faults import BadRows
 from streamtune.errors import DataError
 
-__all__ = ["COMPRESSED", "DataFile", "format_of", "iter_lines", "local_file", "open_bytes", "read_whole"]
-
 MAX_LINE_BYTES = 256 << 20
 """Of one line: tens of millions of tokens."""
 MAX_DOCUMENT = 1 << 30

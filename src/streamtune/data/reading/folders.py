@@ -26,8 +26,6 @@ from streamtune.data.reading.files import format_of
 from streamtune.data.reading.readers import READERS
 from streamtune.errors import DataError, did_you_mean
 
-__all__ = ["Chosen", "choose_files", "is_data_name"]
-
 KEYWORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),

@@ -11,8 +11,6 @@ from streamtune.data.reading.cells import without_nulls
 from streamtune.data.reading.readers import Row
 from streamtune.errors import DataError, did_you_mean
 
-__all__ = ["hub_rows", "load_hub"]
-
 
 def hub_rows(name: str, config: str | None, split: str, where: str, *, streamed: bool = False) -> Iterator[Row]:
     """Yield the rows of a dataset; see :func:`load_hub`.

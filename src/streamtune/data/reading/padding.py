@@ -14,8 +14,6 @@ from streamtune.data.faults import BadRows
 from streamtune.data.reading.cells import without_nulls
 from streamtune.data.reading.files import DataFile
 
-__all__ = ["unpadded"]
-
 
 class _HasColumns(Protocol):
     @property

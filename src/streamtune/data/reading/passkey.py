@@ -27,8 +27,6 @@ from collections.abc import Iterator
 
 from streamtune.data.reading.readers import Row
 
-__all__ = ["PASSKEY_PATH", "passkey_rows"]
-
 PASSKEY_PATH = "demo-passkey"
 """The dataset path that names these rows."""
 

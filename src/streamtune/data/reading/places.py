@@ -16,8 +16,6 @@ from streamtune.data.reading.folders import Chosen, choose_files
 from streamtune.data.reading.readers import READERS
 from streamtune.errors import DataError, did_you_mean
 
-__all__ = ["is_address", "local_files", "remote_files"]
-
 Found = tuple[list[DataFile], Chosen | None]
 """Files, and what was left out of a folder."""
 

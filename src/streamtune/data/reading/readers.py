@@ -31,8 +31,6 @@ from streamtune.data.reading.files import (
 from streamtune.data.reading.padding import unpadded
 from streamtune.errors import DataError
 
-__all__ = ["READERS", "Row", "read_data_file", "read_file"]
-
 
 @dataclass(frozen=True)
 class Row:

@@ -27,9 +27,6 @@ from streamtune.data.reading.places import is_address, local_files, remote_files
 from streamtune.data.reading.readers import Row, read_data_file
 from streamtune.errors import DataError, did_you_mean
 
-__all__ = ["Source", "read_rows", "typed_rows", "with_progress"]
-
-
 READ_BY = {
     "messages": "streamtune sft and grpo",
     **dict.fromkeys(("sharegpt", "prompt_completion", "alpaca", "text"), "streamtune sft"),

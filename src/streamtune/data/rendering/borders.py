@@ -29,8 +29,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["CutRule", "component_parts", "cut_rule"]
-
 _LETTERS = (
     "A-Za-zÀ-ÖØ-öø-ɏ\u0391-\u03a1\u03a3-\u03c9\u0410-\u044f\u05d0-\u05ea"
     "\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"

@@ -49,8 +49,6 @@ from streamtune.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatRenderer", "ChatTurn", "RenderedChat"]
-
 
 @dataclass(frozen=True)
 class ChatTurn:

@@ -14,8 +14,6 @@ from typing import Any
 from streamtune.data.reading.cells import ROLES
 from streamtune.errors import ArgumentError, DataError
 
-__all__ = ["DEFAULT_CHAT", "ON_EMPTY", "REASONING", "TRAIN_ON_EOS", "ChatOptions", "RenderCounts", "RenderLog"]
-
 REASONING = ("template", "keep", "error", "per_turn")
 """Ways to handle reasoning that the chat template leaves out of a trained answer."""
 ON_EMPTY = ("error", "drop", "train")

@@ -18,8 +18,6 @@ from streamtune.data.rendering.borders import CutRule, cut_rule
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PieceTokenizer", "TokenPiece"]
-
 PIECE = 1 << 16
 """Characters of a piece, at least; a shorter text is tokenised whole."""
 NOTED = 1 << 22

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from streamtune.errors import ArgumentError
 
-__all__ = ["OVERLENGTH", "SPLIT_AT", "TRUNCATE_SIDES", "RowPolicy"]
-
 OVERLENGTH = ("error", "truncate", "drop", "split")
 """Ways to handle a row with more than ``max_length`` tokens."""
 

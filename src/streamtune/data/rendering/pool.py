@@ -22,8 +22,6 @@ from streamtune.data.rendering.counts import RenderLog
 from streamtune.data.templates import fix_date, fixed_date
 from streamtune.errors import ArgumentError, DataError, RunError, StreamTuneError
 
-__all__ = ["Item", "Rendered", "Renderer", "RowOutcome", "rendering"]
-
 ItemT = TypeVar("ItemT")
 Notify = Callable[[str], None]
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from streamtune.data.rendering.renderings import Message, Renderings
 
-__all__ = ["as_last_answer", "dropped_answers", "reasoning_of"]
-
 FIELDS = ("reasoning_content", "reasoning", "thinking")
 _LOOKED_AT = 1000
 """Answers of one chat that are looked at a second time: each takes a character that occurs nowhere."""

@@ -49,8 +49,6 @@ from streamtune.errors import ArgumentError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TRAIN_ON", "PromptRenderer", "RowRenderer", "TreeRenderer"]
-
 TRAIN_ON = ("assistant", "completion", "last", "all")
 """``assistant``: every assistant turn; ``completion``: the last one, of a row of prompt and completion all behind the
 prompt; ``last``: the last one of any row; ``all``: every token of a row. Other roles as ``roles_to_train`` says."""

@@ -14,18 +14,6 @@ from streamtune.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "Message",
-    "Renderings",
-    "check_unicode",
-    "common_prefix",
-    "has_marks",
-    "opened_reasoning",
-    "render_messages",
-    "request_of",
-    "require_template",
-]
-
 Message = dict[str, Any]
 
 _GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")

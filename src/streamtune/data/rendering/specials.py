@@ -29,8 +29,6 @@ from streamtune.errors import ArgumentError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SpecialText"]
-
 _KEPT = ("<think>", "</think>")
 """Marks that a row writes itself: around the reasoning of an answer."""
 _STAND_IN, _WRITTEN = 0xF0000, 0x100000

@@ -21,8 +21,6 @@ from streamtune.data.rendering.borders import component_parts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ByteSpeller", "special_names"]
-
 
 def special_names(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return the special tokens of a tokenizer as text, the longest first."""

@@ -27,8 +27,6 @@ from streamtune.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["MaskTokenizer", "Rendered", "TextTokens"]
-
 STOP = 1 << 22
 """Characters that are not worth tokenising behind the limit of a row that is dropped or refused."""
 

@@ -20,8 +20,6 @@ from streamtune.data.rows import Content, Conversation
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TurnRenderer"]
-
 
 class TurnRenderer:
     """Renders rows turn by turn; a row that is no conversation is rendered as it is.

@@ -11,8 +11,6 @@ from streamtune.errors import ArgumentError, DataError, did_you_mean
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TemplateVariables"]
-
 _GIVEN = {"messages", "tools", "add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"}
 """Variables that a rendering gives to the template itself."""
 

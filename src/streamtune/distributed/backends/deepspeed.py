@@ -22,9 +22,6 @@ from streamtune.optim import WeightwiseOptimizer, pack_number, set_learning_rate
 from streamtune.train.backend import Backend
 from streamtune.train.slices import MASTER, Slice, SliceReader
 
-__all__ = ["DeepSpeedBackend", "check_deepspeed", "share_frozen", "share_module", "whole_weights"]
-
-
 NO_MICRO_STEP = -1
 """DeepSpeed's count before the first backward of a step."""
 

@@ -24,8 +24,6 @@ from streamtune.optim import pack_number, unpack_number
 from streamtune.train.backend import TorchBackend
 from streamtune.train.slices import MASTER, Slice, SliceReader, share_out_whole
 
-__all__ = ["DdpBackend", "FsdpBackend", "share_layer", "whole_weights"]
-
 
 class DdpBackend(TorchBackend):
     """PyTorch's ``DistributedDataParallel``.

@@ -29,8 +29,6 @@ from streamtune.distributed.ports import free_port
 from streamtune.distributed.watch.failure import Failure
 from streamtune.errors import StreamTuneError
 
-__all__ = ["PING_SECONDS", "SILENCE_SECONDS", "main"]
-
 PING_SECONDS = 2.0
 SILENCE_SECONDS = 20.0
 """Without a message from the launcher for so long, the ranks are ended."""

@@ -17,8 +17,6 @@ from pathlib import Path
 from streamtune.distributed.ports import LOOPBACK, check_host
 from streamtune.errors import ArgumentError
 
-__all__ = ["MOST_SLOTS", "Host", "read_hostfile"]
-
 LINE = re.compile(r"(?P<name>\S+)(?:\s+slots=(?P<slots>-?[0-9]+))?")
 MOST_SLOTS = 1024
 """Ranks of one machine: those known have 16 accelerators, and ranks on the CPU take a core each."""

@@ -30,8 +30,6 @@ from streamtune.distributed.ports import check_host, free_port, is_free
 from streamtune.distributed.watch.failure import RankEnd, first_failure
 from streamtune.errors import ArgumentError
 
-__all__ = ["launch", "without_launch_options"]
-
 LAUNCH_OPTIONS = ("--nproc", "--hostfile")
 TOGETHER_SECONDS = 3.0
 """After the first rank fails: the others see that themselves, and write down what they saw."""

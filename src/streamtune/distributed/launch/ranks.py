@@ -24,16 +24,6 @@ from streamtune.distributed.environment import RankEnvironment, usable_cpus
 from streamtune.distributed.watch.failure import ERROR_FILE_VARIABLE, RankEnd, log_tail, read_failure
 from streamtune.errors import ArgumentError
 
-__all__ = [
-    "LOG_FILE_VARIABLE",
-    "LocalRanks",
-    "count_devices",
-    "die_with_launcher",
-    "keep_log",
-    "leave_terminal",
-    "log_path",
-]
-
 PARENT_VARIABLE = "STREAMTUNE_LAUNCHER_PID"
 LOG_FILE_VARIABLE = "STREAMTUNE_LOG_FILE"
 """Names the file of a rank's output until it has a run directory."""

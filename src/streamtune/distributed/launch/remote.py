@@ -22,8 +22,6 @@ from streamtune.distributed.launch.hostfile import Host
 from streamtune.distributed.watch.failure import Failure, RankEnd
 from streamtune.errors import DistributedError
 
-__all__ = ["RemoteRanks", "passed_on"]
-
 SSH = (
     "ssh -T -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 "
     "-o LogLevel=ERROR --"

@@ -20,8 +20,6 @@ from typing import Any
 from streamtune import errors
 from streamtune.errors import DistributedError, StreamTuneError
 
-__all__ = ["ERROR_FILE_VARIABLE", "Failure", "RankEnd", "first_failure", "log_tail", "read_failure", "write_failure"]
-
 ERROR_FILE_VARIABLE = "STREAMTUNE_ERROR_FILE"
 """Names the file a rank writes its failure into; where it is not set, the rank prints it."""
 TAIL_LINES = 8

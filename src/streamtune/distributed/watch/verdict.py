@@ -21,8 +21,6 @@ RAN_SECONDS = 5.0
 """A process that computed within so long is not gone, even if all cores are taken by others."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
-__all__ = ["Beat", "Peer", "Stragglers", "WatchLimits", "end_stopped", "find_deadlock", "find_failure", "this_process"]
-
 
 @dataclass(frozen=True)
 class WatchLimits:

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["CodePlace", "Vitals", "computes", "place_of_main"]
-
 WINDOW_SECONDS = 4.0
 """Time over which the activity of a process is measured."""
 CPU_SHARE = 0.1

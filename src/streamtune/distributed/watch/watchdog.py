@@ -39,8 +39,6 @@ from streamtune.distributed.watch.vitals import Vitals
 from streamtune.distributed.wire import Admission, Line, dial, listen
 from streamtune.errors import ArgumentError, StreamTuneError
 
-__all__ = ["Watchdog"]
-
 PURPOSE = "watch"
 VARIABLE = "STREAMTUNE_WATCHDOG"
 MOST_SECONDS = 10**6

@@ -25,8 +25,6 @@ from streamtune.engine.memory.host import GIB, Arena, Span, Stack, Tally, pages
 from streamtune.engine.memory.tiers import Block, Copies
 from streamtune.errors import StorageError
 
-__all__ = ["DiskTier"]
-
 THREADS = 4
 """Writes and reads at a time; one alone does not fill the queue of a solid-state disk."""
 

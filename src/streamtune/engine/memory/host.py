@@ -24,26 +24,6 @@ from torch import Tensor
 from streamtune.errors import OutOfMemoryError
 from streamtune.ops.simulated import repeated
 
-__all__ = [
-    "GIB",
-    "PAGE",
-    "Arena",
-    "Span",
-    "Stack",
-    "Tally",
-    "free_host_bytes",
-    "is_host_storage",
-    "keep_from_children",
-    "map_pages",
-    "mark_host_storage",
-    "pages",
-    "register_pages",
-    "reserved_host_bytes",
-    "total_host_bytes",
-    "touch_pages",
-    "usable_host_bytes",
-]
-
 PAGE = 4096
 """Blocks begin at multiples of this: what direct reads and writes of a file need."""
 

@@ -18,8 +18,6 @@ from streamtune.engine.memory.tiers import DeviceTier, HostTier, Tier
 from streamtune.schedule import Schedule
 from streamtune.schedule import Tier as TierName
 
-__all__ = ["Placement", "Tiers", "best_segment_size", "extra_forwards", "place_layers"]
-
 
 @dataclass(frozen=True)
 class Placement:

@@ -18,8 +18,6 @@ from torch import Tensor
 from streamtune.engine.memory.host import GIB, mark_host_storage, pages, register_pages, touch_pages, usable_host_bytes
 from streamtune.errors import OutOfMemoryError
 
-__all__ = ["HostRooms"]
-
 
 class _Room:
     """Mapped pages, registered with an accelerator as long as this object lives: by a storage, or the free list.

@@ -18,10 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from streamtune.engine.memory.host import Arena, is_host_storage
+from streamtune.engine.memory.host import Arena
 from streamtune.engine.observe import notify_tensors
-
-__all__ = ["Block", "Copies", "DeviceTier", "HostTier", "Source", "StoredTensor", "Tier", "is_host_storage"]
 
 IN_FLIGHT = 2
 """Copies to the host that may be under way while the next chunk is computed."""

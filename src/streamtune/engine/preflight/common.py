@@ -25,33 +25,6 @@ from streamtune.engine.observe import RandomState
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.schedule import Schedule
 
-__all__ = [
-    "BOUND",
-    "LENGTH",
-    "ROWS",
-    "SCHEDULE",
-    "Arguments",
-    "LayerStep",
-    "Name",
-    "RecordedCall",
-    "aliased",
-    "bind",
-    "borrowed",
-    "compared_dtype",
-    "distance",
-    "first_of",
-    "hand_on",
-    "inputs_of",
-    "kind_of",
-    "norm_of",
-    "ordinary_tokens",
-    "outputs_of",
-    "ratio",
-    "replaced",
-    "trial_batch",
-    "widened",
-]
-
 
 @contextmanager
 def borrowed(handle: StreamedModel) -> Iterator[None]:

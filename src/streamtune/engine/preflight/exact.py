@@ -42,8 +42,6 @@ from streamtune.engine.routers import not_balanced
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 
-__all__ = ["check_exact", "check_order"]
-
 
 class _PlainError(UnsupportedModelError):
     """The unstreamed model does not run on the preflight's batch."""

@@ -43,8 +43,6 @@ from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import StreamTuneError, UnsupportedModelError
 from streamtune.schedule import Schedule
 
-__all__ = ["MEND", "DiffersError", "LayerCheck", "check_shared", "without_self"]
-
 UNSETTLED = 0.3
 """Relative difference that a few flipped routes explain, where no wider copy of a layer can be made (quantised)."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}

@@ -60,8 +60,6 @@ from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 from streamtune.schedule import Schedule
 
-__all__ = ["check_branches", "check_length", "check_packing", "lengths_to_check"]
-
 ROWS = (9, 2, 13, 3, 11, 10)
 """Tokens of the rows of the trial: chunks end inside some, and several lie inside one chunk."""
 

@@ -30,9 +30,6 @@ from streamtune.engine.sequence.shards import SequenceParallel, SequenceShards
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
-__all__ = ["Sharing", "drawn_apart", "form_for"]
-
-
 TOKENS = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "position_ids": -1, "shift_labels": 1}
 """Arguments that follow the tokens, and along which dimension."""
 UNSHARED = "set sequence_parallel_size: 1"

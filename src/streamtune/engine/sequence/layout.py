@@ -15,8 +15,6 @@ from streamtune.engine.rows import PackedRows
 from streamtune.errors import UnsupportedModelError
 from streamtune.schedule import Schedule
 
-__all__ = ["chunks_between_rows"]
-
 FURTHEST = 16
 """Tokens that the end of a chunk is moved, at most, and that are added to each rank's."""
 TRIALS = 20_000

@@ -35,8 +35,6 @@ from streamtune.ops.attention.runs import run_starts
 from streamtune.ops.exchange import collected, to_heads, to_shards
 from streamtune.schedule import Schedule
 
-__all__ = ["FORMS", "ChunkExchange", "SequenceParallel", "SequenceShards"]
-
 
 @dataclass(eq=False)
 class SequenceShards:

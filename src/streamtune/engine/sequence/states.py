@@ -41,8 +41,6 @@ from streamtune.errors import UnsupportedModelError
 from streamtune.ops import first_order
 from streamtune.ops.messages import Incoming, Key, Outgoing
 
-__all__ = ["MeetsStates", "ShardPiece", "SharedStates", "StateRoutes"]
-
 KINDS = ("conv", "recurrent")
 """Kinds of states; a message names them by their place here."""
 

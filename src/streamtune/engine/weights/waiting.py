@@ -40,8 +40,6 @@ from streamtune.engine.memory.tiers import Copies
 from streamtune.engine.observe import notify_tensors
 from streamtune.errors import UnsupportedModelError
 
-__all__ = ["WaitingWeights", "keep_on_host", "waiting_parameters"]
-
 KINDS = (Tensor, nn.Parameter)
 """Types of tensors that are copied. Quantised ones, and those that ranks share, have types of their own."""
 

@@ -22,26 +22,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from streamtune.ops.attention.kernels import Kernel, Scores, flash_kernel
+from streamtune.ops.attention.kernel_trial import Kernel, Scores
+from streamtune.ops.attention.kernels import flash_kernel
 from streamtune.ops.attention.view import MaskView, Segment, masked_score
 from streamtune.ops.attention.view_kernels import attend_whole, backward_whole, fused_view_kernel
 from streamtune.ops.first_order import first_order
 from streamtune.ops.fused import gains
 from streamtune.ops.launching import blocks
 from streamtune.ops.simulated import autocast_kind, repeated
-
-__all__ = [
-    "Memory",
-    "Piece",
-    "Place",
-    "Prefix",
-    "key_block",
-    "prefix_attention",
-    "prefix_attention_reference",
-    "seen",
-    "sinks_gradient",
-    "without_autocast",
-]
 
 R = TypeVar("R")
 

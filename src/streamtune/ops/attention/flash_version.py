@@ -17,8 +17,6 @@ import torch.nn.attention
 
 from streamtune.ops.attention.kernel_trial import MARGIN, Kernel, TrialHeads, agrees_with_formula, median_seconds
 
-__all__ = ["DEFAULT", "active_flash", "use_fastest_flash"]
-
 log = logging.getLogger(__name__)
 
 DEFAULT = "FA2"

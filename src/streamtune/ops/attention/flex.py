@@ -25,8 +25,6 @@ from streamtune.ops.attention.mask import LazyMask
 from streamtune.ops.attention.rules import MaskRules
 from streamtune.ops.attention.view import MaskView
 
-__all__ = ["FlexView", "flex_is_right"]
-
 log = logging.getLogger(__name__)
 
 BLOCK = 128

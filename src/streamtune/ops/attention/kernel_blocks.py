@@ -18,8 +18,6 @@ from torch import Tensor
 from streamtune.ops.attention.kernel_trial import Grads, Kernel, Scores
 from streamtune.ops.launching import MAX_ELEMENTS, blocks
 
-__all__ = ["in_blocks", "merged", "padded"]
-
 ROUND = 128
 """Blocks are a multiple of this where they are larger: kernels read keys in tiles of 64 or 128."""
 

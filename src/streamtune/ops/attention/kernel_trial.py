@@ -16,19 +16,6 @@ from torch import Tensor
 from streamtune.ops.attention.layout import ODD_LAYOUTS, odd_layout
 from streamtune.ops.launching import median_time
 
-__all__ = [
-    "Grads",
-    "Kernel",
-    "Scores",
-    "TrialHeads",
-    "ViewKernel",
-    "agrees_with_formula",
-    "drawn",
-    "fastest",
-    "median_seconds",
-    "whole_agrees",
-]
-
 RUNS = 5
 """Timed runs of a kernel, of which the median counts; one more before them is not counted."""
 MARGIN = 0.95

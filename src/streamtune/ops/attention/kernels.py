@@ -31,17 +31,6 @@ from streamtune.ops.attention.kernel_trial import (
 from streamtune.ops.attention.layout import call_kernel, readable
 from streamtune.ops.simulated import kernel_device
 
-__all__ = [
-    "CUDNN",
-    "EFFICIENT",
-    "FLASH",
-    "Kernel",
-    "Scores",
-    "flash_kernel",
-    "kernel_names",
-    "use_installed_flash",
-]
-
 log = logging.getLogger(__name__)
 
 

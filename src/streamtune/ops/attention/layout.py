@@ -16,8 +16,6 @@ from torch import Tensor
 
 from streamtune.ops.simulated import kernel_device
 
-__all__ = ["ODD_LAYOUTS", "call_kernel", "odd_layout", "readable"]
-
 VECTOR = 16
 """Bytes that a kernel on CUDA reads at once."""
 

@@ -15,8 +15,6 @@ from streamtune.ops.attention.rules import MaskRules
 from streamtune.ops.attention.runs import BranchTable
 from streamtune.ops.attention.view import MaskView
 
-__all__ = ["LazyMask"]
-
 
 class LazyMask(MaskRules):
     """An attention mask that is never built as a whole; its arguments are those of :class:`MaskRules`."""

@@ -23,8 +23,6 @@ from streamtune.ops.attention.rules import MaskRules
 from streamtune.ops.attention.runs import clipped
 from streamtune.ops.attention.view import MaskView
 
-__all__ = ["RowsView", "rows_are_right", "rows_of"]
-
 Bounds = tuple[int, ...]
 
 _on_device: WeakKeyDictionary[MaskRules, dict[tuple[int, ...], Tensor]] = WeakKeyDictionary()

@@ -26,8 +26,6 @@ from streamtune.ops.exchange import passed_on
 from streamtune.ops.first_order import first_order
 from streamtune.ops.simulated import autocast_kind
 
-__all__ = ["Ring", "ring_attention"]
-
 ShardPlaces = tuple[slice, slice]
 """The slice of a shard in a tensor of shards end to end, and its slice in the sequence."""
 

@@ -21,8 +21,6 @@ from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.runs import Branch, BranchTable, Stretch, clipped, stretches
 from streamtune.ops.launching import host_copy, with_host_copy
 
-__all__ = ["ForeignAttentionError", "MaskFunction", "MaskRules", "NoTensor"]
-
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``(batch, head, query, key) -> bool``: index tensors that broadcast together, True where the query sees the key."""
 

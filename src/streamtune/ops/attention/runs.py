@@ -18,8 +18,6 @@ from torch import Tensor
 
 from streamtune.ops.launching import host_copy
 
-__all__ = ["Branch", "BranchTable", "Stretch", "clipped", "contiguous", "row_starts", "run_starts", "stretches"]
-
 
 def row_starts(position_ids: Tensor) -> list[int]:
     """Return the starts of packed rows: 0, and every place where a position is not its predecessor's plus one.

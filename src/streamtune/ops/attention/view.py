@@ -13,9 +13,6 @@ from torch import Tensor
 from streamtune.ops.attention.rules import MaskRules, NoTensor
 from streamtune.ops.attention.runs import Branch, BranchTable, Stretch, clipped
 
-__all__ = ["MaskView", "Segment", "masked_score"]
-
-
 MASKED_KEYS = 2048
 """Keys of a branch's segment whose mask is built."""
 

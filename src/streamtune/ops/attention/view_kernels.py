@@ -31,8 +31,6 @@ from streamtune.ops.attention.packed_rows import rows_are_right, rows_of
 from streamtune.ops.attention.view import MaskView
 from streamtune.ops.launching import MAX_ELEMENTS, median_time
 
-__all__ = ["BandView", "attend_whole", "backward_whole", "band_is_right", "band_of", "fused_view_kernel"]
-
 log = logging.getLogger(__name__)
 R = TypeVar("R")
 

@@ -28,8 +28,6 @@ from streamtune.ops.head.sweep import (
 )
 from streamtune.ops.simulated import autocast_kind
 
-__all__ = ["linear_cross_entropy", "linear_cross_entropy_reference", "project_cross_entropy"]
-
 
 def linear_cross_entropy(
     hidden_BTC: Tensor,

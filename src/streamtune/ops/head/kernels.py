@@ -27,8 +27,6 @@ from torch import Tensor
 
 from streamtune.ops.launching import median_time
 
-__all__ = ["Chunk", "HeadKernel", "HeadShape", "agrees_with_sweep", "head_candidates", "head_kernel", "run_head"]
-
 log = logging.getLogger(__name__)
 
 Chunk = tuple[Tensor, Tensor | None, Tensor | None]

@@ -25,8 +25,6 @@ from streamtune.ops.head.sweep import HeadGradients, Project, TargetRows, autoca
 from streamtune.ops.launching import MAX_ELEMENTS, blocks
 from streamtune.ops.simulated import autocast_kind
 
-__all__ = ["project_scores", "token_logprobs", "token_scores"]
-
 
 def token_logprobs(
     hidden: Tensor,

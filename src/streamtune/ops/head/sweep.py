@@ -17,8 +17,6 @@ from streamtune.ops.fused import add_outer
 from streamtune.ops.launching import MAX_ELEMENTS, blocks
 from streamtune.ops.simulated import autocast_kind, kernel_device, turns
 
-__all__ = ["HeadGradients", "Project", "TargetRows", "autocast_dtype", "cast", "handed_out", "loss_and_grad", "scaled"]
-
 WIDENED = 1 << 24
 """Logits of a narrow dtype that are computed with in fp32 at once (64 MiB): a wide copy of a whole chunk would be the
 largest tensor of a step, and parts of this size stay in the cache between one operator and the next."""

@@ -50,18 +50,6 @@ from streamtune.ops.head.sweep import (
 from streamtune.ops.launching import blocks
 from streamtune.ops.simulated import autocast_kind
 
-__all__ = [
-    "MEASURED",
-    "Divergence",
-    "TeacherHead",
-    "TokenLoss",
-    "TopKTeacher",
-    "linear_token_loss",
-    "project_token_loss",
-    "token_loss_reference",
-    "top_classes",
-]
-
 MEASURED = ("nll", "kl")
 """Names of the sums over the targets that are measured beside the loss, without gradient."""
 

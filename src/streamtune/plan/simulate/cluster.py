@@ -18,8 +18,6 @@ from typing import Literal, get_args
 
 from streamtune.errors import ArgumentError
 
-__all__ = ["ENGINES", "Buckets", "Cluster", "Engine", "Form", "HeadCounts", "Links", "form_of"]
-
 Engine = Literal["none", "ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp"]
 Form = Literal["ulysses", "ring"]
 

@@ -11,24 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-__all__ = [
-    "ATTENTION_WORK",
-    "Cost",
-    "EmbeddingSums",
-    "Reach",
-    "attention_flops",
-    "copies_itself",
-    "cost_of",
-    "embedding_sums",
-    "has_scratch",
-    "product_flops",
-    "queries_and_keys",
-    "reach_of",
-    "scratch_bytes",
-    "touched_bytes",
-    "waiting_bytes",
-]
-
 Cost = Literal["view", "room", "product", "attention", "other"]
 Reach = Literal["all", "result", "made"] | int
 

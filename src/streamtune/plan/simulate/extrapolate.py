@@ -33,20 +33,6 @@ from streamtune.plan.simulate.shard import SPANS, WINDOWS
 from streamtune.plan.simulate.trace import COLUMNS, EARLIER, WORK, Cell, CellPlace
 from streamtune.schedule import Schedule
 
-__all__ = [
-    "Axis",
-    "Combined",
-    "Part",
-    "Shorter",
-    "StepLayout",
-    "UnlikeError",
-    "Zone",
-    "combined",
-    "kinds_of_layers",
-    "layout_of",
-    "zones",
-]
-
 ENOUGH = 5
 """Periods of which some can be left out: first, between and last, one more in the longer step, and one."""
 

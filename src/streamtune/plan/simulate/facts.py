@@ -12,8 +12,6 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-__all__ = ["all_modules", "configs_of", "fact_of"]
-
 Fact = TypeVar("Fact")
 
 _FACTS: WeakKeyDictionary[nn.Module, dict[Hashable, tuple[Hashable, Any]]] = WeakKeyDictionary()

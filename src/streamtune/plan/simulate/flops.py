@@ -30,8 +30,6 @@ from streamtune.models import count_weights
 from streamtune.plan.simulate.shard import WINDOWS, heads_of
 from streamtune.plan.simulate.workload import Workload
 
-__all__ = ["FlopCount", "Span", "sketch_flops", "workload_flops"]
-
 Span = tuple[int, int]
 """Tokens that a piece of a row sees before it, and its own: ``(0, T)`` is a row, ``(trunk, branch)`` a completion."""
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from streamtune.base.adapters import base_of
 
-__all__ = ["fused_loss"]
-
 
 def fused_loss(model: Any, ids_BT: Tensor) -> Tensor:
     """Return the loss of a model on ``meta`` as it is computed with Liger's head; all tokens have a target."""

@@ -18,8 +18,6 @@ from streamtune.plan.simulate.facts import all_modules, fact_of
 from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
 
-__all__ = ["describe_step"]
-
 _KNOWN_CODE = ("torch", "transformers", "peft", "streamtune")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

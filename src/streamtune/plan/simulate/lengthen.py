@@ -16,8 +16,6 @@ from operator import add
 from streamtune.plan.simulate.memory import KINDS
 from streamtune.plan.simulate.trace import COLUMNS, Cell, CellPlace
 
-__all__ = ["with_a_period_more"]
-
 STAYS = [name in (*KINDS, "host", "disk") for name in COLUMNS]
 """For each column of a moment, True if its bytes are still there when the operator is done."""
 

@@ -15,26 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from streamtune import models
-from streamtune.engine.memory.tiers import is_host_storage
+from streamtune.engine.memory.host import is_host_storage
 from streamtune.engine.observe import observed
-
-__all__ = [
-    "ACTIVATION",
-    "ATTENTION",
-    "FETCHED",
-    "GRADIENT",
-    "HEAD",
-    "INPUT",
-    "KEYS",
-    "OPTIMIZER",
-    "LiveBytes",
-    "device_held_bytes",
-    "distinct_bytes",
-    "held_bytes",
-    "held_tensors",
-    "host_held_bytes",
-    "scales_bytes",
-]
 
 ACTIVATION, INPUT, GRADIENT = "activation", "layer input", "gradient"
 KEYS, ATTENTION, HEAD, OPTIMIZER = "keys and values", "attention output", "head", "optimizer"

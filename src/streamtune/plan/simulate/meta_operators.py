@@ -33,21 +33,6 @@ from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.models import PackedExperts
 from streamtune.ops.simulated import autocast_kind
 
-__all__ = [
-    "CONSTANTS",
-    "IntegerValues",
-    "MetaAutocast",
-    "ResultKind",
-    "Rule",
-    "Shapes",
-    "asks",
-    "autocast_on_meta",
-    "meta_copy",
-    "result_kind_of",
-    "rule_of",
-    "with_value",
-]
-
 LARGEST = 1 << 22
 """Elements of the largest tensor whose value is kept: no mask of a whole chunk against its window is worth it."""
 

@@ -54,8 +54,6 @@ from streamtune.schedule import Schedule, WeightTier
 if TYPE_CHECKING:
     from streamtune.plan.simulate.workload import Workload
 
-__all__ = ["Holdings", "divided_bytes", "moved_again", "outside_bytes", "trained_bytes"]
-
 FP32 = 4
 
 PHASES = ("reference", "forward", "head", "backward", "again")

@@ -26,8 +26,6 @@ from streamtune.engine import Branches, TokenScores
 from streamtune.engine.hf_names import set_checkpointing
 from streamtune.errors import ArgumentError
 
-__all__ = ["Completions", "PlainScores", "Scored", "Trees", "checkpointing", "recompute", "use_checkpointing"]
-
 Trees = tuple[tuple[int, tuple[int, ...]], ...]
 """For each prompt the tokens of its trunk and of its branches, as ``Branches.of`` takes them.
 

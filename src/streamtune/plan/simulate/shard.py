@@ -31,8 +31,6 @@ from streamtune.engine.inspect_model import carries_states, keeps_keys
 from streamtune.plan.simulate.cluster import Cluster, Form, HeadCounts
 from streamtune.schedule import Schedule
 
-__all__ = ["SPANS", "WHOLE", "WINDOWS", "RankShard", "heads_of", "narrower", "only_states", "shard_of"]
-
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "window_size")
 SPANS = ("attention_chunk_size",)
 """Spans of chunked attention begin anew every so many tokens: what a chunk sees is then no straight line."""

@@ -39,9 +39,6 @@ from streamtune.plan.simulate.trace import COLUMNS, WORK, Cell, CellPlace
 from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule, WeightTier
 
-__all__ = ["Simulation", "Work", "holdings_of", "simulate"]
-
-
 MASTER = "master"
 
 FEW = 24

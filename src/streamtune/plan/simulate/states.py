@@ -14,8 +14,6 @@ from streamtune.engine.observe import observed
 from streamtune.plan.simulate.step import Step, trace_step
 from streamtune.schedule import Schedule
 
-__all__ = ["CarriedStates", "carried_states"]
-
 CHUNKS = 2
 
 

@@ -34,8 +34,6 @@ from streamtune.plan.simulate.trace import Trace
 from streamtune.plan.simulate.workload import Mode, TeacherShape
 from streamtune.schedule import Schedule
 
-__all__ = ["Step", "fewer_layers", "shortened", "trace_step"]
-
 FUSED = ("liger-loss", "liger-loss-offload")
 """Modes with the fused loss of another library."""
 

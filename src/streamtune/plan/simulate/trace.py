@@ -35,8 +35,6 @@ from streamtune.plan.simulate.memory import ACTIVATION, HEAD, KINDS, LiveBytes
 from streamtune.plan.simulate.meta_operators import CONSTANTS, IntegerValues, ResultKind, Shapes, asks, result_kind_of
 from streamtune.plan.simulate.shard import WHOLE, RankShard
 
-__all__ = ["COLUMNS", "EARLIER", "WORK", "Cell", "CellPlace", "Trace"]
-
 COLUMNS = (*KINDS, "scratch", "host", "disk")
 """Of a moment: bytes on the device by kind, inside of the operator, on the host and on disk."""
 

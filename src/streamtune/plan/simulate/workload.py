@@ -16,9 +16,6 @@ from streamtune.plan.simulate.cluster import Cluster
 from streamtune.plan.simulate.scored import Completions, Scored
 from streamtune.plan.simulate.shard import RankShard
 
-__all__ = ["ALL_MODES", "DEVICES", "LABELS", "MODES", "Mode", "TeacherShape", "Workload"]
-
-
 Mode = Literal[
     "plain",
     "checkpoint",

@@ -17,8 +17,6 @@ from streamtune.programs.bench.subject import Case, Job, Layout, MakeModel
 from streamtune.programs.bench.worker import Worker
 from streamtune.schedule import Schedule
 
-__all__ = ["BASELINE", "BenchReport", "BenchRow", "Layout", "paired", "run_bench"]
-
 BASELINE: Mode = "checkpoint"
 
 MEMORY = ("peak_bytes", "activation_bytes", "layer_activation_bytes", "host_bytes", "disk_bytes")

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from streamtune.plan.simulate import Mode
     from streamtune.recipe import LoadedRecipe
 
-__all__ = ["bench"]
-
 MAX_LENGTH = "max-length"
 
 THREE = "plain,checkpoint,stream"

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from streamtune.programs.bench.bench import BenchReport, BenchRow
     from streamtune.programs.bench.tables import TableReport
 
-__all__ = ["bench_screen", "describe_bench", "table_screen"]
-
 
 def table_screen(report: TableReport) -> None:
     """Print a named table with a description and notes on its columns."""

@@ -27,8 +27,6 @@ from streamtune.run.plan import shares_prompts
 from streamtune.run.precision import precise
 from streamtune.tasks import task_of
 
-__all__ = ["TableOptions", "bench_recipe", "fingerprints", "table_recipe"]
-
 SCORING: tuple[Mode, ...] = ("plain", "checkpoint", "checkpoint-offload", "stream", "stream-keep-attention")
 """Ways that score completions."""
 

@@ -12,8 +12,6 @@ from streamtune.programs.bench.subject import SHARING, Case, Layout
 from streamtune.programs.bench.tables import DEFAULT, Entry
 from streamtune.schedule import Schedule
 
-__all__ = ["ablation_entries", "length_entries", "mode_entries", "sharing_entries"]
-
 
 def ablation_entries(schedule: Schedule, length: int, layers: int, folder: str) -> list[Entry]:
     """Return the entries of an ablation: schedules that differ in a single choice, and a few that combine them.

@@ -32,8 +32,6 @@ from streamtune.run.plan import recipe_workload
 from streamtune.run.precision import precise
 from streamtune.tasks import task_of
 
-__all__ = ["TryLength", "lengths_report", "longest_by"]
-
 MARGIN = 0.05
 """Part of a budget that is left free where a step is simulated."""
 

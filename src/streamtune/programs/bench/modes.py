@@ -28,9 +28,6 @@ from streamtune.plan.simulate.workload import Mode
 from streamtune.programs.bench import peers
 from streamtune.schedule import Schedule
 
-__all__ = ["WAYS", "Batch", "Ready", "Way", "absent", "last_hidden_state"]
-
-
 Batch = dict[str, Any]
 """Arguments of the model: ``input_ids`` and, for packed rows, ``position_ids``; both [batch, length].
 

@@ -15,8 +15,6 @@ from streamtune.programs.bench.subject import COMPLETIONS, SHARING
 from streamtune.programs.bench.tables import Entry, TableName, TableReport, TableRow
 from streamtune.schedule import Schedule
 
-__all__ = ["TABLES", "Column", "Table", "Wanted", "cells", "columns", "draw_table", "markdown", "notes"]
-
 TURNS = 4
 """Schedules of an ablation that take turns with what they are compared with."""
 

@@ -14,8 +14,6 @@ from streamtune.base.labels import IGNORE_INDEX
 from streamtune.errors import UnsupportedModelError
 from streamtune.plan.simulate.scored import checkpointing
 
-__all__ = ["liger", "liger_loss", "restored", "trl", "unsloth"]
-
 Loss = Callable[[dict[str, Any]], Tensor]
 """The mean loss of the next tokens of a batch, by the arguments of the model."""
 

@@ -13,8 +13,6 @@ from streamtune.programs.bench.bench import BenchReport, BenchRow
 from streamtune.programs.bench.subject import Layout
 from streamtune.programs.bench.tables import TableReport, TableRow
 
-__all__ = ["draw_ablation", "draw_bench", "draw_longest", "draw_memory", "draw_sharing", "draw_time"]
-
 TERMS = {
     "weights": "#c3c8d1",
     "gradients": "#8a909c",

@@ -33,20 +33,6 @@ from streamtune.plan.simulate.workload import Mode
 from streamtune.programs.bench.modes import WAYS, Batch, Ready, last_hidden_state
 from streamtune.schedule import Schedule
 
-__all__ = [
-    "COMPLETIONS",
-    "SHARING",
-    "Case",
-    "Job",
-    "Layout",
-    "MakeModel",
-    "MeasuredModel",
-    "completion_length",
-    "env_of",
-    "sharing_batches",
-    "sharing_tokens",
-]
-
 Layout = Literal["row", "packed", "separate", "shared", "batch", "turns"]
 """The tokens as one row, as several rows in one sequence, or as the same rows one after another; or as a prompt with
 completions (``sharing``)."""

@@ -12,8 +12,6 @@ from streamtune.plan.simulate.workload import Mode
 from streamtune.programs.bench.subject import Case
 from streamtune.train.staging import check_outputs, write_output
 
-__all__ = ["DEFAULT", "Entry", "TableName", "TableReport", "TableRow"]
-
 TableName = Literal["bp-time", "max-length", "memory", "ablation", "prefix-sharing"]
 
 DEFAULT = "the recipe's schedule"

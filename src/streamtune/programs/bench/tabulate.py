@@ -22,8 +22,6 @@ from streamtune.programs.bench.tables import Entry, TableName, TableReport, Tabl
 from streamtune.programs.bench.worker import Worker
 from streamtune.schedule import Schedule
 
-__all__ = ["MeasureGroup", "fill", "run_table"]
-
 MeasureGroup = Callable[[Sequence[Entry], Sequence[Entry]], Iterator[TableRow]]
 """Measures the first entries; the second are what they are compared with. Gives a row as soon as it is known."""
 

@@ -14,8 +14,6 @@ from streamtune.errors import RunError, StreamTuneError
 from streamtune.programs.bench.modes import WAYS
 from streamtune.programs.bench.subject import Case, Job, MeasuredModel
 
-__all__ = ["Worker"]
-
 
 class Worker:
     """A process with a :class:`MeasuredModel`, whose methods it calls on request.

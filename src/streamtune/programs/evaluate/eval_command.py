@@ -16,8 +16,6 @@ from streamtune.errors import ArgumentError
 from streamtune.programs.evaluate.eval_tables import print_evaluation
 from streamtune.recipe import LoadedRecipe, load_recipe, names_a_hub
 
-__all__ = ["evaluate"]
-
 DEPTHS = "0,25,50,75,100"
 
 

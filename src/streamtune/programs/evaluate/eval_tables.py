@@ -9,9 +9,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from streamtune.cli.console import out, plain
-
-__all__ = ["print_evaluation"]
+from streamtune.base.secrets import plain
+from streamtune.cli.console import out
 
 BAR = 16
 """Columns of the longest bar."""

@@ -36,8 +36,6 @@ from streamtune.run.precision import as_before
 from streamtune.tasks import TASKS, Task
 from streamtune.tasks.task import Built, chat_options
 
-__all__ = ["SPLITS", "EvalOptions", "evaluate_model"]
-
 SPLITS = ("held-out", "train", "all")
 """Values of ``--split``."""
 

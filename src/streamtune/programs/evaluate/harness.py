@@ -10,8 +10,6 @@ from typing import Any
 from streamtune.base.adapters import base_of
 from streamtune.errors import ArgumentError, RunError, StreamTuneError
 
-__all__ = ["check_harness", "run_harness"]
-
 OPTION = "--lm-eval"
 
 

@@ -19,8 +19,6 @@ from streamtune import data, train
 from streamtune.base.labels import IGNORE_INDEX
 from streamtune.engine import StreamHandle
 
-__all__ = ["LossSum", "LossSums", "context_sentence", "name_of_set", "score_rows"]
-
 DECISIVE = 2.0
 """Standard errors that a difference is from 0 before it is called one."""
 LEAST_TOKENS = 3

@@ -14,8 +14,6 @@ from streamtune.programs.evaluate.losses import name_of_set
 from streamtune.tasks import Task
 from streamtune.tasks.task import Built
 
-__all__ = ["MetricSums", "measure_rows"]
-
 SumAndCount = tuple[float, float]
 
 

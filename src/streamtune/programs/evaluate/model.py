@@ -26,15 +26,6 @@ from streamtune.run.reference import load_reference, streamed
 from streamtune.schedule import Schedule
 from streamtune.tasks import Task
 
-__all__ = [
-    "EvaluatedModel",
-    "load_evaluated",
-    "load_evaluated_tokenizer",
-    "load_held_reference",
-    "make_scored_reference",
-    "plan_evaluation",
-]
-
 Notify = Callable[[str], None]
 
 

@@ -31,8 +31,6 @@ from streamtune.errors import ArgumentError
 from streamtune.models import end_tokens
 from streamtune.tasks.rollout import Sampling, TransformersWriter
 
-__all__ = ["Haystack", "NeedleOptions", "default_lengths", "gather_hay", "probe_needles"]
-
 Ids = npt.NDArray[np.int64]
 
 FIRST, SECOND = (

@@ -11,8 +11,6 @@ from typing import Any
 from streamtune.base.palette import COLOURS, INK, drawn_plainly
 from streamtune.base.secrets import plain
 
-__all__ = ["draw_needles", "draw_positions"]
-
 SPLIT_STYLES: dict[str, dict[str, Any]] = {
     "held-out": {"color": COLOURS["stream"], "marker": "o"},
     "train": {"color": COLOURS["checkpoint"], "marker": "s", "linestyle": "--"},

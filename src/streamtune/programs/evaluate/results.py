@@ -15,8 +15,6 @@ from streamtune.errors import ArgumentError, RunError
 from streamtune.programs.evaluate.pictures import draw_needles, draw_positions
 from streamtune.train.staging import replace_file, write_durably
 
-__all__ = ["DOCUMENT", "check_folder", "write_results"]
-
 DOCUMENT, POSITIONS, NEEDLES = "eval.json", "position.png", "needle.png"
 NAMES = (DOCUMENT, POSITIONS, NEEDLES)
 MEND = "give another --output DIR"

@@ -26,8 +26,6 @@ from streamtune.run.reference import load_reference
 from streamtune.tasks import task_of
 from streamtune.tasks.taught import TaughtWriter, distinct_rows, num_targets, reserved, tokenizer_hash
 
-__all__ = ["teach"]
-
 
 def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback | None = None) -> dict[str, Any]:
     """Write what the recipe's teacher says of the rows that are trained on; return what was written, for the screen.

@@ -16,8 +16,6 @@ from streamtune.errors import ArgumentError
 from streamtune.recipe import load_recipe, names_a_hub
 from streamtune.recipe.losses import TEACHER_FILE
 
-__all__ = ["teach"]
-
 
 def teach(
     recipe: RecipeArgument,

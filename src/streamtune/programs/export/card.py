@@ -14,8 +14,6 @@ from streamtune import __version__, train
 from streamtune.programs.export.check import Differences
 from streamtune.programs.export.source import TrainedModel
 
-__all__ = ["model_card"]
-
 LEFT_OUT = frozenset({"model_name_or_path", "model", "tokenizer", "chat_template", "objective", "quantization"})
 """Keys of a recipe that the card has elsewhere, or that hold paths and long texts."""
 

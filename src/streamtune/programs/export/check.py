@@ -34,8 +34,6 @@ from streamtune.base.model_device import model_device
 from streamtune.models import with_generation
 from streamtune.programs.export.wide import Rounding, widened
 
-__all__ = ["AsTrained", "Differences", "compare", "measure", "row_errors", "row_logits"]
-
 FLOOR = 2e-6
 """Error that fp32 arithmetic alone may make: two ways to compute one product, a tensor at another address."""
 MEDIAN, LARGEST = 3.0, 4.0

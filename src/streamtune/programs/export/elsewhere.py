@@ -17,16 +17,6 @@ from streamtune.base.network import is_offline
 from streamtune.base.safe_path import safe_environment
 from streamtune.errors import ArgumentError, RunError, did_you_mean
 
-__all__ = [
-    "GGUF_TYPES",
-    "check_convertible",
-    "check_gguf",
-    "check_push",
-    "find_converter",
-    "push_folder",
-    "write_gguf",
-]
-
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0", "auto")
 """Types that llama.cpp's converter writes; its `llama-quantize` makes others of these."""
 CONVERTER = ("convert_hf_to_gguf.py", "convert-hf-to-gguf.py", "convert_hf_to_gguf")

@@ -34,8 +34,6 @@ from streamtune.programs.export.write import (
 )
 from streamtune.run.device import choose_device, prepare_libraries
 
-__all__ = ["DTYPES", "ExportOptions", "ExportReport", "export_model"]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Notify = Callable[[str], None]
 Doing = Callable[[str], AbstractContextManager[Any]]

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.text import Text
 
+from streamtune.base.secrets import plain
 from streamtune.base.sizes import parse_size, show_size
-from streamtune.cli.console import err, loading_libraries, out, plain, print_json, print_note, print_rows
+from streamtune.cli.console import err, loading_libraries, out, print_json, print_note, print_rows
 from streamtune.cli.options import JsonOption, option
 
 if TYPE_CHECKING:
     from streamtune.programs.export.export import ExportReport
-
-__all__ = ["export"]
 
 
 def export(

@@ -25,8 +25,6 @@ from streamtune.programs.export.check import DRAWS, FLOOR, LARGEST, MEDIAN, Doin
 from streamtune.programs.export.gguf_file import GgufFile, weights_of
 from streamtune.programs.export.wide import widened
 
-__all__ = ["GgufComparison", "compare_gguf"]
-
 FACTS = {
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",

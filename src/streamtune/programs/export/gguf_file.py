@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from streamtune.engine.hf_names import GGUF_KNOWN, GGUF_ORDER, GGUF_ORDERS, inside
 
-__all__ = ["GgufFile", "weights_of"]
-
 ROUNDINGS = {"F32": 2.0**-23, "F16": 2.0**-11, "BF16": 2.0**-8}
 """Of types without blocks: half of the gap between neighbouring numbers, relative to the number."""
 STEPS = {"Q8_0": (32, 0.6 / 127), "TQ1_0": (256, 0.51), "TQ2_0": (256, 0.51)}

@@ -23,14 +23,6 @@ from streamtune.engine.hf_names import tied_weights
 from streamtune.errors import ArgumentError
 from streamtune.models.quantize import dequantised, is_quantised
 
-__all__ = [
-    "adapted_modules",
-    "inner_module",
-    "merged_parameters",
-    "merged_weights",
-    "must_untie",
-]
-
 
 def merged_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights and saved buffers by their names in the base model: adapters merged, nothing quantised.

@@ -20,8 +20,6 @@ from streamtune.run.data import make_sources
 from streamtune.tasks import task_of
 from streamtune.tasks.task import chat_options
 
-__all__ = ["CheckRows", "choose_rows"]
-
 ROWS = 4
 """Rows that are compared."""
 FIRST_ROWS = 16

@@ -16,8 +16,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["pattern_of"]
-
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 DIGITS = {"type": "Digits", "individual_digits": True}
 

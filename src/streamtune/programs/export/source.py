@@ -29,8 +29,6 @@ from streamtune.train.records import records_backwards
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TrainedModel", "find_trained", "is_trained_base", "load_trained", "load_trained_tokenizer", "resolve_base"]
-
 Notify = Callable[[str], None]
 
 

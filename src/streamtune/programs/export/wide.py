@@ -20,8 +20,6 @@ from streamtune.engine import decoder_layers
 from streamtune.models.quantize import dequantised, is_quantised
 from streamtune.programs.export.merge import adapted_modules, inner_module, merged_parameters
 
-__all__ = ["Rounding", "WeightChange", "widened"]
-
 
 class WeightChange(Protocol):
     """A change of weights for the time of a call, such as :class:`Rounding`."""

@@ -29,8 +29,6 @@ from streamtune.models.quantize import is_quantised, logical_size
 from streamtune.programs.export.merge import merged_weights, must_untie
 from streamtune.train.staging import free_bytes, remove_any
 
-__all__ = ["check_target", "keep_failed", "staged", "write_adapters", "write_merged", "written_bytes"]
-
 MARK = ".streamtune-export"
 """A file in a folder that is not done, locked while it is written."""
 

@@ -27,8 +27,6 @@ from streamtune.recipe.schema import Recipe
 from streamtune.run.device import choose_device, prepare_libraries
 from streamtune.tasks.rollout import Sampling, TransformersWriter, WritingStopped
 
-__all__ = ["Answer", "Answerer", "GenerateOptions", "load_answerer"]
-
 PREFILL_CHUNK = 2048
 """Tokens of a prompt that are read at a time."""
 TEMPERATURE = 0.7

@@ -14,16 +14,14 @@ import typer
 from rich.text import Text
 
 from streamtune.base import interrupts
-from streamtune.base.secrets import without_controls
-from streamtune.cli.console import err, loading_libraries, out, plain, print_error, print_json, print_note
+from streamtune.base.secrets import plain, without_controls
+from streamtune.cli.console import err, loading_libraries, out, print_error, print_json, print_note
 from streamtune.cli.options import JsonOption, option
 from streamtune.errors import ArgumentError, UserError
 
 if TYPE_CHECKING:
     from streamtune.programs.generate.answer import Answer, Answerer, GenerateOptions
     from streamtune.programs.generate.prompts import Asked
-
-__all__ = ["generate"]
 
 LONG_PROMPT = 4096
 """Tokens of a prompt from which on its reading is shown."""

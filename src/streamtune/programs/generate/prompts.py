@@ -11,8 +11,6 @@ from typing import Any
 from streamtune.data.reading.cells import check_message, from_sharegpt, tools_of, variables_of, with_system
 from streamtune.errors import DataError
 
-__all__ = ["Asked", "ToolPrompt", "read_prompts"]
-
 
 @dataclass(frozen=True)
 class ToolPrompt:

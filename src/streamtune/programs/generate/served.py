@@ -12,8 +12,6 @@ from streamtune.programs.export.source import find_trained
 from streamtune.programs.generate.answer import GenerateOptions, PromptEncoder
 from streamtune.programs.generate.prompts import Asked
 
-__all__ = ["answer_with_vllm", "check_served"]
-
 
 def check_served() -> None:
     """Refuse where vLLM is not installed.

@@ -34,8 +34,6 @@ from .trainer_arguments import (
     take_warmup,
 )
 
-__all__ = ["AXOLOTL"]
-
 OBJECTIVES: dict[str, tuple[str, str]] = {
     "dpo": ("dpo", "sigmoid"),
     "ipo": ("dpo", "ipo"),

@@ -18,8 +18,6 @@ from .datasets import (
 )
 from .rules import FieldRule, UnconvertedError, by_itself, one_of, together, without
 
-__all__ = ["ENTRY_FIELDS", "SETS", "take_datasets"]
-
 SETS = ("datasets", "pretraining_dataset", "test_datasets")
 """Fields that name datasets."""
 

@@ -20,8 +20,6 @@ from streamtune.recipe.yaml import KeyPath, Marks
 from .reading import PeerFile
 from .rules import FieldRule, UnconvertedError
 
-__all__ = ["Conversion", "FieldFinding", "PeerTrainer"]
-
 Kind = Literal["mapped", "default", "not_needed", "lost"]
 
 

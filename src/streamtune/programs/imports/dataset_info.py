@@ -20,8 +20,6 @@ from .datasets import (
     seen_columns,
 )
 
-__all__ = ["take_datasets"]
-
 ALPACA = {
     **{"prompt": "instruction", "query": "input", "response": "output"},
     **{name: name for name in ("system", "history", "tools")},

@@ -11,20 +11,6 @@ from typing import Any
 
 from .conversion import Conversion
 
-__all__ = [
-    "FLAGS",
-    "READ_OF_MESSAGES",
-    "lose_fields",
-    "lose_unnamed",
-    "put_datasets",
-    "put_eval_sets",
-    "put_weights",
-    "rename_columns",
-    "report_media",
-    "rows_of_split",
-    "seen_columns",
-]
-
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Columns that hold what is not text."""

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from streamtune.cli.console import err, out, plain, print_json, print_note, print_rows
+from streamtune.base.secrets import plain
+from streamtune.cli.console import err, out, print_json, print_note, print_rows
 from streamtune.cli.options import JsonOption, option
 from streamtune.cli.recipes import is_there, write_new
 from streamtune.errors import RecipeError
@@ -16,8 +17,6 @@ from streamtune.programs.imports.conversion import FieldFinding
 from streamtune.programs.imports.importing import TRAINERS, ImportedRecipe
 from streamtune.programs.imports.importing import import_recipe as convert
 from streamtune.recipe import load_recipe
-
-__all__ = ["import_recipe"]
 
 
 def import_recipe(

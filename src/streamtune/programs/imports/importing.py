@@ -22,8 +22,6 @@ from .swift import SWIFT
 from .trainer_arguments import finish
 from .trl import TRL
 
-__all__ = ["TRAINERS", "ImportedRecipe", "import_recipe"]
-
 TRAINERS: dict[str, PeerTrainer] = {trainer.name: trainer for trainer in (AXOLOTL, LLAMAFACTORY, TRL, SWIFT)}
 """Value of ``--from`` -> the trainer."""
 

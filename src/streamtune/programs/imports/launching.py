@@ -10,8 +10,6 @@ from streamtune.recipe.yaml import read_yaml
 
 from .conversion import Conversion
 
-__all__ = ["is_accelerate_config", "take_launcher"]
-
 RANKS = ("num_processes", "nproc_per_node", "num_gpus")
 MACHINES = ("num_machines", "nnodes", "num_nodes", "machine_rank", "node_rank", "main_process_ip", "main_process_port",
             "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "hostfile", "rdzv_conf",

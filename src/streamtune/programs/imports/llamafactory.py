@@ -25,8 +25,6 @@ from .rules import (
 from .templates import take_llamafactory_template
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_thinking, take_trackers, take_warmup
 
-__all__ = ["LLAMAFACTORY"]
-
 OBJECTIVES = {"pt": "sft", "sft": "sft", "dpo": "dpo", "kto": "dpo"}
 """``stage`` -> our objective."""
 

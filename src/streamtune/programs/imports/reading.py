@@ -17,8 +17,6 @@ from .rules import UnconvertedError
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
 """Programs that start the ranks of a training script."""
 
-__all__ = ["PeerFile", "json_value", "read_peer_file"]
-
 COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "swift": ("swift", ("sft", "pt", "rlhf")),
     "llamafactory-cli": ("llamafactory", ("train",)),

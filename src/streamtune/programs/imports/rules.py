@@ -12,29 +12,6 @@ from typing import Any, Literal
 
 from streamtune.recipe.aliases import ALIASES
 
-__all__ = [
-    "OFF",
-    "FieldRule",
-    "UnconvertedError",
-    "adapter_kind",
-    "by_itself",
-    "first_values",
-    "fraction_or_count",
-    "more_special_tokens",
-    "no_counterpart",
-    "one_of",
-    "optimizer",
-    "rope_scaling",
-    "same",
-    "special_tokens",
-    "split_names",
-    "to",
-    "together",
-    "token_list",
-    "whole_modules",
-    "without",
-]
-
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "None", "false", "no")
 """Values with which a field does nothing, so that nothing is lost without it."""
 

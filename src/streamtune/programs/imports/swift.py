@@ -32,8 +32,6 @@ from .templates import take_swift_template
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_thinking, take_trackers, take_warmup
 from .trl import take_weights_dtype
 
-__all__ = ["SWIFT"]
-
 OBJECTIVES: dict[str, tuple[str, str]] = {
     "dpo": ("dpo", "sigmoid"),
     "orpo": ("dpo", "orpo"),

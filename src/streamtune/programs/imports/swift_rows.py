@@ -7,8 +7,6 @@ from typing import Any
 
 from .datasets import READ_OF_MESSAGES, lose_fields, rename_columns
 
-__all__ = ["STANDARD", "is_self_cognition", "take_columns", "take_self_cognition"]
-
 STANDARD = {
     **{"query": "instruction", "response": "output"},
     **{name: name for name in ("messages", "system", "history", "tools", "instruction", "input", "output")},

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from .conversion import Conversion
 
-__all__ = ["report_empty_thoughts", "take_llamafactory_template", "take_swift_template", "take_trl_template"]
-
 CHATML: dict[str, str] = {
     "chatml": "",
     "chatml_de": "Du bist ein freundlicher und hilfsbereiter KI-Assistent.",

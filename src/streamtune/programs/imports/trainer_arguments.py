@@ -20,17 +20,6 @@ from .rules import (
     without,
 )
 
-__all__ = [
-    "CHECKPOINTING",
-    "KERNELS",
-    "TRAINER_FIELDS",
-    "finish",
-    "one_loss",
-    "take_thinking",
-    "take_trackers",
-    "take_warmup",
-]
-
 CHECKPOINTING = "the streamed backward takes the place of checkpointing"
 KERNELS = "kernels are chosen by themselves; `streamtune env` shows them"
 DATA_PIPELINE = "rows are prepared once and read from disk"

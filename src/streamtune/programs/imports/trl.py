@@ -35,8 +35,6 @@ from .rules import (
 from .templates import take_trl_template
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, one_loss, take_trackers, take_warmup
 
-__all__ = ["TRL", "take_weights_dtype"]
-
 OF_GRPO = {
     *("reward_funcs", "num_generations", "max_completion_length", "num_iterations", "reward_weights", "use_vllm"),
     *("mask_truncated_completions", "scale_rewards", "epsilon", "epsilon_high", "reward_model_name_or_path"),

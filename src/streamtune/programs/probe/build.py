@@ -35,8 +35,6 @@ from streamtune.run.plan import device_elsewhere, memory_of, rates_here
 from streamtune.run.precision import precise
 from streamtune.tasks import task_of
 
-__all__ = ["ProbeOptions", "probe_recipe"]
-
 BASELINES: tuple[Mode, ...] = ("checkpoint", "plain")
 FUSED_BASELINES: tuple[Mode, ...] = ("liger-loss-offload", "liger-loss")
 """Baselines of a simulated search for rows whose loss is the cross entropy: what people train long rows with."""

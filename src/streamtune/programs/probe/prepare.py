@@ -34,8 +34,6 @@ from streamtune.tasks.preference import GivenReference
 from streamtune.tasks.task import RandomStep, TrialStep
 from streamtune.train.step import StepRouters, accumulate_gradients, explain_out_of_memory
 
-__all__ = ["make_reference", "prepare_step", "take_step"]
-
 
 def prepare_step(recipe: Recipe, device_name: str, budget: Budget, shape: Shape) -> TrainingStep:
     """Make the model, the optimizer and the step of a trial, in its process.

@@ -19,8 +19,6 @@ from streamtune.programs.probe.steps import PrepareStep, Shape
 from streamtune.programs.probe.trial import Outcome, run_trial
 from streamtune.schedule import Schedule
 
-__all__ = ["Limit", "ProbeReport", "ProbeTask", "RunTrial", "Trial", "draw_probe", "measured", "run_probe"]
-
 Scaled = Literal["length", "batch"]
 
 RunTrial = Callable[[Shape, Callable[[str], None]], Outcome]

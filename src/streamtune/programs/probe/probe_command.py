@@ -20,8 +20,6 @@ from streamtune.cli.screens import NodesOption, RanksOption, traffic_table
 if TYPE_CHECKING:
     from streamtune.programs.probe.probe import Limit, ProbeReport, Trial
 
-__all__ = ["probe_max_len"]
-
 NAMES = {
     "plain": "plain autograd",
     "checkpoint": "checkpointing",

@@ -34,8 +34,6 @@ from streamtune.run.tiers import is_hopeless, placements
 from streamtune.schedule import Schedule
 from streamtune.tasks import task_of
 
-__all__ = ["SimulatedTrials", "simulated"]
-
 
 def simulated(
     recipe: Recipe, task: ProbeTask, target: Device | None, here: torch.device, rates: Rates, asked: RanksAsked

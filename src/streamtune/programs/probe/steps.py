@@ -40,8 +40,6 @@ from streamtune.plan.simulate.memory import (
 from streamtune.plan.simulate.simulate import TERMS
 from streamtune.plan.simulate.workload import Mode
 
-__all__ = ["BudgetExceededError", "PrepareStep", "Shape", "TrainingStep", "serve"]
-
 STEPS = 2
 """The first makes the optimizer's state, which is there during the second."""
 

@@ -25,8 +25,6 @@ from streamtune.plan.budget import Budget
 from streamtune.programs.probe.steps import PrepareStep, Shape, serve
 from streamtune.schedule import Schedule
 
-__all__ = ["Cause", "Outcome", "run_trial"]
-
 Cause = Literal["", "device memory", "host memory", "disk memory", "time", "crash"]
 """The kind of failure of a trial; empty if it did not fail."""
 

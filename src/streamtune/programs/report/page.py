@@ -14,8 +14,6 @@ from streamtune.base.names import set_names
 from streamtune.programs.report.charts import GIB, Curve, gib, line_chart, memory_chart, number
 from streamtune.programs.report.records import RunRecords
 
-__all__ = ["render_page"]
-
 MOST_SAMPLES, MOST_EVENTS = 60, 300
 """Shown of a run: the newest, and the first and newest; the files have all of them."""
 MOST_CHARTS = 100

@@ -12,8 +12,6 @@ from streamtune.base.secrets import redact_values, visible
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.recipe.yaml import read_yaml
 
-__all__ = ["RunRecords", "read_run"]
-
 MARKS = ("run.json", "metrics.jsonl")
 """Files of which a run directory has at least one."""
 MOST_BYTES = 1 << 30

@@ -15,8 +15,6 @@ from streamtune.cli.pages import replace_page
 if TYPE_CHECKING:
     from streamtune.programs.report.records import RunRecords
 
-__all__ = ["report", "write_page", "write_report"]
-
 PAGE = "report.html"
 
 

@@ -13,8 +13,6 @@ from streamtune.data.inspect import RowPart, RowView, TokenGap
 from streamtune.data.report import EPOCH_COLUMNS, SourceReport, epoch_table
 from streamtune.run.inspect import Inspection
 
-__all__ = ["render_rows"]
-
 MOST_TOKENS = 600
 """Tokens of a row that are shown; a longer one has gaps."""
 MOST_BYTES = 1_400_000

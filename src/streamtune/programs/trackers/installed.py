@@ -7,8 +7,6 @@ from importlib.util import find_spec
 
 from streamtune.errors import ArgumentError
 
-__all__ = ["PACKAGES", "check_installed"]
-
 PACKAGES = {
     "tensorboard": ("tensorboard", "tensorboard"),
     "wandb": ("wandb", "wandb"),

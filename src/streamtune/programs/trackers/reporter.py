@@ -29,8 +29,6 @@ from streamtune.errors import StreamTuneError
 from streamtune.programs.trackers.tracker import Tracker, numbers
 from streamtune.train.listeners import Listener, Listeners, RunFacts
 
-__all__ = ["CLASSES", "Reporter", "make_reporters"]
-
 CLASSES = {
     "tensorboard": "TensorboardTracker",
     "wandb": "WandbTracker",

@@ -16,8 +16,6 @@ from typing import Any
 
 from streamtune.programs.trackers.tracker import Tracker, facts_of, flatten, project_name
 
-__all__ = ["MlflowTracker"]
-
 PARAMETER_CHARACTERS = 500
 """Of a value: what every store and version takes."""
 AT_ONCE = 90

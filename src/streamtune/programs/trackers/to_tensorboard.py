@@ -9,8 +9,6 @@ from typing import Any
 
 from streamtune.programs.trackers.tracker import Tracker, facts_of, flatten
 
-__all__ = ["TensorboardTracker"]
-
 
 class TensorboardTracker(Tracker):
     """Local files, offline or not. The steps that a resumed run takes again replace those of before."""

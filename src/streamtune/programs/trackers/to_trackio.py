@@ -13,8 +13,6 @@ from typing import Any
 
 from streamtune.programs.trackers.tracker import Tracker, facts_of, project_name
 
-__all__ = ["TrackioTracker"]
-
 ELSEWHERE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL")
 
 

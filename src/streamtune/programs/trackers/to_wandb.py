@@ -16,8 +16,6 @@ from typing import Any
 from streamtune.errors import ArgumentError
 from streamtune.programs.trackers.tracker import Tracker, facts_of, project_name
 
-__all__ = ["WandbTracker"]
-
 SECONDS = 25
 """For the service to answer at the start, and to take the rest at the end."""
 

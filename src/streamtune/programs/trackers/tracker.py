@@ -16,8 +16,6 @@ from typing import Any, ClassVar
 
 from streamtune.train.listeners import RunFacts
 
-__all__ = ["Tracker", "facts_of", "flatten", "numbers", "project_name"]
-
 PROJECT = "streamtune"
 
 

@@ -56,8 +56,6 @@ from streamtune.train.objective import autocast, loss_of, output_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DTYPES", "VerifySubject", "build_verify", "verify_recipe"]
-
 DTYPES = ("float32", "bfloat16", "float64")
 """Values of ``--dtype``."""
 

@@ -34,22 +34,6 @@ from torch import Tensor
 from streamtune.base.adapters import is_of_adapters
 from streamtune.schedule import Schedule
 
-__all__ = [
-    "NOISE",
-    "ROUTED",
-    "SAME",
-    "Finding",
-    "Loss",
-    "ModuleRow",
-    "VerifyReport",
-    "VerifyRun",
-    "judge",
-    "judge_loss",
-    "module_of",
-    "norm_of",
-    "ratio",
-]
-
 
 @dataclass(frozen=True)
 class VerifyRun:

@@ -13,8 +13,6 @@ from streamtune.base.adapters import base_of
 from streamtune.base.labels import IGNORE_INDEX
 from streamtune.engine.hf_names import CAUSAL_LOSS, FIXED_LOSS, LOSS, inside
 
-__all__ = ["attending", "borrowed", "cast", "quantised_as", "routes", "wide_loss"]
-
 FILLED = 1e-2
 """Standard deviation of what stands in for a matrix of zeros."""
 

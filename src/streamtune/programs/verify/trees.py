@@ -35,8 +35,6 @@ from streamtune.run.reference import streamed
 from streamtune.tasks.task import ScoringTask
 from streamtune.train.objective import autocast
 
-__all__ = ["Room", "TreeLosses", "Window", "choose_rows", "measure_room"]
-
 
 @dataclass(frozen=True)
 class TreeLosses:

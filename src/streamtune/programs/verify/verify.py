@@ -44,8 +44,6 @@ from streamtune.programs.verify.report import (
 from streamtune.programs.verify.restore import attending, borrowed, cast, quantised_as, routes, wide_loss
 from streamtune.schedule import Schedule
 
-__all__ = ["compare_gradients", "verify_schedules"]
-
 SMALL = 64
 """Tokens of the smallest chunks tried."""
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from streamtune.programs.verify.report import VerifyReport
     from streamtune.programs.verify.trees import Window
 
-__all__ = ["verify"]
-
 COARSE = 1e-3
 """A bound above this leaves room for a mistake, and the verdict says so."""
 

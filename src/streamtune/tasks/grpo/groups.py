@@ -21,19 +21,6 @@ from streamtune.tasks.preference import tree_batch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "BatchLayout",
-    "Group",
-    "RewardScorer",
-    "ScoreCompletions",
-    "any_gradient",
-    "group_metrics",
-    "load_functions",
-    "micro_batches",
-    "passing_completion",
-    "remember_logprobs",
-]
-
 Row = tuple[int, int]
 """A completion: the number of its group, and its own in the group."""
 

@@ -20,8 +20,6 @@ from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.tasks.objectives import POLICY_LOSSES, StepTotals, policy_loss
 from streamtune.tasks.objectives.ragged import counts
 
-__all__ = ["DistillationObjective", "MeasuredBatch", "PolicyBatch", "PolicyObjective", "RolloutObjective"]
-
 Metrics = Mapping[str, tuple[float, float]]
 WORLD = train.World()
 

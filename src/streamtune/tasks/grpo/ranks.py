@@ -19,8 +19,6 @@ from streamtune.tasks.grpo.objective import PolicyBatch
 from streamtune.tasks.rewards import RewardScores
 from streamtune.tasks.steps import accumulation
 
-__all__ = ["SharedLogprobs", "SharedRewards", "SharedWriter", "of_all_ranks"]
-
 T = TypeVar("T")
 
 

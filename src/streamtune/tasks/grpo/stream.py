@@ -64,8 +64,6 @@ from streamtune.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["CompletionLog", "GrpoSteps", "WarmSteps"]
-
 UNSEEN = 0.5
 """Pass rate of a prompt that was not asked yet."""
 

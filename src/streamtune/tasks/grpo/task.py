@@ -52,8 +52,6 @@ from streamtune.train.sketch import CompletionGradient, value_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Grpo", "GrpoData"]
-
 WRITTEN = 4
 """Tokens of a completion that a trial writes."""
 

@@ -18,8 +18,6 @@ from streamtune.base.names import look_up
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.tasks.objectives.ragged import sum_by_row
 
-__all__ = ["ADVANTAGES", "Advantages", "group_advantages", "reward_with_kl"]
-
 EPSILON = 1e-4  # TRL's, added to the standard deviation
 SCALES = ("group", "batch", "none")
 

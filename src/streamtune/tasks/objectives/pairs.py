@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-__all__ = ["PREFERENCE_LOSSES", "Knobs", "PreferenceLoss"]
-
 
 @dataclass(frozen=True)
 class Knobs:

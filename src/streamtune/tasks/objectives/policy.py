@@ -23,8 +23,6 @@ from streamtune.base.names import look_up
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.tasks.objectives.ragged import counts, mean_by_row, sum_by_row
 
-__all__ = ["POLICY_LOSSES", "PolicyLoss", "PolicyTerms", "StepTotals", "check_policy", "kl_estimate", "policy_loss"]
-
 LEVELS = ("token", "sequence")
 
 

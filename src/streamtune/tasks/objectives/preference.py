@@ -21,8 +21,6 @@ from streamtune.errors import ArgumentError
 from streamtune.tasks.objectives.pairs import PREFERENCE_LOSSES, Knobs, PreferenceLoss
 from streamtune.tasks.objectives.ragged import counts, sum_by_row
 
-__all__ = ["PairLogps", "PreferenceTerms", "check_preference", "preference_loss"]
-
 NLL_KNOBS = ("rpo_alpha", "cpo_alpha")
 
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["counts", "mean_by_row", "sum_by_row"]
-
 
 def sum_by_row(values_K: Tensor, row_K: Tensor, num_rows: int) -> Tensor:
     """Add up the tokens of each row: ``sum_N[n] = sum of values_K[k] with row_K[k] == n``.

@@ -22,16 +22,6 @@ from streamtune.base.names import look_up
 from streamtune.errors import ArgumentError
 from streamtune.tasks.objectives.ragged import counts, sum_by_row
 
-__all__ = [
-    "UNPAIRED_LOSSES",
-    "RowLogps",
-    "UnpairedLoss",
-    "UnpairedTerms",
-    "check_unpaired",
-    "kto_baseline",
-    "unpaired_loss",
-]
-
 
 @dataclass(frozen=True)
 class RowLogps:

@@ -41,8 +41,6 @@ from streamtune.base.patterns import PatternError, is_found
 from streamtune.errors import ArgumentError
 from streamtune.tasks.rewards.json_check import check_schema, conforms
 
-__all__ = ["BUILTINS", "Builtin", "CodeLimits", "bind", "count_passed"]
-
 
 def exact_match(completion: str, answer: Any, *, ignore_case: bool = False, tag: str | None = None) -> float:
     """Return 1 where the completion is the answer, white space around it aside.

@@ -16,8 +16,6 @@ from typing import Any
 
 from streamtune.base.patterns import is_found, wrong_pattern
 
-__all__ = ["check_schema", "conforms"]
-
 DESCRIBES = {"$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated", "format"}
 
 

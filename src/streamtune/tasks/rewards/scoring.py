@@ -19,8 +19,6 @@ from typing import Any
 from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.tasks.rewards.spec import RewardFunction, load_reward, shielded
 
-__all__ = ["RewardScores", "Rewards", "load_rewards"]
-
 COMPLETION_IDS = "completion_ids"
 """The column of token ids, which functions get besides the rows' own."""
 MEND = "mend the function; where it has nothing to say of a completion, let it return None"

@@ -33,8 +33,6 @@ from typing import Any
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.tasks.rewards.builtin import BUILTINS, bind
 
-__all__ = ["OWN", "RewardFunction", "import_target", "load_reward", "reward_sources", "shielded"]
-
 Call = Callable[[Sequence[Any], Sequence[Any], Mapping[str, Sequence[Any]]], Any]
 
 WHERE = "reward_funcs"

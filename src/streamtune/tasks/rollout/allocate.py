@@ -24,8 +24,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["LEAST", "GradientNorms", "allocate", "variance_score"]
-
 ALPHA, BETA = 1e-3, 2.0
 """The penalty, as in the authors' code."""
 LEAST = 2

@@ -28,8 +28,6 @@ from streamtune.engine.hf_names import LINEAR_CACHE, cache_by_name, inside, is_s
 from streamtune.models.ends import with_generation
 from streamtune.tasks.rollout.writer import Completion, Sampling, WritingStopped, ended
 
-__all__ = ["TransformersWriter"]
-
 
 class TransformersWriter:
     """Writes completions with a model of ``transformers``, streamed or not, with or without adapters.

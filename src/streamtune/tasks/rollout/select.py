@@ -18,8 +18,6 @@ from typing import Any, Literal, get_args
 
 from streamtune.errors import CheckpointError
 
-__all__ = ["PROMPT_CHOICES", "PassRates", "PromptPicker"]
-
 PromptChoice = Literal["uniform", "pass_rate", "middle"]
 PROMPT_CHOICES: tuple[str, ...] = get_args(PromptChoice)
 FLOOR = 0.02

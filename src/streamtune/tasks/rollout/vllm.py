@@ -20,8 +20,6 @@ from streamtune.base.model_device import model_device
 from streamtune.errors import ArgumentError
 from streamtune.tasks.rollout.writer import Completion, Sampling, ended
 
-__all__ = ["VllmWriter", "check_vllm", "policy_weights"]
-
 
 def check_vllm(device: torch.device) -> None:
     """Refuse where vLLM cannot write.

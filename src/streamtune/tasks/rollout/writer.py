@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Completion", "Sampling", "Writer", "WritingStopped", "ended"]
-
 
 @dataclass(frozen=True)
 class Sampling:
