@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.sft_kit import FIXED, RECIPE, write_recipe
+from tests.sft_kit import run as run_recipe
 
 from streamtune.data import iter_texts, prepare, prepare_preferences, prepare_prompts, prepare_unpaired
 from streamtune.data.reading.sources import Source
@@ -19,8 +21,6 @@ from streamtune.errors import ArgumentError, DataError, RecipeError
 from streamtune.recipe.loader import load_recipe
 from streamtune.recipe.schema import DatasetSpec
 from streamtune.tasks.streamed import record_bad_rows
-from tests.sft_kit import FIXED, RECIPE, write_recipe
-from tests.sft_kit import run as run_recipe
 
 Write = Callable[..., str]
 

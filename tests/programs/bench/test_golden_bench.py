@@ -11,10 +11,10 @@ import pytest
 
 from streamtune import Schedule
 from streamtune.cli.console import out
-from streamtune.cli.screens import bench_screen, describe_bench, table_screen
 from streamtune.plan.simulate import ALL_MODES
 from streamtune.plan.simulate.workload import LABELS
 from streamtune.programs.bench.bench import BenchReport, BenchRow
+from streamtune.programs.bench.bench_screens import bench_screen, describe_bench, table_screen
 from streamtune.programs.bench.entries import ablation_entries, length_entries
 from streamtune.programs.bench.named_tables import markdown
 from streamtune.programs.bench.subject import SHARING
