@@ -1,4 +1,4 @@
-"""The two consoles: results go to stdout, everything else to stderr."""
+"""The two consoles, and what is printed on them: results go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console, Group, RenderableType
+from rich.padding import PaddingDimensions
 from rich.panel import Panel
 from rich.status import Status
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
+from streamtune import __version__
 from streamtune.base.paths import open_at_once
 from streamtune.base.secrets import plain, redact_values
 from streamtune.errors import RecipeError, StreamTuneError, UserError
@@ -85,6 +87,39 @@ def print_rows(rows: Iterable[tuple[str, str]], *, name_style: str = "dim", inde
     for name, value in rows:
         table.add_row(f"{indent}{name}", _commands(value))
     out.print(table)
+
+
+def make_table(
+    *columns: Column | str, header: Literal["bold", "dim"] | None = "bold", padding: PaddingDimensions | None = None
+) -> Table:
+    """Return an empty table without lines, as all screens have it.
+
+    Args:
+        columns: A name alone is a column of figures: they stand to the right, and below a dim name never wrap.
+        header: Style of the names; None shows no names.
+        padding: Blanks around a cell, in place of those that belong to the style.
+    """
+    dim = header != "bold"
+    return Table(
+        *(Column(each, justify="right", no_wrap=dim) if isinstance(each, str) else each for each in columns),
+        box=None,
+        show_header=header is not None,
+        header_style=header,
+        pad_edge=False,
+        padding=padding or ((0, 2, 0, 0) if dim else (0, 1)),
+    )
+
+
+def print_table(title: str, table: Table) -> None:
+    """Print an empty line, a title and a table."""
+    out.print()
+    out.print(Text(title, style="bold"), soft_wrap=True)
+    out.print(table)
+
+
+def print_title(text: str) -> None:
+    """Print the first line of a screen: the version, and ``text``."""
+    out.print(Text.assemble((f"StreamTune {__version__}", "bold"), f"  {plain(text)}"), soft_wrap=True)
 
 
 def print_note(note: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,10 +79,9 @@ def data(
 
         streamtune data recipe.yaml --row chats.jsonl:17 --ids
     """
-    loaded = read_recipe(recipe, set_ or [])
+    loaded = read_recipe(recipe, set_)
     if ids and row is None:
         raise ArgumentError("the ids of one row are shown", where="--ids", mend="say which, with --row")
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
     with loading_libraries():
         from streamtune.cli.data_screen import print_inspection, print_view
         from streamtune.run.inspect import inspect_recipe

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from streamtune.base.secrets import plain
 from streamtune.data.inspect import RowPart, RowView, TokenGap, TokenRun
 from streamtune.data.report import EPOCH_COLUMNS, SourceReport, epoch_table
 
-from .console import out, print_rows
+from .console import make_table, out, print_rows, print_table, print_title
 from .plan import bar
 
 if TYPE_CHECKING:
@@ -35,24 +35,21 @@ def print_inspection(found: Inspection, views: Sequence[tuple[str, RowView]], mo
         views: The rows to show, each with the reason for which it was chosen.
         most: Tokens of a row that are shown, about.
     """
-    from streamtune import __version__
-
     report = found.prepared.report
-    title = Text.assemble((f"StreamTune {__version__}", "bold"), f"  data {plain(str(found.loaded.path))}")
-    out.print(title, soft_wrap=True)
+    print_title(f"data {found.loaded.path}")
     facts = [("rows", report.describe()), ("limit", _describe_limit(found)), ("tokenizer", _describe_tokenizer(found))]
     facts += describe_batches(found.batches)
     facts.append(("duplicates", _describe_duplicates(found)))
     print_rows(facts)
-    _print_part("datasets", _sources_table(found))
+    print_table("datasets", _sources_table(found))
     if (epoch := _epoch_table(found)) is not None:
-        _print_part("an epoch, by weight", epoch)
+        print_table("an epoch, by weight", epoch)
     compared = ", of a prompt with its longest answer" if report.to_json().get("completions") else ""
-    _print_part(f"tokens of {report.rows:,} rows before any cut{compared}", _histogram(found))
+    print_table(f"tokens of {report.rows:,} rows before any cut{compared}", _histogram(found))
     batches = found.batches
     padded = f", padding of batches of {batches.batch_size}" if batches is not None and batches.batch_size > 1 else ""
     packs = ", packs" if batches is not None else ""
-    _print_part(f"with other lengths: rows over, tokens lost{padded}{packs}", _choices_table(found))
+    print_table(f"with other lengths: rows over, tokens lost{padded}{packs}", _choices_table(found))
     if views:
         out.print()
         out.print(_legend(), soft_wrap=True)
@@ -228,23 +225,12 @@ def _describe_duplicates(found: Inspection) -> str:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _print_part(title: str, table: Table) -> None:
-    out.print()
-    out.print(Text(title, style="bold"), soft_wrap=True)
-    out.print(table)
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    for number, name in enumerate(names):
-        table.add_column(
-            name,
-            justify="left" if number == 0 else "right",
-            overflow="fold",
-            no_wrap=number > 0,  # no number is shown in parts
-            min_width=12 if number == 0 else None,
-        )
-    return table
+def _table(first: str, *names: str) -> Table:
+    return make_table(
+        Column(first, overflow="fold", min_width=12),
+        *(Column(name, justify="right", overflow="fold", no_wrap=True) for name in names),
+        header="dim",
+    )
 
 
 def _sources_table(found: Inspection) -> Table:
@@ -287,10 +273,7 @@ def _epoch_table(found: Inspection) -> Table | None:
 
 def _histogram(found: Inspection) -> Table:
     """Return the histogram: a line for each bin, and one where the limit is."""
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True)
+    table = make_table("", "", Column(no_wrap=True), header=None)
     most = max(each.rows for each in found.histogram)
     wide = len(f"{found.histogram[-1].longest:,}")
     width = max(10, min(80, out.width - 2 * wide - len(f"{most:,}") - 12))

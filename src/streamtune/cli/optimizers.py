@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import typer
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
 from streamtune.base.optimizer_table import OPTIMIZERS, OptimizerEntry, state_bytes
 
-from .console import out, print_json, print_rows
+from .console import make_table, out, print_json, print_rows
 from .options import HelpCommand, HelpGroup, JsonOption
 
 optimizers = typer.Typer(cls=HelpGroup, help="List the optimizers that `optim` can name.", no_args_is_help=True)
@@ -26,10 +26,12 @@ def list_optimizers(json: JsonOption = False) -> None:
         print_json([_document(name, entry) for name, entry in OPTIMIZERS.items()])
         return
     reasons = list(dict.fromkeys(entry.not_divided for entry in OPTIMIZERS.values() if entry.not_divided))
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for title, side in (("optim", "left"), ("fp32", "right"), ("bf16", "right"), ("library", "left")):
-        table.add_column(title, no_wrap=True, justify="right" if side == "right" else "left")
-    table.add_column("deepspeed, fsdp", no_wrap=True)
+    columns = [
+        Column(title, no_wrap=True, justify="right" if title in ("fp32", "bf16") else "left")
+        for title in ("optim", "fp32", "bf16", "library", "deepspeed, fsdp")
+    ]
+    table = make_table(*columns, padding=(0, 2, 0, 0))
+    table.pad_edge = True
     for name, entry in OPTIMIZERS.items():
         library = entry.library if entry.installed else f"{entry.library}*"
         sizes = (f"{_per_parameter(name, width):.3g}" for width in (4, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,18 +59,27 @@ def _without_flag_types(params: list[Any]) -> list[Any]:
     return params
 
 
-def read_recipe(path: Path, settings: Sequence[str], objective: str | None = None) -> LoadedRecipe:
-    """Read a recipe; called before the libraries are imported, which look at their environment then.
+def read_recipe(
+    path: Path, settings: Sequence[str] | None, objective: str | None = None, *, connects: bool = False
+) -> LoadedRecipe:
+    """Read a recipe, and set the environment of the libraries, which are imported later.
 
     Args:
         path: The file.
-        settings: ``key=value``.
-        objective: What the command trains for.
+        settings: Overrides of the recipe, each ``key=value``.
+        objective: What the command trains for; a recipe of another objective is refused.
+        connects: The command may use the hub although the recipe names none.
 
     Raises:
         RecipeError: Anything wrong with the file or the settings.
     """
-    loaded = load_recipe(path, settings, objective)
-    if not names_a_hub(loaded.recipe):
+    loaded = load_recipe(path, settings or [], objective)
+    if not connects and not names_a_hub(loaded.recipe):
         stay_off_the_hub()
+    wait_passively()
     return loaded
+
+
+def wait_passively() -> None:
+    """Let waiting threads sleep: spinning ones starve each other on shared cores. Read when torch is imported."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from streamtune.base.optimizer_table import OPTIMIZERS
@@ -21,7 +20,7 @@ from streamtune.cli.options import read_recipe
 from streamtune.cli.screens import NodesOption, RanksOption, cluster_document, cluster_rows, traffic_table
 from streamtune.recipe.presets import describe_preset
 
-from .console import err, out, print_json, print_note, print_rows
+from .console import err, make_table, out, print_json, print_note, print_rows, print_table, print_title
 from .options import JsonOption, RecipeArgument, SetOption, option
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def plan(
 
         streamtune plan my.yaml --set hidden_size=5120 --set num_hidden_layers=40 --set num_attention_heads=40
     """
-    loaded = read_recipe(recipe, set_ or [])
+    loaded = read_recipe(recipe, set_)
     from streamtune.run.kept_plan import PLANS, PlanOptions, plan_key
 
     options = PlanOptions(device, device_memory, host_memory, disk_memory, length, ranks, nodes)
@@ -80,7 +79,6 @@ def plan(
 
 def _plan(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any]:
     """Plan, and return the JSON document and the texts of the screen."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
     recipe = loaded.recipe
     quantises = recipe.finetuning_type == "qlora" or OPTIMIZERS[recipe.optim].extra == "quant"
     if process_is_own() and not quantises and not recipe.trust_remote_code:
@@ -174,23 +172,15 @@ def _screen(planned: RecipePlan) -> dict[str, Any]:
 
 
 def _print_page(page: dict[str, Any], loaded: LoadedRecipe) -> None:
-    from streamtune import __version__
-
     document, screen = page["document"], page["screen"]
-    out.print(Text.assemble((f"StreamTune {__version__}", "bold"), f"  plan {loaded.path}"), soft_wrap=True)
+    print_title(f"plan {loaded.path}")
     print_rows([(name, text) for name, text in screen["rows"]])
-    out.print()
     of = " of each rank" if screen["ranks"] > 1 else ""
-    out.print(Text(f"memory{of} at the peak of the step, in the {document['phase']}", style="bold"))
-    out.print(_memory_table(document, screen))
+    print_table(f"memory{of} at the peak of the step, in the {document['phase']}", _memory_table(document, screen))
     if document["traffic"]["flows"]:
-        out.print()
-        out.print(Text("what one device sends in a step", style="bold"))
-        out.print(traffic_table(document["traffic"]))
+        print_table("what one device sends in a step", traffic_table(document["traffic"]))
     if document["alternatives"]:
-        out.print()
-        out.print(Text("alternatives, estimated", style="bold"))
-        out.print(_alternatives_table(document, screen))
+        print_table("alternatives, estimated", _alternatives_table(document, screen))
 
 
 def _describe_model(planned: RecipePlan) -> str:
@@ -290,10 +280,7 @@ SHOWN = 1 << 10
 def _memory_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
     """Return a table with a bar for each term, relative to the device's memory; host and disk are those of a node."""
     limits, peak = document["limits"], document["peak_bytes"]
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column()
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True)
+    table = make_table(Column(), "", Column(no_wrap=True), header=None)
     width = max(10, min(60, out.width - 38))
     whole = max(limits["device_bytes"], peak, 1)
     for name, size in sorted(document["terms"].items(), key=lambda item: -item[1]):
@@ -315,10 +302,8 @@ def _memory_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
 
 
 def _alternatives_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("  step", "device", "elsewhere"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("schedule, and why not", overflow="fold", ratio=1)
+    why = Column("schedule, and why not", overflow="fold", ratio=1)
+    table = make_table("  step", "device", "elsewhere", why, header="dim")
     for other, schedule in zip(document["alternatives"], screen["alternatives"], strict=True):
         away = other["host_bytes"] + other["disk_bytes"]
         table.add_row(

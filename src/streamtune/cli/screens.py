@@ -6,9 +6,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from streamtune.base.sizes import show_size
+
+from .console import make_table
 
 if TYPE_CHECKING:
     from streamtune.run.plan import RecipePlan
@@ -83,10 +85,8 @@ def traffic_table(traffic: dict[str, Any]) -> Table:
     Args:
         traffic: As ``--json`` has it.
     """
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("", no_wrap=True)
-    for name in ("collectives", traffic["node_link"], traffic["network_link"], "seconds"):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ("collectives", traffic["node_link"], traffic["network_link"], "seconds")
+    table = make_table(Column(no_wrap=True), *names, header="dim")
     for flow in traffic["flows"]:
         table.add_row(
             f"  {flow['what']}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,12 +17,12 @@ from streamtune.base.network import is_offline
 from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.base.secrets import plain
 from streamtune.base.sizes import show_size
-from streamtune.cli.options import read_recipe
 from streamtune.errors import ArgumentError
 from streamtune.recipe import LoadedRecipe, code_of
 from streamtune.recipe.presets import describe_preset
 
-from .console import err, loading_libraries, need_output, out, print_rows
+from .console import err, loading_libraries, need_output, out, print_rows, print_title
+from .options import HostfileOption, NprocOption, RecipeArgument, SetOption, read_recipe
 from .plan import describe_optimizer, describe_plan
 from .programs import PARTS, load
 from .ranks import enter_rank, launch_ranks, shown, watch
@@ -31,9 +31,6 @@ from .samples import print_samples
 if TYPE_CHECKING:
     from streamtune.run.train import Run, RunOutcome
     from streamtune.train.listeners import Listener, Listeners
-
-
-from .options import HostfileOption, NprocOption, RecipeArgument, SetOption
 
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Load everything, say what would run, and stop.", show_default=False)
@@ -57,6 +54,16 @@ AllowChangeOption = Annotated[
     ),
 ]
 
+AllowCodeOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-code",
+        help="Let code run that the recipe names: callbacks, rewards of your own, and what the model writes "
+        "(`unit_tests`).",
+        show_default=False,
+    ),
+]
+
 QUANTIZED = {
     "int8": "TorchAoConfig(Int8WeightOnlyConfig())",
     "nf4": 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)',
@@ -65,39 +72,41 @@ QUANTIZED = {
 SPARK = "▁▂▃▄▅▆▇█"
 
 
-def train_recipe(
-    objective: str,
-    recipe: Path,
-    settings: Sequence[str] | None,
-    dry_run: bool,
-    resume: str,
-    output_dir: Path | None,
-    allow_change: Sequence[str] | None,
-    nproc: int | None,
-    hostfile: Path | None,
-) -> None:
-    """Train, and exit with the exit code; a dry run returns.
+def _command(objective: str, text: str) -> Callable[..., None]:
+    """Return the command that trains a recipe of an objective, and refuses others; ``text`` is its help."""
 
-    Args:
-        objective: That of the command; a recipe of another one is refused.
-        recipe: The recipe file.
-        settings: Overrides of the recipe, each ``key=value``; None without.
-        dry_run: Build the run, print its summary, and stop.
-        resume: ``auto``, ``never`` or the path of a checkpoint.
-        output_dir: Replaces that of the recipe.
-        allow_change: Keys that may differ from the run that is resumed.
-        nproc: Start this many ranks of the command on each host, and wait for them.
-        hostfile: A file that lists the hosts; None is this machine.
-    """
-    overrides = [*(settings or []), *([f"output_dir={json.dumps(str(output_dir))}"] if output_dir else [])]
-    loaded = read_recipe(recipe, overrides, objective)
-    need_output(dry_run)  # what is trained is in files
-    _check_trackers(loaded)
-    if nproc is not None or hostfile is not None:
-        raise typer.Exit(launch_ranks(nproc, hostfile, loaded.recipe.device))
+    def train(
+        recipe: RecipeArgument,
+        set_: SetOption = None,
+        dry_run: DryRunOption = False,
+        resume: ResumeOption = "auto",
+        output_dir: OutputDirOption = None,
+        allow_change: AllowChangeOption = None,
+        nproc: NprocOption = None,
+        hostfile: HostfileOption = None,
+        allow_code: AllowCodeOption = False,
+    ) -> None:
+        settings = [*(set_ or []), *(["allow_code=true"] if allow_code else [])]
+        settings += [f"output_dir={json.dumps(str(output_dir))}"] if output_dir else []
+        loaded = read_recipe(recipe, settings, objective)
+        need_output(dry_run)  # what is trained is in files
+        _check_trackers(loaded)
+        if nproc is not None or hostfile is not None:
+            raise typer.Exit(launch_ranks(nproc, hostfile, loaded.recipe.device))
+        _train(loaded, resume, allow_change or [], dry_run)
+
+    train.__doc__ = text
+    return train
+
+
+sft = _command("sft", "Fine-tune a model on the rows of a recipe.")
+dpo = _command("dpo", "Train a model to prefer some completions to others.")
+grpo = _command("grpo", "Train a model on rewards of what it writes itself.")
+
+
+def _train(loaded: LoadedRecipe, resume: str, allow_change: Sequence[str], dry_run: bool) -> None:
+    """Train, and exit with the exit code; a dry run prints what would run, and returns."""
     environment = enter_rank()
-    # Threads that spin while they wait starve each other where the cores are shared; read when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         with loading_libraries():
             from streamtune.run.build import build_run
@@ -111,7 +120,7 @@ def train_recipe(
         with watch(environment) as watchdog:
             doing = shown(err.status, watchdog)
             run = build_run(
-                loaded, resume=resume, allow_change=allow_change or [], dry_run=dry_run, notify=_note, doing=doing
+                loaded, resume=resume, allow_change=allow_change, dry_run=dry_run, notify=_note, doing=doing
             )
             run.watchdog = watchdog
             _print_banner(run)
@@ -176,13 +185,10 @@ def _note(text: str) -> None:
 
 def _print_banner(run: Run) -> None:
     """Print a summary of the run before its first step."""
-    from streamtune import __version__
     from streamtune.cli.data_screen import describe_batches
     from streamtune.cli.recipes import method_facts
 
-    out.print(
-        Text.assemble((f"StreamTune {__version__}", "bold"), "  ", plain(str(run.start.loaded.path))), soft_wrap=True
-    )
+    print_title(str(run.start.loaded.path))
     print_rows(
         [
             ("model", _describe_model(run)),
@@ -412,69 +418,3 @@ def _short(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g}{unit}"
     return str(count)
-
-
-AllowCodeOption = Annotated[
-    bool,
-    typer.Option(
-        "--allow-code",
-        help="Let code run that the recipe names: callbacks, rewards of your own, and what the model writes "
-        "(`unit_tests`).",
-        show_default=False,
-    ),
-]
-
-
-def _with_code(settings: Sequence[str] | None, allow_code: bool) -> list[str]:
-    return [*(settings or []), *(["allow_code=true"] if allow_code else [])]
-
-
-def sft(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
-    dry_run: DryRunOption = False,
-    resume: ResumeOption = "auto",
-    output_dir: OutputDirOption = None,
-    allow_change: AllowChangeOption = None,
-    nproc: NprocOption = None,
-    hostfile: HostfileOption = None,
-    allow_code: AllowCodeOption = False,
-) -> None:
-    """Fine-tune a model on the rows of a recipe."""
-    train_recipe(
-        "sft", recipe, _with_code(set_, allow_code), dry_run, resume, output_dir, allow_change, nproc, hostfile
-    )
-
-
-def dpo(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
-    dry_run: DryRunOption = False,
-    resume: ResumeOption = "auto",
-    output_dir: OutputDirOption = None,
-    allow_change: AllowChangeOption = None,
-    nproc: NprocOption = None,
-    hostfile: HostfileOption = None,
-    allow_code: AllowCodeOption = False,
-) -> None:
-    """Train a model to prefer some completions to others."""
-    train_recipe(
-        "dpo", recipe, _with_code(set_, allow_code), dry_run, resume, output_dir, allow_change, nproc, hostfile
-    )
-
-
-def grpo(
-    recipe: RecipeArgument,
-    set_: SetOption = None,
-    dry_run: DryRunOption = False,
-    resume: ResumeOption = "auto",
-    output_dir: OutputDirOption = None,
-    allow_change: AllowChangeOption = None,
-    nproc: NprocOption = None,
-    hostfile: HostfileOption = None,
-    allow_code: AllowCodeOption = False,
-) -> None:
-    """Train a model on rewards of what it writes itself."""
-    train_recipe(
-        "grpo", recipe, _with_code(set_, allow_code), dry_run, resume, output_dir, allow_change, nproc, hostfile
-    )

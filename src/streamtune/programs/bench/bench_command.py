@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -73,8 +72,7 @@ def bench(
         raise ArgumentError(
             f"there is no table {table!r}", mend=nearest or f"choose from {', '.join(filter(None, LENGTHS))}"
         )
-    loaded = read_recipe(recipe, set_ or [])
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported, here and in the processes
+    loaded = read_recipe(recipe, set_)
     folder = output_dir or Path(loaded.recipe.output_dir)
     if not table:
         _bench(loaded, _numbers(lengths or LENGTHS[""]), _names(modes or THREE), packed_rows, repeats, folder, as_json)

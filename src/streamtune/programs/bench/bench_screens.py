@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
-from streamtune.cli.console import out
+from streamtune.cli.console import make_table, out
 
 if TYPE_CHECKING:
     from streamtune.programs.bench.bench import BenchReport, BenchRow
     from streamtune.programs.bench.tables import TableReport
+
+ONE_BLANK = (0, 1, 0, 0)
 
 
 def table_screen(report: TableReport) -> None:
@@ -18,10 +20,11 @@ def table_screen(report: TableReport) -> None:
     from streamtune.programs.bench.named_tables import cells, columns, notes  # imports torch
 
     shown = [column for column in columns(report) if not column.page]
-    table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
-    for column in shown:
-        whole = column.right or report.table != "ablation"
-        table.add_column(column.name, justify="right" if column.right else "left", no_wrap=whole)
+    wraps = report.table == "ablation"
+    columns_shown = [
+        Column(each.name, justify="right" if each.right else "left", no_wrap=each.right or not wraps) for each in shown
+    ]
+    table = make_table(*columns_shown, padding=ONE_BLANK)
     before: Any = None
     for row in report.rows:
         if before is not None and before != (row.length, row.section):
@@ -50,13 +53,10 @@ def bench_screen(report: BenchReport) -> Table:
 
     Ratios are to gradient checkpointing in the same run; those in ``to 1 row`` are to the same tokens as one row.
     """
-    table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
     packed = report.packed_rows > 0
-    for name in ("tokens", "mode", *(["rows"] if packed else [])):
-        table.add_column(name, justify="right" if name == "tokens" else "left")
-    more = ["to 1 row"] if packed else []
-    for name in ("peak", "activations", "layers only", "fwd s", "bwd s", "tok/s", "time", *more):
-        table.add_column(name, justify="right")
+    figures = ("peak", "activations", "layers only", "fwd s", "bwd s", "tok/s", "time")
+    before_figures, after = ([Column("rows")], ["to 1 row"]) if packed else ([], [])
+    table = make_table("tokens", Column("mode"), *before_figures, *figures, *after, padding=ONE_BLANK)
     before = None
     for row in report.rows:
         if before not in (None, row.length):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from streamtune.base.network import stay_off_the_hub
 from streamtune.cli.console import err, loading_libraries, out, print_json, print_note
-from streamtune.cli.options import JsonOption, SetOption, option
+from streamtune.cli.options import JsonOption, SetOption, option, read_recipe
 from streamtune.cli.training import AllowCodeOption
 from streamtune.errors import ArgumentError
 from streamtune.programs.evaluate.eval_tables import print_evaluation
-from streamtune.recipe import LoadedRecipe, load_recipe, names_a_hub
 
 DEPTHS = "0,25,50,75,100"
 
@@ -59,10 +56,9 @@ def evaluate(
     if path is None:
         raise ArgumentError(f"{model} is no run with a recipe.yaml", mend="name a recipe as second argument")
     tasks = tuple(_parts(lm_eval))
-    loaded = _read(path, [*(set_ or []), *(["allow_code=true"] if allow_code else [])], connects=bool(tasks))
+    loaded = read_recipe(path, [*(set_ or []), *(["allow_code=true"] if allow_code else [])], connects=bool(tasks))
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ArgumentError(f"{output} exists and is not empty", where="--output", mend="give a new folder")
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
     with loading_libraries():
         from streamtune.programs.evaluate.evaluate import EvalOptions, Feedback, evaluate_model
         from streamtune.programs.evaluate.needle import NeedleOptions
@@ -105,14 +101,6 @@ def _own_recipe(model: Path) -> Path | None:
         if (folder / "run.json").is_file() and (folder / "recipe.yaml").is_file():
             return model / "recipe.yaml" if folder == here else folder / "recipe.yaml"
     return None
-
-
-def _read(path: Path, settings: list[str], *, connects: bool) -> LoadedRecipe:
-    """Read a recipe; tasks of a harness may be on a hub where the recipe names none."""
-    loaded = load_recipe(path, settings)
-    if not connects and not names_a_hub(loaded.recipe):
-        stay_off_the_hub()
-    return loaded
 
 
 def _parts(text: str | None) -> list[str]:

@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from streamtune.base.secrets import plain
-from streamtune.cli.console import out
+from streamtune.cli.console import make_table, out
 
 BAR = 16
 """Columns of the longest bar."""
@@ -33,12 +33,12 @@ def print_evaluation(found: Mapping[str, Any]) -> None:
 def _print_losses(split: str, part: Mapping[str, Any]) -> None:
     from streamtune.programs.evaluate.losses import context_sentence
 
-    table = _table(f"{split}, by set", "tokens", "loss", "+-", "perplexity")
+    columns = ("tokens", "loss", "+-", "perplexity")
+    table = _table(f"{split}, by set", *columns)
     for row in [*part["sets"], {"name": "all", **part}]:
         table.add_row(plain(row["name"]), f"{row['tokens']:,}", *map(_number, _figures(row)))
     _show(table)
-    table = _table(f"{split}, by position", "tokens", "loss", "+-", "perplexity")
-    table.add_column("lowest to highest", no_wrap=True)
+    table = _table(f"{split}, by position", *columns, Column("lowest to highest", no_wrap=True))
     losses = [row["loss"] for row in part["positions"]]
     for row in part["positions"]:
         name = f"{row['from']:,} to {row['to'] - 1:,}"
@@ -78,12 +78,8 @@ def _print_harness(found: Mapping[str, Any]) -> None:
     _show(table)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column(title, overflow="fold")
-    for name in columns:
-        table.add_column(name, justify="right")
-    return table
+def _table(title: str, *columns: Column | str) -> Table:
+    return make_table(Column(title, overflow="fold"), *columns)
 
 
 def _show(table: Table) -> None:

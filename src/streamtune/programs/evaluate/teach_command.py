@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from streamtune.base.network import stay_off_the_hub
 from streamtune.base.sizes import show_size
 from streamtune.cli.console import err, loading_libraries, out, print_json, print_note
-from streamtune.cli.options import JsonOption, RecipeArgument, SetOption, option
+from streamtune.cli.options import JsonOption, RecipeArgument, SetOption, option, read_recipe
 from streamtune.errors import ArgumentError
-from streamtune.recipe import load_recipe, names_a_hub
 from streamtune.recipe.losses import TEACHER_FILE
 
 
@@ -36,10 +33,7 @@ def teach(
         raise ArgumentError(f"{output} is there already", where="OUT", mend="give another name, or remove it")
     if not output.absolute().parent.is_dir():
         raise ArgumentError(f"there is no folder {output.parent}", where="OUT", mend="make it first")
-    loaded = load_recipe(recipe, list(set_ or []))
-    if not names_a_hub(loaded.recipe):
-        stay_off_the_hub()
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    loaded = read_recipe(recipe, set_)
     with loading_libraries():
         from streamtune.programs.evaluate.evaluate import Feedback
         from streamtune.programs.evaluate.teach import teach as ask

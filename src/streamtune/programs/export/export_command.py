@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.text import Text
 
-from streamtune.base.secrets import plain
 from streamtune.base.sizes import parse_size, show_size
-from streamtune.cli.console import err, loading_libraries, out, print_json, print_note, print_rows
-from streamtune.cli.options import JsonOption, option
+from streamtune.cli.console import err, loading_libraries, out, print_json, print_note, print_rows, print_title
+from streamtune.cli.options import JsonOption, option, wait_passively
 
 if TYPE_CHECKING:
     from streamtune.programs.export.export import ExportReport
@@ -70,7 +68,7 @@ def export(
     Exits with 1 if what was written differs from the model that trained by more than the rounding of its weights.
     """
     shard = parse_size(max_shard_size, where="--max-shard-size")
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    wait_passively()
     with loading_libraries():
         from streamtune.programs.export.export import ExportOptions, export_model
     options = ExportOptions(
@@ -95,9 +93,7 @@ def export(
 
 
 def _print_report(report: ExportReport) -> None:
-    from streamtune import __version__
-
-    out.print(Text.assemble((f"StreamTune {__version__}", "bold"), f"  export {plain(report.source)}"), soft_wrap=True)
+    print_title(f"export {report.source}")
     shards = sum(name.endswith(".safetensors") for name in report.files)
     files = f"{shards} file{'s' if shards > 1 else ''} of weights, {show_size(report.bytes)} in all"
     rows = [

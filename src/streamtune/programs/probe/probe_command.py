@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from streamtune.base.sizes import parse_size, show_size
-from streamtune.cli.console import err, out, print_json, print_note, print_rows
+from streamtune.cli.console import err, make_table, out, print_json, print_note, print_rows
 from streamtune.cli.options import JsonOption, RecipeArgument, SetOption, option, read_recipe
 from streamtune.cli.plan import show_seconds
 from streamtune.cli.screens import NodesOption, RanksOption, traffic_table
@@ -65,9 +64,8 @@ def probe_max_len(
             ("--disk-memory", disk_memory),
         )
     ]
-    loaded = read_recipe(recipe, set_ or [])
+    loaded = read_recipe(recipe, set_)
     folder = output_dir or Path(loaded.recipe.output_dir)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported, here and in the processes
     with err.status("loading libraries") as status:
         from streamtune.programs.probe.build import ProbeOptions, probe_recipe
         from streamtune.programs.probe.probe import draw_probe
@@ -200,17 +198,8 @@ def _table(report: ProbeReport) -> Table:
     """Return a table with one row for each mode."""
     scaled = "tokens" if report.task.scaled == "length" else f"{report.task.unit}s"
     streamed = report.limits["stream"].fits if "stream" in report.limits else 0
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for name in (
-        f"longest, {scaled}" if scaled == "tokens" else f"largest, {scaled}",
-        "ours is",
-        "peak",
-        "host",
-        "a step",
-        "trials",
-    ):
-        table.add_column(name, justify="right")
+    found = f"longest, {scaled}" if scaled == "tokens" else f"largest, {scaled}"
+    table = make_table(Column(no_wrap=True), found, "ours is", "peak", "host", "a step", "trials")
     for mode in report.task.modes:
         limit = report.limits.get(mode)
         if limit is None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from streamtune.base.adapters import base_of
-from streamtune.cli.console import err, loading_libraries, out, print_json, print_note, print_rows
+from streamtune.cli.console import (
+    err,
+    loading_libraries,
+    make_table,
+    out,
+    print_json,
+    print_note,
+    print_rows,
+    print_title,
+)
 from streamtune.cli.options import JsonOption, RecipeArgument, SetOption, option, read_recipe
 
 if TYPE_CHECKING:
@@ -34,8 +42,7 @@ def verify(
 
     Exits with 0 if they do and with 1, naming the worst parameter, if they do not.
     """
-    loaded = read_recipe(recipe, set_ or [])
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+    loaded = read_recipe(recipe, set_)
     with loading_libraries():
         from streamtune.programs.verify.build import build_verify, verify_recipe
     subject = build_verify(loaded, length=length, dtype=dtype, notify=print_note, doing=err.status)
@@ -72,11 +79,9 @@ def _facts(subject: VerifySubject) -> dict[str, object]:
 
 def _print_banner(subject: VerifySubject) -> None:
     """Print the model, rows, loss and chunk sizes of the comparison."""
-    from streamtune import __version__
-
     sizes = ", ".join(f"{schedule.chunk_size:,}" for schedule in subject.schedules)
     heads = ", ".join(f"{schedule.head_chunk_size:,}" for schedule in subject.schedules)
-    out.print(Text.assemble((f"StreamTune {__version__}", "bold"), f"  verify {subject.loaded.path}"), soft_wrap=True)
+    print_title(f"verify {subject.loaded.path}")
     print_rows(
         [
             ("model", _describe_model(subject)),
@@ -188,14 +193,14 @@ def _table(report: VerifyReport) -> Table:
 
     Columns: streamed in the truth's dtype, then streamed and plain in the recipe's.
     """
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("largest error of a\nparameter's gradient", overflow="fold")
-    table.add_column("parameters", justify="right", vertical="bottom")
-    if report.truth:
-        table.add_column(f"{report.truth}\nstreamed", justify="right")
-    table.add_column(f"{report.dtype.split()[0]}\nstreamed", justify="right")
-    if report.truth:
-        table.add_column(f"{report.dtype.split()[0]}\nplain", justify="right")
+    dtype = report.dtype.split()[0]
+    table = make_table(
+        Column("largest error of a\nparameter's gradient", overflow="fold"),
+        Column("parameters", justify="right", vertical="bottom"),
+        *([f"{report.truth}\nstreamed"] if report.truth else []),
+        f"{dtype}\nstreamed",
+        *([f"{dtype}\nplain"] if report.truth else []),
+    )
     for row in report.modules:
         cells = [_number(row.exact_error), _number(row.error), _number(row.torch_error)] if report.truth else []
         style = "bold red" if not report.exact and row.module == report.worst.module else None
