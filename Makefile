@@ -58,10 +58,10 @@ test-slow: $(STAMP)  ## what test-all leaves out: further cases of what it tests
 test-versions:  ## `make test` with pinned, newest and oldest dependencies in build/versions; VERSIONS=oldest for one, or cuda
 	$(PYTHON) -m tests.versions $(VERSIONS)
 
-faults: $(STAMP)  ## kill, starve and corrupt runs; writes docs/reliability.md
+faults: $(STAMP)  ## kill, starve and corrupt runs; writes docs/reference/reliability.md
 	$(BIN)/python -m tests.faults
 
-test-distributed: $(STAMP)  ## everything of several ranks, slow ones too; writes docs/benchmarks/equality.md
+test-distributed: $(STAMP)  ## everything of several ranks, slow ones too; writes docs/reference/equality.md
 	rm -f build/distributed/equality.jsonl
 	STREAMTUNE_EQUALITY=1 $(BIN)/python -m pytest -m '' tests/distributed
 	$(BIN)/python -m tests.distributed.equality_page
@@ -88,11 +88,11 @@ docs: $(STAMP)  ## regenerate what is made from the code, and build the pages in
 	$(BIN)/python -m tools.support_matrix
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-conformance: $(STAMP)  ## exactness: tested families, then every causal LM of transformers; writes docs/families.md
+conformance: $(STAMP)  ## exactness: tested families, then every causal LM of transformers; writes docs/reference/families.md
 	$(BIN)/python -m pytest -m '' tests/exactness tests/engine
-	$(BIN)/python -m pytest -m '' -n 2 tests/conformance --families docs/families.md
+	$(BIN)/python -m pytest -m '' -n 2 tests/conformance --families docs/reference/families.md
 
-suites: $(STAMP)  ## the tests of transformers and peft, plain and streamed, an hour and more; writes docs/suites.md
+suites: $(STAMP)  ## the tests of transformers and peft, plain and streamed, an hour and more; writes docs/reference/suites.md
 	$(BIN)/python -m tests.suites
 
 bench: $(STAMP)  ## plain autograd, gradient checkpointing and streaming side by side

@@ -19,7 +19,7 @@ ROOMS = {path.name for path in SOURCE.iterdir() if path.is_dir()}
 PATH = re.compile(r"(?<![\w./:<{$-])((?:[A-Za-z_][\w-]*/)+[\w-]+(?:\.\w+)+)(?![\w/])")
 ELSEWHERE = {
     "docs/comparison.md": "files of other projects",
-    "docs/suites.md": "files of other projects",
+    "docs/reference/suites.md": "files of other projects",
     "docs/log.md": "files as they were on that day",
 }
 OF_A_USER = {"rewards/brevity.py", "tasks/mine.yaml"}

@@ -1,7 +1,7 @@
 """Plan the shipped recipes that name a model and a device, and write what was planned where users read it.
 
 python -m tools.recipe_headers [NAME ...]  # plans them, all by default, and writes the line `# Planned:` of each;
-                                           # then the page docs/guide/recipes-shipped.md
+                                           # then the page docs/reference/recipes-shipped.md
 python -m tools.recipe_headers --page      # only the page, from the headers as they are
 
 A plan takes half a minute to two minutes. Nothing is read from a hub: ``tools.model_shapes`` has the configurations.
@@ -26,7 +26,7 @@ from .model_shapes import write_shape
 __all__ = ["PAGE", "Planned", "command_of", "page", "plan_shipped", "planned_recipes", "read_header", "write_header"]
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/guide/recipes-shipped.md"
+PAGE = ROOT / "docs/reference/recipes-shipped.md"
 GIB = 1024**3
 COMMAND = re.compile(r"^#   streamtune plan (.+)$", re.MULTILINE)
 HEADER = re.compile(
@@ -178,7 +178,7 @@ streamtune plan qwen3/8b-lora-80gb                               # the same reci
 ```
 
 All figures are planned, not measured: memory is simulated, and seconds are predicted from the device's data sheet to
-about a quarter ([plan](plan.md)). 5% of device and host are left free. Peak GiB are of one device, host GiB of a whole
+about a quarter ([plan](../guide/plan.md)). 5% of device and host are left free. Peak GiB are of one device, host GiB of a whole
 node. A step is an optimizer step in which every row is as long as `max_length`; for grpo it is without the rollout.
 """
 

@@ -277,7 +277,7 @@ loss."""
 CLOSING = """\
 ## What is not here
 
-- **Models.** Which families stream exactly: [families](../families.md). A model may also refuse what this page accepts:
+- **Models.** Which families stream exactly: [families](families.md). A model may also refuse what this page accepts:
   packed rows that some layers cannot keep apart, heads that `sequence_parallel: ulysses` cannot divide, packed rows
   of layers that both attend and carry a state on ranks that share sequences. The checks before the first step
   (`handle.check()`, and those of rows) find it.
@@ -287,7 +287,7 @@ CLOSING = """\
 - **A DeepSpeed file of your own.** One of stage 3 is refused what `zero3` is, when the run starts. Values that
   contradict the recipe are refused once the model is loaded.
 - **Several ranks.** *yes* says that nothing refuses it. What was trained on several ranks, and how equal it is:
-  [equality](../benchmarks/equality.md) and [limits](../guide/limits.md).
+  [equality](equality.md) and [limits](../guide/limits.md).
 - **Four options and more at once.**"""
 
 

@@ -1,4 +1,4 @@
-"""The table at the end of the run: how many names of transformers came out how, and which; docs/families.md from it."""
+"""The table at the end of the run: how many names of transformers came out how, and which; docs/reference/families.md from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/families.md from the findings: one line a name, sorted, so that another run gives a small diff."""
+"""docs/reference/families.md from the findings: one line a name, sorted, so that another run gives a small diff."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ REPRESENTATIVE = {
     "xlm": "not a causal decoder",
 }
 """One name for each way through the engine and the survey; the others only where slow tests are asked for."""
-FAMILIES = Path(__file__).parents[2] / "docs" / "families.md"
+FAMILIES = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
 
 
 @pytest.mark.quick("glm_moe_dsa", "mpt", "prophetnet", "xlm")

@@ -1,4 +1,4 @@
-"""docs/benchmarks/equality.md: how far the gradients and losses of several ranks are from those of one.
+"""docs/reference/equality.md: how far the gradients and losses of several ranks are from those of one.
 
 python -m tests.distributed.equality_page          # from what `make test-distributed` has noted
 """
@@ -17,7 +17,7 @@ from tests.precision_kit import ROUNDING
 __all__ = ["note"]
 
 ROOT = Path(__file__).parents[2]
-NOTES, PAGE = ROOT / "build/distributed/equality.jsonl", ROOT / "docs/benchmarks/equality.md"
+NOTES, PAGE = ROOT / "build/distributed/equality.jsonl", ROOT / "docs/reference/equality.md"
 Noted = Mapping[str, Any]
 ENGINES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP2"}
 COLUMNS: dict[str, Callable[[Noted], bool]] = {

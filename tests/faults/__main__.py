@@ -1,4 +1,4 @@
-"""``make faults``: every suite whole, then docs/reliability.md with what it found.
+"""``make faults``: every suite whole, then docs/reference/reliability.md with what it found.
 
     python -m tests.faults [SUITE ...] [--again] [--report-only]
 
@@ -70,9 +70,9 @@ def main(arguments: list[str]) -> int:
     figures = {path.stem: json.loads(path.read_text()) for path in sorted(FIGURES.glob("*.json")) if path != kept}
     told = {name: str(found[name]) if name in found else "not run" for name in SUITES}
     attacks = [json.loads(path.read_text()) for path in sorted((FIGURES / "attacks").glob("*.json"))]
-    write_page(ROOT / "docs/reliability.md", figures, told, machine(), attacks)
+    write_page(ROOT / "docs/reference/reliability.md", figures, told, machine(), attacks)
     failed = [name for name in named or SUITES if name in found and found[name].outcome == "failed"]
-    print(f"docs/reliability.md is written; {', '.join(failed)} failed" if failed else "docs/reliability.md is written")
+    print(f"docs/reference/reliability.md is written; {', '.join(failed)} failed" if failed else "docs/reference/reliability.md is written")
     return 1 if failed else 0
 
 

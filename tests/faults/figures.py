@@ -16,7 +16,7 @@ def full() -> bool:
 
 
 def tell(name: str, done: int, of: int, **more: Any) -> None:
-    """Print a figure, and hand it to ``make faults``, which makes docs/reliability.md of such."""
+    """Print a figure, and hand it to ``make faults``, which makes docs/reference/reliability.md of such."""
     figure = {"name": name, "done": done, "of": of, **more}
     print(json.dumps(figure))
     if full():

@@ -260,7 +260,7 @@ def complete_checkpoints(run: Path) -> list[int]:
 
 
 def report(name: str, **figures: Any) -> None:
-    """Hand a figure to ``make faults``, which writes docs/reliability.md; without it, nothing."""
+    """Hand a figure to ``make faults``, which writes docs/reference/reliability.md; without it, nothing."""
     folder = os.environ.get("STREAMTUNE_FAULTS")
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)

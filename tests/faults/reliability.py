@@ -1,4 +1,4 @@
-"""docs/reliability.md: what was broken, how often the run survived it, and how to see it again."""
+"""docs/reference/reliability.md: what was broken, how often the run survived it, and how to see it again."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ spaces, and everything between them is dropped but for what watches them. Counte
 which no rank is to blame: the line each rank stands at.
 """
 
-HOSTILE = """What is guaranteed, and what is not, is in [security.md](security.md).
+HOSTILE = """What is guaranteed, and what is not, is in [security.md](../security.md).
 """
 
 OTHERS: dict[str, tuple[str, Callable[[str], bool]]] = {

@@ -1,4 +1,4 @@
-"""Attacks of kinds that no other test makes, on real runs; docs/reliability.md lists each with its outcome."""
+"""Attacks of kinds that no other test makes, on real runs; docs/reference/reliability.md lists each with its outcome."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_attack(attack: Attack, two_zygotes: Zygotes, whole: Path, tmp_path: Pat
     outcome = attack.run(lab)
     print(f"{attack.title}: {outcome}")
     folder = os.environ.get("STREAMTUNE_FAULTS")
-    if folder:  # under `make faults`, for docs/reliability.md
+    if folder:  # under `make faults`, for docs/reference/reliability.md
         target = Path(folder) / "attacks"
         target.mkdir(parents=True, exist_ok=True)
         record = {"kind": attack.kind, "title": attack.title, "outcome": outcome}

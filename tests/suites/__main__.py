@@ -1,4 +1,4 @@
-"""``make suites``: the tests of transformers and peft, plain and streamed, then docs/suites.md with what they found.
+"""``make suites``: the tests of transformers and peft, plain and streamed, then docs/reference/suites.md with what they found.
 
     python -m tests.suites [FAMILY ...] [--minutes N] [--report-only]
 
@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> int:
     read = {suite.name: Outcomes.read(suite.outcomes(False), suite.outcomes(True)) for suite in chosen}
     whole = {name: outcomes for name, outcomes in read.items() if outcomes is not None}
     libraries = {name: version(name) for name in ("transformers", "peft", "trl", "torch")}
-    write_page(ROOT / "docs/suites.md", whole, [name for name in read if name not in whole], libraries, NEEDS)
+    write_page(ROOT / "docs/reference/suites.md", whole, [name for name in read if name not in whole], libraries, NEEDS)
     return int(any(outcomes.failed for outcomes in whole.values()))
 
 

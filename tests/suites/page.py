@@ -23,7 +23,7 @@ hub is asked: models have tiny configurations and random weights.
 - peft: `tests/test_decoder_models.py`, in four parts, on models made here under the names that those on the
   hub have.
 - TRL: its distribution has no tests. What its trainers train is compared in
-  [the table of trainers](transparency.md#trainers).
+  [the table of trainers](../transparency.md#trainers).
 
 *Passed*: of the tests that are not skipped. *Refused*: a test ends with an error of StreamTune's own that says what is
 not streamed. *Failed*: it passes plain and fails streamed in another way. A test with parts counts once, as its worst.
