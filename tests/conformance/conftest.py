@@ -1,4 +1,4 @@
-"""The table at the end of the run: how many names of transformers came out how, and which; docs/reference/families.md from it."""
+"""The table at the end of the run: names of transformers by outcome; docs/reference/families.md is made from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks of kinds that no other test makes, on real runs; docs/reference/reliability.md lists each with its outcome."""
+"""Attacks of kinds that no other test makes, on real runs; docs/reference/reliability.md lists them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``make suites``: the tests of transformers and peft, plain and streamed, then docs/reference/suites.md with what they found.
+"""``make suites``: the tests of transformers and peft, plain and streamed; writes docs/reference/suites.md.
 
     python -m tests.suites [FAMILY ...] [--minutes N] [--report-only]
 
