@@ -179,7 +179,8 @@ streamtune plan qwen3/8b-lora-80gb                               # the same reci
 
 All figures are planned, not measured: memory is simulated, and seconds are predicted from the device's data sheet to
 about a quarter ([plan](../guide/plan.md)). 5% of device and host are left free. Peak GiB are of one device, host GiB
-of a whole node. A step is an optimizer step in which every row is as long as `max_length`; for grpo it is without the rollout.
+of a whole node. A step is an optimizer step in which every row is as long as `max_length`; for grpo it is without
+the rollout.
 """
 
 CLOSING = """\
