@@ -32,7 +32,7 @@ from benchmarks.chunk_order import GIB, SMALL, adamw
 from streamtune import Schedule
 from streamtune.cli import main as command
 from streamtune.models import AdapterSpec, add_adapters, load_model, loftq_start
-from streamtune.models.adapters import KINDS, ON_QUANTISED, low_rank_layers
+from streamtune.models.adapters.add import KINDS, ON_QUANTISED, low_rank_layers
 from streamtune.models.quantize import dequantised
 from streamtune.plan.simulate import Workload, simulate
 

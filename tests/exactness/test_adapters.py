@@ -10,7 +10,7 @@ import torch
 
 import streamtune
 from streamtune.models import AdapterSpec, add_adapters, load_adapters, save_pretrained
-from streamtune.models.adapters import FROM_WEIGHTS, KINDS, ON_QUANTISED
+from streamtune.models.adapters.add import FROM_WEIGHTS, KINDS, ON_QUANTISED
 from streamtune.models.quantize import quantize
 from streamtune.programs.export.merge import merged_weights
 from streamtune.recipe.adapters import READS, UNQUANTISED

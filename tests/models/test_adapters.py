@@ -12,7 +12,7 @@ from tests.exactness.test_adapters import ON_WHOLE, Nothing, moved
 
 from streamtune.errors import ArgumentError
 from streamtune.models import AdapterSpec, add_adapters, save_pretrained, start_from
-from streamtune.models.adapters import AS_LORA
+from streamtune.models.adapters.add import AS_LORA
 
 
 def names_of(model: Any) -> set[str]:

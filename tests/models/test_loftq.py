@@ -15,9 +15,9 @@ from torch import Tensor
 import streamtune
 from streamtune.errors import ArgumentError
 from streamtune.models import AdapterSpec, QuantisedBefore, add_adapters, load_lora, loftq_start, start_from
-from streamtune.models.adapters import low_rank_layers
+from streamtune.models.adapters.add import low_rank_layers
+from streamtune.models.adapters.loftq import LOFTQ_FILE
 from streamtune.models.export import save_pretrained
-from streamtune.models.loftq import LOFTQ_FILE
 from streamtune.models.quantize import PACKAGES, dequantised, is_quantised, quantize
 
 CPU = torch.device("cpu")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from streamtune.models.adapter_settings import check_saved_settings
-from streamtune.models.adapters import (
+from streamtune.models.adapters.add import (
     AdapterSpec,
     add_adapters,
     add_lora,
@@ -13,6 +12,9 @@ from streamtune.models.adapters import (
     start_from,
     started_values,
 )
+from streamtune.models.adapters.loftq import LOFTQ_FILE, QuantisationChange, QuantisedBefore, taken_of
+from streamtune.models.adapters.lora_ga import first_factors, start_from_factors, summed_bytes
+from streamtune.models.adapters.saved_settings import check_saved_settings
 from streamtune.models.blueprint import blueprint, small_like
 from streamtune.models.checkpoint_files import (
     FileTimes,
@@ -46,8 +48,6 @@ from streamtune.models.load import (
     left_out,
     load_model,
 )
-from streamtune.models.loftq import LOFTQ_FILE, QuantisationChange, QuantisedBefore, taken_of
-from streamtune.models.lora_ga import first_factors, start_from_factors, summed_bytes
 from streamtune.models.older import add_old_names
 from streamtune.models.packed import PackedExperts, has_packed_experts
 from streamtune.models.positions import RopeChange, position_limit, pretrained_positions

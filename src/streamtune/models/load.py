@@ -26,7 +26,7 @@ from transformers import (
 from streamtune.base.network import is_offline
 from streamtune.engine.hf_names import CAUSAL_NAMES, inside
 from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
-from streamtune.models.loftq import QuantisationChange
+from streamtune.models.adapters.loftq import QuantisationChange
 from streamtune.models.positions import RopeChange, position_limit, pretrained_positions
 from streamtune.models.quantize import logical_size, quantize
 from streamtune.models.reading import unchanged, unmapped

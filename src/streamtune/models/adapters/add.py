@@ -2,12 +2,12 @@
 
     lora    rslora    dora     low-rank terms; scaled by alpha / sqrt(r); with a trained norm of each row (DoRA)
     pissa   olora              LoRA that starts from the leading part of each weight: of its SVD, or of its QR
-    lora_ga                    LoRA that starts from the leading part of each weight's gradient (``models/lora_ga.py``)
-    loftq                      LoRA that starts from what quantisation takes from each weight (``models/loftq.py``)
+    lora_ga                    LoRA that starts from the leading part of each weight's gradient (``lora_ga.py``)
+    loftq                      LoRA that starts from what quantisation takes from each weight (``loftq.py``)
     vera    ia3                trained vectors: on shared random matrices; on the outputs of layers
     oft     hra                a trained rotation of the input: in blocks; of r reflections
     loha    lokr    miss       Hadamard products; Kronecker products; sums over blocks of the input
-    paca                       some columns of each weight, drawn at random (``models/paca.py``)
+    paca                       some columns of each weight, drawn at random (``paca.py``)
 
 ``pissa``, ``olora`` and ``lora_ga`` of their papers take the part ``B0 A0`` that the adapters start from away from the
 base, which then is another model in every checkpoint, as a reference, and to every reader of the adapters. Here the
@@ -34,9 +34,9 @@ from transformers import PreTrainedModel
 from streamtune.base.patterns import find_matches
 from streamtune.engine.hf_names import CONV1D, inside
 from streamtune.errors import ArgumentError, did_you_mean
-from streamtune.models import loftq
-from streamtune.models.adapter_settings import PEFT_FORM, check_saved_settings
-from streamtune.models.loftq import LoftqStart
+from streamtune.models.adapters import loftq
+from streamtune.models.adapters.loftq import LoftqStart
+from streamtune.models.adapters.saved_settings import PEFT_FORM, check_saved_settings
 from streamtune.models.reading import READ, unchanged, unmapped
 
 if TYPE_CHECKING:  # it imports every quantiser there is: two seconds that only adapters are worth
@@ -159,7 +159,7 @@ def add_adapters(
 
     Args:
         model: The base; changed in place. On ``meta`` no weight is decomposed.
-        spec: The adapters. Those of ``lora_ga`` change nothing until :mod:`streamtune.models.lora_ga` starts them.
+        spec: The adapters. Of kind ``lora_ga`` they change nothing until ``lora_ga.py`` starts them.
         seed: Of their random start. The caller's random state is left as it was.
         new_tokens: Tokens whose rows in the embedding and the head are trained beside the adapters.
 
@@ -499,7 +499,7 @@ def _train_columns(model: nn.Module, config: Any) -> None:
     Raises:
         ArgumentError: A weight is quantised.
     """
-    from streamtune.models.paca import PacaLinear
+    from streamtune.models.adapters.paca import PacaLinear
 
     for name in _linear_names(model):
         weight: Any = model.get_submodule(name).weight
