@@ -30,9 +30,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import streamtune
 from benchmarks.chunk_order import GIB, SMALL, adamw
 from streamtune import Schedule
+from streamtune.base.adapters import ADAPTERS
 from streamtune.cli import main as command
 from streamtune.models import AdapterSpec, add_adapters, load_model, loftq_start
-from streamtune.models.adapters.add import KINDS, ON_QUANTISED, low_rank_layers
+from streamtune.models.adapters.targets import low_rank_layers
 from streamtune.models.quantize import dequantised
 from streamtune.plan.simulate import Workload, simulate
 
@@ -174,7 +175,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("loss", "cost", "loftq"))
     parser.add_argument("base", nargs="?", default="runs/quickstart/final")
-    parser.add_argument("--kinds", default=",".join(kind for kind in KINDS if kind not in ON_QUANTISED))
+    parser.add_argument(
+        "--kinds", default=",".join(name for name, kind in ADAPTERS.items() if kind.start != "quantisation")
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--pairs", type=int, default=3)

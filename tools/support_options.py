@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from streamtune.base.adapters import ADAPTERS
+
 __all__ = ["BASES", "GROUPS", "MODELS", "OF_THREE", "TABLES", "THEMES", "Option", "Table"]
 
 
@@ -107,6 +109,7 @@ PROMPT = {"sample.prompt": "Add 1.", "sample.max_new_tokens": 4}
 ANY = {"engine.offload_dir": "DIR", "sample.prompt": "TEXT", "ref_model_name_or_path": "NAME", "teacher": "NAME"}
 """Keys whose value does not matter -> the word that stands for it in a name."""
 
+ON_WHOLE = [name for name, kind in ADAPTERS.items() if kind.start != "quantisation"]
 OFFLOAD_DIR = {"engine.offload_dir": "."}
 
 GROUPS: dict[str, tuple[Option, ...]] = {
@@ -120,24 +123,13 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         *(
             # lora_ga takes twice the rank of singular vectors, which the tiny model's matrices have for 8.
             Option(f"adapter_type: {kind}", {"adapter_type": kind, "finetuning_type": "lora", "lora_r": 8})
-            for kind in (
-                "lora",
-                "rslora",
-                "dora",
-                "pissa",
-                "olora",
-                "lora_ga",
-                "vera",
-                "ia3",
-                "oft",
-                "hra",
-                "loha",
-                "lokr",
-                "miss",
-                "paca",
-            )
+            for kind in ON_WHOLE
         ),
-        Option("adapter_type: loftq", {"adapter_type": "loftq", "finetuning_type": "qlora"}),
+        *(
+            Option(f"adapter_type: {kind}", {"adapter_type": kind, "finetuning_type": "qlora"})
+            for kind in ADAPTERS
+            if kind not in ON_WHOLE
+        ),
         Option("modules_to_save", {"modules_to_save": ["norm"], "finetuning_type": "lora"}),
     ),
     "quantised": (

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import streamtune
+from streamtune.base.adapters import ADAPTERS, AdapterName
 from streamtune.models import AdapterSpec, add_adapters, load_adapters, save_pretrained
-from streamtune.models.adapters.add import FROM_WEIGHTS, KINDS, ON_QUANTISED
+from streamtune.models.adapters.start import LEADING_PARTS
 from streamtune.models.quantize import quantize
 from streamtune.programs.export.merge import merged_weights
-from streamtune.recipe.adapters import READS, UNQUANTISED
+from streamtune.recipe.adapters import UNQUANTISED
 from streamtune.schedule import Schedule
 from tests.precision_kit import Errors, Float64, Reference, excesses, in_float64, mean_errors, told
 
@@ -22,7 +23,7 @@ from .test_quantised import rounded
 
 FAMILIES = ("llama", "qwen3", "gemma3_text", "phi3", "gpt_neox", "mistral")
 CPU = torch.device("cpu")
-ON_WHOLE = [kind for kind in KINDS if kind not in ON_QUANTISED]
+ON_WHOLE = [name for name, kind in ADAPTERS.items() if kind.start != "quantisation"]
 """Kinds that can be on whole weights; the other is in tests/models/test_loftq.py."""
 
 
@@ -67,7 +68,8 @@ def check(model: Any) -> None:
 
 
 def test_a_recipe_names_the_kinds_that_there_are() -> None:
-    assert set(READS) == set(KINDS)
+    assert get_args(AdapterName) == tuple(ADAPTERS)
+    assert set(LEADING_PARTS) == {name for name, kind in ADAPTERS.items() if kind.start == "weights"}
 
 
 @pytest.mark.quick("dora-qwen3", "pissa-llama")
@@ -129,7 +131,7 @@ def test_ranks_and_scales_of_their_own(kind: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", FROM_WEIGHTS)
+@pytest.mark.parametrize("kind", LEADING_PARTS)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_starts_from_weights_as_papers_have_it_with_the_base_left_alone(kind: str, family: str) -> None:
     """The model that starts is the base; gradients are those of the papers' form, with ``B A`` taken from the base."""

@@ -16,8 +16,8 @@ from streamtune.base.patterns import find_matches, is_found, wrong_pattern
 from streamtune.data.rendering.pieces import PieceTokenizer
 from streamtune.errors import ArgumentError
 from streamtune.models import load_tokenizer, train_tokenizer
-from streamtune.models.adapters.add import AdapterSpec, add_adapters, start_from
-from streamtune.models.adapters.saved_settings import check_adapter_settings, check_saved_settings
+from streamtune.models.adapters.add import AdapterSpec, add_adapters
+from streamtune.models.adapters.saved import check_adapter_settings, check_saved_settings, start_from
 from streamtune.optim.blocks import split_blocks
 from streamtune.tasks.rewards import load_rewards
 

@@ -18,7 +18,7 @@ import streamtune
 from streamtune.errors import ArgumentError, NonFiniteError
 from streamtune.models import AdapterSpec, add_adapters, first_factors, load_adapters, load_lora, save_pretrained
 from streamtune.models import start_from_factors as start
-from streamtune.models.adapters.add import low_rank_layers
+from streamtune.models.adapters.targets import low_rank_layers
 from streamtune.schedule import Schedule
 
 GAMMA = 16.0

@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
+from streamtune.base.adapters import AdapterName
 from streamtune.recipe import RECIPES, load_recipe
-from streamtune.recipe.adapters import AdapterKind
 from streamtune.recipe.aliases import ALIASES, INSTEAD, SWITCHES, VALUES
 
 
@@ -130,7 +130,7 @@ def test_a_beginning_of_adapters_that_is_not_here(refused):
     assert error.where.endswith(":5")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in get_args(AdapterKind) if kind != "lora"])
+@pytest.mark.parametrize("kind", [kind for kind in get_args(AdapterName) if kind != "lora"])
 @pytest.mark.parametrize("key", ["finetuning_type", "adapter"])
 def test_a_kind_of_adapters_is_sent_to_its_key(refused, write, key, kind):
     error = refused(f"{key}: {kind}\n")

@@ -1,25 +1,193 @@
-"""The model that peft's wrapper holds, without importing peft.
+"""The kinds of adapters that a recipe can name, and the model inside of peft's wrapper.
 
-This module is a leaf: it imports nothing.
+    lora    rslora    dora     low-rank terms; scaled by alpha / sqrt(r); with a trained norm of each row (DoRA)
+    pissa   olora              LoRA that starts from the leading part of each weight: of its SVD, or of its QR
+    lora_ga                    LoRA that starts from the leading part of each weight's gradient
+    loftq                      LoRA that starts from what quantisation takes from each weight
+    vera    ia3                trained vectors: on shared random matrices; on the outputs of layers
+    oft     hra                a trained rotation of the input: in blocks; of r reflections
+    loha    lokr    miss       Hadamard products; Kronecker products; sums over blocks of the input
+    paca                       some columns of each weight, drawn at random
+
+A kind that peft has is one row of :data:`ADAPTERS`. This module is a leaf that needs neither torch nor peft: the recipe
+is checked against it. ``streamtune.models.adapters`` has what adds, starts, saves and loads them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
-OF_ADAPTERS = (
-    "lora_",
-    "vera_",
-    "ia3_",
-    "oft_",
-    "hra_",
-    "hada_",
-    "lokr_",
-    "miss_",
+
+@dataclass(frozen=True)
+class AdapterKind:
+    """A kind of adapters that a recipe can name."""
+
+    peft: str
+    """Peft's name of the type."""
+    options: Mapping[str, str]
+    """Option of peft's configuration -> the attribute of :class:`AdapterSpec` that it is given, or ``seed``."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Options of peft's configuration that are the same for all adapters of this kind."""
+    start: Literal["peft", "weights", "quantisation", "gradient"] = "peft"
+    """First values: peft's own, or from the leading part of each weight, of what quantisation takes from it, or of its
+    gradient. With ``weights`` and ``gradient`` a second, constant adapter takes the part away again."""
+    start_keys: tuple[str, ...] = ()
+    """Keys of a recipe that the start reads."""
+    columns: bool = False
+    """True if some columns of each weight are trained, by ``PacaLinear`` in the place of peft's own layer."""
+    largest_rank: Literal["any", "largest", "named", "each", "half", "columns"] = "any"
+    """Bound of the rank: none (``any``), the largest size of all layers (``largest``), or in each layer the number of
+    singular values (``each``), half of them, or the number of columns. ``named`` is ``each`` of the layers that a
+    recipe names: with ``all-linear`` smaller ones pass."""
+    even_rank: bool = False
+    """True if the rank is even: its terms start in pairs that undo each other."""
+    divides_by_rows: bool = False
+    """True if the length of each row of the weight is divided by, which a row of zeros does not have."""
+    on_quantised: bool = True
+    """False if the weights of the base are changed, have gradients, or are read as they are, so that they cannot be
+    kept in 4 or 8 bits."""
+    on_shared: bool = False
+    """True if ranks can share the weights: adapters are not made of whole weights, and only parameters are saved."""
+    on_experts: bool = False
+    """True if experts that are one tensor can have adapters."""
+    prefix: str = ""
+    """First letters of the names of its parameters, where they are not peft's name of the type."""
+    switches: tuple[str, ...] = ()
+    """Switches by which other trainers ask for this kind."""
+
+    @property
+    def low_rank(self) -> bool:
+        """True if the adapters are LoRA to peft: on tensors too, with ranks for patterns, beside rows of new tokens."""
+        return self.peft == "LORA"
+
+    @property
+    def constant_start(self) -> bool:
+        """True if a second, constant adapter takes away what the adapters start from."""
+        return self.start in ("weights", "gradient")
+
+    @property
+    def written_as_lora(self) -> bool:
+        """True if the adapters are saved as another LoRA than they are trained as."""
+        return self.constant_start or self.columns
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The keys of a recipe that have an effect, of those that only some kinds read."""
+        return (*dict.fromkeys(KEYS[value] for value in self.options.values() if value in KEYS), *self.start_keys)
+
+
+KEYS = {
+    "r": "lora_r",
+    "scale": "lora_alpha",
+    "dropout": "lora_dropout",
+    "ranks": "lora_rank_pattern",
+    "alphas": "lora_alpha_pattern",
+    "block_size": "oft_block_size",
+}
+"""Attribute of :class:`AdapterSpec` that only some kinds have -> the key of a recipe that sets it."""
+
+LOW_RANK = {
+    "r": "r",
+    "lora_alpha": "scale",
+    "lora_dropout": "dropout",
+    "rank_pattern": "ranks",
+    "alpha_pattern": "alphas",
+}
+COLUMNS = {"r": "r", "lora_alpha": "r", "rank_pattern": "ranks", "alpha_pattern": "ranks"}  # a scale of 1
+_lora = partial(AdapterKind, "LORA", LOW_RANK, largest_rank="named")
+
+ADAPTERS: Mapping[str, AdapterKind] = {
+    "lora": _lora(on_shared=True, on_experts=True),
+    "rslora": _lora({"use_rslora": True}, on_shared=True, on_experts=True, switches=("use_rslora", "peft_use_rslora")),
+    "dora": _lora({"use_dora": True}, divides_by_rows=True, switches=("use_dora", "peft_use_dora")),
+    "pissa": _lora(start="weights", largest_rank="each", on_quantised=False, switches=("pissa_init",)),
+    "olora": _lora(start="weights", largest_rank="each", on_quantised=False),
+    "lora_ga": _lora(
+        {"use_rslora": True},
+        start="gradient",
+        start_keys=("lora_ga_rows", "lora_ga_gamma"),
+        largest_rank="half",
+        on_quantised=False,
+    ),
+    "loftq": _lora(start="quantisation", largest_rank="each", start_keys=("loftq_iter",)),
+    "vera": AdapterKind("VERA", {"r": "r", "vera_dropout": "dropout", "projection_prng_key": "seed"}),
+    "ia3": AdapterKind("IA3", {}, {"feedforward_modules": []}),
+    "oft": AdapterKind("OFT", {"oft_block_size": "block_size"}, {"r": 0}),
+    "hra": AdapterKind("HRA", {"r": "r"}, largest_rank="largest", even_rank=True, on_quantised=False),
+    "loha": AdapterKind(
+        "LOHA", {"r": "r", "alpha": "scale"}, largest_rank="largest", on_quantised=False, prefix="hada_"
+    ),
+    "lokr": AdapterKind("LOKR", {"r": "r", "alpha": "scale"}, largest_rank="largest", on_quantised=False),
+    "miss": AdapterKind("MISS", {"r": "r"}, largest_rank="largest"),
+    "paca": AdapterKind("LORA", COLUMNS, columns=True, largest_rank="columns", on_quantised=False),
+}
+"""Kind, as ``adapter_type`` names it -> its row."""
+
+if TYPE_CHECKING:
+    AdapterName = str
+else:
+    AdapterName = Literal[tuple(ADAPTERS)]
+
+NAMED_STARTS = sorted(
+    (name for name, kind in ADAPTERS.items() if kind.start != "peft"),
+    key=lambda name: ("weights", "quantisation", "gradient").index(ADAPTERS[name].start),
+)
+"""Kinds that are a value of peft's ``init_lora_weights``."""
+NAME_PARTS = (
+    *sorted({kind.prefix or f"{kind.peft.lower()}_" for kind in ADAPTERS.values()}),
     ".modules_to_save.",
     "trainable_tokens_",
 )
 """Parts of the names that peft gives to what it adds to a model."""
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """Adapters to add to a model.
+
+    Attributes:
+        kind: A key of :data:`ADAPTERS`.
+        r: Rank; for ``hra`` the number of reflections.
+        alpha: The adapters' output is scaled by ``alpha / r`` (``rslora``: ``alpha / sqrt(r)``); None is ``2 * r``.
+        dropout: On the adapters' input.
+        target: ``all-linear`` (every linear layer but the head and routers, and experts that are one tensor where peft
+            names them) or ends of names of modules, such as ``q_proj``, and of tensors, such as ``gate_up_proj``.
+        exclude: Ends of names of modules that get no adapter.
+        ranks: Patterns of the ends of names -> their rank.
+        alphas: Patterns of the ends of names -> their alpha.
+        whole: Ends of names of modules that are trained as they are, and saved with the adapters.
+        block_size: Of the rotations of ``oft``.
+    """
+
+    kind: str = "lora"
+    r: int = 16
+    alpha: float | None = None
+    dropout: float = 0.0
+    target: Sequence[str] | str = "all-linear"
+    exclude: Sequence[str] = ()
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    whole: Sequence[str] = ()
+    block_size: int = 32
+
+    @property
+    def row(self) -> AdapterKind:
+        """The row of its kind."""
+        return ADAPTERS[self.kind]
+
+    @property
+    def scale(self) -> float:
+        """The number that ``alpha`` stands for."""
+        return 2 * self.r if self.alpha is None else self.alpha
+
+    def peft_options(self, seed: int) -> dict[str, Any]:
+        """Return the options of peft's configuration that are those of this kind."""
+        given = {name: seed if value == "seed" else getattr(self, value) for name, value in self.row.options.items()}
+        mappings = {name: dict(value) for name, value in given.items() if isinstance(value, Mapping)}
+        return {"peft_type": self.row.peft, **self.row.fixed, **given, **mappings}
 
 
 def base_of(model: Any) -> Any:
@@ -29,4 +197,4 @@ def base_of(model: Any) -> Any:
 
 def is_of_adapters(name: str) -> bool:
     """Return True if a parameter or buffer of a wrapped model belongs to its adapters, and not to its base."""
-    return any(part in name for part in OF_ADAPTERS)
+    return any(part in name for part in NAME_PARTS)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from streamtune.models.adapters.add import (
-    AdapterSpec,
-    add_adapters,
-    add_lora,
-    load_adapters,
-    load_lora,
-    loftq_start,
-    start_from,
-    started_values,
-)
+from streamtune.base.adapters import AdapterSpec
+from streamtune.models.adapters.add import add_adapters, add_lora, loftq_start
 from streamtune.models.adapters.loftq import LOFTQ_FILE, QuantisationChange, QuantisedBefore, taken_of
 from streamtune.models.adapters.lora_ga import first_factors, start_from_factors, summed_bytes
-from streamtune.models.adapters.saved_settings import check_saved_settings
+from streamtune.models.adapters.saved import check_saved_settings, load_adapters, load_lora, start_from
+from streamtune.models.adapters.start import started_values
 from streamtune.models.blueprint import blueprint, small_like
 from streamtune.models.checkpoint_files import (
     FileTimes,

@@ -23,7 +23,7 @@ from typing import Any
 
 from streamtune.base.paths import escape_of
 from streamtune.errors import ArgumentError
-from streamtune.models.adapters.saved_settings import check_adapter_settings
+from streamtune.models.adapters.saved import check_adapter_settings
 
 SAFE = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")

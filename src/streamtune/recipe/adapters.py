@@ -3,57 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from pydantic_core import PydanticCustomError
 
+from streamtune.base.adapters import ADAPTERS
 from streamtune.recipe.sharing import WholeWeights
 from streamtune.recipe.spec import mistake
 
-AdapterKind = Literal[
-    "lora",
-    "rslora",
-    "dora",
-    "pissa",
-    "olora",
-    "lora_ga",
-    "loftq",
-    "vera",
-    "ia3",
-    "oft",
-    "hra",
-    "loha",
-    "lokr",
-    "miss",
-    "paca",
-]
-
-LOW_RANK = ("lora_r", "lora_alpha", "lora_dropout", "lora_rank_pattern", "lora_alpha_pattern")
-LORA_GA = ("lora_ga_rows", "lora_ga_gamma")
-LOFTQ = ("loftq_iter",)
-READS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("lora", "rslora", "dora", "pissa", "olora"), LOW_RANK),
-    "lora_ga": (*LOW_RANK, *LORA_GA),
-    "loftq": (*LOW_RANK, *LOFTQ),
-    "vera": ("lora_r", "lora_dropout"),
-    "ia3": (),
-    "oft": ("oft_block_size",),
-    "hra": ("lora_r",),
-    "loha": ("lora_r", "lora_alpha"),
-    "lokr": ("lora_r", "lora_alpha"),
-    "miss": ("lora_r",),
-    "paca": ("lora_r", "lora_rank_pattern"),
-}
-"""Kind of adapters -> the keys that it reads, of those that only some kinds read."""
 OF_ALL = ("lora_target", "lora_exclude", "modules_to_save", "adapter_name_or_path")
-OF_KINDS = (*LOW_RANK, *LORA_GA, *LOFTQ, "oft_block_size")
+OF_KINDS = tuple(dict.fromkeys(key for kind in ADAPTERS.values() for key in kind.reads))
 ADAPTER_KEYS = ("adapter_type", *OF_KINDS, *OF_ALL)
 """Keys that have no effect where all weights are trained."""
-UNQUANTISED = ("pissa", "olora", "lora_ga", "hra", "loha", "lokr", "paca")
-"""Kinds that change the weights they are on, need their gradients, or read them, which peft does not write out from 4
-or 8 bits for them."""
-SHARED = ("lora", "rslora")
-"""Kinds that start without a look at the weights, and are saved by the parameters that are trained."""
+UNQUANTISED = tuple(name for name, kind in ADAPTERS.items() if not kind.on_quantised)
 
 
 def unread_adapter_keys(recipe: Any) -> dict[str, str]:
@@ -61,7 +23,7 @@ def unread_adapter_keys(recipe: Any) -> dict[str, str]:
     given = [key for key in ADAPTER_KEYS if key in recipe.model_fields_set]
     if recipe.finetuning_type == "full":
         return dict.fromkeys(given, "finetuning_type: full")
-    unread = [key for key in given if key in OF_KINDS and key not in READS[recipe.adapter_type]]
+    unread = [key for key in given if key in OF_KINDS and key not in ADAPTERS[recipe.adapter_type].reads]
     return dict.fromkeys(unread, f"adapter_type: {recipe.adapter_type}")
 
 
@@ -69,22 +31,23 @@ def adapter_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
     """Yield what is wrong with the keys of adapters."""
     if recipe.finetuning_type == "full":
         return
-    if recipe.finetuning_type == "qlora" and recipe.adapter_type in UNQUANTISED:
+    kind = ADAPTERS[recipe.adapter_type]
+    if recipe.finetuning_type == "qlora" and not kind.on_quantised:
         yield mistake(
             f"'adapter_type: {recipe.adapter_type}' computes with the weights themselves, and "
             "'finetuning_type: qlora' keeps them in 4 or 8 bits",
             key="adapter_type",
             mend="write finetuning_type: lora, or one of: "
-            + ", ".join(f"adapter_type: {kind}" for kind in READS if kind not in UNQUANTISED),
+            + ", ".join(f"adapter_type: {name}" for name in ADAPTERS if name not in UNQUANTISED),
         )
-    if recipe.finetuning_type == "lora" and recipe.adapter_type == "loftq":
+    if recipe.finetuning_type == "lora" and kind.start == "quantisation":
         yield mistake(
-            "'adapter_type: loftq' starts from what quantisation takes from the weights, and 'finetuning_type: lora' "
-            "keeps them whole",
+            f"'adapter_type: {recipe.adapter_type}' starts from what quantisation takes from the weights, and "
+            "'finetuning_type: lora' keeps them whole",
             key="adapter_type",
             mend="write finetuning_type: qlora, or adapter_type: pissa, which starts from the weights themselves",
         )
-    if recipe.adapter_type == "lora_ga":
+    if kind.start == "gradient":
         yield from _without_gradients(recipe)
     if recipe.adapter_name_or_path is not None:
         decided = [key for key in ADAPTER_KEYS if key in recipe.model_fields_set and key != "adapter_name_or_path"]
@@ -125,7 +88,7 @@ def adapters_of_whole_weights(recipe: Any) -> Iterator[WholeWeights]:
     """Yield the adapters of this recipe that are refused where ranks share the weights."""
     if recipe.finetuning_type == "full":
         return
-    if recipe.adapter_type not in SHARED:
+    if not ADAPTERS[recipe.adapter_type].on_shared:
         yield WholeWeights(
             "adapter_type",
             f"adapters of kind {recipe.adapter_type} are made of whole weights or have values that are no parameters, "

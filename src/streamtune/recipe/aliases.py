@@ -6,9 +6,9 @@ used; the same key under two names is a mistake.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
-from streamtune.recipe.adapters import AdapterKind
+from streamtune.base.adapters import ADAPTERS, NAMED_STARTS
 from streamtune.recipe.yaml import KeyPath, Marks, Mistake, show_path
 
 ALIASES: dict[str, str] = {
@@ -117,7 +117,7 @@ CHOICES: dict[str, dict[str, tuple[str, str] | None]] = {
     name: {
         "true": None,
         "default": None,
-        **{kind: ("adapter_type", kind) for kind in ("pissa", "olora", "loftq", "lora_ga")},
+        **{kind: ("adapter_type", kind) for kind in NAMED_STARTS},
     }
     for name in ("init_lora_weights", "peft_init_lora_weights", "init_weights")
 }
@@ -126,11 +126,7 @@ CHOICES: dict[str, dict[str, tuple[str, str] | None]] = {
 SWITCHES: dict[str, tuple[str, str]] = {
     "load_in_4bit": ("quantization", "nf4"),
     "load_in_8bit": ("quantization", "int8"),
-    "use_dora": ("adapter_type", "dora"),
-    "peft_use_dora": ("adapter_type", "dora"),
-    "use_rslora": ("adapter_type", "rslora"),
-    "peft_use_rslora": ("adapter_type", "rslora"),
-    "pissa_init": ("adapter_type", "pissa"),
+    **{switch: ("adapter_type", name) for name, kind in ADAPTERS.items() for switch in kind.switches},
 }
 """Another trainer's switch: our key, and what it is when the switch is on. A switch that is off says nothing."""
 
@@ -221,12 +217,12 @@ REFUSED_VALUES: dict[tuple[str, Any], tuple[str, str]] = {
         "write nf4, which is 4 bits too, or int8; torchao's int4 kernels have no backward",
     ),
     **{
-        ("finetuning_type", kind): (
+        ("finetuning_type", name): (
             "names a kind of adapters, and 'finetuning_type' takes 'full', 'lora' or 'qlora'",
-            f"write finetuning_type: {'qlora' if kind == 'loftq' else 'lora'} and adapter_type: {kind}",
+            f"write finetuning_type: {'qlora' if kind.start == 'quantisation' else 'lora'} and adapter_type: {name}",
         )
-        for kind in get_args(AdapterKind)
-        if kind != "lora"
+        for name, kind in ADAPTERS.items()
+        if name != "lora"
     },
 }
 """Values of our keys that are refused: what is wrong, and what to write."""

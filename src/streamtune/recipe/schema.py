@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from streamtune.base.adapters import ADAPTERS, AdapterName
 from streamtune.base.optimizer_table import OptimizerName
-from streamtune.recipe.adapters import AdapterKind, adapter_mistakes, adapters_of_whole_weights
+from streamtune.recipe.adapters import adapter_mistakes, adapters_of_whole_weights
 from streamtune.recipe.batching import BucketSpec, batching_mistakes, turn_mistakes
 from streamtune.recipe.learning_rates import ScheduleName, learning_rate_mistakes
 from streamtune.recipe.losses import FOCAL_GAMMA, KD_BETA, TEACHER_FILE, loss_mistakes
@@ -101,7 +102,7 @@ class Recipe(Spec):
     (torchao); `auto` is nf4 on an accelerator and where ranks divide the weights (`zero3`, `fsdp`), else int8.
     Embedding, norms and head keep their dtype."""
 
-    adapter_type: AdapterKind = "lora"
+    adapter_type: AdapterName = "lora"
     """Kind of the adapters: `lora`; `rslora` (scaled by alpha / sqrt(r)), `dora`; `pissa` and `olora` (LoRA that starts
     from the leading part of each weight), `lora_ga` (of its gradient), `loftq` (of what `qlora` takes from it); `vera`,
     `ia3`, `oft`, `hra`, `loha`, `lokr`, `miss`, which peft has; `paca` (`lora_r` columns of each weight)."""
@@ -630,13 +631,13 @@ class Recipe(Spec):
     @property
     def starts_from_gradients(self) -> bool:
         """True if adapters start from gradients of rows, which a run computes before its first step."""
-        return self.finetuning_type == "lora" and self.adapter_type == "lora_ga"
+        return self.finetuning_type == "lora" and ADAPTERS[self.adapter_type].start == "gradient"
 
     @property
     def starts_from_quantisation(self) -> bool:
         """True if adapters start from what quantisation takes from the weights."""
         qlora = self.finetuning_type == "qlora" and self.adapter_name_or_path is None
-        return qlora and self.adapter_type == "loftq"
+        return qlora and ADAPTERS[self.adapter_type].start == "quantisation"
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Recipe:

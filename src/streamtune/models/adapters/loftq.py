@@ -16,7 +16,7 @@ an export quantise the same weights again, and decompose nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -189,6 +189,20 @@ def first_values(model: PreTrainedModel) -> Factors:
     found: Factors = getattr(model, FACTORS)
     delattr(model, FACTORS)
     return found
+
+
+def start_from_quantisation(model: PreTrainedModel, layers: Iterable[tuple[str, Any]]) -> None:
+    """Start the adapters of quantised layers.
+
+    Args:
+        model: The base, quantised by :class:`LoftqStart`.
+        layers: Peft's layers, by the name of the module in the base.
+    """
+    factors = first_values(model)
+    for name, layer in layers:
+        if name in factors:  # what is not quantised has nothing to make up for
+            layer.lora_A["default"].weight.copy_(factors[name][0])
+            layer.lora_B["default"].weight.copy_(factors[name][1])
 
 
 def taken_of(model: nn.Module) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ Of the gradient ``G = U S V'`` of a weight ``[out, in]``, at the model that trai
 
 The first step of ``A`` and ``B`` by a small rate then moves the weight along ``B0 B0' G + G A0' A0``, which is ``c^2``
 times the best approximation of ``G`` by rank 2r (Theorem 3.1), where LoRA moves it along ``G A' A`` of a random ``A``.
-``B0 A0`` is taken away again by the constant adapter of :mod:`streamtune.models.adapters.add`.
+``B0 A0`` is taken away again by the constant adapter of ``start.py``.
 
 A gradient is decomposed and freed when the backward hands it over, so there are never more than those of a layer. Of
 several micro-batches gradients are summed on the host, in fp32, as long as there is another one to come.
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.errors import NonFiniteError
-from streamtune.models.adapters.add import low_rank_layers, set_start
+from streamtune.models.adapters.start import set_start
+from streamtune.models.adapters.targets import low_rank_layers
 
 Factors = dict[str, tuple[Tensor, Tensor]]
 """Name of a layer in the base -> ``A0`` ``[r, in]`` and ``B0`` ``[out, r]``."""

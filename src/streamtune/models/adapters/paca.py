@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from streamtune.engine.hf_names import CONV1D, inside
+from streamtune.errors import ArgumentError
+from streamtune.models.adapters.targets import linear_names
 from streamtune.ops.fused import outer
 
 
@@ -120,3 +122,20 @@ def _added(columns: Tensor, weight: Tensor, index: Tensor, is_transposed: bool) 
         yield whole
     finally:
         whole.index_copy_(1, index, kept)
+
+
+def train_columns(model: nn.Module, config: Any) -> None:
+    """Let peft put :class:`PacaLinear` on linear layers.
+
+    Raises:
+        ArgumentError: A weight is quantised.
+    """
+    for name in linear_names(model):
+        weight: Any = model.get_submodule(name).weight
+        if not weight.is_floating_point() or type(weight) is not nn.Parameter:
+            raise ArgumentError(
+                f"adapter_type: paca changes columns of the weight of {name}, which is quantised",
+                where="adapter_type",
+                mend="write adapter_type: lora, or use the checkpoint it was made from",
+            )
+    config._register_custom_module({nn.Linear: PacaLinear, inside(CONV1D): PacaLinear})

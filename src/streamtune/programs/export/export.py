@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from streamtune import models
-from streamtune.base.adapters import base_of
+from streamtune.base.adapters import ADAPTERS, base_of
 from streamtune.errors import ArgumentError, RunError
 from streamtune.programs.export.card import model_card
 from streamtune.programs.export.check import AsTrained, Differences, compare, measure
@@ -254,9 +254,10 @@ def _check(trained: TrainedModel, options: ExportOptions, notify: Notify) -> Non
         )
     if options.onto == "original" and trained.quantization is None:
         notify("the base was not quantised while the adapters trained, so --onto original changes nothing")
-    if options.onto == "original" and trained.settings.get("adapter_type") == "loftq":
+    name = str(trained.settings.get("adapter_type"))
+    if options.onto == "original" and name in ADAPTERS and ADAPTERS[name].start == "quantisation":
         raise ArgumentError(
-            "adapters of kind loftq make up for what quantisation took from the base, and the original one lacks "
+            f"adapters of kind {name} make up for what quantisation took from the base, and the original one lacks "
             "nothing",
             where="--onto",
             mend="leave --onto out: they are merged into the base as they trained on it",

@@ -8,7 +8,6 @@ from .conversion import Conversion, PeerTrainer
 from .dataset_info import take_datasets
 from .rules import (
     FieldRule,
-    adapter_kind,
     by_itself,
     more_special_tokens,
     no_counterpart,
@@ -16,6 +15,7 @@ from .rules import (
     rope_scaling,
     same,
     split_names,
+    switches,
     to,
     together,
     token_list,
@@ -142,9 +142,7 @@ FIELDS: dict[str, FieldRule] = {
     "fp8_enable_fsdp_float8_all_gather": no_counterpart("training in 8 bits floating point"),
     "additional_target": to("modules_to_save", whole_modules),
     "loraplus_lr_ratio": no_counterpart("LoRA+: write lr_groups: [{match: lora_B, learning_rate: ...}]"),
-    "use_rslora": adapter_kind("rslora"),
-    "use_dora": adapter_kind("dora"),
-    "pissa_init": adapter_kind("pissa"),
+    **switches("use_rslora", "use_dora", "pissa_init"),
     "use_adam_mini": no_counterpart("an optimizer that is not here"),
     "use_badam": no_counterpart("write optim: badam"),
     "use_galore": no_counterpart("write optim: galore"),

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from streamtune.recipe.aliases import ALIASES
+from streamtune.base.adapters import NAMED_STARTS
+from streamtune.recipe.aliases import ALIASES, SWITCHES
 
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "None", "false", "no")
 """Values with which a field does nothing, so that nothing is lost without it."""
@@ -65,9 +66,13 @@ def _spread(names: tuple[str, ...]) -> list[str]:
     return [name for text in names for name in text.split()]
 
 
-def adapter_kind(kind: str) -> FieldRule:
-    """Return the rule of a switch that makes the adapters of another kind."""
-    return FieldRule("adapter_type", lambda on: kind if on in (True, "true", "True") else None)
+def switches(*names: str) -> dict[str, FieldRule]:
+    """Return the rules of switches that ``recipe.aliases`` knows: each is a value of a key of ours."""
+    return {name: _switch(*SWITCHES[name]) for name in names}
+
+
+def _switch(ours: str, value: str) -> FieldRule:
+    return FieldRule(ours, lambda on: value if on in (True, "true", "True") else None)
 
 
 def first_values(value: Any) -> Any:
@@ -75,9 +80,10 @@ def first_values(value: Any) -> Any:
     name = str(value).lower().replace("-", "_").partition("_niter_")[0]
     if name in ("true", "none", "default"):
         return None
-    if name in ("pissa", "olora", "loftq", "lora_ga"):
+    if name in NAMED_STARTS:
         return name
-    raise UnconvertedError("first values of the adapters: adapter_type has pissa, olora, loftq and lora_ga")
+    *others, last = NAMED_STARTS
+    raise UnconvertedError(f"first values of the adapters: adapter_type has {', '.join(others)} and {last}")
 
 
 def whole_modules(value: Any) -> Any:

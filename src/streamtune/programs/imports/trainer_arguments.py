@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from streamtune.recipe.adapters import ADAPTER_KEYS, UNQUANTISED
+from streamtune.base.adapters import ADAPTERS
+from streamtune.recipe.adapters import ADAPTER_KEYS
 
 from .conversion import Conversion
 from .rules import (
@@ -235,9 +236,13 @@ def finish(conversion: Conversion) -> None:
         for key in ADAPTER_KEYS:
             if key in ours:
                 take_back(key, "finetuning_type: full trains all weights")
-    elif (kind := ours.get("adapter_type")) in UNQUANTISED and ours["finetuning_type"] == "qlora":
-        take_back("adapter_type", f"'{kind}' computes with the weights, and qlora keeps them quantised", trains=True)
-    elif kind == "loftq" and ours["finetuning_type"] != "qlora":
-        take_back("adapter_type", "'loftq' starts from what quantisation takes: write qlora", trains=True)
+    elif (kind := ours.get("adapter_type", "lora")) in ADAPTERS:
+        row, quantised = ADAPTERS[kind], ours["finetuning_type"] == "qlora"
+        if quantised and not row.on_quantised:
+            take_back(
+                "adapter_type", f"'{kind}' computes with the weights, and qlora keeps them quantised", trains=True
+            )
+        elif not quantised and row.start == "quantisation":
+            take_back("adapter_type", f"'{kind}' starts from what quantisation takes: write qlora", trains=True)
     if ours.get("finetuning_type") != "qlora" and "quantization" in ours:
         take_back("quantization", "only frozen weights under adapters are quantised", trains=True)

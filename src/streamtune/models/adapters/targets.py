@@ -1,0 +1,174 @@
+"""Layers that get adapters: linear layers, experts that are one tensor, by the names that a recipe gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from streamtune.base.adapters import AdapterSpec
+from streamtune.engine.hf_names import CONV1D, inside
+from streamtune.errors import ArgumentError, did_you_mean
+
+if TYPE_CHECKING:  # it imports every quantiser there is: two seconds that only adapters are worth
+    from peft import PeftConfig
+
+PEFT_FORM = r"(.*\.)?({})$"
+"""The expression that peft makes of a key of ``rank_pattern``."""
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, inside(CONV1D)))]
+
+
+def ends_with(name: str, end: str) -> bool:
+    """Return True if peft takes ``end`` for this name: it is the whole name, or what follows a dot."""
+    return name == end or name.endswith(f".{end}")
+
+
+def matching(ends: Sequence[str], names: Sequence[str], where: str, what: str, model: nn.Module) -> list[str]:
+    """Return the names that end so.
+
+    Raises:
+        ArgumentError: An end matches none.
+    """
+    for end in ends:
+        if not any(ends_with(name, end) for name in names):
+            known = sorted({name.rsplit(".", 1)[-1] for name in names} - {str(i) for i in range(len(names))})
+            raise ArgumentError(
+                f"{type(model).__name__} has no {what} called '{end}'",
+                where=where,
+                mend=did_you_mean(end, known) or f"choose among: {', '.join(known)}",
+            )
+    return [name for name in names if any(ends_with(name, end) for end in ends)]
+
+
+def _stacked(model: nn.Module) -> list[str]:
+    """Return the names of parameters that peft can adapt and that are no linear layers: stacked experts, routers."""
+    linear = {f"{name}.weight" for name in linear_names(model)}
+    return [
+        name for name, x in model.named_parameters() if x.dim() == 3 or (is_router(model, name) and name not in linear)
+    ]
+
+
+def is_router(model: nn.Module, name: str) -> bool:
+    """Return True if a module or parameter is the router of a mixture of experts."""
+    config: Any = getattr(model, "config", None)
+    experts = {getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")} - {None}
+    if not any(part in ("gate", "router") for part in name.split(".")):
+        return False
+    module, _, last = name.rpartition(".")
+    found: Any = model
+    for part in (module if last == "weight" else name).split("."):
+        found = getattr(found, part)
+    weight = getattr(found, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] in experts
+
+
+def linear_targets(model: PreTrainedModel, spec: AdapterSpec) -> list[str]:
+    """Return the whole names of the linear layers that get adapters.
+
+    Raises:
+        ArgumentError: A name matches none, or none is left.
+    """
+    names = linear_names(model)
+    excluded = matching(spec.exclude, names, "lora_exclude", "linear layer", model)
+    if isinstance(spec.target, str):
+        head = model.get_output_embeddings()
+        found = [x for x in names if model.get_submodule(x) is not head and not is_router(model, x)]
+    else:
+        found = matching(spec.target, names, "lora_target", "linear layer", model)
+    if not (left := [name for name in found if name not in set(excluded)]):
+        raise ArgumentError("all layers of lora_target are excluded", where="lora_exclude", mend="exclude fewer")
+    return left
+
+
+def low_rank_targets(model: PreTrainedModel, spec: AdapterSpec) -> dict[str, Any]:
+    """Return peft's options for the targets of LoRA, which can be tensors too.
+
+    Raises:
+        ArgumentError: A name matches none, or none is left.
+    """
+    if isinstance(spec.target, str):
+        linear_targets(model, spec)
+        routers = [name for name in linear_names(model) if is_router(model, name)]
+        return {"target_modules": spec.target, "exclude_modules": [*spec.exclude, *routers] or None}
+    tensors = _stacked(model)
+    linear = linear_names(model)
+    named = [end for end in spec.target if not any(ends_with(name, end) for name in linear)]
+    named = [end for end in named if any(ends_with(name, end) for name in tensors)]
+    modules = [end for end in spec.target if end not in named]
+    if modules:
+        linear_targets(model, replace(spec, target=modules))
+    return {
+        "target_modules": modules,
+        "target_parameters": named or None,
+        "exclude_modules": list(spec.exclude) or None,
+    }
+
+
+def name_experts(model: PreTrainedModel, spec: AdapterSpec, config: PeftConfig) -> None:
+    """Let peft name the stacked experts that it adapts, and take the router from them, unless the recipe names it.
+
+    Raises:
+        ArgumentError: There are some, and this kind of adapters cannot be on them.
+    """
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    options: Any = config
+    if not spec.row.low_rank:
+        return
+    convert_peft_config_for_transformers(config, model, None)
+    if isinstance(spec.target, str):
+        named = {name for name in options.target_parameters or () if not name.endswith("gate.weight")}
+        options.target_parameters = sorted(named) or None
+    if not options.target_parameters:
+        return
+    what = None if spec.row.on_experts else f"adapters of kind {spec.kind}"
+    if what or spec.dropout:
+        raise ArgumentError(
+            f"{what or 'dropout of adapters'} cannot be on experts that are one tensor "
+            f"({', '.join(sorted(options.target_parameters))})",
+            where="adapter_type" if what else "lora_dropout",
+            mend="name other layers: lora_target: [q_proj, k_proj, v_proj, o_proj]",
+        )
+
+
+def shared_ends(model: PreTrainedModel, whole: Sequence[str]) -> list[str]:
+    """Return the embedding and the head where they share their weight and are among the modules that end so."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if ends[1] is None or ends[0].weight is not ends[1].weight:
+        return []
+    names = [name for name, module in model.named_modules() if module in ends]
+    return [name for name in names if any(ends_with(name, end) for end in whole)]
+
+
+def end_names(model: PreTrainedModel) -> list[str]:
+    """Return the names of the embedding and of the head; of the embedding alone where they share their weight."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if ends[1] is None or ends[0].weight is ends[1].weight:  # peft trains a tied head with the embedding
+        del ends[1]
+    names = {id(module): name.rpartition(".")[2] for name, module in model.named_modules()}
+    return [names[id(end)] for end in ends]
+
+
+def module_names(model: nn.Module) -> list[str]:
+    """Return the names that peft matches patterns with."""
+    modules = [name for name, _ in model.named_modules() if name]
+    return [
+        *modules,
+        *(name for name, _ in model.named_parameters()),
+        *(f"base_model.model.{name}" for name in modules),
+    ]
+
+
+def low_rank_layers(adapted: Any) -> Iterator[tuple[str, Any]]:
+    """Yield peft's layers with LoRA, by the name of the module in the base."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in adapted.get_base_model().named_modules():
+        if isinstance(module, LoraLayer):
+            yield name.replace(".base_layer", ""), module
