@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rendering.tokens import Rendered
-from streamtune.data.rows import Content
+from streamtune.data.row_types import Content
 
 
 class ListRenderer(RowRenderer):

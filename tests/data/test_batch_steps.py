@@ -20,8 +20,8 @@ from streamtune.data import (
     measure_trees,
     token_steps,
 )
-from streamtune.data.batches.steps import CURRICULA
-from streamtune.data.records import Stored, spill
+from streamtune.data.batches.token_steps import CURRICULA
+from streamtune.data.record_table import Stored, spill
 from streamtune.errors import CheckpointError
 
 

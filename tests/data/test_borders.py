@@ -11,13 +11,13 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from trained_tokenizers import CORPUS, SPECIAL, read_template, train_bpe, wrap
 
-from streamtune.data.rendering import pieces
+from streamtune.data.rendering import long_text
 from streamtune.data.rendering.borders import cut_rule
-from streamtune.data.rendering.pieces import PieceTokenizer
+from streamtune.data.rendering.long_text import PieceTokenizer
 from streamtune.data.rendering.policy import RowPolicy
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rendering.tokens import _extents
-from streamtune.data.rows import Content, Conversation, Document, PromptCompletion
+from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion
 from streamtune.errors import DataError
 
 WORDS = [
@@ -138,7 +138,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 
 def test_ids_and_offsets_of_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 1)
+    monkeypatch.setattr(long_text, "PIECE", 1)
     assert cut_rule(tokenizer) is not None
     draw, cut = random.Random(1), 0
     for text in texts(draw, 120):
@@ -175,12 +175,12 @@ def test_masks_of_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     policy = RowPolicy(2, "split")
     render = RowRenderer(tokenizer, train_on="assistant", notify=lambda text: None, policy=policy)
     for row in rows(draw, 25):
-        monkeypatch.setattr(pieces, "PIECE", 10**9)
+        monkeypatch.setattr(long_text, "PIECE", 10**9)
         try:
             whole = render(row, "x:1")
         except DataError:  # a normaliser changed the answer that the template strips
             continue
-        monkeypatch.setattr(pieces, "PIECE", 1)
+        monkeypatch.setattr(long_text, "PIECE", 1)
         found = render(row, "x:1")
         assert list(found.input_ids) == list(whole.input_ids), row
         assert list(found.labels) == list(whole.labels), row
@@ -194,7 +194,7 @@ def test_heads_of_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     for row in rows(random.Random(3), 8):
         found = []
         for size in (10**9, 1):
-            monkeypatch.setattr(pieces, "PIECE", size)
+            monkeypatch.setattr(long_text, "PIECE", size)
             rendered = render(row, "x:1")
             found.append((rendered.head, rendered.system, rendered.has_answer))
         assert found[0] == found[1]
@@ -220,8 +220,8 @@ def _dropping(made: Tokenizer) -> Tokenizer:
 
 @pytest.mark.parametrize("name", UNPROVEN)
 def test_what_is_not_proven_is_not_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 1)
-    monkeypatch.setattr(pieces, "NOTED", 10)
+    monkeypatch.setattr(long_text, "PIECE", 1)
+    monkeypatch.setattr(long_text, "NOTED", 10)
     tokenizer = wrap(UNPROVEN[name]())
     assert cut_rule(tokenizer) is None
     told: list[str] = []

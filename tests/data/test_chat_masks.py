@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.rendering.tokens import Rendered
-from streamtune.data.rows import Conversation
+from streamtune.data.row_types import Conversation
 from streamtune.errors import DataError
 from streamtune.models.tokenizer import train_tokenizer
 

@@ -11,12 +11,12 @@ from fixed_tokenizer import fixed_tokenizer
 from test_golden_chats import ROWS, WITHOUT_TOOLS
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.data.ends import trained_ends
+from streamtune.data.answer_ends import trained_ends
 from streamtune.data.reading.readers import Row
-from streamtune.data.records import Example, Prompt, Tree
+from streamtune.data.record_table import Example, Prompt, Tree
 from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.rows import normalise
+from streamtune.data.row_types import normalise
 
 ENDS = {
     "chatml": ["<|im_end|>"],

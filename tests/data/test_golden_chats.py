@@ -17,7 +17,7 @@ from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.rows import normalise
+from streamtune.data.row_types import normalise
 from streamtune.data.templates import fix_date
 from streamtune.errors import DataError
 

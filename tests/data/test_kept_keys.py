@@ -11,7 +11,7 @@ import pytest
 from fixed_tokenizer import fixed_tokenizer
 
 from streamtune.base.paths import cache_folder
-from streamtune.data import Source, cache
+from streamtune.data import Source, row_cache
 from streamtune.recipe.dpo import DpoRecipe
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.recipe.schema import Recipe
@@ -69,10 +69,10 @@ def test_the_key_of_kept_rows_is_that_of_earlier_versions(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # Constants in place of all that changes with a version of the code or of a library.
-    monkeypatch.setattr(cache, "_own_code", lambda: "code")
-    monkeypatch.setattr(cache, "__version__", "1")
-    monkeypatch.setattr(cache, "_tokenizer_facts", lambda tokenizer: ["tokenizer"])
-    monkeypatch.setattr(cache.metadata, "version", lambda package: "1")
+    monkeypatch.setattr(row_cache, "_own_code", lambda: "code")
+    monkeypatch.setattr(row_cache, "__version__", "1")
+    monkeypatch.setattr(row_cache, "_tokenizer_facts", lambda tokenizer: ["tokenizer"])
+    monkeypatch.setattr(row_cache.metadata, "version", lambda package: "1")
     recipe, row = RECIPES[key]
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")

@@ -13,7 +13,7 @@ from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data import ChatOptions, Source, prepare
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.rows import Conversation, detect_type, normalise
+from streamtune.data.row_types import Conversation, detect_type, normalise
 from streamtune.errors import ArgumentError, DataError
 
 Write = Callable[..., str]

@@ -21,7 +21,7 @@ from streamtune.data.reading.readers import Row, read_data_file
 from streamtune.data.reading.sources import Source
 from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.render import PromptRenderer, RowRenderer
-from streamtune.data.rows import normalise
+from streamtune.data.row_types import normalise
 from streamtune.errors import DataError
 
 Write = Callable[..., str]

@@ -7,7 +7,7 @@ import pytest
 
 from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data import Example, Pieces, cut_rows
-from streamtune.data.records import Stored, spill
+from streamtune.data.record_table import Stored, spill
 
 
 def stored(rows: list[Example]) -> Stored[Example]:

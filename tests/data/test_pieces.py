@@ -19,7 +19,7 @@ from streamtune.data import prepare
 from streamtune.data.reading.sources import Source
 from streamtune.data.rendering import pieces, tokens
 from streamtune.data.rendering.borders import BORDER, cut_rule
-from streamtune.data.rendering.pieces import PieceTokenizer
+from streamtune.data.rendering.long_text import PieceTokenizer
 from streamtune.errors import DataError
 
 LLAMA3 = (

@@ -10,7 +10,7 @@ import pytest
 
 from streamtune.data.preferences import Answers, detect_preference_type, normalise_preference
 from streamtune.data.reading.readers import Row
-from streamtune.data.rows import Conversation, PromptCompletion, detect_type
+from streamtune.data.row_types import Conversation, PromptCompletion, detect_type
 from streamtune.errors import DataError
 
 Message = dict[str, Any]

@@ -232,7 +232,7 @@ def test_no_file_is_left_behind(prepared: Prepared, write: Write, tmp_path: Path
 def test_more_tokens_than_one_batch_of_the_store_holds(
     prepared: Prepared, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("streamtune.data.records._FLUSH_TOKENS", 10)
+    monkeypatch.setattr("streamtune.data.record_table._FLUSH_TOKENS", 10)
     data = prepared(write("a.jsonl", [{"text": f"The answer is {n}"} for n in range(50)]))
     assert [example.origin.rpartition(":")[2] for example in data.train] == [str(n) for n in range(1, 51)]
 
@@ -268,7 +268,7 @@ def test_rows_are_read_back_from_pages_that_were_released(
 ) -> None:
     path = write("a.jsonl", [{"text": f"The answer is {n}"} for n in range(50)])
     kept = [(list(row.input_ids), list(row.labels), row.origin) for row in prepared(path).train]
-    monkeypatch.setattr("streamtune.data.records._RESIDENT", 0)
+    monkeypatch.setattr("streamtune.data.record_table._RESIDENT", 0)
     data = prepared(path)
     rows = list(data.train)  # their ids are views of the pages
     assert [(list(row.input_ids), list(row.labels), row.origin) for row in rows] == kept

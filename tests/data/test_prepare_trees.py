@@ -322,5 +322,5 @@ def test_more_tokens_than_one_batch_of_the_store_holds(
 ) -> None:
     rows = [pair(f"prompt {n}?", f" good {n}") for n in range(50)]
     whole = list(prepared(write("a.jsonl", rows)).train)
-    monkeypatch.setattr("streamtune.data.records._FLUSH_TOKENS", 10)
+    monkeypatch.setattr("streamtune.data.record_table._FLUSH_TOKENS", 10)
     assert list(prepared(write("a.jsonl", rows)).train) == whole

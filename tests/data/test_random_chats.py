@@ -13,7 +13,7 @@ from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.rows import Conversation, detect_type, normalise
+from streamtune.data.row_types import Conversation, detect_type, normalise
 
 TEMPLATES = ("chatml", "qwen3", "llama31", "phi4", "gemma3", "granite", "mistral3", "gpt_oss")
 WITH_TOOLS = {"chatml", "qwen3", "llama31", "granite", "mistral3", "gpt_oss"}

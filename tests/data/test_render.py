@@ -13,7 +13,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.rendering.tokens import Rendered, _extents
-from streamtune.data.rows import Content, Conversation, Document, PromptCompletion
+from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion
 from streamtune.errors import ArgumentError, DataError
 
 MakeTokenizer = Callable[..., PreTrainedTokenizerFast]

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from streamtune.data.preferences import detect_preference_type, normalise_preference
 from streamtune.data.reading.readers import Row
-from streamtune.data.records import Tree
+from streamtune.data.record_table import Tree
 from streamtune.data.rendering.render import TreeRenderer
 from streamtune.errors import DataError
 

@@ -10,7 +10,7 @@ import pytest
 
 from streamtune.data.preferences import normalise_preference
 from streamtune.data.reading.readers import Row
-from streamtune.data.rows import Content, Conversation, Document, PromptCompletion, detect_type, normalise
+from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion, detect_type, normalise
 from streamtune.errors import DataError
 
 CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]

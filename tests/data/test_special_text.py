@@ -21,7 +21,7 @@ from streamtune.data.reading.sources import Source
 from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.render import PromptRenderer, RowRenderer, TreeRenderer
 from streamtune.data.rendering.tokens import Rendered
-from streamtune.data.rows import normalise
+from streamtune.data.row_types import normalise
 from streamtune.errors import ArgumentError, DataError
 
 SPLIT = ChatOptions(split_special_tokens=True)

@@ -17,7 +17,7 @@ from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.turns import TurnRenderer
-from streamtune.data.rows import normalise
+from streamtune.data.row_types import normalise
 
 Message = dict[str, Any]
 

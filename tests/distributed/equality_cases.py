@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import streamtune
 from streamtune import models, train
 from streamtune.data import Tree, assign_rows, collate
-from streamtune.data.records import Example
+from streamtune.data.record_table import Example
 from streamtune.distributed.deepspeed_config import PRESETS
 from streamtune.models.quantize import quantize
 from streamtune.recipe import DpoRecipe, Recipe

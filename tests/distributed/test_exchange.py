@@ -27,7 +27,7 @@ PICKLING = (
 )  # fmt: skip
 """Functions of torch.distributed that send objects as pickles."""
 READS_PICKLES = {
-    "data/records.py",
+    "data/record_table.py",
     "data/rendering/pool.py",
     "quiet.py",
     "templates/worker.py",

@@ -13,7 +13,7 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from streamtune.base.patterns import find_matches, is_found, wrong_pattern
-from streamtune.data.rendering.pieces import PieceTokenizer
+from streamtune.data.rendering.long_text import PieceTokenizer
 from streamtune.errors import ArgumentError
 from streamtune.models import load_tokenizer, train_tokenizer
 from streamtune.models.adapters.add import AdapterSpec, add_adapters

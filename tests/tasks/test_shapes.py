@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from streamtune import data
-from streamtune.data.records import Stored, Tree, spill
+from streamtune.data.record_table import Stored, Tree, spill
 from streamtune.plan.simulate.scored import Scored
 from streamtune.recipe import DpoRecipe, GrpoRecipe, Recipe
 from streamtune.tasks import task_of

@@ -17,7 +17,7 @@ from .pages import replace_page
 from .programs import PARTS, load
 
 if TYPE_CHECKING:
-    from streamtune.data.inspect import RowView, TokenGap, TokenRun
+    from streamtune.data.inspect_rows import RowView, TokenGap, TokenRun
     from streamtune.run.inspect import Inspection
 
 SHOWN_TOKENS = 320
@@ -30,7 +30,7 @@ def _clear_cache(wanted: bool) -> None:
     """Delete all prepared rows, and end the command."""
     if not wanted:
         return
-    from streamtune.data.cache import RowCache
+    from streamtune.data.row_cache import RowCache
 
     cache = RowCache(cache_folder() / "rows")
     entries, size = cache.clear()

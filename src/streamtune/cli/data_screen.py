@@ -11,8 +11,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from streamtune.base.secrets import plain
-from streamtune.data.inspect import RowPart, RowView, TokenGap, TokenRun
-from streamtune.data.report import EPOCH_COLUMNS, SourceReport, epoch_table
+from streamtune.data.data_report import EPOCH_COLUMNS, SourceReport, epoch_table
+from streamtune.data.inspect_rows import RowPart, RowView, TokenGap, TokenRun
 
 from .console import make_table, out, print_rows, print_table, print_title
 from .plan import bar

@@ -1,9 +1,9 @@
 """Data: from files, the hub or the standard library to token ids, labels and batches.
 
-    reading -> rows, preferences -> rendering -> fit -> records, report   (prepare)
-    cache: rows prepared before, from the same contents                    (prepare)
-    batches                                                               (every step)
-    inspect, inspect_lengths: prepared rows as text, and what other lengths would lose (streamtune data)
+    reading -> row_types, preferences -> rendering -> fit -> record_table, data_report   (prepare)
+    row_cache: rows prepared before, from the same contents                              (prepare)
+    batches                                                                              (every step)
+    inspect_rows, inspect_lengths: prepared rows as text; what other lengths would lose  (streamtune data)
 
 ``faults`` collects the rows that cannot be read or trained on, ``counts`` what rendering finds in the others.
 Import order is that of the arrows, right to left; nothing here knows a model or a recipe.
@@ -11,6 +11,9 @@ Import order is that of the arrows, right to left; nothing here knows a model or
 
 from __future__ import annotations
 
+from streamtune.data.answer_ends import trained_ends
+from streamtune.data.batches.assign_rows import assign_rows
+from streamtune.data.batches.bucket_pieces import Pieces, cut_rows
 from streamtune.data.batches.collate import (
     Batch,
     PackedBatch,
@@ -21,13 +24,11 @@ from streamtune.data.batches.completions import CollatedTrees, collate_trees
 from streamtune.data.batches.measure import BatchFacts, EpochLayout, concat_squares, lay_out
 from streamtune.data.batches.medoids import Choice, choose_rows, small_sources
 from streamtune.data.batches.mixture import Mixture
-from streamtune.data.batches.pieces import Pieces, cut_rows
 from streamtune.data.batches.prefixes import collate_prefixes
-from streamtune.data.batches.ranks import assign_rows
 from streamtune.data.batches.sampler import Packs, ResumableSampler, pack_rows
-from streamtune.data.batches.steps import EpochSteps, StepSampler, bucket_steps, token_steps
-from streamtune.data.cache import RowCache, fingerprint_stream
-from streamtune.data.ends import trained_ends
+from streamtune.data.batches.token_steps import EpochSteps, StepSampler, bucket_steps, token_steps
+from streamtune.data.data_report import CompletionReport as CompletionReport
+from streamtune.data.data_report import DataReport
 from streamtune.data.fit import COMPLETION_OVERLENGTH as COMPLETION_OVERLENGTH
 from streamtune.data.fit import IDENTICAL_PAIRS, OVERLENGTH
 from streamtune.data.fit.parts import EvalSet
@@ -50,13 +51,12 @@ from streamtune.data.prepare import (
 )
 from streamtune.data.reading.builtin import ARITHMETIC_PATH, PREFERENCES_PATH, STDLIB_PATH
 from streamtune.data.reading.sources import Source
-from streamtune.data.records import Example, Prompt, Tree, gather_columns, measure_trees
+from streamtune.data.record_table import Example, Prompt, Tree, gather_columns, measure_trees
 from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.policy import RowPolicy
 from streamtune.data.rendering.render import TRAIN_ON, PromptRenderer
-from streamtune.data.report import CompletionReport as CompletionReport
-from streamtune.data.report import DataReport
-from streamtune.data.rows import PROMPT_TYPES, ROW_TYPES
+from streamtune.data.row_cache import RowCache, fingerprint_stream
+from streamtune.data.row_types import PROMPT_TYPES, ROW_TYPES
 
 __all__ = [
     "ARITHMETIC_PATH",

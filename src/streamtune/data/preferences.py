@@ -34,7 +34,7 @@ from streamtune.data.reading.cells import (
 )
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.renderings import common_prefix
-from streamtune.data.rows import Conversation, PromptCompletion
+from streamtune.data.row_types import Conversation, PromptCompletion
 from streamtune.errors import DataError, did_you_mean
 
 PREFERENCE_TYPES = ("preference", "unpaired")

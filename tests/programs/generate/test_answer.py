@@ -12,7 +12,7 @@ import torch
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.rows import normalise
+from streamtune.data.row_types import normalise
 from streamtune.errors import ArgumentError
 from streamtune.programs.generate import answer as answering
 from streamtune.programs.generate.answer import Answer, Answerer, GenerateOptions, PromptEncoder, load_answerer

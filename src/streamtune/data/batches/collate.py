@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamtune.base.labels import IGNORE_INDEX
-from streamtune.data.records import Example
+from streamtune.data.record_table import Example
 
 
 class Batch(TypedDict):

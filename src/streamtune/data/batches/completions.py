@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.batches.prefixes import PrefixTree
-from streamtune.data.records import Tree
+from streamtune.data.record_table import Tree
 
 
 class CollatedTrees(TypedDict):

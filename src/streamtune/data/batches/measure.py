@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from streamtune.data.batches.steps import EpochSteps
+from streamtune.data.batches.token_steps import EpochSteps
 
 Numbers = npt.NDArray[np.int64]
 

@@ -24,7 +24,7 @@ import torch
 from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.batches.collate import Batch
 from streamtune.data.batches.sampler import Packs
-from streamtune.data.records import Example, common_beginning
+from streamtune.data.record_table import Example, common_beginning
 
 Ids = npt.NDArray[np.int32]
 

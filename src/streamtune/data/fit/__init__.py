@@ -13,9 +13,9 @@ from streamtune.data.fit.length_fit import (
     Prepared,
     check_choice,
 )
-from streamtune.data.fit.prompts import PROMPT_SIDES, PromptFit
-from streamtune.data.fit.rows import RowFit
-from streamtune.data.fit.trees import LengthPolicy, TreeFit
+from streamtune.data.fit.prompt_fit import PROMPT_SIDES, PromptFit
+from streamtune.data.fit.row_fit import RowFit
+from streamtune.data.fit.tree_fit import LengthPolicy, TreeFit
 from streamtune.data.rendering.policy import OVERLENGTH
 
 __all__ = [

@@ -14,9 +14,10 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from streamtune.data.batches.bucket_pieces import Pieces
 from streamtune.data.batches.mixture import Mixture
-from streamtune.data.batches.pieces import Pieces
 from streamtune.data.batches.sampler import Packs
+from streamtune.data.data_report import CompletionReport, DataReport, SourceReport, length_percentiles
 from streamtune.data.fit.digests import Digests
 from streamtune.data.fit.parts import (
     EvalSet,
@@ -28,8 +29,7 @@ from streamtune.data.fit.parts import (
     split_sets,
 )
 from streamtune.data.reading.sources import Source
-from streamtune.data.records import MappedTable, Record, Stored, TableWriter
-from streamtune.data.report import CompletionReport, DataReport, SourceReport, length_percentiles
+from streamtune.data.record_table import MappedTable, Record, Stored, TableWriter
 from streamtune.errors import ArgumentError, DataError
 
 COMPLETION_OVERLENGTH = ("error", "truncate", "drop")

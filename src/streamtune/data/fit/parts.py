@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from streamtune.data.batches.mixture import Mixture, mix
+from streamtune.data.data_report import SourceReport
 from streamtune.data.fit.digests import Digests
 from streamtune.data.reading.sources import Source
-from streamtune.data.report import SourceReport
 from streamtune.errors import DataError
 
 HELD_OUT = "held_out"

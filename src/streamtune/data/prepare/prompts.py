@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from streamtune.data.cache import RowCache
+from streamtune.data.data_report import CompletionReport
 from streamtune.data.fit import COMPLETION_OVERLENGTH, PROMPT_SIDES, Prepared, PromptFit, check_choice
-from streamtune.data.prepare.reading import Reading, read_and_fit
+from streamtune.data.prepare.row_kind import Reading, read_and_fit
 from streamtune.data.reading.cells import TextOrMessages, texts_of
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import Source, typed_rows
-from streamtune.data.records import Prompt
+from streamtune.data.record_table import Prompt
 from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions
 from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.render import PromptRenderer
 from streamtune.data.rendering.renderings import require_template
-from streamtune.data.report import CompletionReport
-from streamtune.data.rows import PROMPT_TYPES, detect_prompt_type, prompt_of
+from streamtune.data.row_cache import RowCache
+from streamtune.data.row_types import PROMPT_TYPES, detect_prompt_type, prompt_of
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from streamtune.data.reading.cells import has_system, texts_of, tools_of, variab
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import Source, typed_rows
 from streamtune.data.rendering.counts import ChatOptions
-from streamtune.data.rows import (
+from streamtune.data.row_types import (
     PROMPT_TYPES,
     ROW_TYPES,
     Conversation,

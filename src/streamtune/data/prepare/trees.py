@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from streamtune.data.cache import RowCache
+from streamtune.data.data_report import CompletionReport
 from streamtune.data.fit import IDENTICAL_PAIRS, LengthPolicy, Prepared, TreeFit, check_choice
 from streamtune.data.preferences import (
     PREFERENCE_TYPES,
@@ -19,14 +19,14 @@ from streamtune.data.preferences import (
     normalise_preference,
     preference_columns_read,
 )
-from streamtune.data.prepare.reading import Reading, read_and_fit
+from streamtune.data.prepare.row_kind import Reading, read_and_fit
 from streamtune.data.reading.sources import Source, typed_rows
-from streamtune.data.records import Tree
+from streamtune.data.record_table import Tree
 from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions
 from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.render import TreeRenderer
 from streamtune.data.rendering.renderings import require_template
-from streamtune.data.report import CompletionReport
+from streamtune.data.row_cache import RowCache
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:

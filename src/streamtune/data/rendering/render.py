@@ -31,10 +31,10 @@ from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.preferences import Answers
 from streamtune.data.reading.cells import TextOrMessages, has_system, prompt_digest, tools_and_form, variables_of
 from streamtune.data.reading.readers import Row
-from streamtune.data.records import Prompt, Tree
+from streamtune.data.record_table import Prompt, Tree
 from streamtune.data.rendering.chat import ChatRenderer, ChatTurn, RenderedChat
 from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions, RenderLog
-from streamtune.data.rendering.pieces import PieceTokenizer
+from streamtune.data.rendering.long_text import PieceTokenizer
 from streamtune.data.rendering.policy import RowPolicy
 from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.reasoning import reasoning_of
@@ -42,7 +42,7 @@ from streamtune.data.rendering.renderings import Message, check_unicode, render_
 from streamtune.data.rendering.specials import SpecialText
 from streamtune.data.rendering.tokens import MaskTokenizer, Rendered, TextTokens
 from streamtune.data.rendering.variables import TemplateVariables
-from streamtune.data.rows import Content, Conversation, Document, PromptCompletion, size_of
+from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion, size_of
 from streamtune.data.templates import render_ahead
 from streamtune.errors import ArgumentError, DataError
 

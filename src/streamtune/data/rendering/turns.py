@@ -15,7 +15,7 @@ from streamtune.data.rendering.policy import RowPolicy
 from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rendering.tokens import Rendered
-from streamtune.data.rows import Content, Conversation
+from streamtune.data.row_types import Content, Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

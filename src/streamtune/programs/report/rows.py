@@ -9,8 +9,8 @@ from string import Template
 from typing import Any
 
 from streamtune.base.secrets import plain
-from streamtune.data.inspect import RowPart, RowView, TokenGap
-from streamtune.data.report import EPOCH_COLUMNS, SourceReport, epoch_table
+from streamtune.data.data_report import EPOCH_COLUMNS, SourceReport, epoch_table
+from streamtune.data.inspect_rows import RowPart, RowView, TokenGap
 from streamtune.run.inspect import Inspection
 
 MOST_TOKENS = 600

@@ -58,7 +58,7 @@ import numpy as np
 
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.rows import detect_type, normalise
+from streamtune.data.row_types import detect_type, normalise
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:

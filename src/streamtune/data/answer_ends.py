@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streamtune.base.labels import IGNORE_INDEX
-from streamtune.data.records import Example, Tree
+from streamtune.data.record_table import Example, Tree
 from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.rows import Conversation
+from streamtune.data.row_types import Conversation
 from streamtune.errors import StreamTuneError
 
 if TYPE_CHECKING:

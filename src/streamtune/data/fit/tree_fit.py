@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from streamtune.data.data_report import CompletionReport, length_percentiles
 from streamtune.data.fit.length_fit import COMPLETION_OVERLENGTH, LengthFit, Notify, check_choice, have
-from streamtune.data.records import TableWriter, Tree
-from streamtune.data.report import CompletionReport, length_percentiles
+from streamtune.data.record_table import TableWriter, Tree
 from streamtune.errors import ArgumentError, DataError
 
 

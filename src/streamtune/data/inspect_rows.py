@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.fit import Prepared
-from streamtune.data.records import Example, Prompt, Record, Tree
+from streamtune.data.record_table import Example, Prompt, Record, Tree
 from streamtune.data.rendering.renderings import common_prefix
 
 if TYPE_CHECKING:

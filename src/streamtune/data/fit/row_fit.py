@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from streamtune.base.labels import IGNORE_INDEX
+from streamtune.data.data_report import DataReport
 from streamtune.data.fit.cuts import Kept, cut_row, least_kept, split_row
 from streamtune.data.fit.length_fit import LengthFit, Notify, have
-from streamtune.data.records import Example, IntArray, TableWriter
+from streamtune.data.record_table import Example, IntArray, TableWriter
 from streamtune.data.rendering.policy import RowPolicy
 from streamtune.data.rendering.tokens import Rendered
-from streamtune.data.report import DataReport
 from streamtune.errors import DataError
 
 

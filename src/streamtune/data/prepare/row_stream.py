@@ -19,16 +19,16 @@ import numpy as np
 
 from streamtune.data.faults import BadRows
 from streamtune.data.fit import RowFit
-from streamtune.data.prepare.reading import Reading
-from streamtune.data.prepare.rows import read_contents
+from streamtune.data.prepare.examples import read_contents
+from streamtune.data.prepare.row_kind import Reading
 from streamtune.data.reading.contents import StreamedFiles
 from streamtune.data.reading.sources import Source
-from streamtune.data.records import Example, Record, TableWriter
+from streamtune.data.record_table import Example, Record, TableWriter
 from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions, RenderLog
 from streamtune.data.rendering.policy import RowPolicy
 from streamtune.data.rendering.pool import Item, rendering
 from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.rows import Content
+from streamtune.data.row_types import Content
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:

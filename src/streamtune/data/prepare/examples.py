@@ -13,12 +13,12 @@ import numpy as np
 
 from streamtune.data.batches.prefixes import pack_turns
 from streamtune.data.batches.sampler import Packs, pack_parts
-from streamtune.data.cache import RowCache
+from streamtune.data.data_report import DataReport
 from streamtune.data.fit import Prepared, RowFit
 from streamtune.data.fit.parts import make_mixture, set_bounds, share_epoch
-from streamtune.data.prepare.reading import Reading, read_and_fit
+from streamtune.data.prepare.row_kind import Reading, read_and_fit
 from streamtune.data.reading.sources import Source, typed_rows
-from streamtune.data.records import Example, Stored
+from streamtune.data.record_table import Example, Stored
 from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions
 from streamtune.data.rendering.policy import RowPolicy
 from streamtune.data.rendering.pool import Item
@@ -26,8 +26,8 @@ from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rendering.renderings import require_template
 from streamtune.data.rendering.tokens import Rendered
 from streamtune.data.rendering.turns import TurnRenderer
-from streamtune.data.report import DataReport
-from streamtune.data.rows import (
+from streamtune.data.row_cache import RowCache
+from streamtune.data.row_types import (
     ROW_TYPES,
     Content,
     Conversation,

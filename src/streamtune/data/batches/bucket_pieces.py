@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamtune.base.labels import IGNORE_INDEX
-from streamtune.data.records import Example, Stored
+from streamtune.data.record_table import Example, Stored
 
 Numbers = npt.NDArray[np.int64]
 

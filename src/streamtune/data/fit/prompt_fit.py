@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from streamtune.data.data_report import CompletionReport, length_percentiles
 from streamtune.data.fit.length_fit import LengthFit, have
-from streamtune.data.records import Prompt, TableWriter
-from streamtune.data.report import CompletionReport, length_percentiles
+from streamtune.data.record_table import Prompt, TableWriter
 from streamtune.errors import DataError
 
 PROMPT_SIDES = ("auto", "left", "middle")

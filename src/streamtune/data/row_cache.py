@@ -42,7 +42,7 @@ from streamtune.data.fit import LengthFit
 from streamtune.data.fit.state import load_fit, save_fit
 from streamtune.data.reading.contents import FileHashes, StreamedFiles, fingerprint_rows, fingerprint_source
 from streamtune.data.reading.sources import Source
-from streamtune.data.records import ROWS, MappedTable, Record, TableWriter, spill
+from streamtune.data.record_table import ROWS, MappedTable, Record, TableWriter, spill
 from streamtune.data.templates import fixed_date
 from streamtune.errors import StorageError
 

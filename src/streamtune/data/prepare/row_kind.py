@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from streamtune.data.cache import RowCache, fit_rows
 from streamtune.data.faults import ON_BAD_ROW, BadRows
 from streamtune.data.fit import LengthFit, check_choice
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import BUILT_IN, Source, with_progress
-from streamtune.data.records import MappedTable, Record, TableWriter
+from streamtune.data.record_table import MappedTable, Record, TableWriter
 from streamtune.data.rendering.counts import RenderLog
 from streamtune.data.rendering.pool import Item, Rendered, Renderer, rendering
+from streamtune.data.row_cache import RowCache, fit_rows
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:
