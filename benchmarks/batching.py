@@ -57,9 +57,8 @@ def read_corpus(max_length: int) -> data.PreparedData:
     """Return the rows as token ids, longer ones split."""
     sources = [data.Source("python-stdlib")]
     tokenizer = models.train_tokenizer(data.iter_texts(sources), vocab_size=CONFIG["vocab_size"])
-    return data.prepare(
-        sources, tokenizer, max_length=max_length, overlength="split", train_on="all", packing=True, seed=0
-    )
+    options = data.DataOptions(max_length=max_length, overlength="split", train_on="all", packing=True, seed=0)
+    return data.prepare(sources, tokenizer, options)
 
 
 def attention_table(prepared: data.PreparedData, pieces: data.Pieces, max_length: int) -> list[str]:

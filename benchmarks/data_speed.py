@@ -50,13 +50,13 @@ def run(who: str, kind: str, path: Path, vocabulary: Path, processes: int) -> No
         import datasets  # before the clock starts, as everything is
         import torch  # noqa: F401
 
-        from streamtune.data import Source, prepare
+        from streamtune.data import DataOptions, Source, prepare
         from streamtune.models.tokenizer import read_trained_tokenizer
 
     tokenizer = read_trained_tokenizer(vocabulary.read_text())
     before = _seconds()
     if who == "streamtune":
-        prepared = prepare([Source(str(path))], tokenizer, max_length=1_000_000, processes=processes)
+        prepared = prepare([Source(str(path))], tokenizer, DataOptions(max_length=1_000_000, processes=processes))
         tokens, trained = prepared.report.tokens, prepared.report.supervised_tokens
     else:
         loaded = datasets.load_dataset(

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from preparing import prepare, prepare_preferences, prepare_prompts, prepare_unpaired
 from tests.sft_kit import FIXED, RECIPE, write_recipe
 from tests.sft_kit import run as run_recipe
 
-from streamtune.data import iter_texts, prepare, prepare_preferences, prepare_prompts, prepare_unpaired
+from streamtune.data import iter_texts
 from streamtune.data.reading.sources import Source
 from streamtune.errors import ArgumentError, DataError, RecipeError
 from streamtune.recipe.loader import load_recipe
@@ -225,11 +226,11 @@ def test_a_run_keeps_the_rows_that_it_left_out(write: Write, tmp_path: Path, mon
 
 CHILD = """
 import sys
-from streamtune.data import prepare
+from streamtune.data import DataOptions, prepare
 from streamtune.data.reading.sources import Source
 from streamtune.models import train_tokenizer
 try:
-    prepare([Source(sys.argv[1])], train_tokenizer(["a b c"], vocab_size=300), max_length=10**6)
+    prepare([Source(sys.argv[1])], train_tokenizer(["a b c"], vocab_size=300), DataOptions(max_length=10**6))
 except Exception as error:
     print(type(error).__name__, "|", error.what, "|", error.where, "|", error.mend)
 """

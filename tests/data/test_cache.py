@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from preparing import prepare, prepare_preferences, prepare_prompts
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.base.result_cache import CacheFile
-from streamtune.data import ChatOptions, RowCache, Source, prepare, prepare_preferences, prepare_prompts
+from streamtune.data import ChatOptions, RowCache, Source
 from streamtune.data.reading import contents
 from streamtune.data.reading.contents import FileHashes
 from streamtune.data.templates import fix_date

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
+from preparing import prepare, prepare_preferences, prepare_prompts, prepare_unpaired
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.data import Source, iter_texts, prepare, prepare_preferences, prepare_prompts, prepare_unpaired
+from streamtune.data import Source, iter_texts
 from streamtune.data.reading.builtin import (
     COLOURS,
     NUM_PREFERENCES,

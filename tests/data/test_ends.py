@@ -12,9 +12,9 @@ from test_golden_chats import ROWS, WITHOUT_TOOLS
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.data.answer_ends import trained_ends
+from streamtune.data.options import ChatOptions
 from streamtune.data.reading.readers import Row
 from streamtune.data.record_table import Example, Prompt, Tree
-from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.row_types import normalise
 

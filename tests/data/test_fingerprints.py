@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from preparing import prepare, prepare_preferences, prepare_prompts, prepare_unpaired
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trained_tokenizers import read_template
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.data import Source, prepare, prepare_preferences, prepare_prompts, prepare_unpaired
+from streamtune.data import Source
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 

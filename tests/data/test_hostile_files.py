@@ -17,8 +17,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from preparing import prepare
 
-from streamtune.data import prepare
 from streamtune.data.reading import files
 from streamtune.data.reading.sources import Source
 from streamtune.errors import DataError, UserError

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from preparing import prepare, prepare_preferences
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.data import PreparedData, ResumableSampler, Source, pack_rows, prepare, prepare_preferences
+from streamtune.data import PreparedData, ResumableSampler, Source, pack_rows
 from streamtune.data.inspect_lengths import LengthChoice, choose_lengths, histogram, padding_share
 from streamtune.data.inspect_rows import RowInspector, TokenGap, TokenRun, decode_pieces, shown_ranges
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from preparing import prepare
 from trained_tokenizers import read_template, train_bpe, wrap
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.data import PreparedData, prepare
+from streamtune.data import PreparedData
 from streamtune.data.fit.cuts import Kept, cut_row, last_answer, least_kept, split_row
+from streamtune.data.options import SPLIT_AT, RowPolicy
 from streamtune.data.reading.sources import Source
-from streamtune.data.rendering.policy import SPLIT_AT, RowPolicy
 from streamtune.errors import ArgumentError, DataError
 
 Prepare = Callable[..., PreparedData]

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from fixed_tokenizer import fixed_tokenizer
+from preparing import prepare
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.base.labels import IGNORE_INDEX
-from streamtune.data import ChatOptions, Source, prepare
+from streamtune.data import ChatOptions, Source
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.row_types import Conversation, detect_type, normalise

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from preparing import prepare
 
-from streamtune.data import ResumableSampler, Source, prepare
+from streamtune.data import ResumableSampler, Source
 from streamtune.data.batches.mixture import Mixture, mix
 from streamtune.errors import DataError
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from preparing import prepare
 
-from streamtune.data import Example, PreparedData, Source, collate, collate_packed, pack_rows, prepare
+from streamtune.data import Example, PreparedData, Source, collate, collate_packed, pack_rows
 
 LENGTHS = {
     "ragged": np.random.RandomState(0).randint(1, 400, size=500),

@@ -11,15 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
+from preparing import prepare
 from trained_tokenizers import read_template, wrap
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.data import prepare
 from streamtune.data.faults import BadRows
+from streamtune.data.options import ChatOptions
 from streamtune.data.reading.files import local_file
 from streamtune.data.reading.readers import Row, read_data_file
 from streamtune.data.reading.sources import Source
-from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.render import PromptRenderer, RowRenderer
 from streamtune.data.row_types import normalise
 from streamtune.errors import DataError

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from preparing import prepare
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from trained_tokenizers import CORPUS, SPECIAL, read_template, wrap
 
-from streamtune.data import prepare
 from streamtune.data.reading.sources import Source
 from streamtune.data.rendering import pieces, tokens
 from streamtune.data.rendering.borders import BORDER, cut_rule
@@ -194,7 +194,7 @@ def test_memory_of_a_long_row(kind: str, overlength: str, tmp_path: Path) -> Non
 MEASURE = """
 import resource, sys
 from transformers import AutoTokenizer
-from streamtune.data import prepare
+from streamtune.data import DataOptions, prepare
 from streamtune.data.reading.sources import Source
 
 def peak():
@@ -202,9 +202,10 @@ def peak():
 
 folder, path, short, limit, overlength = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(folder)
-prepare([Source(short)], tokenizer, max_length=64)
+prepare([Source(short)], tokenizer, DataOptions(max_length=64))
 before = peak()
-found = prepare([Source(path), Source(short)], tokenizer, max_length=int(limit), overlength=overlength)
+options = DataOptions(max_length=int(limit), overlength=overlength)
+found = prepare([Source(path), Source(short)], tokenizer, options)
 print(peak() - before, found.report.length_percentiles["max"])
 """
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from preparing import prepare, prepare_preferences, prepare_prompts
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.data import ChatOptions, Source, prepare, prepare_preferences, prepare_prompts
+from streamtune.data import ChatOptions, Source
 from streamtune.data.templates import fix_date
 from streamtune.errors import DataError, RunError
 from streamtune.models.tokenizer import train_tokenizer

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from preparing import prepare
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.data import DataReport, Example, PreparedData, Source, iter_texts, prepare
+from streamtune.data import DataReport, Example, PreparedData, Source, iter_texts
 from streamtune.errors import ArgumentError, DataError
 
 Write = Callable[..., str]

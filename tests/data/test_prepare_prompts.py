@@ -10,10 +10,11 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
+from preparing import prepare_prompts
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.data import PreparedPrompts, Source, gather_columns, prepare_prompts
+from streamtune.data import PreparedPrompts, Source, gather_columns
 from streamtune.errors import ArgumentError, DataError
 
 Write = Callable[..., str]

@@ -11,20 +11,10 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
+from preparing import prepare, prepare_preferences, prepare_unpaired
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.data import (
-    PREFERENCE_TYPES,
-    PROMPT_TYPES,
-    ROW_TYPES,
-    PreparedTrees,
-    Source,
-    Tree,
-    iter_texts,
-    prepare,
-    prepare_preferences,
-    prepare_unpaired,
-)
+from streamtune.data import PREFERENCE_TYPES, PROMPT_TYPES, ROW_TYPES, PreparedTrees, Source, Tree, iter_texts
 from streamtune.data import CompletionReport as CompletionReport
 from streamtune.data.reading.sources import READ_BY
 from streamtune.errors import ArgumentError, DataError

@@ -10,8 +10,8 @@ import pytest
 from fixed_tokenizer import fixed_tokenizer
 
 from streamtune.base.labels import IGNORE_INDEX
+from streamtune.data.options import ChatOptions
 from streamtune.data.reading.readers import Row
-from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.row_types import Conversation, detect_type, normalise
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from fixed_tokenizer import fixed_tokenizer
+from preparing import prepare, prepare_preferences, prepare_prompts
 from tokenizers import Tokenizer, processors
 from trained_tokenizers import read_template, wrap
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.base.labels import IGNORE_INDEX
-from streamtune.data import ChatOptions, Source, prepare, prepare_preferences, prepare_prompts
+from streamtune.data import ChatOptions, Source
 from streamtune.data.templates import fix_date
 from streamtune.errors import ArgumentError, DataError, UserError
 from streamtune.models.tokenizer import set_chat_template

@@ -8,17 +8,17 @@ from functools import partial
 from typing import Any
 
 import pytest
+from preparing import prepare, prepare_prompts
 from published import published
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from trained_tokenizers import CORPUS, SPECIAL, read_template, train_bpe, wrap
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from streamtune.base.labels import IGNORE_INDEX
-from streamtune.data import prepare, prepare_prompts
+from streamtune.data.options import ChatOptions
 from streamtune.data.preferences import normalise_preference
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import Source
-from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.render import PromptRenderer, RowRenderer, TreeRenderer
 from streamtune.data.rendering.tokens import Rendered
 from streamtune.data.row_types import normalise

@@ -13,8 +13,8 @@ from published import published
 from trained_tokenizers import read_template, wrap
 
 from streamtune.base.labels import IGNORE_INDEX
+from streamtune.data.options import ChatOptions
 from streamtune.data.reading.readers import Row
-from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.turns import TurnRenderer
 from streamtune.data.row_types import normalise

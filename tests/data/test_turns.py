@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from preparing import prepare
 
-from streamtune.data import ChatOptions, Example, collate_prefixes, prepare
+from streamtune.data import ChatOptions, Example, collate_prefixes
 from streamtune.data.batches.prefixes import PrefixTree, pack_turns
 from streamtune.data.reading.sources import Source
 from streamtune.errors import DataError

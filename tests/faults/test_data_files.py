@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streamtune.data import prepare
 from streamtune.data.reading import files
 from streamtune.data.reading.readers import READERS, read_file
 from streamtune.data.reading.sources import Source
 from streamtune.errors import DataError
 from streamtune.models import train_tokenizer
+from tests.data.preparing import prepare
 from tests.faults.figures import full, tell
 from tests.faults.memory import forget_peak, peak_mib
 

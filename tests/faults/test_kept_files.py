@@ -24,7 +24,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from streamtune.base.result_cache import MAGIC, CacheFile, cached_result
-from streamtune.data import Example, RowCache, Source, Tree, prepare
+from streamtune.data import Example, RowCache, Source, Tree
 from streamtune.data.reading import contents
 from streamtune.errors import ArgumentError, StorageError
 from streamtune.models import checkpoint_files, train_tokenizer
@@ -35,6 +35,7 @@ from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
 from streamtune.tasks.reference import compute_logps, read_logps
 from streamtune.tasks.taught import TaughtRows, TaughtWriter, num_targets, tokenizer_hash
+from tests.data.preparing import prepare
 from tests.faults.kit import report
 
 TEXTS = [f"the {n} quick brown foxes jump over {n * n} lazy dogs" for n in range(30)]

@@ -1,5 +1,6 @@
 """Data: from files, the hub or the standard library to token ids, labels and batches.
 
+    options: what a recipe says about its rows, passed whole to all that reads them
     reading -> row_types, preferences -> rendering -> fit -> record_table, data_report   (prepare)
     row_cache: rows prepared before, from the same contents                              (prepare)
     batches                                                                              (every step)
@@ -29,9 +30,15 @@ from streamtune.data.batches.sampler import Packs, ResumableSampler, pack_rows
 from streamtune.data.batches.token_steps import EpochSteps, StepSampler, bucket_steps, token_steps
 from streamtune.data.data_report import CompletionReport as CompletionReport
 from streamtune.data.data_report import DataReport
-from streamtune.data.fit import COMPLETION_OVERLENGTH as COMPLETION_OVERLENGTH
-from streamtune.data.fit import IDENTICAL_PAIRS, OVERLENGTH
 from streamtune.data.fit.parts import EvalSet
+from streamtune.data.options import (
+    COMPLETION_OVERLENGTH,
+    IDENTICAL_PAIRS,
+    OVERLENGTH,
+    ChatOptions,
+    DataOptions,
+    RowPolicy,
+)
 from streamtune.data.preferences import PREFERENCE_TYPES
 from streamtune.data.prepare import (
     ChatFrame,
@@ -40,7 +47,6 @@ from streamtune.data.prepare import (
     PreparedTrees,
     RowStream,
     StreamPosition,
-    StreamSettings,
     first_frame,
     holds_messages,
     iter_texts,
@@ -52,8 +58,6 @@ from streamtune.data.prepare import (
 from streamtune.data.reading.builtin import ARITHMETIC_PATH, PREFERENCES_PATH, STDLIB_PATH
 from streamtune.data.reading.sources import Source
 from streamtune.data.record_table import Example, Prompt, Tree, gather_columns, measure_trees
-from streamtune.data.rendering.counts import ChatOptions
-from streamtune.data.rendering.policy import RowPolicy
 from streamtune.data.rendering.render import TRAIN_ON, PromptRenderer
 from streamtune.data.row_cache import RowCache, fingerprint_stream
 from streamtune.data.row_types import PROMPT_TYPES, ROW_TYPES
@@ -76,6 +80,7 @@ __all__ = [
     "Choice",
     "CollatedTrees",
     "CompletionReport",
+    "DataOptions",
     "DataReport",
     "EpochLayout",
     "EpochSteps",
@@ -97,7 +102,6 @@ __all__ = [
     "Source",
     "StepSampler",
     "StreamPosition",
-    "StreamSettings",
     "Tree",
     "assign_rows",
     "bucket_steps",

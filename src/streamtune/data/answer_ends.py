@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streamtune.base.labels import IGNORE_INDEX
+from streamtune.data.options import ChatOptions
 from streamtune.data.record_table import Example, Tree
-from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.row_types import Conversation
 from streamtune.errors import StreamTuneError

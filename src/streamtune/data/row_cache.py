@@ -109,45 +109,43 @@ class RowCache:
                 kept.write(text.encode("utf-8"))
         return text, False
 
-    def key(
-        self,
-        record: type[Record],
-        sources: Sequence[Source],
-        tokenizer: PreTrainedTokenizerBase,
-        settings: Mapping[str, Any],
-        notify: Notify,
-    ) -> tuple[str, SourceContents] | None:
+    def key(self, made_of: MadeOf, notify: Notify) -> tuple[str, SourceContents] | None:
         """Return the name of an entry, and the contents it is of; None where they cannot be known."""
-        facts = _tokenizer_facts(tokenizer)
-        contents = SourceContents.of(sources, self.root, notify) if facts is not None else None
+        facts = _tokenizer_facts(made_of.tokenizer)
+        contents = SourceContents.of(made_of.sources, self.root, notify) if facts is not None else None
         if contents is None:
             return None
         versions = [__version__, _own_code(), *map(metadata.version, ("tokenizers", "transformers", "jinja2"))]
         # As Python writes it: JSON takes 1 and "1" for the same name, and has no dates.
-        everything = [record.__name__, contents.name, facts, repr(settings), versions]
+        everything = [made_of.record.__name__, contents.name, facts, repr(made_of.settings), versions]
         return _name(everything), contents
 
 
+@dataclass(frozen=True)
+class MadeOf:
+    """All that decides prepared rows."""
+
+    record: type[Record]
+    sources: Sequence[Source]
+    tokenizer: PreTrainedTokenizerBase
+    """the model's tokenizer, with its chat template"""
+    settings: Mapping[str, Any]
+    """all else, as plain values: what ``repr`` tells apart"""
+
+
 def fit_rows(
-    record: type[Record],
+    made_of: MadeOf,
     make: Callable[[TableWriter], FitT],
     fill: Callable[[FitT, Notify], None],
-    *,
-    sources: Sequence[Source],
-    tokenizer: PreTrainedTokenizerBase,
-    settings: Mapping[str, Any],
     cache: RowCache | None,
     notify: Notify,
 ) -> tuple[FitT, MappedTable]:
     """Return the rows that were prepared before from the same contents, or prepare them and keep them.
 
     Args:
-        record: The kind of records.
+        made_of: All that decides the rows.
         make: Makes an empty fit, given the writer of its records.
         fill: Reads, renders and fits every row; is given what to call with messages for the user.
-        sources: Where the rows come from.
-        tokenizer: The model's tokenizer, with its chat template.
-        settings: All else that decides the rows, as plain values: what ``repr`` tells apart.
         cache: Where prepared rows are kept; None keeps nothing.
         notify: Called with messages for the user: those of the time when rows were prepared are repeated.
 
@@ -161,17 +159,17 @@ def fit_rows(
         notify(message)
 
     def prepare(path: Path | None) -> tuple[FitT, MappedTable]:
-        with spill(record, path) as (writer, tables):
+        with spill(made_of.record, path) as (writer, tables):
             fit = make(writer)
             fill(fit, note)
         return fit, tables[0]
 
-    known = None if cache is None else cache.key(record, sources, tokenizer, settings, notify)
+    known = None if cache is None else cache.key(made_of, notify)
     if cache is None or known is None:
         return prepare(None)
     key, contents = known
     entry = cache.root / key
-    if (found := _read(entry, make(TableWriter(None, record.schema)), sources, notify)) is not None:
+    if (found := _read(entry, make(TableWriter(None, made_of.record.schema)), made_of.sources, notify)) is not None:
         return found
     if (unfinished := _new_folder(cache.root)) is None:
         notify(f"prepared rows are not kept: {cache.root} cannot be written to")

@@ -7,6 +7,7 @@ length, each with two completions of the rest; with one where the loss takes com
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -36,9 +37,7 @@ from streamtune.tasks.task import (
     RandomStep,
     ScoringTask,
     TrialStep,
-    chat_options,
     held_back,
-    row_cache,
 )
 
 if TYPE_CHECKING:
@@ -76,25 +75,15 @@ class Dpo(ScoringTask[DpoRecipe]):
         val_size: float | None = None,
     ) -> data.PreparedTrees:
         """See :meth:`Task.prepare`."""
-        recipe = self.recipe
-        prepare = data.prepare_unpaired if recipe.unpaired else data.prepare_preferences
+        prepare = data.prepare_unpaired if self.recipe.unpaired else data.prepare_preferences
         with held_back(notify) as notify_later:
-            return prepare(
-                sources,
-                tokenizer,
-                max_length=recipe.max_length,
-                max_prompt_length=recipe.max_prompt_length,
-                overlength=recipe.overlength,
-                identical_pairs=recipe.identical_pairs,
-                val_size=recipe.val_size if val_size is None else val_size,
-                seed=recipe.seed,
-                on_bad_row=recipe.on_bad_row,
-                max_bad_rows=recipe.max_bad_rows,
-                chat=chat_options(recipe),
-                processes=recipe.dataset_num_proc,
-                cache=row_cache(recipe),
-                notify=notify_later,
-            )
+            return prepare(sources, tokenizer, self.data_options(val_size), notify_later)
+
+    def data_options(self, val_size: float | None = None) -> data.DataOptions:
+        """See :meth:`Task.data_options`."""
+        recipe = self.recipe
+        options = super().data_options(val_size)
+        return replace(options, max_prompt_length=recipe.max_prompt_length, identical_pairs=recipe.identical_pairs)
 
     # --- shapes ------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,6 @@ from streamtune.tasks.task import (
     TrialStep,
     chat_options,
     held_back,
-    row_cache,
 )
 from streamtune.tasks.taught import TaughtRows
 from streamtune.train.sketch import RowSketch, value_weights
@@ -78,7 +77,7 @@ class Sft(Task[Recipe]):
                 source if source.evaluates else replace(source, max_rows=min(source.max_rows or SAMPLED, SAMPLED))
                 for source in sources
             ]
-        prepared = self._prepare(sources, tokenizer, notify, recipe.val_size if val_size is None else val_size)
+        prepared = self._prepare(sources, tokenizer, self.data_options(val_size), notify)
         if recipe.batching != "buckets":
             return prepared
         if not recipe.packing:
@@ -88,32 +87,23 @@ class Sft(Task[Recipe]):
             )
         return self._cut(prepared)
 
+    def data_options(self, val_size: float | None = None) -> data.DataOptions:
+        """See :meth:`Task.data_options`."""
+        options = super().data_options(val_size)
+        return replace(options, packing=options.packing and self.recipe.batching != "buckets")
+
     def _prepare(
-        self, sources: Sequence[data.Source], tokenizer: PreTrainedTokenizerBase, notify: Notify, val_size: float
+        self,
+        sources: Sequence[data.Source],
+        tokenizer: PreTrainedTokenizerBase,
+        options: data.DataOptions,
+        notify: Notify,
     ) -> data.PreparedData:
-        recipe = self.recipe
-        # The key of what is kept is a hash of whole files, too much to read for the first rows of a stream.
-        cache = None if recipe.streaming and any(not source.evaluates for source in sources) else row_cache(recipe)
+        if self.recipe.streaming and any(not source.evaluates for source in sources):
+            # The key of what is kept is a hash of whole files, too much to read for the first rows of a stream.
+            options = replace(options, cache=None)
         with held_back(notify) as notify_later:
-            return data.prepare(
-                sources,
-                tokenizer,
-                max_length=recipe.max_length,
-                overlength=recipe.overlength,
-                truncate_side=recipe.truncate_side,
-                split_at=recipe.split_at,
-                split_overlap=recipe.split_overlap,
-                train_on=recipe.train_on,
-                val_size=val_size,
-                packing=recipe.packing and recipe.batching != "buckets",
-                seed=recipe.seed,
-                on_bad_row=recipe.on_bad_row,
-                max_bad_rows=recipe.max_bad_rows,
-                chat=chat_options(recipe),
-                processes=recipe.dataset_num_proc,
-                cache=cache,
-                notify=notify_later,
-            )
+            return data.prepare(sources, tokenizer, options, notify_later)
 
     def prepare_training(
         self, sources: Sequence[data.Source], tokenizer: PreTrainedTokenizerBase, notify: Notify
@@ -121,27 +111,15 @@ class Sft(Task[Recipe]):
         """See :meth:`Task.prepare_training`."""
         if not self.recipe.streaming:
             return self.prepare(sources, tokenizer, notify)
-        recipe = self.recipe
         streamed = [source for source in sources if source.evaluates is None]
         evaluated = [source for source in sources if source.evaluates is not None]
-        settings = data.StreamSettings(
-            policy=data.RowPolicy(
-                recipe.max_length, recipe.overlength, recipe.truncate_side, recipe.split_at, recipe.split_overlap
-            ),
-            train_on=recipe.train_on,
-            chat=chat_options(recipe),
-            seed=recipe.seed,
-            buffer=recipe.shuffle_buffer if recipe.shuffle else 1,
-            skips_bad_rows=recipe.on_bad_row == "skip",
-            max_bad_rows=recipe.max_bad_rows,
-            processes=recipe.dataset_num_proc,
-        )
+        options = self.data_options(0.0)
         # A copy: rows may be rendered by one thread while another writes samples.
-        stream = data.RowStream(streamed, copy.deepcopy(tokenizer), settings, notify)
+        stream = data.RowStream(streamed, copy.deepcopy(tokenizer), options, notify)
         stream.check()
-        held_out = self._prepare(evaluated, tokenizer, notify, 0.0) if evaluated else None
+        held_out = self._prepare(evaluated, tokenizer, options, notify) if evaluated else None
         contents, unknown, stream.files = data.fingerprint_stream(
-            streamed, cache_folder() / "rows", keep=recipe.cache, notify=notify
+            streamed, cache_folder() / "rows", keep=options.cache is not None, notify=notify
         )
         if unknown:
             notify(f"nothing tells whether {', '.join(unknown)} changes: a run is resumed as if it had not")
@@ -150,8 +128,8 @@ class Sft(Task[Recipe]):
             held_out=held_out,
             report=StreamReport(
                 [source.path for source in streamed],
-                settings.buffer,
-                recipe.max_length,
+                options.shuffle_buffer,
+                options.max_length,
                 None if held_out is None else held_out.report,
             ),
             fingerprint=contents if held_out is None else f"{contents} {held_out.fingerprint}",

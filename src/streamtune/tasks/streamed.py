@@ -77,8 +77,8 @@ class StreamedRows:
 
     def first(self, count: int) -> list[data.Example]:
         """Return the first examples in the order of the sources."""
-        settings = replace(self.stream.settings, buffer=1, processes=1)
-        stream = data.RowStream(self.stream.sources, self.stream.tokenizer, settings)
+        options = replace(self.stream.options, shuffle_buffer=1, processes=1)
+        stream = data.RowStream(self.stream.sources, self.stream.tokenizer, options)
         found: list[data.Example] = []
         with closing(stream.examples(data.StreamPosition())) as examples:
             for example, _ in examples:
@@ -213,7 +213,7 @@ class StreamSteps:
         return {**self._order(), **self._position.to_json()}
 
     def _order(self) -> dict[str, Any]:
-        return {"seed": self.stream.settings.seed, "shuffle_buffer": self.stream.settings.buffer}
+        return {"seed": self.stream.options.seed, "shuffle_buffer": self.stream.options.shuffle_buffer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to the position of another stream of the same rows.

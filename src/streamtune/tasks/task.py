@@ -238,6 +238,31 @@ class Task(ABC, Generic[R_co]):
             DataError: A row cannot be trained on; it names the file and line.
         """
 
+    def data_options(self, val_size: float | None = None) -> data.DataOptions:
+        """Return the options of preparing rows, made of the recipe.
+
+        Args:
+            val_size: The part that is held out; None is the recipe's.
+        """
+        recipe = self.recipe
+        return data.DataOptions(
+            max_length=recipe.max_length,
+            overlength=recipe.overlength,
+            truncate_side=recipe.truncate_side,
+            split_at=recipe.split_at,
+            split_overlap=recipe.split_overlap,
+            train_on=recipe.train_on,
+            chat=chat_options(recipe),
+            packing=recipe.packing,
+            val_size=recipe.val_size if val_size is None else val_size,
+            seed=recipe.seed,
+            shuffle_buffer=recipe.shuffle_buffer if recipe.shuffle else 1,
+            on_bad_row=recipe.on_bad_row,
+            max_bad_rows=recipe.max_bad_rows,
+            processes=recipe.dataset_num_proc,
+            cache=row_cache(recipe),
+        )
+
     def prepare_training(
         self, sources: Sequence[data.Source], tokenizer: PreTrainedTokenizerBase, notify: Notify
     ) -> PreparedRows:

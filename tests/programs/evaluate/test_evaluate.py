@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from streamtune.cli import main
-from streamtune.data import Source, prepare
+from streamtune.data import DataOptions, Source, prepare
 from streamtune.models import load_tokenizer
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
 
@@ -67,7 +67,7 @@ def test_eval_equals_transformers(
 
     model = AutoModelForCausalLM.from_pretrained("runs/tiny/final").eval()
     tokenizer = load_tokenizer("runs/tiny/final")
-    rows = prepare([Source("rows.jsonl")], tokenizer, max_length=512).train
+    rows = prepare([Source("rows.jsonl")], tokenizer, DataOptions(max_length=512)).train
     total, tokens = 0.0, 0
     for row in rows:
         ids = torch.tensor([[int(token) for token in row.input_ids]])

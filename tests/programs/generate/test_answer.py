@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from streamtune.data.options import ChatOptions
 from streamtune.data.reading.readers import Row
-from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.row_types import normalise
 from streamtune.errors import ArgumentError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from streamtune.data.rendering.policy import SPLIT_AT, RowPolicy
+from streamtune.data.options import SPLIT_AT, RowPolicy
 
 Mask = npt.NDArray[np.bool_]
 

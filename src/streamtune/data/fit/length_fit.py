@@ -30,27 +30,11 @@ from streamtune.data.fit.parts import (
 )
 from streamtune.data.reading.sources import Source
 from streamtune.data.record_table import MappedTable, Record, Stored, TableWriter
-from streamtune.errors import ArgumentError, DataError
-
-COMPLETION_OVERLENGTH = ("error", "truncate", "drop")
-"""Ways to handle a pair or a prompt over the length. It cannot be split."""
-
-IDENTICAL_PAIRS = ("error", "drop")
-"""Ways to handle a pair whose answers are the same."""
+from streamtune.errors import DataError
 
 RecordT = TypeVar("RecordT", bound=Record)
 ReportT = TypeVar("ReportT", DataReport, CompletionReport)
 Notify = Callable[[str], None]
-
-
-def check_choice(name: str, value: str, known: tuple[str, ...], mend: str = "") -> None:
-    """Raise unless an option is one of the known words.
-
-    Raises:
-        ArgumentError: It is none of them.
-    """
-    if value not in known:
-        raise ArgumentError(f"{name} is '{value}'", where=name, mend=mend or f"use {', '.join(known)}")
 
 
 @dataclass(frozen=True)

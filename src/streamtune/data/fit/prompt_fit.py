@@ -14,9 +14,6 @@ from streamtune.data.fit.length_fit import LengthFit, have
 from streamtune.data.record_table import Prompt, TableWriter
 from streamtune.errors import DataError
 
-PROMPT_SIDES = ("auto", "left", "middle")
-"""Parts of a prompt that ``overlength: truncate`` cuts off; its end, where it asks for the answer, always stays."""
-
 
 class PromptFit(LengthFit[Prompt, CompletionReport]):
     """Fits prompts that completions are yet to be written for.

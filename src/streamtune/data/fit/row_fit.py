@@ -16,8 +16,8 @@ from streamtune.base.labels import IGNORE_INDEX
 from streamtune.data.data_report import DataReport
 from streamtune.data.fit.cuts import Kept, cut_row, least_kept, split_row
 from streamtune.data.fit.length_fit import LengthFit, Notify, have
+from streamtune.data.options import RowPolicy
 from streamtune.data.record_table import Example, IntArray, TableWriter
-from streamtune.data.rendering.policy import RowPolicy
 from streamtune.data.rendering.tokens import Rendered
 from streamtune.errors import DataError
 

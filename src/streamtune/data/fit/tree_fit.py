@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from streamtune.data.data_report import CompletionReport, length_percentiles
-from streamtune.data.fit.length_fit import COMPLETION_OVERLENGTH, LengthFit, Notify, check_choice, have
+from streamtune.data.fit.length_fit import LengthFit, Notify, have
+from streamtune.data.options import COMPLETION_OVERLENGTH, check_choice
 from streamtune.data.record_table import TableWriter, Tree
 from streamtune.errors import ArgumentError, DataError
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from streamtune.data.prepare.examples import PreparedData, prepare
 from streamtune.data.prepare.prompts import PreparedPrompts, prepare_prompts
-from streamtune.data.prepare.row_stream import RowStream, StreamPosition, StreamSettings
+from streamtune.data.prepare.row_stream import RowStream, StreamPosition
 from streamtune.data.prepare.texts import ChatFrame, first_frame, holds_messages, iter_texts
 from streamtune.data.prepare.trees import PreparedTrees, prepare_preferences, prepare_unpaired
 
@@ -24,7 +24,6 @@ __all__ = [
     "PreparedTrees",
     "RowStream",
     "StreamPosition",
-    "StreamSettings",
     "first_frame",
     "holds_messages",
     "iter_texts",

@@ -16,17 +16,15 @@ from streamtune.data.batches.sampler import Packs, pack_parts
 from streamtune.data.data_report import DataReport
 from streamtune.data.fit import Prepared, RowFit
 from streamtune.data.fit.parts import make_mixture, set_bounds, share_epoch
-from streamtune.data.prepare.row_kind import Reading, read_and_fit
+from streamtune.data.options import DataOptions
+from streamtune.data.prepare.row_kind import Reading, RowKind, read_and_fit
 from streamtune.data.reading.sources import Source, typed_rows
 from streamtune.data.record_table import Example, Stored
-from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions
-from streamtune.data.rendering.policy import RowPolicy
-from streamtune.data.rendering.pool import Item
+from streamtune.data.rendering.pool import Item, Notify
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rendering.renderings import require_template
 from streamtune.data.rendering.tokens import Rendered
 from streamtune.data.rendering.turns import TurnRenderer
-from streamtune.data.row_cache import RowCache
 from streamtune.data.row_types import (
     ROW_TYPES,
     Content,
@@ -49,93 +47,55 @@ PreparedData = Prepared[Example, DataReport]
 def prepare(
     sources: Sequence[Source],
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_length: int,
-    overlength: str = "error",
-    truncate_side: str = "auto",
-    split_at: str = "turn",
-    split_overlap: int = 0,
-    train_on: str = "assistant",
-    val_size: float = 0.0,
-    packing: bool = False,
-    seed: int = 42,
-    on_bad_row: str = "error",
-    max_bad_rows: int = 100,
-    chat: ChatOptions = DEFAULT_CHAT,
-    processes: int = 1,
-    cache: RowCache | None = None,
-    notify: Callable[[str], None] = lambda message: None,
+    options: DataOptions,
+    notify: Notify = lambda message: None,
 ) -> PreparedData:
     """Read every source and make examples of its rows.
 
     Args:
         sources: Where the rows come from, in order.
         tokenizer: The model's tokenizer, with its chat template.
-        max_length: Tokens an example has at most.
-        overlength: What to do with a longer row: refuse them all (``error``), cut a part off (``truncate``), leave it
-            out (``drop``), or cut it into consecutive pieces (``split``).
-        truncate_side: The part that is cut off, see :func:`streamtune.data.fit.cuts.cut_row`.
-        split_at: The strongest border that pieces end at: ``turn``, ``paragraph``, ``line`` or ``token``.
-        split_overlap: Tokens before each later piece that are there as context, not trained twice.
-        train_on: ``assistant`` (every assistant turn, or the completion), ``completion`` (the last turn; of a row of
-            prompt and completion all turns behind the prompt), ``last`` (the last turn of any row) or ``all``.
-        val_size: Rows to hold out: a fraction below 1, or a count. Rows with the same tokens stay together, so that
-            no held-out row is trained on.
-        packing: Choose examples that share a sequence of at most ``max_length`` tokens.
-        seed: Seed of the choice of held-out rows, and of the packs.
-        on_bad_row: What to do with rows that are malformed or cannot be trained on: list the first ten and refuse
-            (``error``), or count and leave them out (``skip``).
-        max_bad_rows: Rows that ``skip`` may leave out.
-        chat: Options of rendering.
-        processes: Processes that render; 1 is this one.
-        cache: Where prepared rows are kept and found again; None keeps none.
+        options: See :class:`DataOptions`.
         notify: Called with each thing the user should know, as a line of text.
 
     Raises:
         DataError: A file is missing, a row is malformed, too long or has nothing to train on, or nothing is left.
         ArgumentError: ``overlength``, ``train_on`` or another choice is none of the known ones.
     """
-    policy = RowPolicy(max_length, overlength, truncate_side, split_at, split_overlap)
-
-    per_turn = chat.reasoning == "per_turn"
-
-    def add(fit: RowFit, rendered: Rendered | list[Rendered] | None, origin: str) -> None:
-        if rendered is None:
-            fit.skip_empty()
-        elif isinstance(rendered, list):
-            fit.add_turns(rendered, origin)
-        else:
-            fit.add(rendered, origin)
-
-    fit, table = read_and_fit(
+    policy, max_length = options.row_policy(), options.max_length
+    kind = RowKind(
         Example,
-        lambda writer: RowFit(writer, policy),
-        partial(TurnRenderer, tokenizer, chat=chat, policy=policy)
-        if per_turn
-        else partial(RowRenderer, tokenizer, train_on=train_on, chat=chat, policy=policy),
-        partial(read_contents, tokenizer),
-        add,
-        sources=sources,
-        tokenizer=tokenizer,
-        settings={"policy": vars(policy), "train_on": train_on, "chat": vars(chat)},
-        on_bad_row=on_bad_row,
-        max_bad_rows=max_bad_rows,
-        processes=processes,
-        cache=cache,
-        notify=notify,
+        settings={"policy": vars(policy), "train_on": options.train_on, "chat": vars(options.chat)},
+        make_fit=lambda writer: RowFit(writer, policy),
+        make_renderer=partial(TurnRenderer, tokenizer, chat=options.chat, policy=policy)
+        if options.per_turn
+        else partial(RowRenderer, tokenizer, train_on=options.train_on, chat=options.chat, policy=policy),
+        read=partial(read_contents, tokenizer),
+        add=_add,
     )
-    prepared = fit.prepared(table, val_size, seed, notify)
-    if per_turn:
+    fit, table = read_and_fit(kind, sources, tokenizer, options, notify)
+    prepared = fit.prepared(table, options.val_size, options.seed, notify)
+    if options.per_turn:
         packed = _packed(prepared, sources, max_length, partial(pack_turns, max_length=max_length))
         notify(_saved(packed, max_length))
         return packed
-    if not packing:
+    if not options.packing:
         return prepared
 
     def pack(examples: Stored[Example], bounds: Sequence[int]) -> tuple[Packs, list[int]]:
-        return pack_parts(examples.lengths(), bounds, max_length, seed=seed)
+        return pack_parts(examples.lengths(), bounds, max_length, seed=options.seed)
 
     return _packed(prepared, sources, max_length, pack)
+
+
+def _add(fit: RowFit, rendered: Rendered | list[Rendered] | None, origin: str) -> None:
+    """Fit a rendered row: None is one with an empty answer, a list the turns of a conversation."""
+    if rendered is None:
+        fit.skip_empty()
+    elif isinstance(rendered, list):
+        fit.add_turns(rendered, origin)
+    else:
+        fit.add(rendered, origin)
 
 
 def _saved(prepared: PreparedData, max_length: int) -> str:

@@ -6,22 +6,21 @@ itself, which holds the answer that was taken off. ``tools`` goes to the chat te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from streamtune.data.data_report import CompletionReport
-from streamtune.data.fit import COMPLETION_OVERLENGTH, PROMPT_SIDES, Prepared, PromptFit, check_choice
-from streamtune.data.prepare.row_kind import Reading, read_and_fit
+from streamtune.data.fit import Prepared, PromptFit
+from streamtune.data.options import COMPLETION_OVERLENGTH, PROMPT_SIDES, DataOptions, check_choice
+from streamtune.data.prepare.row_kind import Reading, RowKind, read_and_fit
 from streamtune.data.reading.cells import TextOrMessages, texts_of
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import Source, typed_rows
 from streamtune.data.record_table import Prompt
-from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions
-from streamtune.data.rendering.pool import Item
+from streamtune.data.rendering.pool import Item, Notify
 from streamtune.data.rendering.render import PromptRenderer
 from streamtune.data.rendering.renderings import require_template
-from streamtune.data.row_cache import RowCache
 from streamtune.data.row_types import PROMPT_TYPES, detect_prompt_type, prompt_of
 from streamtune.errors import DataError
 
@@ -40,66 +39,41 @@ PreparedPrompts = Prepared[Prompt, CompletionReport]
 def prepare_prompts(
     sources: Sequence[Source],
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_prompt_length: int,
-    overlength: str = "error",
-    truncate_side: str = "auto",
-    val_size: float = 0.0,
-    seed: int = 42,
-    on_bad_row: str = "error",
-    max_bad_rows: int = 100,
-    chat: ChatOptions = DEFAULT_CHAT,
-    processes: int = 1,
-    cache: RowCache | None = None,
-    notify: Callable[[str], None] = lambda message: None,
+    options: DataOptions,
+    notify: Notify = lambda message: None,
 ) -> PreparedPrompts:
     """Read every source and render its prompts.
 
     Args:
         sources: Where the rows come from, in order; of one of :data:`PROMPT_TYPES`.
         tokenizer: The model's tokenizer, with its chat template.
-        max_prompt_length: Tokens a prompt has at most.
-        overlength: What to do with a longer prompt: refuse them all (``error``), keep its last tokens (``truncate``),
-            or leave it out (``drop``).
-        truncate_side: ``middle`` keeps its first tokens as well, half of them all.
-        val_size: Rows to hold out: a fraction below 1, or a count. Rows with the same prompt stay together.
-        seed: Seed of the choice of held-out rows.
-        on_bad_row: What to do with rows that are malformed or cannot be trained on: list the first ten and refuse
-            (``error``), or count and leave them out (``skip``).
-        max_bad_rows: Rows that ``skip`` may leave out.
-        chat: Options of rendering.
-        processes: Processes that render; 1 is this one.
-        cache: Where prepared rows are kept and found again; None keeps none.
+        options: See :class:`DataOptions`; ``max_prompt_length`` is the limit.
         notify: Called with each thing the user should know, as a line of text.
 
     Raises:
         DataError: A file is missing, a row is malformed or too long, or nothing is left.
         ArgumentError: ``overlength`` is none of the known ones.
     """
+    overlength, side, most = options.overlength, options.truncate_side, options.max_prompt_length
+    assert most is not None, "prompts have a limit of their own"
     split = "a prompt cannot be split; use " if overlength == "split" else "use "
     check_choice("overlength", overlength, COMPLETION_OVERLENGTH, mend=split + ", ".join(COMPLETION_OVERLENGTH))
-    check_choice("truncate_side", truncate_side, PROMPT_SIDES)
-    fit, table = read_and_fit(
+    check_choice("truncate_side", side, PROMPT_SIDES)
+    kind = RowKind(
         Prompt,
-        lambda writer: PromptFit(writer, overlength, max_prompt_length, truncate_side),
-        partial(PromptRenderer, tokenizer, chat=chat),
-        partial(_prompts, tokenizer),
-        lambda fit, prompt, origin: fit.add(*prompt),
-        sources=sources,
-        tokenizer=tokenizer,
         settings={
-            "max_prompt_length": max_prompt_length,
+            "max_prompt_length": most,
             "overlength": overlength,
-            "truncate_side": truncate_side,
-            "chat": vars(chat),
+            "truncate_side": side,
+            "chat": vars(options.chat),
         },
-        on_bad_row=on_bad_row,
-        max_bad_rows=max_bad_rows,
-        processes=processes,
-        cache=cache,
-        notify=notify,
+        make_fit=lambda writer: PromptFit(writer, overlength, most, side),
+        make_renderer=partial(PromptRenderer, tokenizer, chat=options.chat),
+        read=partial(_prompts, tokenizer),
+        add=lambda fit, prompt, origin: fit.add(*prompt),
     )
-    return fit.prepared(table, val_size, seed, notify)
+    fit, table = read_and_fit(kind, sources, tokenizer, options, notify)
+    return fit.prepared(table, options.val_size, options.seed, notify)
 
 
 def _prompts(

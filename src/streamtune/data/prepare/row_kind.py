@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from streamtune.data.faults import ON_BAD_ROW, BadRows
-from streamtune.data.fit import LengthFit, check_choice
+from streamtune.data.fit import LengthFit
+from streamtune.data.options import DataOptions, check_choice
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import BUILT_IN, Source, with_progress
 from streamtune.data.record_table import MappedTable, Record, TableWriter
 from streamtune.data.rendering.counts import RenderLog
-from streamtune.data.rendering.pool import Item, Rendered, Renderer, rendering
-from streamtune.data.row_cache import RowCache, fit_rows
+from streamtune.data.rendering.pool import Item, Notify, Rendered, Renderer, rendering
+from streamtune.data.row_cache import MadeOf, fit_rows
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:
@@ -25,67 +26,54 @@ Read = Callable[["Reading", Source], Iterator[Item[ItemT]]]
 """Yields the rows of a source in their normal form; gives the faulty ones to ``Reading.bad``."""
 
 
+@dataclass(frozen=True)
+class RowKind(Generic[FitT]):
+    """One kind of records: how its rows are read, rendered and fitted to the length."""
+
+    record: type[Record]
+    _: KW_ONLY
+    settings: Mapping[str, Any]
+    """all that decides the records beside sources, tokenizer and the handling of bad rows; see :class:`MadeOf`"""
+    make_fit: Callable[[TableWriter], FitT]
+    """makes an empty fit, given the writer of its records"""
+    make_renderer: Callable[..., Renderer]
+    """makes the renderer of a row, given ``notify``"""
+    read: Read[Any]
+    """yields the rows of a source"""
+    add: Callable[[FitT, Any, str], None]
+    """gives a rendered row to the fit, with its origin"""
+
+
 def read_and_fit(
-    record: type[Record],
-    make_fit: Callable[[TableWriter], FitT],
-    make_renderer: Callable[..., Renderer],
-    read: Read[Any],
-    add: Callable[[FitT, Any, str], None],
-    *,
+    kind: RowKind[FitT],
     sources: Sequence[Source],
     tokenizer: PreTrainedTokenizerBase,
-    settings: Mapping[str, Any],
-    on_bad_row: str,
-    max_bad_rows: int,
-    processes: int,
-    cache: RowCache | None,
-    notify: Callable[[str], None],
+    options: DataOptions,
+    notify: Notify,
 ) -> tuple[FitT, MappedTable]:
     """Read, render and fit the rows of all sources, or find what was made of them before.
-
-    Args:
-        record: The kind of records.
-        make_fit: Makes an empty fit, given the writer of its records.
-        make_renderer: Makes the renderer of a row, given ``notify``.
-        read: Yields the rows of a source.
-        add: Gives a rendered row to the fit, with its origin.
-        sources: Where the rows come from.
-        tokenizer: The model's tokenizer.
-        settings: All that decides the rows besides these, as :func:`fit_rows` takes it.
-        on_bad_row: ``error`` or ``skip``.
-        max_bad_rows: Rows that ``skip`` may leave out.
-        processes: Processes that render.
-        cache: Where prepared rows are kept; None keeps nothing.
-        notify: Called with messages for the user.
 
     Raises:
         DataError: A file is missing, rows are bad or too long, or nothing is left.
         ArgumentError: ``on_bad_row`` is none of the known words.
     """
-    check_choice("on_bad_row", on_bad_row, ON_BAD_ROW)
+    check_choice("on_bad_row", options.on_bad_row, ON_BAD_ROW)
 
-    def fill(fit: FitT, note: Callable[[str], None]) -> None:
-        bad = BadRows(on_bad_row, max_bad_rows, note)
-        with rendering(make_renderer, processes, note) as (log, render):
+    def fill(fit: FitT, note: Notify) -> None:
+        bad = BadRows(options.on_bad_row, options.max_bad_rows, note)
+        with rendering(kind.make_renderer, options.processes, note) as (log, render):
             reading = Reading(sources, fit, log, bad)
-            for item, outcome in reading.rendered(render, reading.items(read)):
+            for item, outcome in reading.rendered(render, reading.items(kind.read)):
                 with bad:
                     rendered = outcome.get()
                     del outcome  # of a long row the memory counts
-                    add(fit, rendered, item.origin)
+                    kind.add(fit, rendered, item.origin)
                     del rendered
             reading.finish()
 
-    return fit_rows(
-        record,
-        make_fit,
-        fill,
-        sources=sources,
-        tokenizer=tokenizer,
-        settings={**settings, "on_bad_row": on_bad_row, "max_bad_rows": max_bad_rows},
-        cache=cache,
-        notify=notify,
-    )
+    settings = {**kind.settings, "on_bad_row": options.on_bad_row, "max_bad_rows": options.max_bad_rows}
+    made_of = MadeOf(kind.record, sources, tokenizer, settings)
+    return fit_rows(made_of, kind.make_fit, fill, options.cache, notify)
 
 
 class _ReadAhead(BadRows):

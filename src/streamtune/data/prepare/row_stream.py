@@ -19,14 +19,14 @@ import numpy as np
 
 from streamtune.data.faults import BadRows
 from streamtune.data.fit import RowFit
+from streamtune.data.options import DataOptions
 from streamtune.data.prepare.examples import read_contents
 from streamtune.data.prepare.row_kind import Reading
 from streamtune.data.reading.contents import StreamedFiles
 from streamtune.data.reading.sources import Source
 from streamtune.data.record_table import Example, Record, TableWriter
-from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions, RenderLog
-from streamtune.data.rendering.policy import RowPolicy
-from streamtune.data.rendering.pool import Item, rendering
+from streamtune.data.rendering.counts import RenderLog
+from streamtune.data.rendering.pool import Item, Notify, rendering
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.row_types import Content
 from streamtune.errors import DataError
@@ -61,31 +61,13 @@ class StreamPosition:
         return asdict(self)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamSettings:
-    """All that decides the examples of a stream besides the sources and the tokenizer; see :func:`prepare`."""
-
-    policy: RowPolicy
-    train_on: str = "assistant"
-    chat: ChatOptions = DEFAULT_CHAT
-    seed: int = 42
-    buffer: int = 1
-    """rows that the next one is drawn from; 1 keeps the order"""
-    skips_bad_rows: bool = False
-    """leave out rows that are malformed or cannot be trained on, in place of an error"""
-    max_bad_rows: int = 100
-    """such rows that a pass may have"""
-    processes: int = 1
-    """processes that render; 1 is this one"""
-
-
 class RowStream:
     """Examples of the rows of some sources, pass after pass, without end.
 
     Args:
         sources: Where the rows come from: one after the other, or drawn by their weights.
         tokenizer: The model's tokenizer, with its chat template; it is used by whoever asks for the next example.
-        settings: See :class:`StreamSettings`.
+        options: See :class:`DataOptions`.
         notify: Called with each thing the user should know, as a line of text; it may be replaced.
 
     Attributes:
@@ -97,10 +79,11 @@ class RowStream:
         self,
         sources: Sequence[Source],
         tokenizer: PreTrainedTokenizerBase,
-        settings: StreamSettings,
-        notify: Callable[[str], None] = lambda message: None,
+        options: DataOptions,
+        notify: Notify = lambda message: None,
     ) -> None:
-        self.sources, self.tokenizer, self.settings = sources, tokenizer, settings
+        self.sources, self.tokenizer, self.options = sources, tokenizer, options
+        self.policy = options.row_policy()
         self.notify = notify
         self.left_out: Callable[[DataError], None] = lambda error: None
         self.files: StreamedFiles | None = None
@@ -112,7 +95,7 @@ class RowStream:
         Raises:
             DataError: There is no such file or dataset, or no row in it that can be read.
         """
-        log = RenderLog(self.settings.chat, self._note)
+        log = RenderLog(self.options.chat, self._note)
         for number, source in enumerate(self.sources):
             bad = self._new_bad()
             if next(self._read(number, Reading(self.sources, self._new_fit()[0], log, bad)), None) is None:
@@ -137,11 +120,9 @@ class RowStream:
         Raises:
             DataError: A row is bad, too many are, a file changed into something else, or nothing is left of a pass.
         """
-        settings, position = self.settings, start
-        make = partial(
-            RowRenderer, self.tokenizer, train_on=settings.train_on, chat=settings.chat, policy=settings.policy
-        )
-        with rendering(make, settings.processes, self._note) as (log, render):
+        options, position = self.options, start
+        make = partial(RowRenderer, self.tokenizer, train_on=options.train_on, chat=options.chat, policy=self.policy)
+        with rendering(make, options.processes, self._note) as (log, render):
             while True:
                 bad = self._new_bad()
                 bad.count = position.counts.get("bad", 0)
@@ -206,12 +187,12 @@ class RowStream:
         return writer.records, fit.counts
 
     def _new_bad(self) -> BadRows:
-        return BadRows("skip" if self.settings.skips_bad_rows else "raise", self.settings.max_bad_rows, self._note)
+        return BadRows("skip" if self.options.on_bad_row == "skip" else "raise", self.options.max_bad_rows, self._note)
 
     def _new_fit(self) -> tuple[RowFit, _Handed]:
         """Return a fit of one row, which counts nothing of the others: a stream has no end."""
         writer = _Handed()
-        return RowFit(writer, self.settings.policy), writer
+        return RowFit(writer, self.policy), writer
 
     def _tell_bad(self, bad: BadRows, told: int) -> int:
         for error in bad.errors[told:]:
@@ -233,9 +214,9 @@ class RowStream:
         """Yield the rows of a pass in the order in which they are trained on."""
         weighted = self.sources[0].weight is not None
         items = self._by_weight(epoch, reading) if weighted else self._in_turn(reading)
-        if self.settings.buffer == 1:
+        if self.options.shuffle_buffer == 1:
             return items
-        return _drawn(items, self.settings.buffer, _random(self.settings.seed, epoch, 0))
+        return _drawn(items, self.options.shuffle_buffer, _random(self.options.seed, epoch, 0))
 
     def _read(self, number: int, reading: Reading) -> Items:
         for item in read_contents(self.tokenizer, reading, replace(self.sources[number], watch=self.files)):
@@ -256,7 +237,7 @@ class RowStream:
         """
         chosen = [number for number, source in enumerate(self.sources) if source.weight]
         odds = np.cumsum([self.sources[number].weight for number in chosen])
-        random = _random(self.settings.seed, epoch, 1)
+        random = _random(self.options.seed, epoch, 1)
         reads, ended = [self._read(number, reading) for number in chosen], set[int]()
         while True:
             draw = min(int(np.searchsorted(odds, random.random_sample() * odds[-1], side="right")), len(odds) - 1)

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamtune.data.faults import ON_BAD_ROW, BadRows
-from streamtune.data.fit import check_choice
+from streamtune.data.options import ChatOptions, check_choice
 from streamtune.data.preferences import PREFERENCE_TYPES, normalise_preference
 from streamtune.data.reading.cells import has_system, texts_of, tools_of, variables_of
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import Source, typed_rows
-from streamtune.data.rendering.counts import ChatOptions
 from streamtune.data.row_types import (
     PROMPT_TYPES,
     ROW_TYPES,

@@ -6,12 +6,13 @@ Rows with the same prompt are held out together, so that no held-out prompt is t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from streamtune.data.data_report import CompletionReport
-from streamtune.data.fit import IDENTICAL_PAIRS, LengthPolicy, Prepared, TreeFit, check_choice
+from streamtune.data.fit import LengthPolicy, Prepared, TreeFit
+from streamtune.data.options import IDENTICAL_PAIRS, DataOptions, check_choice
 from streamtune.data.preferences import (
     PREFERENCE_TYPES,
     Answers,
@@ -19,14 +20,12 @@ from streamtune.data.preferences import (
     normalise_preference,
     preference_columns_read,
 )
-from streamtune.data.prepare.row_kind import Reading, read_and_fit
+from streamtune.data.prepare.row_kind import Read, Reading, RowKind, read_and_fit
 from streamtune.data.reading.sources import Source, typed_rows
 from streamtune.data.record_table import Tree
-from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions
-from streamtune.data.rendering.pool import Item
+from streamtune.data.rendering.pool import Item, Notify
 from streamtune.data.rendering.render import TreeRenderer
 from streamtune.data.rendering.renderings import require_template
-from streamtune.data.row_cache import RowCache
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:
@@ -40,74 +39,32 @@ PreparedTrees = Prepared[Tree, CompletionReport]
 def prepare_preferences(
     sources: Sequence[Source],
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_length: int,
-    max_prompt_length: int | None = None,
-    overlength: str = "error",
-    identical_pairs: str = "error",
-    val_size: float = 0.0,
-    seed: int = 42,
-    on_bad_row: str = "error",
-    max_bad_rows: int = 100,
-    chat: ChatOptions = DEFAULT_CHAT,
-    processes: int = 1,
-    cache: RowCache | None = None,
-    notify: Callable[[str], None] = lambda message: None,
+    options: DataOptions,
+    notify: Notify = lambda message: None,
 ) -> PreparedTrees:
     """Read every source and make one tree of each pair: its completions are ``[chosen, rejected]``.
 
     Args:
         sources: Where the rows come from, in order; of type ``preference``.
         tokenizer: The model's tokenizer, with its chat template.
-        max_length: Tokens that the prompt and the longest completion have together at most.
-        max_prompt_length: Tokens a prompt has at most; no limit of its own unless given.
-        overlength: What to do with a row over either length: refuse them all (``error``), leave it out (``drop``), or
-            cut it (``truncate``): the prompt keeps its last ``max_prompt_length`` tokens, then the completions their
-            first ones. A row with nothing left to prefer after that is left out, as is one whose prompt fills
-            ``max_length`` by itself.
-        identical_pairs: What to do with a pair whose answers are the same: refuse it (``error``) or leave it out
-            (``drop``), counted.
-        val_size: Rows to hold out: a fraction below 1, or a count.
-        seed: Seed of the choice of held-out rows.
-        on_bad_row: What to do with rows that are malformed or cannot be trained on: list the first ten and refuse
-            (``error``), or count and leave them out (``skip``).
-        max_bad_rows: Rows that ``skip`` may leave out.
-        chat: Options of rendering.
-        processes: Processes that render; 1 is this one.
-        cache: Where prepared rows are kept and found again; None keeps none.
+        options: See :class:`DataOptions`.
         notify: Called with each thing the user should know, as a line of text.
 
     Raises:
         DataError: A file is missing, a row is malformed, identical, too long or empty, or nothing is left.
         ArgumentError: ``overlength`` or ``identical_pairs`` is none of the known ones, or the lengths leave no room.
     """
-    policy = LengthPolicy(max_length, max_prompt_length, overlength)
-    rules = _TreeRules(policy, identical_pairs, on_bad_row, max_bad_rows, chat)
-
-    wanted = ("preference",)
-    kinds = ("chosen", "rejected")
-    return _prepare_trees(
-        sources, wanted, lambda answers: answers, tokenizer, rules, kinds,
-        val_size=val_size, seed=seed, processes=processes, cache=cache, notify=notify,
-    )  # fmt: skip
+    read = partial(_answers, tokenizer, ("preference",), lambda answers: answers)
+    kind = _tree_kind(tokenizer, options, ("chosen", "rejected"), read)
+    fit, table = read_and_fit(kind, sources, tokenizer, options, notify)
+    return fit.prepared(table, options.val_size, options.seed, notify)
 
 
 def prepare_unpaired(
     sources: Sequence[Source],
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_length: int,
-    max_prompt_length: int | None = None,
-    overlength: str = "error",
-    identical_pairs: str = "error",
-    val_size: float = 0.0,
-    seed: int = 42,
-    on_bad_row: str = "error",
-    max_bad_rows: int = 100,
-    chat: ChatOptions = DEFAULT_CHAT,
-    processes: int = 1,
-    cache: RowCache | None = None,
-    notify: Callable[[str], None] = lambda message: None,
+    options: DataOptions,
+    notify: Notify = lambda message: None,
 ) -> PreparedTrees:
     """Read every source and make one tree of each row, its completions labelled desirable or not.
 
@@ -116,17 +73,14 @@ def prepare_unpaired(
 
     Args and raises as :func:`prepare_preferences`; in addition a ``DataError`` if all labels are the same.
     """
-    policy = LengthPolicy(max_length, max_prompt_length, overlength)
-    rules = _TreeRules(policy, identical_pairs, on_bad_row, max_bad_rows, chat)
 
     def labelled(answers: Answers) -> Answers:
         return answers if answers.labels else replace(answers, labels=(True, False))
 
-    kinds = ("desirable", "undesirable")
-    prepared = _prepare_trees(
-        sources, PREFERENCE_TYPES, labelled, tokenizer, rules, kinds,
-        val_size=val_size, seed=seed, processes=processes, cache=cache, notify=notify,
-    )  # fmt: skip
+    read = partial(_answers, tokenizer, PREFERENCE_TYPES, labelled)
+    kind = _tree_kind(tokenizer, options, ("desirable", "undesirable"), read)
+    fit, table = read_and_fit(kind, sources, tokenizer, options, notify)
+    prepared = fit.prepared(table, options.val_size, options.seed, notify)
     found = list(prepared.report.completion_lengths)
     if len(found) == 1:
         raise DataError(
@@ -137,63 +91,33 @@ def prepare_unpaired(
     return prepared
 
 
-@dataclass(frozen=True)
-class _TreeRules:
-    """Everything but the sources and the tokenizer that decides trees."""
-
-    policy: LengthPolicy
-    identical_pairs: str
-    on_bad_row: str
-    max_bad_rows: int
-    chat: ChatOptions
-
-    def __post_init__(self) -> None:
-        check_choice("identical_pairs", self.identical_pairs, IDENTICAL_PAIRS)
-
-
-def _prepare_trees(
-    sources: Sequence[Source],
-    wanted: Sequence[str],
-    change: Callable[[Answers], Answers],
-    tokenizer: PreTrainedTokenizerBase,
-    rules: _TreeRules,
-    kinds: tuple[str, str],
-    *,
-    val_size: float,
-    seed: int,
-    processes: int,
-    cache: RowCache | None,
-    notify: Callable[[str], None],
-) -> PreparedTrees:
-    """Render, fit and split every row."""
-
-    def add(fit: TreeFit, tree: tuple[Tree, bytes] | None, origin: str) -> None:
-        if tree is None:
-            fit.skip_identical(origin)
-        else:
-            fit.add(*tree)
-
-    fit, table = read_and_fit(
+def _tree_kind(
+    tokenizer: PreTrainedTokenizerBase, options: DataOptions, kinds: tuple[str, str], read: Read[Answers]
+) -> RowKind[TreeFit]:
+    """Return how trees are prepared; ``kinds`` names their two kinds of completions."""
+    policy = LengthPolicy(options.max_length, options.max_prompt_length, options.overlength)
+    check_choice("identical_pairs", options.identical_pairs, IDENTICAL_PAIRS)
+    return RowKind(
         Tree,
-        lambda writer: TreeFit(writer, rules.policy, rules.identical_pairs, kinds),
-        partial(TreeRenderer, tokenizer, chat=rules.chat),
-        partial(_answers, tokenizer, wanted, change),
-        add,
-        sources=sources,
-        tokenizer=tokenizer,
         settings={
-            "policy": vars(rules.policy),
-            "identical_pairs": rules.identical_pairs,
+            "policy": vars(policy),
+            "identical_pairs": options.identical_pairs,
             "kinds": kinds,
-            "chat": vars(rules.chat),
+            "chat": vars(options.chat),
         },
-        on_bad_row=rules.on_bad_row,
-        max_bad_rows=rules.max_bad_rows,
-        processes=processes,
-        cache=cache,
-        notify=notify,
+        make_fit=lambda writer: TreeFit(writer, policy, options.identical_pairs, kinds),
+        make_renderer=partial(TreeRenderer, tokenizer, chat=options.chat),
+        read=read,
+        add=_add,
     )
-    return fit.prepared(table, val_size, seed, notify)
+
+
+def _add(fit: TreeFit, tree: tuple[Tree, bytes] | None, origin: str) -> None:
+    """Fit a rendered tree with the hash of its prompt: None is a pair whose answers are the same."""
+    if tree is None:
+        fit.skip_identical(origin)
+    else:
+        fit.add(*tree)
 
 
 def _answers(

@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions
+from streamtune.data.options import DEFAULT_CHAT, ChatOptions
 from streamtune.data.rendering.reasoning import as_last_answer, dropped_answers, reasoning_of
 from streamtune.data.rendering.renderings import (
     Message,

@@ -1,4 +1,4 @@
-"""Options of rendering chats, and counts of what rendering found: dropped reasoning, empty answers, unread columns.
+"""Counts of what rendering found: dropped reasoning, empty answers, unread columns.
 
 :class:`RenderLog` keeps one :class:`RenderCounts` for each dataset, by its path. When all rows are rendered,
 :meth:`RenderLog.finish` notifies the user of what was found, or raises where the options say that it is an error.
@@ -9,57 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from streamtune.data.reading.cells import ROLES
-from streamtune.errors import ArgumentError, DataError
+from streamtune.data.options import ChatOptions
+from streamtune.errors import DataError
 
-REASONING = ("template", "keep", "error", "per_turn")
-"""Ways to handle reasoning that the chat template leaves out of a trained answer."""
-ON_EMPTY = ("error", "drop", "train")
-"""Ways to handle a row with an empty answer."""
-TRAIN_ON_EOS = ("turn", "all", "last", "none")
-"""Tokens that end turns of a chat and are trained."""
 _SHOWN, _NAMED = 10, 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    """Options of rendering that the rows of all datasets share.
-
-    Raises:
-        ArgumentError: One of them is none of the known words.
-    """
-
-    reasoning: str = "template"
-    """one of :data:`REASONING`"""
-    on_empty: str = "error"
-    """one of :data:`ON_EMPTY`"""
-    roles_to_train: tuple[str, ...] = ("assistant",)
-    """roles whose messages are trained"""
-    train_on_eos: str = "turn"
-    """one of :data:`TRAIN_ON_EOS`"""
-    default_system: str | None = None
-    """system message of conversations that have none"""
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    """variables of the chat template; a row's own come first"""
-
-    split_special_tokens: bool = False
-    """special tokens that the text of a row spells stay text"""
-
-    def __post_init__(self) -> None:
-        words = {"reasoning": REASONING, "on_empty": ON_EMPTY, "train_on_eos": TRAIN_ON_EOS}
-        for name, known in words.items():
-            if getattr(self, name) not in known:
-                raise ArgumentError(f"{name} is '{getattr(self, name)}'", where=name, mend=f"use {', '.join(known)}")
-        unknown = [role for role in self.roles_to_train if role not in ROLES]
-        if unknown or not self.roles_to_train:
-            what = f"roles_to_train names the role '{unknown[0]}'" if unknown else "roles_to_train names no role"
-            raise ArgumentError(what, where="roles_to_train", mend=f"use {', '.join(ROLES)}")
-
-
-DEFAULT_CHAT = ChatOptions()
-"""Options of a recipe that names none."""
 
 
 @dataclass

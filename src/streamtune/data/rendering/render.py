@@ -28,14 +28,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from streamtune.base.labels import IGNORE_INDEX
+from streamtune.data.options import DEFAULT_CHAT, ChatOptions, RowPolicy
 from streamtune.data.preferences import Answers
 from streamtune.data.reading.cells import TextOrMessages, has_system, prompt_digest, tools_and_form, variables_of
 from streamtune.data.reading.readers import Row
 from streamtune.data.record_table import Prompt, Tree
 from streamtune.data.rendering.chat import ChatRenderer, ChatTurn, RenderedChat
-from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions, RenderLog
+from streamtune.data.rendering.counts import RenderLog
 from streamtune.data.rendering.long_text import PieceTokenizer
-from streamtune.data.rendering.policy import RowPolicy
 from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.reasoning import reasoning_of
 from streamtune.data.rendering.renderings import Message, check_unicode, render_messages, require_template

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from streamtune.data.options import RowPolicy
 from streamtune.data.reading.cells import FLAGS
-from streamtune.data.rendering.policy import RowPolicy
 from streamtune.data.rendering.renderings import Message
 from streamtune.data.rendering.spelling import special_names
 from streamtune.data.rendering.tokens import MaskTokenizer, TextTokens

@@ -1,7 +1,7 @@
 """From the text of a row, and the characters of it that are trained, to token ids and labels.
 
 A token is trained if it holds a trained character. Text is tokenised whole, or in pieces that are proven to give the
-same ids (:mod:`streamtune.data.rendering.long_text`). With 32 bits for an id and a label a long row takes little memory.
+same ids (:mod:`streamtune.data.rendering.long_text`). With 32 bits for an id and label a long row takes little memory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from streamtune.base.labels import IGNORE_INDEX
+from streamtune.data.options import SPLIT_AT, RowPolicy
 from streamtune.data.rendering.chat import ChatTurn
 from streamtune.data.rendering.long_text import PieceTokenizer, TokenPiece
-from streamtune.data.rendering.policy import SPLIT_AT, RowPolicy
 from streamtune.data.rendering.spelling import ByteSpeller
 from streamtune.errors import DataError
 

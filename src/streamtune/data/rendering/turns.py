@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from streamtune.data.rendering.counts import DEFAULT_CHAT, ChatOptions
-from streamtune.data.rendering.policy import RowPolicy
+from streamtune.data.options import DEFAULT_CHAT, ChatOptions, RowPolicy
 from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rendering.tokens import Rendered

@@ -41,10 +41,8 @@ from streamtune.tasks.task import (
     ScoringTask,
     Training,
     TrialStep,
-    chat_options,
     held_back,
     held_out_sets,
-    row_cache,
 )
 from streamtune.train.objective import autocast
 from streamtune.train.sketch import CompletionGradient, value_weights
@@ -163,25 +161,15 @@ class Grpo(ScoringTask[GrpoRecipe]):
         """
         recipe = self.recipe
         with held_back(notify) as notify_later:
-            prompts = data.prepare_prompts(
-                sources,
-                tokenizer,
-                max_prompt_length=recipe.max_prompt_length,
-                overlength=recipe.overlength,
-                truncate_side=recipe.truncate_side,
-                val_size=recipe.val_size if val_size is None else val_size,
-                seed=recipe.seed,
-                on_bad_row=recipe.on_bad_row,
-                max_bad_rows=recipe.max_bad_rows,
-                chat=chat_options(recipe),
-                processes=recipe.dataset_num_proc,
-                cache=row_cache(recipe),
-                notify=notify_later,
-            )
+            prompts = data.prepare_prompts(sources, tokenizer, self.data_options(val_size), notify_later)
         if self.functions is None:
             return GrpoData(prompts, None)
         RewardScorer(self.functions, tokenizer).check(prompts.train[:16])
         return GrpoData(prompts, WarmSteps(recipe, prompts.train, tokenizer) if recipe.sft_steps else None)
+
+    def data_options(self, val_size: float | None = None) -> data.DataOptions:
+        """See :meth:`Task.data_options`."""
+        return replace(super().data_options(val_size), max_prompt_length=self.recipe.max_prompt_length)
 
     @property
     def row_limit(self) -> tuple[str, int]:
