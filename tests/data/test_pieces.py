@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from trained_tokenizers import CORPUS, SPECIAL, read_template, wrap
 
 from streamtune.data.reading.sources import Source
-from streamtune.data.rendering import pieces, tokens
+from streamtune.data.rendering import long_text, tokens
 from streamtune.data.rendering.borders import BORDER, cut_rule
 from streamtune.data.rendering.long_text import PieceTokenizer
 from streamtune.errors import DataError
@@ -87,7 +87,7 @@ def make(name: str, *, normaliser: Any = None, prefix: bool = False, added: Any 
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_pieces_have_the_ids_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 1)
+    monkeypatch.setattr(long_text, "PIECE", 1)
     tokenizer = make(name, normaliser=normalizers.NFC() if name in ("qwen", "gpt2") else None)
     rule = cut_rule(tokenizer)
     assert rule is not None
@@ -135,7 +135,7 @@ UNPROVEN: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", UNPROVEN)
 def test_what_is_not_proven_is_not_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 1)
+    monkeypatch.setattr(long_text, "PIECE", 1)
     tokenizer = UNPROVEN[name]()
     assert cut_rule(tokenizer) is None
     text = "one two\nthree four " * 5
@@ -214,7 +214,7 @@ print(peak() - before, found.report.length_percentiles["max"])
 def test_a_row_that_is_left_out_is_not_read_to_its_end(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 1 << 10)
+    monkeypatch.setattr(long_text, "PIECE", 1 << 10)
     monkeypatch.setattr(tokens, "STOP", 1 << 14)
     tokenizer = make("llama3")
     tokenizer.chat_template = read_template("chatml")
