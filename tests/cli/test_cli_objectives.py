@@ -20,7 +20,7 @@ from streamtune.engine import Branches
 from streamtune.plan.budget import Budget
 from streamtune.plan.simulate.simulate import simulate
 from streamtune.programs.probe.prepare import prepare_step
-from streamtune.programs.probe.steps import Shape, _step_on_cpu
+from streamtune.programs.probe.trial import Shape, _step_on_cpu
 from streamtune.recipe import load_recipe
 from streamtune.run.device import make_schedule
 from streamtune.run.model import make_blueprint

@@ -17,7 +17,7 @@ from streamtune.cli import main
 from streamtune.data import Example
 from streamtune.engine import cache, head, vjp
 from streamtune.engine.routers import RouterSums
-from streamtune.programs.verify.trees import Room, choose_rows
+from streamtune.programs.verify.compared_rows import Room, choose_rows
 
 RECIPE: dict[str, Any] = {
     "model": {

@@ -34,7 +34,7 @@ PARTS = {
     "trackers": "streamtune.programs.trackers.reporter:make_reporters",
     "check trackers": "streamtune.programs.trackers.installed:check_installed",
     "page of a run": "streamtune.programs.report.report_command:write_report",
-    "page of rows": "streamtune.programs.report.rows:render_rows",
+    "page of rows": "streamtune.programs.report.rows_page:render_rows",
 }
 """What commands of the core use of a program, where they are asked to."""
 

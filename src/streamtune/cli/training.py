@@ -25,7 +25,7 @@ from .console import err, loading_libraries, need_output, out, print_rows, print
 from .options import HostfileOption, NprocOption, RecipeArgument, SetOption, read_recipe
 from .plan import describe_optimizer, describe_plan
 from .programs import PARTS, load
-from .ranks import enter_rank, launch_ranks, shown, watch
+from .rank_process import enter_rank, launch_ranks, shown, watch
 from .samples import print_samples
 
 if TYPE_CHECKING:

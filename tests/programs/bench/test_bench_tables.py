@@ -22,15 +22,13 @@ from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Budget
 from streamtune.plan.search import Range
 from streamtune.plan.simulate import ALL_MODES
-from streamtune.programs.bench import lengths as longest
-from streamtune.programs.bench.build import fingerprints
-from streamtune.programs.bench.entries import ablation_entries, length_entries
-from streamtune.programs.bench.lengths import longest_by
+from streamtune.programs.bench import tabulate as longest
+from streamtune.programs.bench.bench_recipe import fingerprints
 from streamtune.programs.bench.modes import WAYS
 from streamtune.programs.bench.named_tables import draw_table, markdown
 from streamtune.programs.bench.subject import SHARING, Case, Job, MeasuredModel
-from streamtune.programs.bench.tables import DEFAULT, Entry, TableReport, TableRow
-from streamtune.programs.bench.tabulate import fill, run_table
+from streamtune.programs.bench.tables import DEFAULT, Entry, TableReport, TableRow, ablation_entries, length_entries
+from streamtune.programs.bench.tabulate import fill, longest_by, run_table
 from streamtune.programs.probe.trial import Outcome
 from streamtune.recipe import load_recipe
 from tests.exactness.families import build

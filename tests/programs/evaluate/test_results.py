@@ -16,7 +16,7 @@ from streamtune.cli import main
 from streamtune.engine import stream
 from streamtune.models import init_model
 from streamtune.plan.simulate.memory import LiveBytes
-from streamtune.programs.evaluate.losses import LossSums, context_sentence, score_rows
+from streamtune.programs.evaluate.eval_scores import LossSums, context_sentence, score_rows
 from streamtune.schedule import Schedule
 from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe, write_rows
 

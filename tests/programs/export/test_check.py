@@ -15,7 +15,7 @@ from streamtune.errors import ArgumentError, RunError
 from streamtune.programs.export import write
 from streamtune.programs.export.check import compare, measure
 from streamtune.programs.export.export import ExportOptions, ExportReport, export_model
-from streamtune.programs.export.wide import widened
+from streamtune.programs.export.merge import widened
 
 from .cases import adapt, ids, make_base, write_run
 

@@ -16,7 +16,7 @@ from streamtune.data.row_types import normalise
 from streamtune.errors import ArgumentError
 from streamtune.programs.generate import answer as answering
 from streamtune.programs.generate.answer import Answer, Answerer, GenerateOptions, PromptEncoder, load_answerer
-from streamtune.programs.generate.prompts import read_prompts
+from streamtune.programs.generate.prompt_files import read_prompts
 from tests.conformance.reducer import build as build_any
 from tests.exactness.families import FAMILIES, build
 from tests.programs.export.cases import make_base, tokenizer, write_run

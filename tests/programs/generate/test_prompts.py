@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from streamtune.errors import DataError
-from streamtune.programs.generate.prompts import ToolPrompt, read_prompts
+from streamtune.programs.generate.prompt_files import ToolPrompt, read_prompts
 
 ASK = {"role": "user", "content": "2 + 2?"}
 SAY = {"role": "assistant", "content": "4"}

@@ -18,7 +18,7 @@ from streamtune.programs.imports.axolotl_datasets import SETS
 from streamtune.programs.imports.conversion import Conversion, FieldFinding, PeerTrainer
 from streamtune.programs.imports.importing import TRAINERS
 from streamtune.programs.imports.llamafactory import FREEZE
-from streamtune.programs.imports.reading import PeerFile
+from streamtune.programs.imports.peer_files import PeerFile
 from streamtune.recipe.aliases import ALIASES
 from streamtune.recipe.kinds import RECIPES
 from streamtune.recipe.yaml import Marks

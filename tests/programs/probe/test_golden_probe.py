@@ -28,7 +28,7 @@ def test_a_simulated_probe(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    once(monkeypatch, "streamtune.programs.probe.build.probe_recipe")
+    once(monkeypatch, "streamtune.programs.probe.probe_recipe.probe_recipe")
     recipe, options = CASES[case]
     Path("tiny.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     command = ["probe-max-len", "tiny.yaml", *options, "--output-dir", "found"]

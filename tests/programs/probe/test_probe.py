@@ -21,11 +21,9 @@ from streamtune.errors import OutOfMemoryError
 from streamtune.plan.budget import Budget
 from streamtune.plan.search import Range
 from streamtune.plan.simulate.scored import use_checkpointing
-from streamtune.programs.probe import steps
 from streamtune.programs.probe import trial as trial_module
 from streamtune.programs.probe.probe import ProbeReport, ProbeTask, draw_probe, run_probe
-from streamtune.programs.probe.steps import Shape, TrainingStep, _explain
-from streamtune.programs.probe.trial import Outcome, run_trial
+from streamtune.programs.probe.trial import Outcome, Shape, TrainingStep, _explain, run_trial
 from tests.exactness.families import build
 
 MIB = 1 << 20
@@ -91,11 +89,11 @@ def ended() -> dict[str, Outcome]:
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """What the process of a trial does, in this one."""
-    monkeypatch.setattr(steps, "_be_killed_first", lambda: None)
+    monkeypatch.setattr(trial_module, "_be_killed_first", lambda: None)
 
     def run(function: Callable[[Shape], TrainingStep], shape: Shape = SHAPE, **budget: int) -> Outcome:
         ours, theirs = multiprocessing.Pipe(duplex=False)
-        steps.serve(theirs, function, shape, Budget(**budget))
+        trial_module.serve(theirs, function, shape, Budget(**budget))
         while isinstance(message := ours.recv(), str):
             pass
         return Outcome(**message)

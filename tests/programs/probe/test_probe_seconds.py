@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from streamtune.programs.probe.build import ProbeOptions, probe_recipe
+from streamtune.programs.probe.probe_recipe import ProbeOptions, probe_recipe
 from streamtune.recipe import load_recipe
 from streamtune.run.plan import PlanOptions, plan_recipe
 from tests.plan.test_golden_plan import RECIPE

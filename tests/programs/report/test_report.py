@@ -17,7 +17,7 @@ import yaml
 from streamtune.cli import main
 from streamtune.programs.report.charts import Curve, line_chart, thin, ticks
 from streamtune.programs.report.page import render_page
-from streamtune.programs.report.records import read_run
+from streamtune.programs.report.run_records import read_run
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from streamtune.engine import decoder_layers
 from streamtune.plan.simulate import LiveBytes
-from streamtune.programs.verify.trees import MARGIN, Room, measure_room
+from streamtune.programs.verify.compared_rows import MARGIN, Room, measure_room
 from tests.exactness.families import batch, build
 
 

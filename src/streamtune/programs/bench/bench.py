@@ -13,8 +13,7 @@ from typing import Any
 
 from streamtune.plan.simulate.scored import Completions
 from streamtune.plan.simulate.workload import MODES, Mode
-from streamtune.programs.bench.subject import Case, Job, Layout, MakeModel
-from streamtune.programs.bench.worker import Worker
+from streamtune.programs.bench.subject import Case, Job, Layout, MakeModel, Worker
 from streamtune.schedule import Schedule
 
 BASELINE: Mode = "checkpoint"

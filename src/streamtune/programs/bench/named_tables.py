@@ -9,10 +9,17 @@ from typing import Any
 from streamtune.base.palette import drawn_plainly, png_of
 from streamtune.plan.simulate.workload import LABELS, MODES, Mode
 from streamtune.programs.bench import plots
-from streamtune.programs.bench.entries import ablation_entries, mode_entries, sharing_entries
 from streamtune.programs.bench.modes import absent
 from streamtune.programs.bench.subject import COMPLETIONS, SHARING
-from streamtune.programs.bench.tables import Entry, TableName, TableReport, TableRow
+from streamtune.programs.bench.tables import (
+    Entry,
+    TableName,
+    TableReport,
+    TableRow,
+    ablation_entries,
+    mode_entries,
+    sharing_entries,
+)
 from streamtune.schedule import Schedule
 
 TURNS = 4

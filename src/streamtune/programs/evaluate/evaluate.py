@@ -16,9 +16,8 @@ from streamtune.data.templates import fix_date
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError, OutOfMemoryError
 from streamtune.plan.simulate.memory import device_held_bytes
+from streamtune.programs.evaluate.eval_scores import measure_rows, score_rows
 from streamtune.programs.evaluate.harness import check_harness, run_harness
-from streamtune.programs.evaluate.losses import score_rows
-from streamtune.programs.evaluate.metrics import measure_rows
 from streamtune.programs.evaluate.model import (
     load_evaluated,
     load_evaluated_tokenizer,

@@ -18,15 +18,14 @@ import torch
 from streamtune import models
 from streamtune.base.adapters import ADAPTERS, base_of
 from streamtune.errors import ArgumentError, RunError
-from streamtune.programs.export.card import model_card
-from streamtune.programs.export.check import AsTrained, Differences, compare, measure
+from streamtune.programs.export.check import AsTrained, Differences, choose_rows, compare, measure
 from streamtune.programs.export.elsewhere import check_convertible, check_gguf, check_push, push_folder, write_gguf
 from streamtune.programs.export.gguf_check import GgufComparison, compare_gguf
-from streamtune.programs.export.rows import choose_rows
 from streamtune.programs.export.source import TrainedModel, find_trained, is_trained_base, load_trained, resolve_base
 from streamtune.programs.export.write import (
     check_target,
     keep_failed,
+    model_card,
     staged,
     write_adapters,
     write_merged,

@@ -22,7 +22,7 @@ from streamtune.engine.hf_names import STREAMER, inside
 from streamtune.errors import ArgumentError
 from streamtune.models import end_tokens
 from streamtune.programs.export.source import find_trained, load_trained
-from streamtune.programs.generate.prompts import Asked, ToolPrompt
+from streamtune.programs.generate.prompt_files import Asked, ToolPrompt
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import choose_device, prepare_libraries
 from streamtune.tasks.rollout import Sampling, TransformersWriter, WritingStopped

@@ -21,7 +21,7 @@ from streamtune.errors import ArgumentError, UserError
 
 if TYPE_CHECKING:
     from streamtune.programs.generate.answer import Answer, Answerer, GenerateOptions
-    from streamtune.programs.generate.prompts import Asked
+    from streamtune.programs.generate.prompt_files import Asked
 
 LONG_PROMPT = 4096
 """Tokens of a prompt from which on its reading is shown."""
@@ -74,7 +74,7 @@ def generate(
     _check_ranges(temperature, top_p, top_k, seed)
     with loading_libraries():
         from streamtune.programs.generate.answer import GenerateOptions, load_answerer
-        from streamtune.programs.generate.prompts import read_prompts
+        from streamtune.programs.generate.prompt_files import read_prompts
         from streamtune.programs.generate.served import answer_with_vllm, check_served
     options = GenerateOptions(
         checkpoint=checkpoint,

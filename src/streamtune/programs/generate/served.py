@@ -10,7 +10,7 @@ from streamtune.errors import ArgumentError
 from streamtune.models import load_tokenizer
 from streamtune.programs.export.source import find_trained
 from streamtune.programs.generate.answer import GenerateOptions, PromptEncoder
-from streamtune.programs.generate.prompts import Asked
+from streamtune.programs.generate.prompt_files import Asked
 
 
 def check_served() -> None:

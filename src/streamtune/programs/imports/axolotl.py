@@ -7,7 +7,7 @@ from typing import Any
 
 from .axolotl_datasets import ENTRY_FIELDS, SETS, take_datasets
 from .conversion import Conversion, PeerTrainer
-from .rules import (
+from .field_rules import (
     FieldRule,
     UnconvertedError,
     by_itself,

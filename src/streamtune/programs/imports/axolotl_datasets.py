@@ -16,7 +16,7 @@ from .datasets import (
     rows_of_split,
     seen_columns,
 )
-from .rules import FieldRule, UnconvertedError, by_itself, one_of, together, without
+from .field_rules import FieldRule, UnconvertedError, by_itself, one_of, together, without
 
 SETS = ("datasets", "pretraining_dataset", "test_datasets")
 """Fields that name datasets."""

@@ -17,8 +17,8 @@ from streamtune.recipe.mistakes import expected, field_at
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.yaml import KeyPath, Marks
 
-from .reading import PeerFile
-from .rules import FieldRule, UnconvertedError
+from .field_rules import FieldRule, UnconvertedError
+from .peer_files import PeerFile
 
 Kind = Literal["mapped", "default", "not_needed", "lost"]
 

@@ -17,7 +17,7 @@ from .axolotl import AXOLOTL
 from .conversion import Conversion, FieldFinding, PeerTrainer
 from .launching import is_accelerate_config, take_launcher
 from .llamafactory import LLAMAFACTORY
-from .reading import PeerFile, read_peer_file
+from .peer_files import PeerFile, read_peer_file
 from .swift import SWIFT
 from .trainer_arguments import finish
 from .trl import TRL

@@ -6,7 +6,7 @@ from typing import Any
 
 from .conversion import Conversion, PeerTrainer
 from .dataset_info import take_datasets
-from .rules import (
+from .field_rules import (
     FieldRule,
     by_itself,
     more_special_tokens,

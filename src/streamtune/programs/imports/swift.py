@@ -9,8 +9,7 @@ from typing import Any
 
 from .conversion import Conversion, PeerTrainer
 from .datasets import DATA_FILES, put_datasets, put_eval_sets, put_weights, report_media, seen_columns
-from .reading import json_value
-from .rules import (
+from .field_rules import (
     FieldRule,
     UnconvertedError,
     by_itself,
@@ -27,6 +26,7 @@ from .rules import (
     whole_modules,
     without,
 )
+from .peer_files import json_value
 from .swift_rows import STANDARD, is_self_cognition, take_columns, take_self_cognition
 from .templates import take_swift_template
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_thinking, take_trackers, take_warmup

@@ -9,7 +9,7 @@ from streamtune.base.adapters import ADAPTERS
 from streamtune.recipe.adapters import ADAPTER_KEYS
 
 from .conversion import Conversion
-from .rules import (
+from .field_rules import (
     FieldRule,
     UnconvertedError,
     by_itself,

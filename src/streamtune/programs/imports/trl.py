@@ -17,8 +17,7 @@ from .datasets import (
     rows_of_split,
     seen_columns,
 )
-from .reading import json_value
-from .rules import (
+from .field_rules import (
     FieldRule,
     UnconvertedError,
     by_itself,
@@ -32,6 +31,7 @@ from .rules import (
     whole_modules,
     without,
 )
+from .peer_files import json_value
 from .templates import take_trl_template
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, one_loss, take_trackers, take_warmup
 

@@ -19,7 +19,7 @@ from streamtune.optim import BlockAdamW
 from streamtune.plan.budget import Budget
 from streamtune.plan.simulate.memory import device_held_bytes
 from streamtune.plan.simulate.scored import Completions, PlainScores, use_checkpointing
-from streamtune.programs.probe.steps import BudgetExceededError, Shape, TrainingStep
+from streamtune.programs.probe.trial import BudgetExceededError, Shape, TrainingStep
 from streamtune.recipe.engine import EngineSpec
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import prepare_libraries, stream_model

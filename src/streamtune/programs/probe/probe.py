@@ -15,8 +15,7 @@ from streamtune.base.palette import COLOURS, INK, drawn_plainly, png_of
 from streamtune.plan.budget import Budget
 from streamtune.plan.search import Attempt, Range, search_largest
 from streamtune.plan.simulate.workload import LABELS, Mode
-from streamtune.programs.probe.steps import PrepareStep, Shape
-from streamtune.programs.probe.trial import Outcome, run_trial
+from streamtune.programs.probe.trial import Outcome, PrepareStep, Shape, run_trial
 from streamtune.schedule import Schedule
 
 Scaled = Literal["length", "batch"]

@@ -67,8 +67,8 @@ def probe_max_len(
     loaded = read_recipe(recipe, set_)
     folder = output_dir or Path(loaded.recipe.output_dir)
     with err.status("loading libraries") as status:
-        from streamtune.programs.probe.build import ProbeOptions, probe_recipe
         from streamtune.programs.probe.probe import draw_probe
+        from streamtune.programs.probe.probe_recipe import ProbeOptions, probe_recipe
         from streamtune.train.staging import check_outputs, write_output
 
         check_outputs(folder, ["probe.json", "probe.png"])

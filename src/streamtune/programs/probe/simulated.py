@@ -24,8 +24,7 @@ from streamtune.plan.simulate.simulate import Simulation, simulate
 from streamtune.plan.simulate.workload import Workload
 from streamtune.plan.traffic import Pace
 from streamtune.programs.probe.probe import ProbeTask, Trial
-from streamtune.programs.probe.steps import Shape
-from streamtune.programs.probe.trial import Cause, Outcome
+from streamtune.programs.probe.trial import Cause, Outcome, Shape
 from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RanksAsked, cluster_of, links_for
 from streamtune.run.plan import announced, blueprints, recipe_workload

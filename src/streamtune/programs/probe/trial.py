@@ -7,22 +7,44 @@ memory than is free, or more time than it is given, is killed. The prober goes o
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import platform
 import signal
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+import torch
+from torch import nn
 
 from streamtune.base import interrupts
 from streamtune.base.child import Child
+from streamtune.base.model_device import model_device
 from streamtune.base.sizes import show_size
-from streamtune.engine.memory.host import reserved_host_bytes, usable_host_bytes
+from streamtune.engine import StreamHandle, decoder_layers
+from streamtune.engine.memory.host import Tally, reserved_host_bytes, usable_host_bytes
+from streamtune.errors import OutOfMemoryError, StorageError
+from streamtune.optim import state_tensors
 from streamtune.plan.budget import Budget
-from streamtune.programs.probe.steps import PrepareStep, Shape, serve
+from streamtune.plan.simulate.memory import (
+    ACTIVATION,
+    OPTIMIZER,
+    LiveBytes,
+    device_held_bytes,
+    distinct_bytes,
+    held_bytes,
+)
+from streamtune.plan.simulate.simulate import TERMS
+from streamtune.plan.simulate.workload import Mode
 from streamtune.schedule import Schedule
 
 Cause = Literal["", "device memory", "host memory", "disk memory", "time", "crash"]
@@ -154,3 +176,222 @@ def _died(exit_code: int | None) -> str:
         name = f"signal {-exit_code}"
     hint = " (the system does that where memory runs out)" if name == "SIGKILL" else ""
     return f"the process was ended by {name}{hint}"
+
+
+# --- in the process ---------------------------------------------------------------------------------------------------
+
+
+STEPS = 2
+"""The first makes the optimizer's state, which is there during the second."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a trial: the mode of the step, tokens of a row, rows of a batch."""
+
+    mode: Mode
+    length: int
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A model with its optimizer, and a function that trains one whole step: gradients, clipping, update.
+
+    ``beside`` is another model that is held and run, and not trained.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    run: Callable[[], object]
+    handle: StreamHandle | None = None
+    beside: nn.Module | None = None
+
+    @property
+    def fixed_terms(self) -> dict[str, int]:
+        """Bytes that are held before the step begins, by what they are."""
+        # On a CPU weights that wait are in the memory that is measured.
+        held = held_bytes if model_device(self.model).type == "cpu" else device_held_bytes
+        terms = {"weights": held(self.model)}
+        return terms if self.beside is None else {**terms, "reference": held(self.beside)}
+
+
+PrepareStep = Callable[[Shape], TrainingStep]
+"""Builds what is stepped, in the process of the trial; must be picklable (``functools.partial`` of a function)."""
+
+
+class BudgetExceededError(MemoryError):
+    """Raised inside a step at the allocation that crosses the budget of a tier: device, host or disk."""
+
+    def __init__(self, tier: str, what: str) -> None:
+        super().__init__(what)
+        self.tier = tier
+
+
+class _Budgeted(LiveBytes):
+    """Counts live bytes and stops the step where they, or what the engine keeps elsewhere, exceed a budget."""
+
+    def __init__(self, step: TrainingStep, budget: Budget) -> None:
+        super().__init__(step.model, decoder_layers(step.model), beside=step.beside)
+        self.fixed = step.fixed_terms
+        self.weights = sum(self.fixed.values())
+        self._step, self._budget = step, budget
+
+    def __enter__(self) -> _Budgeted:
+        self._compare("device", self.weights, self._budget.device_bytes)
+        super().__enter__()
+        return self
+
+    def _see(self, out: Any) -> None:
+        super()._see(out)
+        self._compare("device", self.weights + self.total, self._budget.device_bytes)
+        for name, tally, limit in _tiers(self._step.handle, self._budget):
+            self._compare(name, tally.live_bytes, limit)
+
+    def _compare(self, name: str, live: int, limit: int | None) -> None:
+        if limit is not None and live > limit:
+            raise BudgetExceededError(name, f"{name} memory: the step takes more than {show_size(limit)}")
+
+    def terms(self) -> dict[str, int]:
+        """Return device bytes at the peak by what they are; the optimizer's state is moved out of the activations."""
+        held = {**self.fixed, **self.at_peak}
+        state = min(_optimizer_bytes(self._step.optimizer, torch.device("cpu")) - held[OPTIMIZER], held[ACTIVATION])
+        held[OPTIMIZER], held[ACTIVATION] = held[OPTIMIZER] + state, held[ACTIVATION] - state
+        return {TERMS[name]: size for name in TERMS if (size := held.get(name, 0))}
+
+
+def serve(connection: Connection, prepare: PrepareStep, shape: Shape, budget: Budget) -> None:
+    """Run a trial in its process: build and step. Phases are sent as text, the outcome as a dictionary."""
+    _be_killed_first()
+    _end_with_parent()
+    result: dict[str, Any] = {}
+    try:
+        connection.send("building the model")
+        step = prepare(shape)
+        result["schedule"] = step.handle.schedule if step.handle is not None else None
+        device = model_device(step.model)
+        measure = _step_on_accelerator if device.type == "cuda" else _step_on_cpu
+        measure(step, budget, connection.send, result)
+        connection.send({"fits": True, **result})
+    except BaseException as error:
+        with suppress(ConnectionError):  # whoever asked is gone, as after Ctrl-C
+            connection.send({"fits": False, **result, **_explain(error)})
+
+
+def _step_on_cpu(step: TrainingStep, budget: Budget, tell: Callable[[str], None], result: dict[str, Any]) -> None:
+    """Run the steps and count every storage; results go into ``result``, also those of steps that fail."""
+    result["env"] = _env("cpu", budget.device_bytes)
+    watch = _Budgeted(step, budget)
+    try:
+        with watch:
+            result["step_seconds"] = _run(step, tell, lambda: None)
+    finally:
+        result["peak_bytes"], result["terms"] = watch.weights + watch.peak, watch.terms()
+        result.update(_tier_peaks(step, budget))
+
+
+def _step_on_accelerator(
+    step: TrainingStep, budget: Budget, tell: Callable[[str], None], result: dict[str, Any]
+) -> None:
+    """Run the steps within the allocator's limit; results go into ``result`` likewise."""
+    device = model_device(step.model)
+    total = torch.cuda.get_device_properties(device).total_memory
+    limit = int((1 - budget.margin) * total) if budget.device_bytes is None else budget.device_bytes
+    result["env"] = _env(torch.cuda.get_device_name(device), limit)
+    fixed = step.fixed_terms
+    weights = sum(fixed.values())
+    result["terms"], result["peak_bytes"] = fixed, weights
+    if weights > limit:
+        raise BudgetExceededError("device", f"device memory: the weights alone take more than {show_size(limit)}")
+    torch.cuda.empty_cache()  # what loading left behind would count
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        result["step_seconds"] = _run(step, tell, lambda: torch.cuda.synchronize(device))
+    finally:
+        state = _optimizer_bytes(step.optimizer, device)
+        peak = torch.cuda.max_memory_allocated(device)
+        result["peak_bytes"] = peak
+        result["terms"] = {**fixed, "optimizer": state, "gradients and activations": peak - weights - state}
+        result.update(_tier_peaks(step, budget))
+    for name, tally, most in _tiers(step.handle, budget):
+        if most is not None and tally.peak_bytes > most:
+            raise BudgetExceededError(name, f"{name} memory: the step takes more than {show_size(most)}")
+
+
+def _run(step: TrainingStep, tell: Callable[[str], None], synchronize: Callable[[], None]) -> float:
+    """Run the steps and return the seconds of the last."""
+    started = 0.0
+    for number in range(1, STEPS + 1):
+        tell(f"step {number} of {STEPS}")
+        synchronize()
+        started = time.perf_counter()
+        step.run()
+    synchronize()
+    return time.perf_counter() - started
+
+
+def _tiers(handle: StreamHandle | None, budget: Budget) -> list[tuple[str, Tally, int | None]]:
+    """Return the name, the bytes and the budget of each tier that is not the device."""
+    if handle is None:
+        return []
+    tiers = handle.tiers
+    return [("host", tiers.host, budget.host_bytes), ("disk", tiers.disk, budget.disk_bytes)]
+
+
+def _tier_peaks(step: TrainingStep, budget: Budget) -> dict[str, int]:
+    return {f"{name}_bytes": tally.peak_bytes for name, tally, _ in _tiers(step.handle, budget)}
+
+
+def _explain(error: BaseException) -> dict[str, Any]:
+    """Return the cause and the reason of a failure; also the traceback where it is no lack of memory."""
+    chain: BaseException | None = error  # the loop wraps a lack of memory in words of its own
+    while chain is not None:
+        if isinstance(chain, BudgetExceededError):
+            return {"cause": f"{chain.tier} memory", "reason": str(chain)}
+        if isinstance(chain, torch.OutOfMemoryError):
+            return {"cause": "device memory", "reason": "device memory: the allocator has no more to give"}
+        if isinstance(chain, MemoryError) or "can't allocate memory" in str(chain):
+            return {"cause": "host memory", "reason": "host memory: the system has no more to give"}
+        chain = chain.__cause__ or chain.__context__
+    if isinstance(error, OutOfMemoryError):  # the engine's own, of the host
+        return {"cause": "host memory", "reason": error.what}
+    if isinstance(error, StorageError):
+        return {"cause": "disk memory", "reason": error.what}
+    first = (str(error).strip().splitlines() or [""])[0]
+    reason = f"{type(error).__name__}: {first}".removesuffix(": ")
+    return {"cause": "crash", "reason": reason, "detail": "".join(traceback.format_exception(error))}
+
+
+def _be_killed_first() -> None:
+    """Make this process the first that the system kills when memory runs out. Linux only."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _end_with_parent() -> None:
+    """Exit when the parent ends, so that a prober that is killed leaves no step behind that fills the memory."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _env(device: str, device_bytes: int | None) -> dict[str, Any]:
+    return {
+        "device": (platform.processor() or platform.machine()) if device == "cpu" else device,
+        "device_bytes": device_bytes,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def _optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """Return the bytes of the states that are on a device: they may be on the host."""
+    values = (value for state in optimizer.state.values() for _, value in state_tensors(state))
+    return distinct_bytes(value for value in values if value.device.type == device.type)

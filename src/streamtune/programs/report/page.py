@@ -12,7 +12,7 @@ import yaml
 
 from streamtune.base.names import set_names
 from streamtune.programs.report.charts import GIB, Curve, gib, line_chart, memory_chart, number
-from streamtune.programs.report.records import RunRecords
+from streamtune.programs.report.run_records import RunRecords
 
 MOST_SAMPLES, MOST_EVENTS = 60, 300
 """Shown of a run: the newest, and the first and newest; the files have all of them."""

@@ -13,7 +13,7 @@ from streamtune.cli.options import option
 from streamtune.cli.pages import replace_page
 
 if TYPE_CHECKING:
-    from streamtune.programs.report.records import RunRecords
+    from streamtune.programs.report.run_records import RunRecords
 
 PAGE = "report.html"
 
@@ -29,7 +29,7 @@ def report(
     open_: Annotated[bool, option(None, "Show the page in the browser.", "--open")] = False,
 ) -> None:
     """Write report.html: curves, memory, speed, samples, events and recipe of runs, in one file without network."""
-    from streamtune.programs.report.records import read_run
+    from streamtune.programs.report.run_records import read_run
 
     found = [read_run(run) for run in runs]
     page = output or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
@@ -52,7 +52,7 @@ def write_page(runs: list[RunRecords], page: Path) -> None:
 
 def write_report(run: Path) -> Path | None:
     """Write the page of a run at its end; a failure is a note, for the run is what counts."""
-    from streamtune.programs.report.records import read_run
+    from streamtune.programs.report.run_records import read_run
 
     page = run / PAGE
     try:

@@ -23,9 +23,9 @@ from streamtune.cli.options import JsonOption, RecipeArgument, SetOption, option
 
 if TYPE_CHECKING:
     from streamtune.engine import RouterLoss
-    from streamtune.programs.verify.build import VerifySubject
+    from streamtune.programs.verify.compared_rows import Window
     from streamtune.programs.verify.report import VerifyReport
-    from streamtune.programs.verify.trees import Window
+    from streamtune.programs.verify.verify_recipe import VerifySubject
 
 COARSE = 1e-3
 """A bound above this leaves room for a mistake, and the verdict says so."""
@@ -44,7 +44,7 @@ def verify(
     """
     loaded = read_recipe(recipe, set_)
     with loading_libraries():
-        from streamtune.programs.verify.build import build_verify, verify_recipe
+        from streamtune.programs.verify.verify_recipe import build_verify, verify_recipe
     subject = build_verify(loaded, length=length, dtype=dtype, notify=print_note, doing=err.status)
     if not as_json:
         _print_banner(subject)

@@ -29,9 +29,9 @@ from streamtune.engine.rotary import as_alone
 from streamtune.errors import ArgumentError, DataError, OutOfMemoryError, RunError
 from streamtune.ops import TokenLoss, token_loss_reference
 from streamtune.plan.simulate.scored import PlainScores
+from streamtune.programs.verify.compared_rows import Room, TreeLosses, Window, choose_rows, measure_room
 from streamtune.programs.verify.report import VerifyReport
 from streamtune.programs.verify.restore import cast
-from streamtune.programs.verify.trees import Room, TreeLosses, Window, choose_rows, measure_room
 from streamtune.programs.verify.verify import compare_gradients, verify_schedules
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import make_sources, make_tokenizer

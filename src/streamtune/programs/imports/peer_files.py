@@ -12,7 +12,7 @@ from streamtune.errors import RecipeError
 from streamtune.recipe.loader import read_text
 from streamtune.recipe.yaml import Marks, parse_scalar, read_yaml
 
-from .rules import UnconvertedError
+from .field_rules import UnconvertedError
 
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed")
 """Programs that start the ranks of a training script."""

@@ -15,10 +15,9 @@ from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Budget
 from streamtune.plan.simulate.workload import ALL_MODES, Mode
 from streamtune.programs.bench.bench import BenchReport, run_bench
-from streamtune.programs.bench.lengths import lengths_report
 from streamtune.programs.bench.subject import Job
 from streamtune.programs.bench.tables import TableName, TableReport
-from streamtune.programs.bench.tabulate import run_table
+from streamtune.programs.bench.tabulate import lengths_report, run_table
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import blame_recipe, choose_device, make_schedule, prepare_libraries
