@@ -1,8 +1,8 @@
 """Measure the tables of a benchmark: rows in groups, each saved as soon as it is measured, and not measured twice.
 
 One process holds one model and enters one mode after the other, so a table costs the memory of one model and compares
-the same weights. The steps that are compared in a group alternate, and a ratio is the median over these rounds. The table of longest
-sequences searches the same way for every schedule.
+the same weights. The steps that are compared in a group alternate, and a ratio is the median over these rounds.
+The table of longest sequences searches the same way for every schedule.
 """
 
 from __future__ import annotations
