@@ -17,6 +17,7 @@ from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.run.train import PATIENT
 from streamtune.tasks.grpo.groups import BatchLayout, Group, group_metrics
 from streamtune.tasks.grpo.objective import PolicyBatch
+from streamtune.tasks.grpo.rollout_rules import RolloutTools
 from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps
 from streamtune.tasks.rewards import RewardScores
 from streamtune.tasks.rollout import Completion, Sampling
@@ -75,19 +76,19 @@ def steps(folder: Path, judge: Any = None, **settings: Any) -> GrpoSteps:
         def logprobs(self, batch: train.TreeBatch) -> Tensor:
             return torch.arange(len(batch.row_K), dtype=torch.float32) / 7
 
-    return GrpoSteps(
-        recipe,
-        data.PreparedPrompts(PROMPTS, PROMPTS[:4], report=None, fingerprint="", measured=None),  # type: ignore[arg-type]
+    tools = RolloutTools(
+        recipe=recipe,
+        prompts=data.PreparedPrompts(PROMPTS, PROMPTS[:4], report=None, fingerprint="", measured=None),  # type: ignore[arg-type]
         writer=Dice(),
         score=judge or Lengths(),
         policy=Policy(),
         reference=None,
         layout=layout,
-        warm=None,
-        log=CompletionLog(train.RunDirectory(folder), Letters(), 2),  # type: ignore[arg-type]
+        gradient=norm_of,
         device=torch.device("cpu"),
-        gradient=norm_of if recipe.allocation == "gvm" else None,
     )
+    log = CompletionLog(train.RunDirectory(folder), Letters(), 2)  # type: ignore[arg-type]
+    return GrpoSteps(tools, warm=None, log=log)
 
 
 def norm_of(batch: train.TreeBatch) -> float:
@@ -114,7 +115,7 @@ def test_inner_epochs_go_through_one_rollout_and_resume_anywhere(tmp_path: Path)
     for _ in range(9):
         taken.append(seen(whole.next_step()))
         states.append((json.loads(json.dumps(whole.state_dict())), torch.get_rng_state()))
-    assert len(whole.writer.asked) == 2  # type: ignore[attr-defined]
+    assert len(whole.tools.writer.asked) == 2  # type: ignore[attr-defined]
     assert taken[:3] == taken[3:6]
     assert taken[6:9] != taken[:3]
     assert all(old is not None for step in taken for _, _, old, _ in step)
@@ -169,7 +170,7 @@ def test_a_call_of_the_reward_is_a_phase_of_its_own_in_training_and_evaluation(t
             return super().__call__(*args)
 
     stream = steps(tmp_path, Judge())
-    stream.activity = phases.append
+    stream.tools.activity = phases.append
     stream.next_step()
     list(stream.held_out())
     calls = [index for index, phase in enumerate(phases) if phase == "CALL"]
@@ -180,7 +181,7 @@ def test_a_call_of_the_reward_is_a_phase_of_its_own_in_training_and_evaluation(t
 def test_held_out_prompts_are_answered_by_the_likeliest_tokens(tmp_path: Path) -> None:
     stream = steps(tmp_path / "run")
     (batch,) = stream.held_out()
-    assert stream.writer.asked == [(4, 1, 0.0)]  # type: ignore[attr-defined]
+    assert stream.tools.writer.asked == [(4, 1, 0.0)]  # type: ignore[attr-defined]
     assert batch.metrics["reward"][1] == 4
     assert "reward_std" not in batch.metrics
 
@@ -188,7 +189,7 @@ def test_held_out_prompts_are_answered_by_the_likeliest_tokens(tmp_path: Path) -
 def test_remax_compares_with_the_likeliest_completion(tmp_path: Path) -> None:
     stream = steps(tmp_path / "run", loss_type="remax")
     stream.next_step()
-    assert stream.writer.asked == [(2, 3, 1.0), (2, 1, 0.0)]  # type: ignore[attr-defined]
+    assert stream.tools.writer.asked == [(2, 3, 1.0), (2, 1, 0.0)]  # type: ignore[attr-defined]
 
 
 def test_samples_are_one_of_each_prompt_first_and_are_cut_with_the_steps(tmp_path: Path) -> None:
@@ -208,7 +209,7 @@ def test_running_out_of_memory_while_writing_says_what_to_lower(tmp_path: Path) 
     def write(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    stream.writer.write = write  # type: ignore[method-assign]
+    stream.tools.writer.write = write  # type: ignore[method-assign]
     with pytest.raises(OutOfMemoryError, match="6 at a time of up to 514 tokens") as raised:
         stream.next_step()
     assert "per_device_generation_batch_size" in raised.value.mend
@@ -220,7 +221,7 @@ GVM = {"allocation": "gvm", "num_generations": 4, "per_device_train_batch_size":
 def test_completions_are_divided_by_what_was_seen(tmp_path: Path) -> None:
     """Of six prompts two with passes; after the first visits the one with the larger gradient has more."""
     stream = steps(tmp_path / "run", **GVM, gradient_accumulation_steps=3)
-    stream.score = lambda prompts, ids: RewardScores(
+    stream.tools.score = lambda prompts, ids: RewardScores(
         scores := [
             float(len(own)) if PROMPTS.index(p) in (1, 4) else 0.5 * len(own)
             for p, own in zip(prompts, ids, strict=True)
@@ -230,7 +231,7 @@ def test_completions_are_divided_by_what_was_seen(tmp_path: Path) -> None:
     torch.manual_seed(3)
     for _ in range(6):
         stream.next_step()
-    asked = [count for _, count, _ in stream.writer.asked]  # type: ignore[attr-defined]
+    asked = [count for _, count, _ in stream.tools.writer.asked]  # type: ignore[attr-defined]
     assert asked[0] == 4, "nothing is known of any prompt"
     for counts in asked[1:]:
         assert isinstance(counts, tuple)
@@ -271,7 +272,7 @@ def test_unequal_groups_resume_anywhere(tmp_path: Path) -> None:
         assert sum(len(b.advantages_N) for b in batches) + batches[0].silent_rows == 8  # type: ignore[attr-defined]
         taken.append(seen(batches))
         states.append((json.loads(json.dumps(whole.state_dict())), torch.get_rng_state()))
-    assert any(isinstance(count, tuple) for _, count, _ in whole.writer.asked)  # type: ignore[attr-defined]
+    assert any(isinstance(count, tuple) for _, count, _ in whole.tools.writer.asked)  # type: ignore[attr-defined]
     for at in (1, 5, 7, 11):
         resumed = steps(tmp_path / f"at-{at}", **settings)
         resumed.load_state_dict(states[at][0])

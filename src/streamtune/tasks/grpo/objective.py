@@ -1,5 +1,7 @@
 """The objectives of the training loop on completions: a policy gradient, or the divergence from a teacher.
 
+:func:`completion_loss` returns everything that a run, a plan and a verification ask of the loss of a recipe.
+
 Shape suffixes: N completions of a micro-batch, K their target tokens, B and T as in ``train.batch``.
 """
 
@@ -8,16 +10,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from streamtune import train
 from streamtune.engine import StreamHandle
-from streamtune.ops import TokenLoss
+from streamtune.ops import Divergence, TokenLoss
 from streamtune.recipe.grpo import GrpoRecipe
-from streamtune.tasks.objectives import POLICY_LOSSES, StepTotals, policy_loss
+from streamtune.tasks.objectives import POLICY_LOSSES, StepTotals, check_policy, group_advantages, policy_loss
 from streamtune.tasks.objectives.ragged import counts
 
 Metrics = Mapping[str, tuple[float, float]]
@@ -130,13 +132,7 @@ class PolicyObjective(RolloutObjective):
     def __init__(self, handle: StreamHandle, recipe: GrpoRecipe) -> None:
         super().__init__(handle, recipe)
         self.handle = handle
-        self._loss: dict[str, Any] = {
-            "epsilon_low": recipe.epsilon,
-            "epsilon_high": recipe.epsilon if recipe.epsilon_high is None else recipe.epsilon_high,
-            "delta": recipe.delta,
-            "beta": 0.0 if POLICY_LOSSES[recipe.loss_type].kl_in_reward else recipe.beta,
-            "importance_level": recipe.importance_sampling_level,
-        }
+        self._loss = policy_knobs(recipe)
 
     def _score(self, model: nn.Module, batch: PolicyBatch, totals: StepTotals | None) -> train.Score:
         assert totals is not None, "held-out prompts come with what was measured"
@@ -190,3 +186,169 @@ class DistillationObjective(RolloutObjective):
         if totals is not None:
             return replace(score, metrics={**batch.metrics, **score.metrics})
         return train.Score(score.loss, metrics=batch.metrics, held_out=[(score.loss.item(), batch.num_rows)])
+
+
+class CompletionLoss(ABC):
+    """A kind of loss on completions, and what it asks of a run.
+
+    Args:
+        recipe: Gives the loss and its settings.
+    """
+
+    reference_key: ClassVar[str]
+    """Key that names the reference."""
+    reads_logprobs: ClassVar[bool]
+    """True if the loss reads the reference's log-probs from its batches; else it calls the reference."""
+    entropy: ClassVar[bool]
+    """True if entropies are computed at the targets."""
+    scores_held_out: ClassVar[bool]
+    """True if the loss is computed on held-out completions as well."""
+    nothing_learnt: ClassVar[tuple[str, str]]
+    """Why a rollout may have no gradient, and the fix where several in a row have none."""
+
+    def __init__(self, recipe: GrpoRecipe) -> None:
+        self.recipe = recipe
+
+    @abstractmethod
+    def check(self) -> None:
+        """Check that the settings of the loss go together.
+
+        Raises:
+            ArgumentError: They do not; it names the key.
+        """
+
+    @property
+    @abstractmethod
+    def compares(self) -> bool:
+        """True if the loss has a reference."""
+
+    @property
+    @abstractmethod
+    def reference_name(self) -> str | None:
+        """The model that the recipe names as reference, if it names one."""
+
+    @property
+    def token_loss(self) -> TokenLoss:
+        """The loss of a target token."""
+        return TokenLoss()
+
+    @property
+    @abstractmethod
+    def forwards(self) -> float:
+        """Forwards without gradient of the same tokens before each optimizer step."""
+
+    @property
+    @abstractmethod
+    def leaves_out(self) -> bool:
+        """True if completions without a gradient may be left out of micro-batches."""
+
+    @property
+    @abstractmethod
+    def flat_has_gradient(self) -> bool:
+        """True if a completion whose advantage is 0 has a gradient."""
+
+    @abstractmethod
+    def objective(self, scorer: Any, reference: train.Reference | None) -> RolloutObjective:
+        """Return the objective of the training loop.
+
+        Args:
+            scorer: The handle of the streamed policy, or another object that computes log-probs.
+            reference: None where the loss has none.
+        """
+
+
+class RewardLoss(CompletionLoss):
+    """A policy-gradient loss of advantages, with a KL to the reference where ``beta`` says so."""
+
+    reference_key = "ref_model_name_or_path"
+    reads_logprobs = True
+    entropy = True
+    scores_held_out = False
+    nothing_learnt = (
+        "all completions of a prompt have the same reward",
+        "look at completions.jsonl: is the task far too hard or too easy, or does a reward say the same of "
+        "everything? More num_generations, another temperature, easier prompts or sft_steps help; skip_limit says "
+        "how long to try",
+    )
+
+    def check(self) -> None:
+        recipe = self.recipe
+        check_policy(recipe.loss_type, max_completion_length=recipe.max_completion_length, **policy_knobs(recipe))
+        some_N = torch.tensor([0.0, 1.0])
+        group_advantages(
+            recipe.loss_type, some_N, torch.zeros(2), scale_rewards=recipe.scale_rewards, greedy_N=torch.zeros(2)
+        )
+
+    @property
+    def compares(self) -> bool:
+        return self.recipe.beta > 0
+
+    @property
+    def reference_name(self) -> str | None:
+        return self.recipe.ref_model_name_or_path
+
+    @property
+    def forwards(self) -> float:
+        """Those of the reference, and of the policy that wrote where it changes before the last step, per rollout."""
+        return (self.compares + self.recipe.needs_old_logprobs) / self.recipe.num_iterations
+
+    @property
+    def leaves_out(self) -> bool:
+        return not POLICY_LOSSES[self.recipe.loss_type].by_micro_batch
+
+    @property
+    def flat_has_gradient(self) -> bool:
+        return self.compares and not POLICY_LOSSES[self.recipe.loss_type].kl_in_reward
+
+    def objective(self, scorer: Any, reference: train.Reference | None) -> RolloutObjective:
+        return PolicyObjective(scorer, self.recipe)
+
+
+class TeacherLoss(CompletionLoss):
+    """The divergence from a teacher: ``gkd``."""
+
+    reference_key = "teacher"
+    reads_logprobs = False
+    entropy = False
+    scores_held_out = True
+    nothing_learnt = (
+        "all completions were cut off, and mask_truncated_completions leaves them out",
+        "raise max_completion_length, or delete mask_truncated_completions",
+    )
+    compares = True
+    leaves_out = True
+    flat_has_gradient = True
+    forwards = 0.0  # the teacher's is one of each step
+
+    def check(self) -> None:
+        """Check nothing: the keys are checked where the recipe is read."""
+
+    @property
+    def reference_name(self) -> str | None:
+        return self.recipe.teacher
+
+    @property
+    def token_loss(self) -> TokenLoss:
+        recipe = self.recipe
+        return TokenLoss(divergence=Divergence(recipe.kd_divergence, recipe.kd_beta, recipe.kd_temperature))
+
+    def objective(self, scorer: Any, reference: train.Reference | None) -> RolloutObjective:
+        assert isinstance(reference, train.ModelReference), "a teacher is a model"
+        handle = scorer if isinstance(scorer, StreamHandle) else None
+        return DistillationObjective(handle, self.recipe, self.token_loss, reference)
+
+
+def completion_loss(recipe: GrpoRecipe) -> CompletionLoss:
+    """Return the loss that ``loss_type`` names."""
+    return (TeacherLoss if recipe.distils else RewardLoss)(recipe)
+
+
+def policy_knobs(recipe: GrpoRecipe) -> dict[str, Any]:
+    """Return the settings of a recipe that policy-gradient losses read."""
+    return {
+        "epsilon_low": recipe.epsilon,
+        "epsilon_high": recipe.epsilon if recipe.epsilon_high is None else recipe.epsilon_high,
+        "delta": recipe.delta,
+        "beta": 0.0 if POLICY_LOSSES[recipe.loss_type].kl_in_reward else recipe.beta,
+        "importance_level": recipe.importance_sampling_level,
+    }

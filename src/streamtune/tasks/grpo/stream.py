@@ -3,7 +3,7 @@
     next_step()   supervised, while sft_steps last;
                   else the next part of the current rollout, and a new rollout where that is used up
 
-    a rollout     prompts -> completions -> rewards -> advantages -> old and reference log-probs
+    a rollout     prompts -> completions -> rewards -> rules, in order -> old and reference log-probs
                   in steps_per_rollout parts, gone through num_iterations times
 
 A rollout from which nothing is to be learnt is counted and drawn anew. Everything is in :meth:`GrpoSteps.state_dict`,
@@ -20,54 +20,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from streamtune import data, train
-from streamtune.errors import CheckpointError, OutOfMemoryError, RunError
+from streamtune.data.reading.readers import Row
+from streamtune.data.rendering.render import RowRenderer
+from streamtune.data.row_types import detect_type, normalise
+from streamtune.errors import CheckpointError, DataError, RunError
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.tasks import rewards, rollout
-from streamtune.tasks.grpo.groups import (
-    BatchLayout,
-    Group,
-    ScoreCompletions,
-    any_gradient,
-    group_metrics,
-    micro_batches,
-    passing_completion,
-    remember_logprobs,
-)
-from streamtune.tasks.grpo.objective import MeasuredBatch, PolicyBatch
-from streamtune.tasks.grpo.ranks import SharedLogprobs
-from streamtune.tasks.objectives import POLICY_LOSSES, group_advantages, reward_with_kl
+from streamtune.tasks.grpo.groups import Group, any_gradient, group_metrics, micro_batches
+from streamtune.tasks.grpo.objective import MeasuredBatch, PolicyBatch, completion_loss
+from streamtune.tasks.grpo.rollout_rules import RolloutTools, ScoredRollout, rewards_of, rules_of
 from streamtune.tasks.steps import share_out
 from streamtune.tasks.task import chat_options
-from streamtune.train.objective import autocast
 from streamtune.train.records import append_records, cut_rotated, rotate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-from itertools import accumulate, islice
-from typing import TYPE_CHECKING
-
-import numpy as np
-
-from streamtune.data.reading.readers import Row
-from streamtune.data.rendering.render import RowRenderer
-from streamtune.data.row_types import detect_type, normalise
-from streamtune.errors import DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-UNSEEN = 0.5
-"""Pass rate of a prompt that was not asked yet."""
-
-T = TypeVar("T")
 
 OF_GROUPS = ("reward_std", "frac_reward_zero_std")
 """Metrics of several completions of a prompt, which one completion does not have."""
@@ -88,65 +63,27 @@ class GrpoSteps:
     """The :class:`streamtune.train.StepStream` of a grpo run; see the module.
 
     Args:
-        recipe: The recipe, with the micro-batches of all ranks together.
-        prompts: The prompts to train on, and the held-out ones.
-        writer: Completes prompts.
-        score: Scores completions.
-        policy: The current policy.
-        reference: The reference; None where the loss has no KL.
-        layout: The layout of micro-batches.
-        gradient: Computes the gradient norm of a completion; None where all prompts have as many completions.
+        tools: Write, score and measure completions. Each rank gets its share of every step.
         warm: The supervised steps before; None where there are none.
         log: Writes samples of the completions.
-        device: The device of the policy and the reference.
-        world: The ranks; each calls this with the same arguments and gets its share of every step.
-        activity: Called with what is being done.
     """
 
-    def __init__(
-        self,
-        recipe: GrpoRecipe,
-        prompts: data.PreparedPrompts,
-        *,
-        writer: rollout.Writer,
-        score: ScoreCompletions,
-        policy: train.Reference,
-        reference: train.Reference | None,
-        layout: BatchLayout,
-        warm: train.StepStream | None,
-        log: CompletionLog,
-        device: torch.device,
-        gradient: Callable[[train.TreeBatch], float] | None = None,
-        world: train.World = train.World(),  # noqa: B008 (frozen)
-        activity: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.recipe, self.prompts = recipe, prompts
-        self.writer, self.score, self.policy, self.reference = writer, score, policy, reference
-        self.world, self.shared = world, SharedLogprobs(world)
-        self.layout, self.warm, self.log, self.activity, self.device = layout, warm, log, activity, device
-        self.gradient, self.norms = gradient, rollout.GradientNorms()
+    def __init__(self, tools: RolloutTools, *, warm: train.StepStream | None, log: CompletionLog) -> None:
+        self.tools, self.recipe, self.prompts = tools, tools.recipe, tools.prompts
+        self.warm, self.log = warm, log
+        self.loss = completion_loss(self.recipe)
+        self.rules = [rule(tools) for rule in rules_of(self.recipe)]
         self.picker = rollout.PromptPicker(
-            len(prompts.train), choice=recipe.prompts, seed=recipe.seed, counts=gradient is not None
-        )
-        self.kl_in_reward = recipe.beta > 0 and POLICY_LOSSES[recipe.loss_type].kl_in_reward
-        self.why_flat = (
-            "all completions were cut off, and mask_truncated_completions leaves them out"
-            if recipe.distils
-            else "all completions of a prompt have the same reward"
+            len(self.prompts.train),
+            choice=self.recipe.prompts,
+            seed=self.recipe.seed,
+            counts=any(rule.reads_pass_rates for rule in self.rules),
         )
         self.taken = 0
         """Steps handed out."""
         self.on_first_rollout: Callable[[], None] = lambda: None
         """Called when supervised steps are over."""
         self.current: _Rollout | None = None
-        self.sampling = rollout.Sampling(
-            max_completion_length=recipe.max_completion_length,
-            temperature=recipe.temperature,
-            top_p=recipe.top_p,
-            top_k=recipe.top_k,
-            min_p=recipe.min_p,
-            repetition_penalty=recipe.repetition_penalty,
-        )
 
     # --- steps -------------------------------------------------------------------------------------------------
 
@@ -157,7 +94,7 @@ class GrpoSteps:
             RunError: Nothing could be learnt from ``skip_limit`` rollouts in a row.
         """
         try:
-            return list(share_out(self._next_step(), self.world))
+            return list(share_out(self._next_step(), self.tools.world))
         except rollout.WritingStopped:
             return []
 
@@ -173,7 +110,7 @@ class GrpoSteps:
                 self.current = self._next_rollout()
             part, first = self.current.next_part % parts, self.current.next_part == 0
             self.current.next_part += 1
-            batches = micro_batches(self._part(self.current.groups, part), self.prompts.train, self.layout)
+            batches = micro_batches(self.tools.part(self.current.groups, part), self.prompts.train, self.tools.layout)
             if batches:  # else no completion of this part has a gradient
                 self.taken += 1
                 if first and self.current.skipped:
@@ -190,11 +127,11 @@ class GrpoSteps:
         first, stop = (0, len(prompts)) if part is None else (part.start, part.stop)
         for start in range(first, stop, size):
             asked = [prompts[index] for index in range(start, min(start + size, stop))]
-            written = self._greedy(asked)
-            self.activity("scoring held-out completions")
-            scores = self.score(asked, [completion.token_ids for completion in written])
-            self.activity("evaluating")
-            if self.recipe.distils:
+            written = self.tools.write_greedy(asked)
+            self.tools.activity("scoring held-out completions")
+            scores = self.tools.score(asked, [completion.token_ids for completion in written])
+            self.tools.activity("evaluating")
+            if self.loss.scores_held_out:
                 yield from self._held_out_completions(range(start, start + len(asked)), written, scores)
                 continue
             whole = Group(
@@ -223,51 +160,65 @@ class GrpoSteps:
             )
             for place, (number, completion) in enumerate(zip(numbers, written, strict=True))
         ]
-        layout = replace(self.layout, mask_truncated=False)
+        layout = replace(self.tools.layout, mask_truncated=False)
         for batch in micro_batches(groups, self.prompts.validation, layout):
             metrics = {name: value for name, value in batch.metrics.items() if name not in OF_GROUPS}
             yield replace(batch, metrics=metrics)
 
-    def _part(self, groups: list[T], part: int) -> list[T]:
-        """Return the groups, or what is of each, of one of the optimizer steps that go through a rollout."""
-        parts = self.recipe.steps_per_rollout
-        return groups[len(groups) * part // parts : len(groups) * (part + 1) // parts]
-
     # --- a rollout ---------------------------------------------------------------------------------------------
 
     def _next_rollout(self) -> _Rollout:
+        why, mend = self.loss.nothing_learnt
         for skipped in range(self.recipe.skip_limit):
             groups = self._write_and_score()
-            if any(any_gradient(part, self.layout) for part in self._parts(groups)):
-                self._remember_logprobs(groups)
+            if any(any_gradient(part, self.tools.layout) for part in self.tools.parts(groups)):
+                self.tools.remember_logprobs(groups, old=self.recipe.needs_old_logprobs)
                 return _Rollout(groups, skipped=skipped)
-            self.log.skipped(self.taken + 1, self.why_flat)
+            self.log.skipped(self.taken + 1, why)
         raise RunError(
-            f"{self.recipe.skip_limit} batches in a row taught nothing: in every one of them {self.why_flat}",
-            mend="raise max_completion_length, or delete mask_truncated_completions"
-            if self.recipe.distils
-            else "look at completions.jsonl: is the task far too hard or too easy, or does a reward say the same of "
-            "everything? More num_generations, another temperature, easier prompts or sft_steps help; skip_limit says "
-            "how long to try",
+            f"{self.recipe.skip_limit} batches in a row taught nothing: in every one of them {why}", mend=mend
         )
-
-    def _parts(self, groups: list[T]) -> list[list[T]]:
-        return [self._part(groups, part) for part in range(self.recipe.steps_per_rollout)]
 
     def _write_and_score(self) -> list[Group]:
         """Write and score completions of the next prompts; return their groups, with advantages."""
-        recipe = self.recipe
-        numbers = self.picker.next(recipe.prompts_per_generation)
+        tools, numbers = self.tools, self.picker.next(self.recipe.prompts_per_generation)
         prompts = [self.prompts.train[number] for number in numbers]
         counts = self._counts(numbers)
-        self.activity(f"writing {sum(counts)} completions")
-        written = self._write(prompts, counts[0] if len(set(counts)) == 1 else counts, self.sampling)
-        self.activity("scoring completions")
+        tools.activity(f"writing {sum(counts)} completions")
+        written = tools.write(prompts, counts[0] if len(set(counts)) == 1 else counts, tools.sampling)
+        tools.activity("scoring completions")
         asked = [prompt for prompt, own in zip(prompts, written, strict=True) for _ in own]
-        scores = self.score(asked, [completion.token_ids for group in written for completion in group])
-        self.activity("advantages")
+        scores = tools.score(asked, [completion.token_ids for group in written for completion in group])
+        tools.activity("advantages")
+        groups = self._groups(numbers, written, scores)
+        scored = ScoredRollout(prompts, groups, rewards_of(scores.total))
+        for rule in self.rules:
+            rule.scored(scored)
+        self.log.wrote(self.taken + 1, groups, prompts)
+        return groups
+
+    def _counts(self, numbers: Sequence[int]) -> list[int]:
+        """Return the completions of each prompt. Those of an optimizer step are as many together as if all were equal.
+
+        Args:
+            numbers: Number of each prompt.
+        """
+        found = []
+        for part in self.tools.parts(numbers):
+            counts = [self.recipe.num_generations] * len(part)
+            for rule in self.rules:
+                counts = rule.counts(part, counts, self.picker.rates)
+            found += counts
+        return found
+
+    def _groups(
+        self, numbers: Sequence[int], written: Sequence[Sequence[rollout.Completion]], scores: rewards.RewardScores
+    ) -> list[Group]:
+        """Return the completions of each prompt with their scores, and note how many passed."""
         groups = []
-        for number, completions, own in zip(numbers, written, _slices(counts), strict=True):
+        stops = accumulate(map(len, written))
+        for number, completions, stop in zip(numbers, written, stops, strict=True):
+            own = slice(stop - len(completions), stop)
             groups.append(
                 Group(
                     prompt=number,
@@ -277,134 +228,9 @@ class GrpoSteps:
                     scores={name: values[own] for name, values in scores.by_function.items()},
                 )
             )
-            passed = sum(reward is not None and reward >= recipe.pass_reward for reward in scores.total[own])
+            passed = sum(reward is not None and reward >= self.recipe.pass_reward for reward in scores.total[own])
             self.picker.observe(number, passed=passed, tried=len(completions))
-        self._set_advantages(groups, prompts)
-        self._observe_gradients(groups)
-        self.log.wrote(self.taken + 1, groups, prompts)
         return groups
-
-    def _counts(self, numbers: Sequence[int]) -> list[int]:
-        """Return the completions of each prompt. Those of an optimizer step are as many together as if all were equal.
-
-        Args:
-            numbers: Of the prompts.
-        """
-        equal = self.recipe.num_generations
-        if self.gradient is None:
-            return [equal] * len(numbers)
-        counts = []
-        for part in self._parts(list(numbers)):
-            rates = [self.picker.rates.passed(number) for number in part]
-            scores = [
-                rollout.variance_score(
-                    UNSEEN if rate is None else rate, self.norms.norm(number), self.recipe.allocation
-                )
-                for rate, number in zip(rates, part, strict=True)
-            ]
-            counts += rollout.allocate(scores, equal * len(part))
-        return counts
-
-    def _observe_gradients(self, groups: list[Group]) -> None:
-        """Measure the gradient norm of a completion of each prompt that has one which passed, for later rollouts."""
-        if self.gradient is None:
-            return
-        found = [passing_completion(g, self.recipe.pass_reward, self.prompts.train, self.layout) for g in groups]
-        passed = [(group, batch) for group, batch in zip(groups, found, strict=True) if batch is not None]
-        if not passed:
-            return
-        self.activity("gradient norms")
-        norm = self.gradient
-        norms = self.shared(lambda batch: [norm(batch)], len(passed), lambda number: passed[number][1])
-        for (group, _), (value,) in zip(passed, norms, strict=True):
-            self.norms.observe(group.prompt, value)
-
-    def _set_advantages(self, groups: list[Group], prompts: Sequence[data.Prompt]) -> None:
-        recipe, counts = self.recipe, [len(group.completions) for group in groups]
-        rewards_N = _numbers([reward for group in groups for reward in group.rewards])
-        group_N = torch.arange(len(groups)).repeat_interleave(torch.tensor(counts))
-        if recipe.distils:  # nothing is made of the rewards: their spread is shown
-            found = group_advantages("dr_grpo", rewards_N, group_N)
-            for group, own in zip(groups, _slices(counts), strict=True):
-                group.advantages = [0.0] * len(group.completions)
-                group.flat, group.std = bool(found.flat_N[own][0]), float(found.std_N[own][0])
-            return
-        if self.kl_in_reward:
-            rewards_N = self._less_kl(groups, rewards_N)
-        greedy_N = None
-        if recipe.loss_type == "remax":
-            written = self._greedy(prompts)
-            scores = self.score(prompts, [completion.token_ids for completion in written])
-            greedy_N = _numbers(scores.total).repeat_interleave(torch.tensor(counts))
-        found = group_advantages(
-            recipe.loss_type, rewards_N, group_N, scale_rewards=recipe.scale_rewards, greedy_N=greedy_N
-        )
-        for group, own in zip(groups, _slices(counts), strict=True):
-            values_n = found.values_N[own]
-            if self.gradient is not None:  # every prompt counts the same, however many completions it has
-                values_n = values_n * (recipe.num_generations / len(group.completions))
-            group.advantages = values_n.tolist()
-            group.flat = bool(found.flat_N[own].all())
-            group.std = float(found.std_N[own][0])
-
-    def _less_kl(self, groups: list[Group], rewards_N: Tensor) -> Tensor:
-        """Return the rewards less the KL of the whole completion, for losses that have it there."""
-        for group in groups:
-            group.advantages = [1.0] * len(group.completions)  # none is left out: its KL counts
-        self._remember_logprobs(groups)
-        old_K, ref_K = (
-            torch.tensor([value for group in groups for row in rows(group) for value in row])
-            for rows in (lambda group: group.old, lambda group: group.ref)
-        )
-        lengths = torch.tensor([len(row) for group in groups for row in group.old or []])
-        row_K = torch.arange(len(lengths)).repeat_interleave(lengths)
-        return reward_with_kl(rewards_N, old_K, ref_K, row_K, beta=self.recipe.beta)[0]
-
-    def _remember_logprobs(self, groups: list[Group]) -> None:
-        """Put the log-probs that the loss reads into the groups: those of the current policy, and the reference's."""
-        wanted: dict[str, train.Reference | None] = {
-            "old": self.policy if self.recipe.needs_old_logprobs or self.kl_in_reward else None,
-            "ref": self.reference,
-        }
-        for name, model in wanted.items():
-            if model is None or all(getattr(group, name) is not None for group in groups):
-                continue
-            self.activity(f"{'reference' if name == 'ref' else 'old'} log-probs")
-            for part in self._parts(groups):
-                asked = partial(self.shared, partial(self._logprobs, model))
-                remember_logprobs(name, asked, part, self.prompts.train, self.layout)
-
-    def _logprobs(self, model: train.Reference, batch: train.TreeBatch) -> list[float]:
-        with autocast(self.device, bool(self.recipe.bf16)):
-            found: list[float] = model.logprobs(batch.to(self.device)).tolist()
-        return found
-
-    def _greedy(self, prompts: Sequence[data.Prompt]) -> list[rollout.Completion]:
-        """Return the likeliest completion of each prompt."""
-        likeliest = replace(self.sampling, temperature=0.0)
-        return [group[0] for group in self._write(prompts, 1, likeliest)]
-
-    def _write(
-        self, prompts: Sequence[data.Prompt], count: int | Sequence[int], sampling: rollout.Sampling
-    ) -> list[list[rollout.Completion]]:
-        """Return ``count`` completions of each prompt, or as many as it says of each.
-
-        Raises:
-            OutOfMemoryError: Their keys and values do not fit.
-        """
-        try:
-            return self.writer.write([prompt.input_ids for prompt in prompts], count, sampling)
-        except (RuntimeError, MemoryError) as error:
-            if not train.is_out_of_memory(error):
-                raise
-            longest = max(len(prompt.input_ids) for prompt in prompts) + sampling.max_completion_length
-            recipe = self.recipe
-            at_once = recipe.per_device_generation_batch_size or recipe.per_device_train_batch_size
-            raise OutOfMemoryError(
-                f"out of memory while writing completions, {at_once} at a time of up to {longest:,} tokens",
-                where="per_device_generation_batch_size",
-                mend="lower per_device_generation_batch_size, or max_completion_length",
-            ) from error
 
     # --- where it stands ---------------------------------------------------------------------------------------
 
@@ -418,7 +244,7 @@ class GrpoSteps:
         return {
             "taken": self.taken,
             "picker": self.picker.state_dict(),
-            **({} if self.gradient is None else {"norms": self.norms.state_dict()}),
+            **{key: value for rule in self.rules for key, value in rule.state_dict().items()},
             "rollout": rollout_state,
             "warm": None if self.warm is None else self.warm.state_dict(),
         }
@@ -433,7 +259,8 @@ class GrpoSteps:
             raise CheckpointError(f"the checkpoint has taken {state['taken']} steps", mend="use another checkpoint")
         self.taken = state["taken"]
         self.picker.load_state_dict(state["picker"])
-        self.norms.load_state_dict(state.get("norms", {}))
+        for rule in self.rules:
+            rule.load_state_dict(state)
         current = state["rollout"]
         self.current = None
         if current is not None:
@@ -441,17 +268,6 @@ class GrpoSteps:
             self.current = _Rollout(groups, int(current["next_part"]), int(current["skipped"]))
         if self.warm is not None:
             self.warm.load_state_dict(state["warm"])
-
-
-def _slices(counts: Sequence[int]) -> list[slice]:
-    """Return the places of each group's completions among those of all."""
-    stops = list(accumulate(counts))
-    return [slice(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
-
-
-def _numbers(values: Sequence[float | None]) -> Tensor:
-    """Return the values in fp32, NaN where there is none."""
-    return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float32)
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,16 @@ from torch import nn
 from streamtune import data, models, optim, train
 from streamtune.base.model_device import model_device
 from streamtune.engine import StreamHandle
-from streamtune.ops import Divergence, TokenLoss
+from streamtune.ops import TokenLoss
 from streamtune.plan.simulate.scored import Scored
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.schedule import Schedule
 from streamtune.tasks import rollout
 from streamtune.tasks.grpo.groups import BatchLayout, RewardScorer, load_functions
-from streamtune.tasks.grpo.objective import DistillationObjective, PolicyBatch, PolicyObjective
+from streamtune.tasks.grpo.objective import CompletionLoss, PolicyBatch, completion_loss
 from streamtune.tasks.grpo.ranks import SharedRewards, SharedWriter, of_all_ranks
+from streamtune.tasks.grpo.rollout_rules import RolloutTools, rules_of
 from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps, WarmSteps
-from streamtune.tasks.objectives import POLICY_LOSSES, check_policy, group_advantages
 from streamtune.tasks.preference import tree_batch
 from streamtune.tasks.random_batches import RandomTokens, random_completions
 from streamtune.tasks.rewards import Rewards
@@ -45,7 +45,7 @@ from streamtune.tasks.task import (
     held_out_sets,
 )
 from streamtune.train.objective import autocast
-from streamtune.train.sketch import CompletionGradient, value_weights
+from streamtune.train.sketch import CompletionGradient
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,7 +125,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
     @classmethod
     def of_run(cls, recipe: GrpoRecipe, folder: Path, notify: Notify) -> Self:
         """See :meth:`Task.of_run`."""
-        _check_loss(recipe)
+        completion_loss(recipe).check()
         return cls(recipe, load_functions(recipe, folder, notify))
 
     def check_ranks(self, device: torch.device, world: train.World) -> None:
@@ -136,8 +136,8 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
     def check_model(self, handle: StreamHandle) -> None:
         """See :meth:`Task.check_model`."""
-        if self.recipe.allocation != "equal":
-            value_weights(handle.layers, "allocation")
+        for rule in rules_of(self.recipe):
+            rule.check_model(handle)
 
     @property
     def unit(self) -> str:
@@ -188,27 +188,29 @@ class Grpo(ScoringTask[GrpoRecipe]):
     # --- shapes ------------------------------------------------------------------------------------------------
 
     @property
+    def loss(self) -> CompletionLoss:
+        """The loss that the recipe names."""
+        return completion_loss(self.recipe)
+
+    @property
     def compares(self) -> bool:
         """See :class:`Task`: with a teacher too, which is the reference here."""
-        return self.recipe.beta > 0 or self.recipe.distils
+        return self.loss.compares
 
     @property
     def reference_name(self) -> str | None:
         """See :class:`Task`."""
-        return self.recipe.teacher if self.recipe.distils else super().reference_name
+        return self.loss.reference_name
 
     @property
     def reference_key(self) -> str:
         """See :class:`Task`."""
-        return "teacher" if self.recipe.distils else super().reference_key
+        return self.loss.reference_key
 
     @property
     def token_loss(self) -> TokenLoss:
         """See :class:`Task`."""
-        recipe = self.recipe
-        if not recipe.distils:
-            return super().token_loss
-        return TokenLoss(divergence=Divergence(recipe.kd_divergence, recipe.kd_beta, recipe.kd_temperature))
+        return self.loss.token_loss
 
     @property
     def temperature(self) -> float:
@@ -234,11 +236,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         prompts = self.prompts_of(batch_size)
         counts = [batch_size // prompts + (place < batch_size % prompts) for place in range(prompts)]
         trees = tuple((length - completion - 1, (completion + 1,) * count) for count in counts)
-        if recipe.distils:  # the teacher's forward is one of each step
-            return Scored(trees, share)
-        # Once a rollout: of the reference, and of the policy that wrote it where it changes before the last step.
-        forwards = (self.compares + recipe.needs_old_logprobs) / recipe.num_iterations
-        return Scored(trees, share, entropy=True, forwards=forwards)
+        return Scored(trees, share, entropy=self.loss.entropy, forwards=self.loss.forwards)
 
     def prompts_of(self, batch_size: int) -> int:
         """Return the most prompts whose completions can be together in a micro-batch of ``batch_size`` completions."""
@@ -255,11 +253,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
     def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
         """See :meth:`Task.objective`. The reference's log-probs are in the batches; a teacher is called."""
-        if not self.recipe.distils:
-            return PolicyObjective(scorer, self.recipe)
-        assert isinstance(reference, train.ModelReference), "a teacher is a model"
-        handle = scorer if isinstance(scorer, StreamHandle) else None
-        return DistillationObjective(handle, self.recipe, self.token_loss, reference)
+        return self.loss.objective(scorer, reference)
 
     def count_steps(self, batches: _Prompts, micro_batches: int, world: train.World) -> StepPlan:
         """Count the optimizer steps. In an epoch every prompt is completed once, for ``num_iterations`` passes."""
@@ -277,31 +271,28 @@ class Grpo(ScoringTask[GrpoRecipe]):
         recipe = of_all_ranks(self.recipe, world)
         log = CompletionLog(built.directory, built.tokenizer, recipe.num_completions_to_print, writes=world.is_main)
         writer = _make_writer(recipe, built)
-        policy = train.ModelReference(built.model, built.handle, temperature=self.temperature, adapters=True)
-        steps = GrpoSteps(
-            recipe,
-            built.prepared.prompts,
+        temperature = self.temperature
+        tools = RolloutTools(
+            recipe=recipe,
+            prompts=built.prepared.prompts,
             writer=writer if world.size == 1 else SharedWriter(writer, world),
             score=SharedRewards(RewardScorer(self.functions, built.tokenizer), world),
-            policy=policy,
-            reference=None if recipe.distils else built.reference,
+            policy=train.ModelReference(built.model, built.handle, temperature=temperature, adapters=True),
+            reference=built.reference if self.loss.reads_logprobs else None,
             layout=self._layout(built.tokenizer, built.share),
-            warm=built.prepared.warm,
-            log=log,
-            device=device,
             gradient=CompletionGradient(
-                built.model, built.handle, temperature=self.temperature, device=device, bf16=bool(recipe.bf16)
-            )
-            if recipe.allocation != "equal"
-            else None,
+                built.model, built.handle, temperature=temperature, device=device, bf16=bool(recipe.bf16)
+            ),
+            device=device,
             world=world,
         )
+        steps = GrpoSteps(tools, warm=built.prepared.warm, log=log)
 
         def begin(backend: train.Backend, progress: train.Progress, stop: train.StopRequest) -> None:
             if isinstance(writer, rollout.TransformersWriter):
                 writer.stop = lambda: stop.requested
             log.cut(built.first_step)
-            steps.activity = progress.activity
+            tools.activity = progress.activity
             # The moments of supervised gradients would scale the first steps of another loss.
             steps.on_first_rollout = backend.reset_optimizer
 
@@ -315,15 +306,14 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
     def _layout(self, tokenizer: PreTrainedTokenizerBase, share: bool) -> BatchLayout:
         recipe = self.recipe
-        in_loss = recipe.distils or (self.compares and not POLICY_LOSSES[recipe.loss_type].kl_in_reward)
         return BatchLayout(
             batch_size=recipe.per_device_train_batch_size,
             prompts=self.prompts_of(recipe.per_device_train_batch_size),
             pad_token_id=tokenizer.pad_token_id,
             share=share,
-            leave_out=recipe.loss_type != "bnpo",
+            leave_out=self.loss.leaves_out,
             mask_truncated=recipe.mask_truncated_completions,
-            flat_has_gradient=in_loss,
+            flat_has_gradient=self.loss.flat_has_gradient,
         )
 
     # --- trials and comparisons --------------------------------------------------------------------------------
@@ -342,7 +332,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         policy = train.ModelReference(trial.model, trial.scorer, temperature=recipe.temperature, adapters=True)
         references = {
             "old_K": policy if recipe.needs_old_logprobs else None,
-            "ref_K": None if recipe.distils else trial.reference,
+            "ref_K": trial.reference if self.loss.reads_logprobs else None,
         }
         write = self._random_rollout(trial, draw)
 
@@ -396,7 +386,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         advantages_N = torch.randn(sum(len(tree.completions) for tree in trees), generator=draw)
         fields = [tree_batch(trees, pad_token_id=pad_token_id, share=each) for each in (share, False)]
         shared, apart = (PolicyBatch(**each, advantages_N=advantages_N).to(device) for each in fields)
-        if self.recipe.distils:
+        if not self.loss.reads_logprobs:
             return shared, apart
         policy = train.ModelReference(model, plain, temperature=self.temperature, adapters=True)
         old_K = policy.logprobs(apart)
@@ -406,32 +396,8 @@ class Grpo(ScoringTask[GrpoRecipe]):
     def with_reference(self, batch: train.TreeBatch, reference: train.Reference) -> train.TreeBatch:
         """See :meth:`Task.with_reference`."""
         assert isinstance(batch, PolicyBatch)
-        reads = self.compares and not self.recipe.distils
+        reads = self.compares and self.loss.reads_logprobs
         return replace(batch, ref_K=reference.logprobs(batch)) if reads else batch
-
-
-def _check_loss(recipe: GrpoRecipe) -> None:
-    """Check that the settings of the loss go together.
-
-    Raises:
-        ArgumentError: They do not; it names the key.
-    """
-    if recipe.distils:  # whose keys are checked where the recipe is read
-        return
-    loss = POLICY_LOSSES[recipe.loss_type]
-    check_policy(
-        recipe.loss_type,
-        epsilon_low=recipe.epsilon,
-        epsilon_high=recipe.epsilon if recipe.epsilon_high is None else recipe.epsilon_high,
-        delta=recipe.delta,
-        beta=0.0 if loss.kl_in_reward else recipe.beta,
-        importance_level=recipe.importance_sampling_level,
-        max_completion_length=recipe.max_completion_length,
-    )
-    some_N = torch.tensor([0.0, 1.0])
-    group_advantages(
-        recipe.loss_type, some_N, torch.zeros(2), scale_rewards=recipe.scale_rewards, greedy_N=torch.zeros(2)
-    )
 
 
 def _learning_rate(recipe: GrpoRecipe, plan: StepPlan, world: train.World) -> Callable[[int], float]:

@@ -98,13 +98,15 @@ class PolicyLoss:
     geometric mean, and its term counts at every token"""
     kl_in_reward: bool = False
     """as published, KL with the reference is taken off the reward (``reward_with_kl``), not added to the loss"""
+    by_micro_batch: bool = False
+    """a mean over the tokens of a micro-batch: completions without a gradient change it, so none is left out"""
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "grpo": PolicyLoss(_mean_of_means),
     "dr_grpo": PolicyLoss(_per_token_of_longest),
     "dapo": PolicyLoss(_mean_of_tokens),
-    "bnpo": PolicyLoss(_mean_of_local_tokens),
+    "bnpo": PolicyLoss(_mean_of_local_tokens, by_micro_batch=True),
     "gspo": PolicyLoss(_mean_of_means, level="sequence", levels=("sequence",)),
     "rloo": PolicyLoss(_mean_of_sums, level="sequence", whole=True, kl_in_reward=True),
     "remax": PolicyLoss(_mean_of_sums, level="sequence", whole=True, kl_in_reward=True),

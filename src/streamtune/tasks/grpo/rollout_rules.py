@@ -1,0 +1,347 @@
+"""Rules of a rollout: how many completions a prompt gets, and how their rewards become advantages.
+
+    prompts --counts of every rule--> completions --score--> rewards --scored of every rule, in order--> advantages
+
+:data:`ROLLOUT_RULES` has one class for each method; a rule that does not apply to a recipe is not made. All ranks call
+the rules alike and get the same results.
+
+Shape suffixes: N completions, n completions of one prompt, K target tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from streamtune import data, train
+from streamtune.engine import StreamHandle
+from streamtune.errors import OutOfMemoryError
+from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.tasks import rollout
+from streamtune.tasks.grpo.groups import BatchLayout, Group, ScoreCompletions, passing_completion, remember_logprobs
+from streamtune.tasks.grpo.ranks import SharedLogprobs
+from streamtune.tasks.objectives import POLICY_LOSSES, Advantages, group_advantages, reward_with_kl
+from streamtune.train.objective import autocast
+from streamtune.train.sketch import value_weights
+
+UNSEEN = 0.5
+"""Pass rate of a prompt that was not completed yet."""
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class RolloutTools:
+    """The parts of a run that write, score and measure completions; each rank calls them with the same arguments."""
+
+    recipe: GrpoRecipe
+    """The recipe, with the micro-batches of all ranks together."""
+    prompts: data.PreparedPrompts
+    """The prompts to train on, and the held-out ones."""
+    writer: rollout.Writer
+    score: ScoreCompletions
+    policy: train.Reference
+    """The current policy."""
+    reference: train.Reference | None
+    """None where no log-probs of a reference are read."""
+    layout: BatchLayout
+    gradient: Callable[[train.TreeBatch], float]
+    """Computes the gradient norm of a completion."""
+    device: torch.device
+    """The device of the policy and the reference."""
+    world: train.World = field(default_factory=train.World)
+    activity: Callable[[str], None] = lambda text: None
+    """Called with what is being done."""
+
+    @property
+    def sampling(self) -> rollout.Sampling:
+        """Settings for drawing the completions that are trained on."""
+        recipe = self.recipe
+        return rollout.Sampling(
+            max_completion_length=recipe.max_completion_length,
+            temperature=recipe.temperature,
+            top_p=recipe.top_p,
+            top_k=recipe.top_k,
+            min_p=recipe.min_p,
+            repetition_penalty=recipe.repetition_penalty,
+        )
+
+    def part(self, groups: Sequence[T], part: int) -> list[T]:
+        """Return the groups, or values of each, of one of the optimizer steps that go through a rollout."""
+        parts = self.recipe.steps_per_rollout
+        return list(groups[len(groups) * part // parts : len(groups) * (part + 1) // parts])
+
+    def parts(self, groups: Sequence[T]) -> list[list[T]]:
+        """Return the groups, or values of each, by optimizer step."""
+        return [self.part(groups, part) for part in range(self.recipe.steps_per_rollout)]
+
+    def write(
+        self, prompts: Sequence[data.Prompt], count: int | Sequence[int], sampling: rollout.Sampling
+    ) -> list[list[rollout.Completion]]:
+        """Return ``count`` completions of each prompt: the same number, or one for each.
+
+        Raises:
+            OutOfMemoryError: Their keys and values do not fit.
+        """
+        try:
+            return self.writer.write([prompt.input_ids for prompt in prompts], count, sampling)
+        except (RuntimeError, MemoryError) as error:
+            if not train.is_out_of_memory(error):
+                raise
+            longest = max(len(prompt.input_ids) for prompt in prompts) + sampling.max_completion_length
+            recipe = self.recipe
+            at_once = recipe.per_device_generation_batch_size or recipe.per_device_train_batch_size
+            raise OutOfMemoryError(
+                f"out of memory while writing completions, {at_once} at a time of up to {longest:,} tokens",
+                where="per_device_generation_batch_size",
+                mend="lower per_device_generation_batch_size, or max_completion_length",
+            ) from error
+
+    def write_greedy(self, prompts: Sequence[data.Prompt]) -> list[rollout.Completion]:
+        """Return the greedy completion of each prompt."""
+        return [group[0] for group in self.write(prompts, 1, replace(self.sampling, temperature=0.0))]
+
+    def remember_logprobs(self, groups: Sequence[Group], *, old: bool) -> None:
+        """Put log-probs that are not there yet into the groups: the reference's, and with ``old`` the policy's."""
+        wanted = {"old": self.policy if old else None, "ref": self.reference}
+        for name, model in wanted.items():
+            if model is None or all(getattr(group, name) is not None for group in groups):
+                continue
+            self.activity(f"{'reference' if name == 'ref' else 'old'} log-probs")
+            for part in self.parts(groups):
+                asked = partial(SharedLogprobs(self.world), partial(self._logprobs, model))
+                remember_logprobs(name, asked, part, self.prompts.train, self.layout)
+
+    def _logprobs(self, model: train.Reference, batch: train.TreeBatch) -> list[float]:
+        with autocast(self.device, bool(self.recipe.bf16)):
+            found: list[float] = model.logprobs(batch.to(self.device)).tolist()
+        return found
+
+
+@dataclass
+class ScoredRollout:
+    """Completions with their rewards, which the rules change one after the other."""
+
+    prompts: Sequence[data.Prompt]
+    groups: Sequence[Group]
+    """One of each prompt."""
+    rewards_N: Tensor  # noqa: N815
+    """fp32 ``[N]``, NaN where no function said anything"""
+    greedy_N: Tensor | None = None  # noqa: N815
+    """fp32 ``[N]``: reward of the greedy completion of the prompt; None where no rule asks for it"""
+
+    @property
+    def group_N(self) -> Tensor:  # noqa: N802
+        """Number of each completion's group, int64 ``[N]``."""
+        return self.of_completions(torch.arange(len(self.groups)))
+
+    def of_completions(self, values_G: Tensor) -> Tensor:
+        """Return a value of each group as one of each of its completions ``[N]``."""
+        return values_G.repeat_interleave(torch.tensor([len(group.completions) for group in self.groups]))
+
+    def split(self, values_N: Tensor) -> Iterator[Tensor]:
+        """Iterate over the values of each group ``[n]``."""
+        yield from values_N.split([len(group.completions) for group in self.groups])
+
+
+class RolloutRule(ABC):
+    """A method's part in a rollout; what is not overridden changes nothing.
+
+    Args:
+        tools: Write, score and measure completions.
+    """
+
+    reads_pass_rates: ClassVar[bool] = False
+    """True if pass rates of prompts are to be kept for it."""
+
+    def __init__(self, tools: RolloutTools) -> None:
+        self.tools = tools
+
+    @classmethod
+    @abstractmethod
+    def applies(cls, recipe: GrpoRecipe) -> bool:
+        """Return True if runs of this recipe follow the rule."""
+
+    @classmethod  # noqa: B027 (most rules read nothing of it)
+    def check_model(cls, handle: StreamHandle) -> None:
+        """Check that the model has what the rule reads of it.
+
+        Raises:
+            UnsupportedModelError: It does not.
+        """
+
+    def counts(self, numbers: Sequence[int], counts: list[int], rates: rollout.PassRates) -> list[int]:
+        """Return the number of completions of each prompt of an optimizer step; their sum stays.
+
+        Args:
+            numbers: Number of each prompt among those that are trained on.
+            counts: Number of completions so far.
+            rates: Pass rates of prompts.
+        """
+        return counts
+
+    @abstractmethod
+    def scored(self, scored: ScoredRollout) -> None:
+        """Change the rewards of a rollout, or set the advantages of its groups."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the entries of a checkpoint, as plain JSON values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (most have none)
+        """Load the entries of a checkpoint, which may lack them."""
+
+
+class KlInReward(RolloutRule):
+    """Subtract the KL of the whole completion from its reward, for losses that have it there."""
+
+    @classmethod
+    def applies(cls, recipe: GrpoRecipe) -> bool:
+        return recipe.beta > 0 and not recipe.distils and POLICY_LOSSES[recipe.loss_type].kl_in_reward
+
+    def scored(self, scored: ScoredRollout) -> None:
+        groups = scored.groups
+        for group in groups:
+            group.advantages = [1.0] * len(group.completions)  # none is left out: its KL counts
+        self.tools.remember_logprobs(groups, old=True)
+        old_K, ref_K = (
+            torch.tensor([value for group in groups for row in rows(group) for value in row])
+            for rows in (lambda group: group.old, lambda group: group.ref)
+        )
+        lengths = torch.tensor([len(row) for group in groups for row in group.old or []])
+        row_K = torch.arange(len(lengths)).repeat_interleave(lengths)
+        beta = self.tools.recipe.beta
+        scored.rewards_N = reward_with_kl(scored.rewards_N, old_K, ref_K, row_K, beta=beta)[0]
+
+
+class GreedyBaseline(RolloutRule):
+    """Score the greedy completion of each prompt, which the advantages of ``remax`` are measured from."""
+
+    @classmethod
+    def applies(cls, recipe: GrpoRecipe) -> bool:
+        return recipe.loss_type == "remax"
+
+    def scored(self, scored: ScoredRollout) -> None:
+        written = self.tools.write_greedy(scored.prompts)
+        scores = self.tools.score(scored.prompts, [completion.token_ids for completion in written])
+        scored.greedy_N = scored.of_completions(rewards_of(scores.total))
+
+
+class GroupAdvantages(RolloutRule):
+    """Set the advantages that ``loss_type`` and ``scale_rewards`` say."""
+
+    @classmethod
+    def applies(cls, recipe: GrpoRecipe) -> bool:
+        return not recipe.distils
+
+    def scored(self, scored: ScoredRollout) -> None:
+        recipe = self.tools.recipe
+        found = group_advantages(
+            recipe.loss_type,
+            scored.rewards_N,
+            scored.group_N,
+            scale_rewards=recipe.scale_rewards,
+            greedy_N=scored.greedy_N,
+        )
+        _set_statistics(scored, found)
+        for group, values_n in zip(scored.groups, scored.split(found.values_N), strict=True):
+            group.advantages = values_n.tolist()
+
+
+class RewardSpread(RolloutRule):
+    """Keep the spread of rewards to show it: a loss of a teacher (``gkd``) has no advantages."""
+
+    @classmethod
+    def applies(cls, recipe: GrpoRecipe) -> bool:
+        return recipe.distils
+
+    def scored(self, scored: ScoredRollout) -> None:
+        _set_statistics(scored, group_advantages("dr_grpo", scored.rewards_N, scored.group_N))
+        for group in scored.groups:
+            group.advantages = [0.0] * len(group.completions)
+
+
+class Allocation(RolloutRule):
+    """Divide the completions of an optimizer step so that its gradient varies least: see ``rollout.variance_score``.
+
+    Gradient norms of a completion that passed are measured for later rollouts.
+    """
+
+    reads_pass_rates = True
+
+    def __init__(self, tools: RolloutTools) -> None:
+        super().__init__(tools)
+        self.norms = rollout.GradientNorms()
+
+    @classmethod
+    def applies(cls, recipe: GrpoRecipe) -> bool:
+        return recipe.allocation != "equal"
+
+    @classmethod
+    def check_model(cls, handle: StreamHandle) -> None:
+        value_weights(handle.layers, "allocation")
+
+    def counts(self, numbers: Sequence[int], counts: list[int], rates: rollout.PassRates) -> list[int]:
+        allocation = self.tools.recipe.allocation
+        passed = [rates.passed(number) for number in numbers]
+        scores = [
+            rollout.variance_score(UNSEEN if rate is None else rate, self.norms.norm(number), allocation)
+            for rate, number in zip(passed, numbers, strict=True)
+        ]
+        return rollout.allocate(scores, sum(counts))
+
+    def scored(self, scored: ScoredRollout) -> None:
+        for group in scored.groups:  # every prompt counts the same, however many completions it has
+            share = self.tools.recipe.num_generations / len(group.completions)
+            group.advantages = (torch.tensor(group.advantages, dtype=torch.float32) * share).tolist()
+        self._observe(scored.groups)
+
+    def _observe(self, groups: Sequence[Group]) -> None:
+        """Measure the gradient norm of a completion of each prompt that has one which passed."""
+        tools, norm = self.tools, self.tools.gradient
+        found = [passing_completion(g, tools.recipe.pass_reward, tools.prompts.train, tools.layout) for g in groups]
+        passed = [(group, batch) for group, batch in zip(groups, found, strict=True) if batch is not None]
+        if not passed:
+            return
+        tools.activity("gradient norms")
+        measure = SharedLogprobs(tools.world)
+        norms = measure(lambda batch: [norm(batch)], len(passed), lambda number: passed[number][1])
+        for (group, _), (value,) in zip(passed, norms, strict=True):
+            self.norms.observe(group.prompt, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"norms": self.norms.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.norms.load_state_dict(state.get("norms", {}))
+
+
+ROLLOUT_RULES: tuple[type[RolloutRule], ...] = (
+    KlInReward,
+    GreedyBaseline,
+    GroupAdvantages,
+    RewardSpread,
+    Allocation,
+)
+"""All rules, in the order in which they see a scored rollout."""
+
+
+def rules_of(recipe: GrpoRecipe) -> list[type[RolloutRule]]:
+    """Return the rules that runs of a recipe follow, in their order."""
+    return [rule for rule in ROLLOUT_RULES if rule.applies(recipe)]
+
+
+def rewards_of(values: Sequence[float | None]) -> Tensor:
+    """Return rewards in fp32 ``[N]``, NaN where there is none."""
+    return torch.tensor([float("nan") if value is None else value for value in values], dtype=torch.float32)
+
+
+def _set_statistics(scored: ScoredRollout, found: Advantages) -> None:
+    for group, flat_n, std_n in zip(scored.groups, scored.split(found.flat_N), scored.split(found.std_N), strict=True):
+        group.flat, group.std = bool(flat_n.all()), float(std_n[0])
