@@ -1,4 +1,4 @@
-"""``python -m streamtune.distributed.agent``: starts the ranks of its machine for a launcher on another one.
+"""``python -m streamtune.distributed.launch.agent``: starts the ranks of its machine for a launcher on another one.
 
 Started over ssh, it exchanges JSON documents, one a line. It reads
 

@@ -75,7 +75,7 @@ def evaluate_model(
 
     Args:
         loaded: The recipe whose rows are scored.
-        trained: The model, from :func:`streamtune.programs.export.find_trained`.
+        trained: The model, from :func:`streamtune.programs.export.source.find_trained`.
         options: What to compute.
         feedback: What is called on the way.
 

@@ -63,7 +63,7 @@ def load_evaluated(
     """Load a trained model for the rows of a recipe.
 
     Args:
-        trained: From :func:`streamtune.programs.export.find_trained`.
+        trained: From :func:`streamtune.programs.export.source.find_trained`.
         recipe: Gives the dtype, and the base of adapters of which nothing says where they belong.
         tokenizer: From :func:`load_evaluated_tokenizer`.
         device: Where the weights go.
