@@ -11,7 +11,8 @@ import yaml
 
 from streamtune.cli import main
 from streamtune.cli import plan as plan_screen
-from streamtune.cli.plan import Paced, bar, show_seconds
+from streamtune.cli.plan import Paced
+from streamtune.cli.plan_screen import bar, show_seconds
 from streamtune.recipe import load_recipe, shipped_recipes
 from streamtune.run.plan import PlanOptions, plan_recipe
 

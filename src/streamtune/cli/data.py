@@ -11,9 +11,8 @@ from streamtune.base.paths import cache_folder
 from streamtune.base.sizes import show_size
 from streamtune.errors import ArgumentError
 
-from .console import err, loading_libraries, out, print_json, print_note
+from .console import err, loading_libraries, out, print_json, print_note, replace_page
 from .options import JsonOption, RecipeArgument, SetOption, option, read_recipe
-from .pages import replace_page
 from .programs import PARTS, load
 
 if TYPE_CHECKING:

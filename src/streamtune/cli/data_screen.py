@@ -15,7 +15,7 @@ from streamtune.data.data_report import EPOCH_COLUMNS, SourceReport, epoch_table
 from streamtune.data.inspect_rows import RowPart, RowView, TokenGap, TokenRun
 
 from .console import make_table, out, print_rows, print_table, print_title
-from .plan import bar
+from .plan_screen import bar
 
 if TYPE_CHECKING:
     from streamtune.data import BatchFacts

@@ -33,6 +33,23 @@ HostfileOption = Annotated[
     Path | None,
     option("FILE", "Train on these machines, reached over ssh: a line `HOST slots=N` for each.", "--hostfile"),
 ]
+AllowCodeOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-code",
+        help="Let code run that the recipe names: callbacks, rewards of your own, and what the model writes "
+        "(`unit_tests`).",
+        show_default=False,
+    ),
+]
+RanksOption = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Devices in all, of every node; simulated.", show_default=False),
+]
+NodesOption = Annotated[
+    int | None,
+    typer.Option(metavar="M", help="Machines they are on; else one for every 8.", show_default=False),
+]
 JsonOption = Annotated[bool, option(None, "Print one JSON document on stdout.", "--json")]
 
 

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from streamtune.base.secrets import plain
 from streamtune.cli.console import err, loading_libraries, make_table, out, print_json, print_note
-from streamtune.cli.options import JsonOption, SetOption, option, read_recipe
-from streamtune.cli.training import AllowCodeOption
+from streamtune.cli.options import AllowCodeOption, JsonOption, SetOption, option, read_recipe
+from streamtune.cli.plan_screen import bar
 from streamtune.errors import ArgumentError
 
 DEPTHS = "0,25,50,75,100"
@@ -142,7 +142,6 @@ def _percent(text: str) -> float:
 
 BAR = 16
 """Columns of the longest bar."""
-EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def print_evaluation(found: Mapping[str, Any]) -> None:
@@ -221,8 +220,7 @@ def _bar(value: float, values: Sequence[float]) -> str:
     part = (1 + (BAR - 1) * (value - low) / ((high - low) or 1.0)) / BAR
     if not out.encoding.lower().startswith("utf"):
         return "#" * round(part * BAR)
-    eighths = round(part * BAR * 8)
-    return EIGHTHS[8] * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+    return bar(part, BAR)
 
 
 def _figures(row: Mapping[str, Any]) -> Sequence[float | None]:

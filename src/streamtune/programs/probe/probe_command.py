@@ -12,9 +12,8 @@ from rich.text import Text
 
 from streamtune.base.sizes import parse_size, show_size
 from streamtune.cli.console import err, make_table, out, print_json, print_note, print_rows
-from streamtune.cli.options import JsonOption, RecipeArgument, SetOption, option, read_recipe
-from streamtune.cli.plan import show_seconds
-from streamtune.cli.screens import NodesOption, RanksOption, traffic_table
+from streamtune.cli.options import JsonOption, NodesOption, RanksOption, RecipeArgument, SetOption, option, read_recipe
+from streamtune.cli.plan_screen import show_seconds, traffic_table
 
 if TYPE_CHECKING:
     from streamtune.programs.probe.probe import Limit, ProbeReport, Trial

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from streamtune.cli.console import out, print_note
+from streamtune.cli.console import out, print_note, replace_page
 from streamtune.cli.options import option
-from streamtune.cli.pages import replace_page
 
 if TYPE_CHECKING:
     from streamtune.programs.report.run_records import RunRecords
