@@ -19,7 +19,6 @@ from streamtune.models.checkpoint_files import (
     is_folder,
 )
 from streamtune.models.deferred import Deferred, defer_init, defer_load, deferred_of, phantom_weights
-from streamtune.models.ends import add_ends, end_tokens, ends_of, with_generation
 from streamtune.models.export import (
     SavedTokenizer,
     copy_gathered,
@@ -55,7 +54,16 @@ from streamtune.models.tokenizer import (
     set_chat_template,
     train_tokenizer,
 )
-from streamtune.models.tokens import add_rows, add_tokens, new_tokens, use_special_tokens
+from streamtune.models.tokens import (
+    add_ends,
+    add_rows,
+    add_tokens,
+    end_tokens,
+    ends_of,
+    new_tokens,
+    use_special_tokens,
+    with_generation,
+)
 
 __all__ = [
     "CHATML_TEMPLATE",

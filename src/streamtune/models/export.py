@@ -32,8 +32,8 @@ from streamtune.engine.hf_names import AS_IN_FILES, SAFE_FILE, SAFE_INDEX, insid
 from streamtune.errors import ArgumentError
 from streamtune.models.adapters.loftq import keep_taken
 from streamtune.models.adapters.saved import is_written_as_lora, written_adapters
-from streamtune.models.ends import add_ends, ends_of
 from streamtune.models.older import AS_TRANSFORMERS, TOKENIZER_CONFIG, add_old_names, old_tokenizer_config
+from streamtune.models.tokens import add_ends, ends_of
 
 SHARD_BYTES = 2 << 30
 """Most bytes that are collected on the host before a file of weights is written."""

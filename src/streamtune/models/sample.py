@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from streamtune.base.model_device import model_device
 from streamtune.data import ChatOptions, PromptRenderer
 from streamtune.errors import ArgumentError, DataError
-from streamtune.models.ends import end_tokens
+from streamtune.models.tokens import end_tokens
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -21,6 +21,7 @@ import transformers
 from streamtune import __version__, models, train
 from streamtune.distributed import agree
 from streamtune.errors import ArgumentError, RecipeError, did_you_mean
+from streamtune.recipe.adapters import ADAPTER_KEYS
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import fingerprint_inputs, fingerprint_tokenizer_files
 from streamtune.run.precision import as_before, loses_steps
@@ -58,13 +59,7 @@ FREE_KEYS = frozenset(
 """Keys that may change between the start of a run and its resumption."""
 
 
-SHAPE_KEYS = frozenset(
-    {
-        "model", "finetuning_type", "adapter_type", "lora_r", "lora_alpha", "lora_dropout", "lora_target",
-        "lora_exclude", "lora_rank_pattern", "lora_alpha_pattern", "lora_ga_rows", "lora_ga_gamma", "loftq_iter",
-        "oft_block_size", "modules_to_save", "adapter_name_or_path",
-    }
-)  # fmt: skip
+SHAPE_KEYS = frozenset({"model", "finetuning_type", *ADAPTER_KEYS})
 """Keys that cannot change, for a checkpoint brings what they decide: a new value would be written down and not used."""
 
 

@@ -26,6 +26,7 @@ from streamtune.models.adapters.targets import (
     matching,
     module_names,
     name_experts,
+    no_pattern_warnings,
     shared_ends,
 )
 
@@ -118,9 +119,7 @@ def add_unstarted(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_toke
         from streamtune.models.adapters.paca import train_columns
 
         train_columns(model, config)
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        # Peft gives stacked experts a rank by a pattern of its own, follows it, and then says it did not.
-        warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys", category=RuntimeWarning)
+    with torch.random.fork_rng(), no_pattern_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # and sets it, for Conv1D
         torch.manual_seed(seed)
         try:

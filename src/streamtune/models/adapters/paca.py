@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 
 from streamtune.engine.hf_names import CONV1D, inside
 from streamtune.errors import ArgumentError
-from streamtune.models.adapters.targets import linear_names
+from streamtune.models.adapters.targets import is_whole, linear_names
 from streamtune.ops.fused import outer
 
 
@@ -131,8 +131,7 @@ def train_columns(model: nn.Module, config: Any) -> None:
         ArgumentError: A weight is quantised.
     """
     for name in linear_names(model):
-        weight: Any = model.get_submodule(name).weight
-        if not weight.is_floating_point() or type(weight) is not nn.Parameter:
+        if not is_whole(model.get_submodule(name).weight):
             raise ArgumentError(
                 f"adapter_type: paca changes columns of the weight of {name}, which is quantised",
                 where="adapter_type",

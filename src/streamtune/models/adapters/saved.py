@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from streamtune.errors import ArgumentError
 from streamtune.models.adapters.add import add_unstarted
 from streamtune.models.adapters.loftq import LOFTQ_FILE
 from streamtune.models.adapters.start import CONSTANT, START, add_start
-from streamtune.models.adapters.targets import PEFT_FORM, low_rank_layers, module_names
+from streamtune.models.adapters.targets import PEFT_FORM, low_rank_layers, module_names, no_pattern_warnings
 from streamtune.models.reading import READ, unchanged, unmapped
 
 if TYPE_CHECKING:  # it imports every quantiser there is: two seconds that only adapters are worth
@@ -212,10 +211,8 @@ def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
 
     _weights_in(folder)
     check_saved_settings(folder, module_names(model), where="adapters")
-    with warnings.catch_warnings():  # as where they were added
-        warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys", category=RuntimeWarning)
-        with unchanged(folder, where="adapters"), unmapped(folder):
-            return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+    with no_pattern_warnings(), unchanged(folder, where="adapters"), unmapped(folder):
+        return PeftModel.from_pretrained(model, str(folder), is_trainable=True)
 
 
 def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
@@ -253,8 +250,7 @@ def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
         )
     config.inference_mode = False
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys", category=RuntimeWarning)
+        with no_pattern_warnings():
             if next(model.parameters()).device.type == "meta":
                 return get_peft_model(model, config)
             with unchanged(path, where=key), unmapped(path):

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from streamtune.base.adapters import AdapterSpec
 from streamtune.errors import ArgumentError
-from streamtune.models.adapters.targets import low_rank_layers
+from streamtune.models.adapters.targets import is_whole, low_rank_layers
 
 START = "start"
 """Name of the constant adapter."""
@@ -34,7 +34,7 @@ def start_from_weights(adapted: Any, spec: AdapterSpec) -> None:
         weight = layer.get_base_layer().weight
         if weight.device.type == "meta":
             continue
-        if not weight.is_floating_point() or type(weight) is not nn.Parameter:
+        if not is_whole(weight):
             raise ArgumentError(
                 f"adapter_type: {spec.kind} starts from the weight of {name}, which is quantised",
                 where="adapter_type",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,19 @@ if TYPE_CHECKING:  # it imports every quantiser there is: two seconds that only 
 
 PEFT_FORM = r"(.*\.)?({})$"
 """The expression that peft makes of a key of ``rank_pattern``."""
+
+
+@contextmanager
+def no_pattern_warnings() -> Iterator[None]:
+    """Suppress peft's warning that a pattern matched nothing, which it also gives for stacked experts it did match."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys", category=RuntimeWarning)
+        yield
+
+
+def is_whole(weight: Any) -> bool:
+    """Return True if a weight is not quantised."""
+    return type(weight) is nn.Parameter and weight.is_floating_point()
 
 
 def linear_names(model: nn.Module) -> list[str]:

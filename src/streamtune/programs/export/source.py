@@ -11,7 +11,6 @@ one way of reading serves all. Adapters go on the base of their run, quantised a
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -349,10 +348,7 @@ def _load_adapters(base: Any, folder: Path) -> Any:
         kind = "a learnt prompt" if config.is_prompt_learning else "adapters of layers that are repeated"
         raise ArgumentError(f"{folder} holds {kind}, which cannot be loaded here", where="RUN", mend="use peft itself")
     try:
-        with warnings.catch_warnings():
-            # Peft matches a pattern of its own for stacked experts; that all adapters found a place is checked below.
-            warnings.filterwarnings("ignore", message=r"The following \w+_pattern keys", category=RuntimeWarning)
-            adapted = models.load_lora(base, folder)
+        adapted = models.load_lora(base, folder)
         _check_all_loaded(adapted, folder)
     except SafetensorError as error:
         raise ArgumentError(
