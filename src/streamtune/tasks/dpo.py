@@ -53,7 +53,7 @@ class Dpo(ScoringTask[DpoRecipe]):
         if recipe.unpaired:
             objectives.check_unpaired(recipe.loss_type, **unpaired_knobs(recipe))
         else:
-            objectives.check_preference(recipe.loss_type, **pair_knobs(recipe))
+            objectives.check_preference(recipe.loss_type, pair_knobs(recipe))
         return cls(recipe)
 
     @property

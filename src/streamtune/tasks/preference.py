@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -224,13 +224,13 @@ class PairObjective:
         logp_K, router_loss = _policy(self.handle, model, batch)
         row_K, rows = batch.row_K, batch.num_rows
         scores = None
-        if recipe.loss_type == "copg" and batch.margin_P is not None:
+        if "scores" in objectives.PREFERENCE_LOSSES[recipe.loss_type].reads and batch.margin_P is not None:
             scores = (batch.margin_P / 2, -batch.margin_P / 2)  # only their difference counts
         terms = objectives.preference_loss(
             recipe.loss_type,
             objectives.PairLogps.of(logp_K, row_K, rows),
             None if ref_K is None else objectives.PairLogps.of(ref_K, row_K, rows),
-            **pair_knobs(recipe),
+            pair_knobs(recipe),
             scores=scores,
         )
         summed = terms.losses_P.sum()
@@ -340,18 +340,10 @@ class UnpairedObjective:
         return train.autocast(self.device, bool(self.recipe.bf16))
 
 
-def pair_knobs(recipe: DpoRecipe) -> dict[str, Any]:
-    """Return the settings of a recipe that losses of pairs read."""
-    return {
-        "beta": recipe.beta,
-        "label_smoothing": recipe.label_smoothing,
-        "simpo_gamma": recipe.simpo_gamma,
-        "cpo_alpha": recipe.cpo_alpha,
-        "dpop_lambda": recipe.dpop_lambda,
-        "rpo_alpha": recipe.rpo_alpha,
-        "length_normalization": recipe.length_normalization,
-        "reference_free": recipe.reference_free,
-    }
+def pair_knobs(recipe: DpoRecipe) -> objectives.PairKnobs:
+    """Return the parameters of losses of pairs that are keys of the recipe."""
+    keys = [field.name for field in fields(objectives.PairKnobs) if field.name in type(recipe).model_fields]
+    return objectives.PairKnobs(**{key: getattr(recipe, key) for key in keys})
 
 
 def unpaired_knobs(recipe: DpoRecipe) -> dict[str, float]:

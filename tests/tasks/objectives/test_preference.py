@@ -13,7 +13,7 @@ from tests.precision_kit import assert_as_precise
 from torch import Tensor
 
 from streamtune.errors import ArgumentError
-from streamtune.tasks.objectives import PREFERENCE_LOSSES, PairLogps, check_preference, preference_loss
+from streamtune.tasks.objectives import PREFERENCE_LOSSES, PairKnobs, PairLogps, check_preference, preference_loss
 
 BETA = 0.3
 
@@ -106,7 +106,10 @@ def compute(name: str, rows: Rows, ref_NL: Tensor, knobs: dict[str, Any]) -> Any
     policy = PairLogps.of(rows.logp_K, rows.row_K, rows.num_rows)
     reference = PairLogps.of(rows.ragged(ref_NL), rows.row_K, rows.num_rows)
     needs = PREFERENCE_LOSSES[name].needs_reference and not knobs.get("reference_free")
-    return preference_loss(name, policy, reference if needs else None, beta=BETA, **knobs)
+    own = {key: value for key, value in knobs.items() if key != "scores"}
+    return preference_loss(
+        name, policy, reference if needs else None, PairKnobs(beta=BETA, **own), scores=knobs.get("scores")
+    )
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["padded-right", "padded-left"])
@@ -177,7 +180,7 @@ def test_far_margins_stay_finite() -> None:
     reference = PairLogps.of(torch.tensor([-1.0, -1e5]), torch.tensor([0, 1]), 2)
     for name, loss in PREFERENCE_LOSSES.items():
         knobs = {"label_smoothing": 0.01} if name == "exo_pair" else {}
-        terms = preference_loss(name, policy, reference if loss.needs_reference else None, **knobs)
+        terms = preference_loss(name, policy, reference if loss.needs_reference else None, PairKnobs(**knobs))
         (grad,) = torch.autograd.grad(terms.losses_P.sum(), logp_K, retain_graph=True)
         assert torch.isfinite(terms.losses_P).all(), name
         assert torch.isfinite(grad).all(), name
@@ -213,7 +216,7 @@ def test_losses_do_not_depend_on_how_pairs_are_grouped() -> None:
     for first in range(0, len(LENGTHS), 2):
         of_pair = (rows.row_K == first) | (rows.row_K == first + 1)
         pair = PairLogps.of(rows.logp_K[of_pair], rows.row_K[of_pair] - first, 2)
-        apart.append(preference_loss("cpo", pair, None, beta=BETA).losses_P)
+        apart.append(preference_loss("cpo", pair, None, PairKnobs(beta=BETA)).losses_P)
     torch.testing.assert_close(together, torch.cat(apart), atol=1e-12, rtol=0)
 
 
@@ -237,7 +240,7 @@ def test_losses_do_not_depend_on_how_pairs_are_grouped() -> None:
 )
 def test_what_a_loss_cannot_use_is_an_error(name: str, knobs: dict[str, Any], where: str, says: str) -> None:
     with pytest.raises(ArgumentError, match=says) as error:
-        check_preference(name, **knobs)
+        check_preference(name, PairKnobs(**knobs))
     assert error.value.where == where
 
 

@@ -9,7 +9,7 @@ policy      policy-gradient losses                     advantages   rewards of a
 from __future__ import annotations
 
 from streamtune.tasks.objectives.advantages import ADVANTAGES, Advantages, group_advantages, reward_with_kl
-from streamtune.tasks.objectives.pairs import PREFERENCE_LOSSES, PreferenceLoss
+from streamtune.tasks.objectives.pairs import PREFERENCE_LOSSES, PairKnobs, PreferenceLoss
 from streamtune.tasks.objectives.policy import (
     POLICY_LOSSES,
     PolicyLoss,
@@ -37,6 +37,7 @@ __all__ = [
     "PREFERENCE_LOSSES",
     "UNPAIRED_LOSSES",
     "Advantages",
+    "PairKnobs",
     "PairLogps",
     "PolicyLoss",
     "PolicyTerms",

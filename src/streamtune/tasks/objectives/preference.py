@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from streamtune.base.names import look_up
 from streamtune.errors import ArgumentError
-from streamtune.tasks.objectives.pairs import PREFERENCE_LOSSES, Knobs, PreferenceLoss
+from streamtune.tasks.objectives.pairs import PREFERENCE_LOSSES, PairKnobs, PreferenceLoss
 from streamtune.tasks.objectives.ragged import counts, sum_by_row
-
-NLL_KNOBS = ("rpo_alpha", "cpo_alpha")
 
 
 @dataclass(frozen=True)
@@ -92,15 +90,8 @@ def preference_loss(
     name: str,
     policy: PairLogps,
     reference: PairLogps | None,
+    knobs: PairKnobs = PairKnobs(),  # noqa: B008 (frozen)
     *,
-    beta: float = Knobs.beta,
-    label_smoothing: float = Knobs.label_smoothing,
-    simpo_gamma: float = Knobs.simpo_gamma,
-    cpo_alpha: float = Knobs.cpo_alpha,
-    dpop_lambda: float = Knobs.dpop_lambda,
-    rpo_alpha: float | None = None,
-    length_normalization: bool = False,
-    reference_free: bool = False,
     scores: tuple[Tensor, Tensor] | None = None,
 ) -> PreferenceTerms:
     """Compute one loss for each pair: the formula of :data:`PREFERENCE_LOSSES`, plus NLL terms.
@@ -113,62 +104,31 @@ def preference_loss(
         name: A key of :data:`PREFERENCE_LOSSES`.
         policy: Log-probs under the model that is trained.
         reference: Log-probs under the reference; None where the loss needs none. Not differentiated.
-        beta: Strength of the pull to the reference, or the loss's own factor.
-        label_smoothing: Share of pairs taken to be the wrong way round (sigmoid, robust, exo_pair, simpo, cpo).
-        simpo_gamma: simpo's target margin.
-        cpo_alpha: Weight of cpo's NLL.
-        dpop_lambda: Weight of dpop's penalty.
-        rpo_alpha: Weight of an NLL added to the loss.
-        length_normalization: Read log-probs per token. ipo, simpo and orpo always do.
-        reference_free: Take the reference as uniform: scores are log-probs.
+        knobs: Parameters of the formula.
         scores: (of the chosen ``[P]``, of the rejected ``[P]``) rewards for copg; None reads +1/4 and -1/4.
 
     Raises:
         ArgumentError: An unknown name, a value out of range, a value the loss would not read, or no reference.
     """
-    loss = check_preference(
-        name,
-        beta=beta,
-        label_smoothing=label_smoothing,
-        simpo_gamma=simpo_gamma,
-        cpo_alpha=cpo_alpha,
-        dpop_lambda=dpop_lambda,
-        rpo_alpha=rpo_alpha,
-        length_normalization=length_normalization,
-        reference_free=reference_free,
-    )
+    loss = check_preference(name, knobs)
     if scores is not None and "scores" not in loss.reads:
         raise ArgumentError(f"the loss '{name}' does not read scores", where="loss_type", mend="use copg")
-    reads_reference = loss.needs_reference and not reference_free
+    reads_reference = loss.needs_reference and not knobs.reference_free
     if reads_reference and reference is None:
         raise ArgumentError(
             f"the loss '{name}' compares with a reference, and there is none",
             where="loss_type",
             mend="give the log-probs of a reference, or use orpo, simpo or cpo",
         )
-    gap: Tensor | float = 0.5 if scores is None else (scores[0] - scores[1]).to(policy.chosen_P)
-    knobs = Knobs(beta, label_smoothing, simpo_gamma, cpo_alpha, dpop_lambda, reward_gap_P=gap)
-    return _terms(
-        loss,
-        policy,
-        reference if reads_reference else None,
-        knobs,
-        per_token=loss.per_token or length_normalization,
-        nll_weight=loss.nll(knobs) + (rpo_alpha or 0.0),
-    )
+    if scores is not None:
+        knobs = replace(knobs, reward_gap_P=(scores[0] - scores[1]).to(policy.chosen_P))
+    return _terms(loss, policy, reference if reads_reference else None, knobs)
 
 
-def _terms(
-    loss: PreferenceLoss,
-    policy: PairLogps,
-    reference: PairLogps | None,
-    knobs: Knobs,
-    *,
-    per_token: bool,
-    nll_weight: float,
-) -> PreferenceTerms:
+def _terms(loss: PreferenceLoss, policy: PairLogps, reference: PairLogps | None, knobs: PairKnobs) -> PreferenceTerms:
     nll_P = -policy.per_token().chosen_P
-    if per_token:
+    nll_weight = loss.nll(knobs) + (knobs.rpo_alpha or 0.0)
+    if loss.per_token or knobs.length_normalization:
         policy, reference = policy.per_token(), reference and reference.per_token()
     chosen_P, rejected_P = policy.chosen_P, policy.rejected_P
     if reference is not None:
@@ -186,34 +146,20 @@ def _terms(
     )
 
 
-def check_preference(
-    name: str,
-    *,
-    beta: float = Knobs.beta,
-    label_smoothing: float = Knobs.label_smoothing,
-    simpo_gamma: float = Knobs.simpo_gamma,
-    cpo_alpha: float = Knobs.cpo_alpha,
-    dpop_lambda: float = Knobs.dpop_lambda,
-    rpo_alpha: float | None = None,
-    length_normalization: bool = False,
-    reference_free: bool = False,
-) -> PreferenceLoss:
+def check_preference(name: str, knobs: PairKnobs = PairKnobs()) -> PreferenceLoss:  # noqa: B008 (frozen)
     """Return the loss of this name, after checking that it can be computed with these values and reads all of them.
 
-    Arguments are those of :func:`preference_loss`. A value that differs from its default and that the loss would not
-    read is an error: it would change nothing, and its user expects that it does.
+    A value that differs from its default and that the loss would not read is an error: it would change nothing, and its
+    user expects that it does.
 
     Raises:
         ArgumentError: A value is not allowed; ``where`` names its key.
     """
     loss = look_up(name, PREFERENCE_LOSSES, "loss of preference pairs", where="loss_type")
-    knobs = Knobs(
-        beta, label_smoothing, simpo_gamma, cpo_alpha, dpop_lambda, rpo_alpha, length_normalization, reference_free
-    )
     _check_ranges(knobs)
-    for key in ("label_smoothing", "simpo_gamma", "cpo_alpha", "dpop_lambda"):
-        if key not in loss.reads and getattr(knobs, key) != getattr(Knobs, key):
-            readers = [other for other, one in PREFERENCE_LOSSES.items() if key in one.reads]
+    for key in (field.name for field in fields(knobs)):
+        readers = [other for other, one in PREFERENCE_LOSSES.items() if key in one.reads]
+        if readers and name not in readers and getattr(knobs, key) != getattr(PairKnobs, key):
             raise ArgumentError(
                 f"the loss '{name}' does not read {key}", where=key, mend=f"leave it out, or use {' or '.join(readers)}"
             )
@@ -221,7 +167,7 @@ def check_preference(
     return loss
 
 
-def _check_ranges(knobs: Knobs) -> None:
+def _check_ranges(knobs: PairKnobs) -> None:
     """Refuse numbers that are not finite or out of range."""
     for field in fields(knobs):
         value = getattr(knobs, field.name)
@@ -235,13 +181,13 @@ def _check_ranges(knobs: Knobs) -> None:
             where="label_smoothing",
             mend="at 0.5 half of the pairs would be the wrong way round, and nothing could be learnt from them",
         )
-    for key in ("simpo_gamma", "cpo_alpha", "dpop_lambda", "rpo_alpha"):
-        value = getattr(knobs, key)
-        if value is not None and value < 0:
-            raise ArgumentError(f"{key} is {value}: it must not be negative", where=key)
+    for field in fields(knobs):
+        value = getattr(knobs, field.name)
+        if isinstance(value, int | float) and value < 0:
+            raise ArgumentError(f"{field.name} is {value}: it must not be negative", where=field.name)
 
 
-def _check_combination(name: str, loss: PreferenceLoss, knobs: Knobs) -> None:
+def _check_combination(name: str, loss: PreferenceLoss, knobs: PairKnobs) -> None:
     if name == "exo_pair" and knobs.label_smoothing == 0:
         raise ArgumentError(
             "exo_pair takes the logarithm of label_smoothing, which is 0",
