@@ -18,7 +18,7 @@ from streamtune import Schedule, data, stream
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.tasks.grpo.groups import BatchLayout, Group, micro_batches, remember_logprobs
 from streamtune.tasks.grpo.objective import PolicyObjective
-from streamtune.tasks.grpo.ranks import SharedLogprobs
+from streamtune.tasks.grpo.shared_rollout import SharedLogprobs
 from streamtune.train import ModelReference, World
 from tests.exactness.families import VOCAB, build, gradients
 from tests.precision_kit import Float64, assert_as_precise, in_float64, reference_of

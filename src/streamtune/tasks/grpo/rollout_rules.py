@@ -25,7 +25,7 @@ from streamtune.errors import OutOfMemoryError
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.tasks import rollout
 from streamtune.tasks.grpo.groups import BatchLayout, Group, ScoreCompletions, passing_completion, remember_logprobs
-from streamtune.tasks.grpo.ranks import SharedLogprobs
+from streamtune.tasks.grpo.shared_rollout import SharedLogprobs
 from streamtune.tasks.objectives import POLICY_LOSSES, Advantages, group_advantages, reward_with_kl
 from streamtune.train.objective import autocast
 from streamtune.train.sketch import value_weights
