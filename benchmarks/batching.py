@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3For
 import streamtune
 from benchmarks.gpu import LARGE
 from streamtune import Schedule, data, models
-from streamtune.tasks.cost import RowCost
+from streamtune.tasks.steps import RowCost
 from streamtune.train import MicroBatch
 from streamtune.train.objective import loss_of
 

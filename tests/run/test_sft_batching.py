@@ -18,9 +18,8 @@ from streamtune.errors import DataError
 from streamtune.recipe import load_recipe
 from streamtune.run.build import build_run
 from streamtune.run.train import Run
-from streamtune.tasks.cost import RowCost
 from streamtune.tasks.sft import Batches
-from streamtune.tasks.steps import Steps
+from streamtune.tasks.steps import RowCost, Steps
 from streamtune.train import MicroBatch, World
 from streamtune.train.objective import loss_of
 from tests.distributed.running import command

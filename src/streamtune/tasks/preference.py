@@ -1,6 +1,6 @@
 """Make micro-batches of prompts with rated completions, and preference losses of them: join data, engine and formulas.
 
-    data.Tree --collate--> PreferenceBatch --handle.logprobs--> logp_K --objectives.preference--> a loss for each pair
+    data.Tree --collate--> PreferenceBatch --handle.logprobs--> logp_K --objectives.pairs--> a loss for each pair
                                            --reference--------> ref_K  /
 
 Shape suffixes: K target tokens, N completions, P pairs.
@@ -202,7 +202,7 @@ def _policy(handle: StreamHandle, model: nn.Module, batch: train.TreeBatch) -> t
 
 
 class PairObjective:
-    """The mean over the pairs of a step of a loss of ``objectives.preference``.
+    """The mean over the pairs of a step of a loss of ``objectives.pairs``.
 
     Args:
         handle: The handle of the streamed model.

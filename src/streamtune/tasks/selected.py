@@ -18,8 +18,7 @@ import numpy as np
 
 from streamtune import data, train
 from streamtune.recipe.schema import Recipe
-from streamtune.tasks.cost import RowCost
-from streamtune.tasks.steps import Steps, Trainable
+from streamtune.tasks.steps import RowCost, Steps, Trainable
 from streamtune.train.backend import TorchBackend
 from streamtune.train.records import append_record, cut_after_step
 from streamtune.train.sketch import RowSketch

@@ -24,10 +24,9 @@ from streamtune.errors import DataError, UnsupportedModelError
 from streamtune.ops import Divergence, TokenLoss
 from streamtune.recipe.batching import BucketSpec
 from streamtune.recipe.schema import Recipe
-from streamtune.tasks.cost import RowCost
 from streamtune.tasks.random_batches import RandomTokens
 from streamtune.tasks.selected import SKETCH, SelectedSteps
-from streamtune.tasks.steps import StepPlan, first_epoch
+from streamtune.tasks.steps import RowCost, StepPlan, first_epoch
 from streamtune.tasks.streamed import SAMPLED, StreamedRows, StreamReport, StreamSteps, record_bad_rows
 from streamtune.tasks.task import (
     Built,

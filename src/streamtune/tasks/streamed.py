@@ -18,8 +18,7 @@ from typing import Any
 from streamtune import data, train
 from streamtune.errors import CheckpointError, DataError, StreamTuneError
 from streamtune.recipe.schema import Recipe
-from streamtune.tasks.cost import RowCost
-from streamtune.tasks.steps import accumulation
+from streamtune.tasks.steps import RowCost, accumulation
 from streamtune.train.staging import replace_file
 
 SAMPLED = 1000

@@ -36,8 +36,7 @@ from streamtune.plan.simulate.scored import Completions, Scored
 from streamtune.recipe.dpo import DpoRecipe
 from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.tasks.cost import RowCost
-from streamtune.tasks.steps import StepPlan, Steps, Units, accumulation, make_sampler, scaled_rate
+from streamtune.tasks.steps import RowCost, StepPlan, Steps, Units, accumulation, make_sampler, scaled_rate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

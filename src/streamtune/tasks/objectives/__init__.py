@@ -1,7 +1,7 @@
 """Objectives: pure functions of per-token log-probs, however these were computed.
 
 ragged      sums over the tokens of a completion
-pairs       the formulas of preference losses          preference   pairs of completions -> losses
+pairs       losses of preference pairs
 unpaired    KTO: single labelled completions
 policy      policy-gradient losses                     advantages   rewards of a group -> advantages
 """
@@ -9,7 +9,15 @@ policy      policy-gradient losses                     advantages   rewards of a
 from __future__ import annotations
 
 from streamtune.tasks.objectives.advantages import ADVANTAGES, Advantages, group_advantages, reward_with_kl
-from streamtune.tasks.objectives.pairs import PREFERENCE_LOSSES, PairKnobs, PreferenceLoss
+from streamtune.tasks.objectives.pairs import (
+    PREFERENCE_LOSSES,
+    PairKnobs,
+    PairLogps,
+    PreferenceLoss,
+    PreferenceTerms,
+    check_preference,
+    preference_loss,
+)
 from streamtune.tasks.objectives.policy import (
     POLICY_LOSSES,
     PolicyLoss,
@@ -19,7 +27,6 @@ from streamtune.tasks.objectives.policy import (
     kl_estimate,
     policy_loss,
 )
-from streamtune.tasks.objectives.preference import PairLogps, PreferenceTerms, check_preference, preference_loss
 from streamtune.tasks.objectives.ragged import counts, mean_by_row, sum_by_row
 from streamtune.tasks.objectives.unpaired import (
     UNPAIRED_LOSSES,

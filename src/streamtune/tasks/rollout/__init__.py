@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from streamtune.tasks.rollout.allocate import LEAST, GradientNorms, allocate, variance_score
 from streamtune.tasks.rollout.generate import TransformersWriter
-from streamtune.tasks.rollout.select import PROMPT_CHOICES, PassRates, PromptPicker
+from streamtune.tasks.rollout.select import (
+    LEAST,
+    PROMPT_CHOICES,
+    GradientNorms,
+    PassRates,
+    PromptPicker,
+    allocate,
+    variance_score,
+)
 from streamtune.tasks.rollout.vllm import VllmWriter, check_vllm
 from streamtune.tasks.rollout.writer import Completion, Sampling, Writer, WritingStopped
 
