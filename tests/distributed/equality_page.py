@@ -133,7 +133,7 @@ def _of(curves: Iterable[Noted], ranks: int, engine: str, objective: str, tuning
         settings = figure["case"]["settings"]
         own = settings.get("deepspeed", "fsdp" if settings.get("fsdp") else "ddp")
         if (figure["ranks"], own, figure["case"]["objective"]) == (ranks, engine, objective):
-            found += [figure] if settings["finetuning_type"] == tuning else []
+            found += [figure] if settings.get("finetuning_type") == tuning else []  # others are of another model
     return found
 
 
