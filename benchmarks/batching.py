@@ -3,7 +3,7 @@
     python -m benchmarks.batching [--max-length 8192] [--pairs 5] [--out docs/benchmarks/batching.md]
 
 The corpus is ``python-stdlib``, whole modules among single functions, all tokens trained, with a tokenizer of 4,096
-entries trained on it. Attention is counted as the sum of squared lengths (``streamtune/data/batches/measure.py``).
+entries trained on it. Attention is counted as the sum of squared lengths (``streamtune/data/length_measures.py``).
 
 A step of concat-and-chunk is one sequence of ``--max-length`` tokens of several rows that see each other. One of
 buckets is as many tokens in pieces of one length, end to end. Both are streamed in the same chunks, in processor time

@@ -20,7 +20,7 @@ from streamtune.data import (
     measure_trees,
     token_steps,
 )
-from streamtune.data.batches.token_steps import CURRICULA
+from streamtune.data.batches.optimizer_steps import CURRICULA
 from streamtune.data.record_table import Stored, spill
 from streamtune.errors import CheckpointError
 

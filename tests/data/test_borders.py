@@ -13,8 +13,7 @@ from trained_tokenizers import CORPUS, SPECIAL, read_template, train_bpe, wrap
 
 from streamtune.data.options import RowPolicy
 from streamtune.data.rendering import long_text
-from streamtune.data.rendering.borders import cut_rule
-from streamtune.data.rendering.long_text import PieceTokenizer
+from streamtune.data.rendering.long_text import PieceTokenizer, cut_rule
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.rendering.tokens import _extents
 from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.data import PreparedData, ResumableSampler, Source, pack_rows
-from streamtune.data.inspect_lengths import LengthChoice, choose_lengths, histogram, padding_share
 from streamtune.data.inspect_rows import RowInspector, TokenGap, TokenRun, decode_pieces, shown_ranges
+from streamtune.data.length_measures import LengthChoice, choose_lengths, histogram, padding_share
 
 Write = Callable[..., str]
 WORDS = ["the", "quick", "brown", "fox", "Grüße", "世界", "👋🏽", "answer", "question", "42", "🙂"]

@@ -15,7 +15,7 @@ from trained_tokenizers import read_template, train_bpe, wrap
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.data import PreparedData
-from streamtune.data.fit.cuts import Kept, cut_row, last_answer, least_kept, split_row
+from streamtune.data.fit.row_fit import Kept, cut_row, last_answer, least_kept, split_row
 from streamtune.data.options import SPLIT_AT, RowPolicy
 from streamtune.data.reading.sources import Source
 from streamtune.errors import ArgumentError, DataError

@@ -12,7 +12,7 @@ import pytest
 from preparing import prepare
 
 from streamtune.data import ResumableSampler, Source
-from streamtune.data.batches.mixture import Mixture, mix
+from streamtune.data.batches.sampler import Mixture, mix
 from streamtune.errors import DataError
 
 Write = Callable[..., str]

@@ -18,8 +18,7 @@ from trained_tokenizers import CORPUS, SPECIAL, read_template, wrap
 
 from streamtune.data.reading.sources import Source
 from streamtune.data.rendering import long_text, tokens
-from streamtune.data.rendering.borders import BORDER, cut_rule
-from streamtune.data.rendering.long_text import PieceTokenizer
+from streamtune.data.rendering.long_text import BORDER, PieceTokenizer, cut_rule
 from streamtune.errors import DataError
 
 LLAMA3 = (

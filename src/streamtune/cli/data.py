@@ -165,7 +165,7 @@ def _run(run: TokenRun | TokenGap) -> dict[str, Any]:
 
 def _draw(found: Inspection, path: Path) -> None:
     """Draw the histogram; an earlier picture is replaced, any other file is left alone."""
-    from streamtune.data.inspect_lengths import draw_lengths
+    from streamtune.data.length_measures import draw_lengths
 
     report = found.prepared.report
     title = f"{found.loaded.path.name}: {report.rows:,} rows, {report.tokens + report.tokens_lost:,} tokens"

@@ -4,7 +4,7 @@
     reading -> row_types, preferences -> rendering -> fit -> record_table, data_report   (prepare)
     row_cache: rows prepared before, from the same contents                              (prepare)
     batches                                                                              (every step)
-    inspect_rows, inspect_lengths: prepared rows as text; what other lengths would lose  (streamtune data)
+    inspect_rows, length_measures: prepared rows as text; what other lengths would lose  (streamtune data)
 
 ``faults`` collects the rows that cannot be read or trained on, ``counts`` what rendering finds in the others.
 Import order is that of the arrows, right to left; nothing here knows a model or a recipe.
@@ -13,7 +13,6 @@ Import order is that of the arrows, right to left; nothing here knows a model or
 from __future__ import annotations
 
 from streamtune.data.answer_ends import trained_ends
-from streamtune.data.batches.assign_rows import assign_rows
 from streamtune.data.batches.bucket_pieces import Pieces, cut_rows
 from streamtune.data.batches.collate import (
     Batch,
@@ -21,16 +20,14 @@ from streamtune.data.batches.collate import (
     collate,
     collate_packed,
 )
-from streamtune.data.batches.completions import CollatedTrees, collate_trees
-from streamtune.data.batches.measure import BatchFacts, EpochLayout, concat_squares, lay_out
 from streamtune.data.batches.medoids import Choice, choose_rows, small_sources
-from streamtune.data.batches.mixture import Mixture
-from streamtune.data.batches.prefixes import collate_prefixes
-from streamtune.data.batches.sampler import Packs, ResumableSampler, pack_rows
-from streamtune.data.batches.token_steps import EpochSteps, StepSampler, bucket_steps, token_steps
+from streamtune.data.batches.optimizer_steps import EpochSteps, StepSampler, assign_rows, bucket_steps, token_steps
+from streamtune.data.batches.prefixes import CollatedTrees, collate_prefixes, collate_trees
+from streamtune.data.batches.sampler import Mixture, Packs, ResumableSampler, pack_rows
 from streamtune.data.data_report import CompletionReport as CompletionReport
 from streamtune.data.data_report import DataReport
 from streamtune.data.fit.parts import EvalSet
+from streamtune.data.length_measures import BatchFacts, EpochLayout, concat_squares, lay_out
 from streamtune.data.options import (
     COMPLETION_OVERLENGTH,
     IDENTICAL_PAIRS,

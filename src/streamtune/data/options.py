@@ -156,7 +156,7 @@ class DataOptions:
     last ``max_prompt_length`` tokens, then the completions their first ones; it is left out if nothing to prefer is
     left, or if its prompt fills ``max_length``"""
     truncate_side: str = "auto"
-    """the part of an example or a prompt that is cut off, see :func:`streamtune.data.fit.cuts.cut_row`; of a prompt
+    """the part of an example or a prompt that is cut off, see :func:`streamtune.data.fit.row_fit.cut_row`; of a prompt
     ``middle`` keeps the first tokens as well, half of them all"""
     split_at: str = "turn"
     """the strongest border that pieces end at: ``turn``, ``paragraph``, ``line`` or ``token``"""

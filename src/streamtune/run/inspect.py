@@ -10,8 +10,8 @@ import torch
 
 from streamtune.data import BatchFacts
 from streamtune.data.fit import Prepared
-from streamtune.data.inspect_lengths import LengthBin, LengthChoice, choose_lengths, histogram
 from streamtune.data.inspect_rows import RowInspector
+from streamtune.data.length_measures import LengthBin, LengthChoice, choose_lengths, histogram
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import make_sources, make_tokenizer
 from streamtune.run.device import blame_recipe, prepare_libraries

@@ -17,7 +17,7 @@ import torch
 
 from streamtune import data, train
 from streamtune.base.paths import cache_folder
-from streamtune.data.inspect_lengths import fewest_packs
+from streamtune.data.length_measures import fewest_packs
 from streamtune.engine import Branches, StreamHandle, check_branches, check_packing
 from streamtune.engine.rotary import longest_unscaled
 from streamtune.errors import DataError, UnsupportedModelError

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
+from streamtune.data.fit.completion_fit import LengthPolicy, PromptFit, TreeFit
 from streamtune.data.fit.length_fit import LengthFit, Measured, Prepared
-from streamtune.data.fit.prompt_fit import PromptFit
 from streamtune.data.fit.row_fit import RowFit
-from streamtune.data.fit.tree_fit import LengthPolicy, TreeFit
 
 __all__ = ["LengthFit", "LengthPolicy", "Measured", "Prepared", "PromptFit", "RowFit", "TreeFit"]

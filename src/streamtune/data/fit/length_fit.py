@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from streamtune.data.batches.bucket_pieces import Pieces
-from streamtune.data.batches.mixture import Mixture
-from streamtune.data.batches.sampler import Packs
+from streamtune.data.batches.sampler import Mixture, Packs
 from streamtune.data.data_report import CompletionReport, DataReport, SourceReport, length_percentiles
-from streamtune.data.fit.digests import Digests
 from streamtune.data.fit.parts import (
+    Digests,
     EvalSet,
     SourceStart,
     choose_held_out,

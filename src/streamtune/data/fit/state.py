@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from streamtune.data.fit.digests import Digests
 from streamtune.data.fit.length_fit import LengthFit
-from streamtune.data.fit.parts import SourceStart
+from streamtune.data.fit.parts import Digests, SourceStart
 from streamtune.data.reading.sources import Source
 
 _GIVEN = ("writer", "policy", "_group")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from streamtune.data.rendering.borders import component_parts
+from streamtune.data.rendering.long_text import component_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
