@@ -11,7 +11,6 @@ attends to all before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +20,7 @@ from streamtune.base.palette import INK, drawn_plainly
 from streamtune.data.batches.optimizer_steps import EpochSteps
 from streamtune.data.batches.sampler import Mixture, ResumableSampler, pack_rows
 from streamtune.data.fit import Measured
+from streamtune.data.options import DataOptions
 
 Lengths = npt.NDArray[np.int64]
 
@@ -84,38 +84,32 @@ class LengthChoice:
 def choose_lengths(
     measured: Measured,
     limit: int,
+    options: DataOptions,
     *,
-    overlength: str,
     batch_size: int | None,
-    seed: int,
     shuffle: bool = True,
-    overlap: int = 0,
     cuts_trees: bool = False,
-    notify: Callable[[str], None] = lambda message: None,
 ) -> list[LengthChoice]:
     """Return the effect of up to eight limits, the present one and powers of two around the lengths of the rows.
 
     Args:
         measured: Sizes of all rows, held-out ones included.
         limit: The present one.
-        overlength: What is done with longer rows, for padding and packs.
+        options: The options of preparing the rows. Overlaps are counted as cut at tokens.
         batch_size: Rows of a batch; None where neither padding nor packs are counted.
-        seed: Of the order of the rows.
         shuffle: False if rows keep their order.
-        overlap: Tokens that pieces of a row have in common (``split_overlap``); they are counted as cut at tokens.
         cuts_trees: True if the rows are trees.
-        notify: Called before what takes a while.
     """
     found = []
+    overlap, seed = options.split_overlap, options.seed
     for length in _candidates(measured.lengths, limit):
         if overlap >= length // 2 and length != limit:  # pieces would be context for the most part
             continue
-        notify(f"trying max_length {length:,}")
         over = measured.lengths > length
         beyond = np.where(measured.first_trained < length, measured.lengths - length, measured.lengths)
         padding = packs = fill = None
         if batch_size is not None:
-            sizes = _cut(measured, length, overlength, overlap)
+            sizes = _cut(measured, length, options.overlength, overlap)
             padding = padding_share(sizes, batch_size, seed=seed, shuffle=shuffle)
             packed = pack_rows(sizes, length, seed=seed)
             packs, fill = len(packed), round(packed.fill_rate(length), 4)

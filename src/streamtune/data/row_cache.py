@@ -6,7 +6,7 @@ same rows at once, and one that is killed leaves nothing that could be taken for
     ROOT/files.json         hashes of files, see :class:`FileHashes`
     ROOT/<key>.txt          a tokenizer that was trained on the rows
     ROOT/<key>/rows.arrow   the records
-    ROOT/<key>/fit.*        the counts, see :mod:`streamtune.data.fit.state`
+    ROOT/<key>/fit.*        the counts, see :mod:`streamtune.data.fit.length_fit`
     ROOT/<key>/entry.json   the messages for the user, the number of records, sizes and checksums of the other files
 
 Each is checked when it is read, and made again where it is damaged, see
@@ -39,7 +39,7 @@ from streamtune.base.paths import open_at_once
 from streamtune.base.result_cache import CacheFile, Notify, checksum_of, locked
 from streamtune.base.sizes import show_size
 from streamtune.data.fit import LengthFit
-from streamtune.data.fit.state import load_fit, save_fit
+from streamtune.data.fit.length_fit import load_fit, save_fit
 from streamtune.data.reading.contents import FileHashes, StreamedFiles, fingerprint_rows, fingerprint_source
 from streamtune.data.reading.sources import Source
 from streamtune.data.record_table import ROWS, MappedTable, Record, TableWriter, spill

@@ -95,11 +95,9 @@ def inspect_recipe(
             choices=choose_lengths(
                 prepared.measured,
                 limit,
-                overlength=recipe.overlength,
+                task.data_options(),
                 batch_size=None if task.scores else recipe.per_device_train_batch_size,
-                seed=recipe.seed,
                 shuffle=recipe.shuffle,
-                overlap=recipe.split_overlap,
                 cuts_trees=trees,
             ),
             batches=task.batch_facts(prepared),

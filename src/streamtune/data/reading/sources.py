@@ -21,9 +21,8 @@ from streamtune.data.reading.builtin import (
 )
 from streamtune.data.reading.cells import column_names
 from streamtune.data.reading.files import DataFile
-from streamtune.data.reading.hub import hub_rows
 from streamtune.data.reading.passkey import PASSKEY_PATH, passkey_rows
-from streamtune.data.reading.places import is_address, local_files, remote_files
+from streamtune.data.reading.places import hub_rows, is_address, local_files, remote_files
 from streamtune.data.reading.readers import Row, read_data_file
 from streamtune.errors import DataError, did_you_mean
 
