@@ -124,7 +124,6 @@ class DataReport:
     """the same counts for each entry of ``datasets``, in their order"""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as one JSON object."""
         return {**vars(self), "sources": [dict(vars(source)) for source in self.sources]}
 
     def describe(self) -> str:
@@ -199,7 +198,6 @@ class CompletionReport:
     """the same counts for each entry of ``datasets``, in their order"""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as one JSON object."""
         return {**vars(self), "sources": [dict(vars(source)) for source in self.sources]}
 
     def describe(self) -> str:

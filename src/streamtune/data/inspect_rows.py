@@ -74,7 +74,6 @@ class RowView:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all parts."""
         return sum(len(part.input_ids) for part in self.parts)
 
     @property

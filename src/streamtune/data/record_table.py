@@ -179,14 +179,12 @@ class TableWriter:
         self._pending_tokens = 0
 
     def append(self, record: Record) -> None:
-        """Add one record."""
         self._pending.append(record.to_row())
         self._pending_tokens += record.num_tokens
         if self._pending_tokens >= _FLUSH_TOKENS:
             self.flush()
 
     def flush(self) -> None:
-        """Write the pending records."""
         if not self._pending:
             return
         columns = {name: [row[name] for row in self._pending] for name in self._schema.names}
@@ -302,12 +300,10 @@ class Example:
         return len(self.input_ids)
 
     def to_row(self) -> Mapping[str, Any]:
-        """See :class:`Record`."""
         return vars(self)
 
     @classmethod
     def from_row(cls, table: pa.Table, row: int) -> Self:
-        """See :class:`Record`."""
         return cls(
             # Copies: a view would read the file later, when it is not looked at whether it has changed.
             input_ids=_integers(table["input_ids"][row].values, np.int32).copy(),
@@ -318,7 +314,6 @@ class Example:
 
     @staticmethod
     def token_counts(table: pa.Table) -> npt.NDArray[np.int64]:
-        """See :class:`Record`."""
         return _list_lengths(table["input_ids"])
 
 
@@ -412,12 +407,10 @@ class Tree:
         return sum(sum(mask) for mask in masks)
 
     def to_row(self) -> Mapping[str, Any]:
-        """See :class:`Record`."""
         return {**vars(self), "tokens": self.num_tokens}
 
     @classmethod
     def from_row(cls, table: pa.Table, row: int) -> Self:
-        """See :class:`Record`."""
         masks = table["masks"][row]
         return cls(
             prompt=_items(table["prompt"][row]),
@@ -430,7 +423,6 @@ class Tree:
 
     @staticmethod
     def token_counts(table: pa.Table) -> npt.NDArray[np.int64]:
-        """See :class:`Record`."""
         return np.asarray(table["tokens"].to_numpy(), dtype=np.int64)
 
 
@@ -459,7 +451,6 @@ class Prompt:
         return len(self.input_ids)
 
     def to_row(self) -> Mapping[str, Any]:
-        """See :class:`Record`."""
         content = [self.prompt, self.columns]
         text = _as_json(content)
         pickled = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL) if text is None else None
@@ -467,14 +458,12 @@ class Prompt:
 
     @classmethod
     def from_row(cls, table: pa.Table, row: int) -> Self:
-        """See :class:`Record`."""
         text = table["json"][row].as_py()
         prompt, columns = pickle.loads(table["pickled"][row].as_py()) if text is None else json.loads(text)
         return cls(_items(table["input_ids"][row]), prompt, columns, table["origin"][row].as_py())
 
     @staticmethod
     def token_counts(table: pa.Table) -> npt.NDArray[np.int64]:
-        """See :class:`Record`."""
         return _list_lengths(table["input_ids"])
 
 

@@ -78,7 +78,6 @@ class PrefixTree:
         return len(example.input_ids) - sum(shared for _, shared in self._path(*_row(example)))
 
     def add(self, example: Example) -> None:
-        """Add a row."""
         self.add_row(*_row(example))
 
     def add_row(self, ids: Ids, targets: Ids) -> None:

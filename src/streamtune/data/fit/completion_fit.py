@@ -150,13 +150,12 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
         self.counts["negative_margins"] += tree.margin is not None and tree.margin < 0
 
     def check(self, notify: Notify) -> None:
-        """See :class:`LengthFit`."""
         super().check(notify)
         if self.counts["negative_margins"]:
             notify(f"{have(self.counts['negative_margins'], 'pair')} a chosen answer with the lower score")
 
     def too_long(self) -> DataError:
-        """See :class:`LengthFit`: it names the prompts or the rows."""
+        """Return an error that names the prompts or the rows."""
         policy = self.policy
         size, origin = self.longest_prompt
         if self.counts["long_prompts"]:
@@ -183,7 +182,6 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
         )
 
     def own_counts(self) -> dict[str, Any]:
-        """See :class:`LengthFit`."""
         lengths = self.completion_lengths
         return {
             **{name: self.counts[name] for name in ("identical", "completions", "negative_margins")},
@@ -258,11 +256,9 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
         self.counts["tokens"] += prompt.num_tokens
 
     def changes(self) -> str:
-        """See :class:`LengthFit`: all of them are changed alike."""
         return "truncated" if self.counts["truncated"] else "dropped"
 
     def too_long(self) -> DataError:
-        """See :class:`LengthFit`."""
         size, origin = self.longest
         return DataError(
             f"{have(self.counts['too_long'], 'prompt')} more than {self.limit} tokens; the longest has {size:,}",
@@ -272,7 +268,6 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
         )
 
     def own_counts(self) -> dict[str, Any]:
-        """See :class:`LengthFit`."""
         return {"tree_tokens": self.counts["tokens"], "prompt_lengths": length_percentiles(self.lengths)}
 
 

@@ -32,7 +32,6 @@ class Digests:
         return len(self._bytes) // 16
 
     def append(self, digest: bytes) -> None:
-        """Add one."""
         assert len(digest) == 16, "all of them have the same size"
         self._bytes += digest
 

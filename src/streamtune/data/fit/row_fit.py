@@ -233,7 +233,7 @@ class RowFit(LengthFit[Example, DataReport]):
         self.groups.append(self._group or row_digest.digest())
 
     def check(self, notify: Notify) -> None:
-        """See :class:`LengthFit`; in addition notify of system messages that were cut off."""
+        """Notify of system messages that were cut off as well."""
         super().check(notify)
         if self.counts["without_system"]:
             notify(
@@ -242,7 +242,6 @@ class RowFit(LengthFit[Example, DataReport]):
             )
 
     def too_long(self) -> DataError:
-        """See :class:`LengthFit`."""
         size, origin = self.longest
         return DataError(
             f"{have(self.counts['too_long'], 'row')} more than max_length = {self.policy.max_length:,} tokens; the "
@@ -252,7 +251,6 @@ class RowFit(LengthFit[Example, DataReport]):
         )
 
     def own_counts(self) -> dict[str, Any]:
-        """See :class:`LengthFit`."""
         return {name: self.counts[name] for name in ("split", "pieces_dropped", "tokens_repeated", "estimated")}
 
 

@@ -57,7 +57,6 @@ class StreamPosition:
     """counts of the rows that are done with"""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the position as plain JSON values."""
         return asdict(self)
 
 
@@ -263,7 +262,6 @@ class _Handed(TableWriter):
         self.records: list[Example] = []
 
     def append(self, record: Record) -> None:
-        """Keep one example."""
         assert isinstance(record, Example), "rows of next tokens"
         self.records.append(record)
 

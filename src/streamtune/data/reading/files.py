@@ -95,7 +95,6 @@ def format_of(name: str) -> str:
 
 
 def local_file(path: Path, shown: str) -> DataFile:
-    """Return a file of this machine."""
     return DataFile(path.name, shown, lambda: _open_local(path, shown), path)
 
 
@@ -250,7 +249,6 @@ def iter_lines(file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
 
 
 def _narrow_lines(raw: IO[bytes], file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
-    """Yield the lines of UTF-8."""
     number = 0
     while line := raw.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -276,7 +274,6 @@ def _narrow_lines(raw: IO[bytes], file: DataFile, bad: BadRows) -> Iterator[tupl
 
 
 def _wide_lines(raw: IO[bytes], encoding: str, file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
-    """Yield the lines of UTF-16 or UTF-32."""
     number = 0
     wrapped = io.TextIOWrapper(cast(Any, raw), encoding=encoding, newline="\n")
     try:

@@ -118,7 +118,6 @@ class RenderLog:
         self.now = self.of(path)
 
     def of(self, path: str) -> RenderCounts:
-        """Return the counts of a dataset."""
         return self.by_path.setdefault(path, RenderCounts())
 
     def note(self, message: str) -> None:

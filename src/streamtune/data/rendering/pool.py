@@ -49,7 +49,6 @@ class Item(Generic[ItemT]):
     """the fault of a row that could not be read"""
 
     def take(self) -> ItemT:
-        """Return the row, and forget it."""
         row, self.row = self.row, None
         assert row is not None, "a row is rendered once"
         return row
@@ -81,7 +80,6 @@ class RowOutcome:
     error: StreamTuneError | None = None
 
     def get(self) -> Any:
-        """Return the value, or raise the error."""
         if self.error is not None:
             raise self.error
         return self.value

@@ -104,13 +104,12 @@ class RowRenderer:
         """False once the template could not render several rows at once"""
 
     def render_item(self, item: Item[Content]) -> Rendered | None:
-        """See :class:`Renderer`; None of a row that is left out for an empty answer."""
+        """Return a rendered row; None if it is left out for an empty answer."""
         if self.leaves_out(item.row, item.origin):
             return None
         return replace(self(item.take(), item.origin), weight=item.weight)
 
     def render_ahead(self, items: Sequence[Item[Content]]) -> None:
-        """See :meth:`ask_ahead`."""
         self.ask_ahead([item.row for item in items])
 
     def ask_ahead(self, contents: Iterable[Content | None]) -> None:
@@ -380,14 +379,13 @@ class TreeRenderer:
         self.log = self._render.log
 
     def render_item(self, item: Item[Answers]) -> tuple[Tree, bytes] | None:
-        """See :class:`Renderer`: the tree and the hash of its prompt; None if both answers are the same."""
+        """Return the tree and the hash of its prompt; None if both answers are the same."""
         answers = item.take()
         if answers.identical:
             return None
         return self(answers, item.origin), prompt_digest(answers.prompt, answers.tools)
 
     def render_ahead(self, items: Sequence[Item[Answers]]) -> None:
-        """See :meth:`RowRenderer.ask_ahead`."""
         self._render.ask_ahead(content for item in items if item.row is not None for content in item.row.contents)
 
     def __call__(self, answers: Answers, origin: str) -> Tree:
@@ -450,7 +448,7 @@ class PromptRenderer:
         self._specials = SpecialText(tokenizer, None, self.log.note)
 
     def render_item(self, item: Item[tuple[Row, TextOrMessages]]) -> tuple[Prompt, bytes]:
-        """See :class:`Renderer`: the prompt and its hash."""
+        """Return the prompt and its hash."""
         (row, prompt), origin = item.take(), item.origin
         tools, wrapped = tools_and_form(row.columns.get("tools"), origin)
         self.log.now.wrapped_tools += wrapped
@@ -459,7 +457,7 @@ class PromptRenderer:
         return Prompt(self(prompt, tools, origin, variables), prompt, columns, origin), prompt_digest(prompt, tools)
 
     def render_ahead(self, items: Sequence[Item[tuple[Row, TextOrMessages]]]) -> None:
-        """See :class:`Renderer`: prompts are rendered one by one."""
+        """Do nothing: prompts are rendered one by one."""
 
     def __call__(
         self,

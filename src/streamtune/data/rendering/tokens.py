@@ -89,7 +89,6 @@ class TextTokens:
         return found
 
     def without_first(self) -> TextTokens:
-        """Return all tokens but the first."""
         breaks = None if self.breaks is None else self.breaks[1:]
         return replace(self, ids=self.ids[1:], trained=self.trained[1:], breaks=breaks, head=max(0, self.head - 1))
 

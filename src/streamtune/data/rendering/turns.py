@@ -41,16 +41,14 @@ class TurnRenderer:
         chat = replace(chat, reasoning="keep")
         self._rows = RowRenderer(tokenizer, train_on="last", notify=notify, chat=chat, policy=policy)
         self.log = self._rows.log
-        """See :class:`RowRenderer`."""
 
     def render_item(self, item: Item[Content]) -> list[Rendered] | None:
-        """See :class:`Renderer`: a row for every turn; None if all turns are left out for empty answers."""
+        """Return a row for every turn; None if all turns are left out for empty answers."""
         turns = self._turns(item.take())
         found = [self._rows(turn, item.origin) for turn in turns if not self._rows.leaves_out(turn, item.origin)]
         return [replace(turn, weight=item.weight) for turn in found] or None
 
     def render_ahead(self, items: Sequence[Item[Content]]) -> None:
-        """See :meth:`RowRenderer.ask_ahead`."""
         contents = [item.row for item in items if item.row is not None]
         self._rows.ask_ahead(turn for content in contents for turn in self._turns(content))
 

@@ -338,7 +338,6 @@ class _Workers:
 
     @property
     def has_ahead(self) -> bool:
-        """True if conversations were rendered ahead."""
         return bool(self._ready)
 
     def take(self, template: str, own: dict[str, Any]) -> Any:
@@ -346,7 +345,6 @@ class _Workers:
         return self._ready.get(_key(template, own)) if self._ready else None
 
     def forget(self) -> None:
-        """Forget what was rendered ahead."""
         self._ready.clear()
 
     def render(self, request: dict[str, Any], limits: TemplateLimits) -> str:
@@ -373,7 +371,6 @@ class _Workers:
         raise _too_much(f"writes more than {output:,} characters")
 
     def close(self) -> None:
-        """End the process, if there is one."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
