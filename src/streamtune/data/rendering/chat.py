@@ -158,7 +158,7 @@ class ChatRenderer:
         0 unless the template prints them alone as it prints them in the conversation.
         """
         try:
-            alone = render_messages(self._tokenizer, messages, tools, origin, generation=False, variables=variables)
+            alone = render_messages(self._tokenizer, ChatRequest(messages, tools, False, variables or {}), origin)
         except DataError:  # some templates refuse a conversation without a user
             return 0
         content = messages[0].get("content", "").strip()

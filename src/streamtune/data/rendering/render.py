@@ -43,7 +43,7 @@ from streamtune.data.rendering.specials import SpecialText
 from streamtune.data.rendering.tokens import MaskTokenizer, Rendered, TextTokens
 from streamtune.data.rendering.variables import TemplateVariables
 from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion, size_of
-from streamtune.data.templates import render_ahead
+from streamtune.data.templates import ChatRequest, render_ahead
 from streamtune.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
@@ -506,9 +506,8 @@ class PromptRenderer:
         if self._options.split_special_tokens:
             shown = self._specials.shield([messages, tools], origin)
         variables = self._variables(own, tools, origin)
-        text = render_messages(
-            self._tokenizer, shown[0], shown[1], origin, generation=True, variables=variables, explain=True
-        )
+        request = ChatRequest(shown[0], shown[1], True, variables)
+        text = render_messages(self._tokenizer, request, origin, explain=True)
         text = check_unicode(text, origin)
         return self._ids(text, origin, special=False, splits=shown[0] is not messages, rendered=True)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from streamtune.data.reading.cells import FLAGS
-from streamtune.data.templates import ChatRequest, TemplateRefusalError, render_chat, rendered_ahead
+from streamtune.data.templates import ChatRequest, TemplateRefusalError, render_request, rendered_ahead
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:
@@ -40,13 +41,10 @@ def require_template(tokenizer: PreTrainedTokenizerBase, noun: str, origin: str)
 
 def render_messages(
     tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    tools: Any,
+    request: ChatRequest,
     origin: str,
     *,
-    generation: bool,
     template: str | None = None,
-    variables: Mapping[str, Any] | None = None,
     explain: bool = False,
 ) -> str:
     """Render a conversation by the chat template, or by another one, which sees no flag of a message.
@@ -59,23 +57,25 @@ def render_messages(
         TemplateLimitError: The template takes too much time or memory.
     """
     try:
-        return render_chat(
-            tokenizer,
-            _seen(messages),
-            tools=tools,
-            template=template,
-            add_generation_prompt=generation,
-            variables=variables,
-        )
+        return _rendered(tokenizer, request, request.messages, template)
     except TemplateRefusalError as error:
+        messages = list(request.messages)
         filled = [message if "content" in message else {**message, "content": ""} for message in messages]
         if filled != messages:
             with suppress(DataError):  # the first refusal says more
-                return render_messages(
-                    tokenizer, filled, tools, origin, generation=generation, template=template, variables=variables
-                )
-        index = _refused_at(tokenizer, messages, tools, generation, template, variables) if explain else None
+                return render_messages(tokenizer, replace(request, messages=filled), origin, template=template)
+        index = _refused_at(tokenizer, request, template) if explain else None
         raise _refusal(messages, index, error.what, origin) from error
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    request: ChatRequest,
+    messages: Sequence[Mapping[str, Any]],
+    template: str | None,
+) -> str:
+    """Return the text of some messages in place of the request's."""
+    return render_request(tokenizer, replace(request, messages=_seen(messages)), template)
 
 
 _MISSING = re.compile(r"has no attribute '(\w+)'")
@@ -83,30 +83,17 @@ _MOST_TRIED = 256
 """Messages that are looked at to find the one that a template refuses."""
 
 
-def _refused_at(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    tools: Any,
-    generation: bool,
-    template: str | None,
-    variables: Mapping[str, Any] | None,
-) -> int | None:
+def _refused_at(tokenizer: PreTrainedTokenizerBase, request: ChatRequest, template: str | None) -> int | None:
     """Return the index of the message behind those that a template takes; None if that cannot be told."""
+    messages = request.messages
     for count in range(len(messages) - 1, max(0, len(messages) - _MOST_TRIED), -1):
         with suppress(TemplateRefusalError):
-            render_chat(
-                tokenizer,
-                _seen(messages[:count]),
-                tools=tools,
-                template=template,
-                add_generation_prompt=generation,
-                variables=variables,
-            )
+            _rendered(tokenizer, request, messages[:count], template)
             return count
     return 0 if len(messages) == 1 else None
 
 
-def _refusal(messages: list[Message], index: int | None, what: str, origin: str) -> DataError:
+def _refusal(messages: Sequence[Mapping[str, Any]], index: int | None, what: str, origin: str) -> DataError:
     """Return the error of a conversation that the template refuses at a message."""
     at = "" if index is None else f" at messages[{index}], of the role '{messages[index]['role']}'"
     mend = "mend the row, or set chat_template to a template that takes it"
@@ -125,7 +112,7 @@ def request_of(
     return ChatRequest(_seen(messages), tools, generation, variables)
 
 
-def _seen(messages: list[Message]) -> list[Message]:
+def _seen(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return messages as a template sees them: without the flags that say what is trained."""
     return [{name: value for name, value in message.items() if name not in FLAGS} for message in messages]
 
@@ -184,7 +171,7 @@ class Renderings:
         ahead = rendered_ahead(tokenizer, _seen(messages), tools, variables)
         self._spans = None if ahead is None else ahead[1]
         text = (
-            render_messages(tokenizer, messages, tools, origin, generation=False, variables=variables, explain=True)
+            render_messages(tokenizer, ChatRequest(messages, tools, False, variables or {}), origin, explain=True)
             if ahead is None
             else ahead[0]
         )
@@ -203,15 +190,8 @@ class Renderings:
         return self._as_printed(messages, generation, template)
 
     def _as_printed(self, messages: list[Message], generation: bool, template: str | None = None) -> str:
-        return render_messages(
-            self._tokenizer,
-            messages,
-            self._tools,
-            self._origin,
-            generation=generation,
-            template=template,
-            variables=self._variables,
-        )
+        request = ChatRequest(messages, self._tools, generation, self._variables or {})
+        return render_messages(self._tokenizer, request, self._origin, template=template)
 
     def _look_for_system(self) -> None:
         """Find the system message, which the rendering does not hold as it is, and render it where the template can.

@@ -102,17 +102,13 @@ def render_chat(
         TemplateLimitError: It uses more.
         TemplateRefusalError: The template raises.
     """
-    if _renders_itself(tokenizer):
-        return _by_itself(tokenizer, messages, tools, add_generation_prompt, variables or {})
-    shared = _shared(tokenizer, template, tools, limits)
-    own = ChatRequest(messages, tools, add_generation_prompt, variables or {}).request()
-    ready = _WORKERS.take(shared["chat_template"], own)
-    return _WORKERS.render({**shared, **own}, limits) if ready is None else ready[0]
+    request = ChatRequest(messages, tools, add_generation_prompt, variables or {})
+    return render_request(tokenizer, request, template, limits)
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """One rendering that is asked for together with others."""
+    """One rendering: a conversation with what the template reads beside it."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Any
@@ -129,6 +125,20 @@ class ChatRequest:
             "tools": self.tools,
             "add_generation_prompt": self.generation,
         }
+
+
+def render_request(
+    tokenizer: PreTrainedTokenizerBase,
+    request: ChatRequest,
+    template: str | None = None,
+    limits: TemplateLimits = TemplateLimits(),
+) -> str:
+    """Return the text of a conversation, as :func:`render_chat` does."""
+    if _renders_itself(tokenizer):
+        return _by_itself(tokenizer, request)
+    shared, own = _shared(tokenizer, template, request.tools, limits), request.request()
+    ready = _WORKERS.take(shared["chat_template"], own)
+    return _WORKERS.render({**shared, **own}, limits) if ready is None else ready[0]
 
 
 def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[ChatRequest]) -> bool:
@@ -249,16 +259,14 @@ def _has_own_method(kind: Any) -> bool:
     return kind.apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
 
 
-def _by_itself(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Any,
-    generation: bool,
-    variables: Mapping[str, Any],
-) -> str:
+def _by_itself(tokenizer: Any, request: ChatRequest) -> str:
     try:
         text: str = tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=generation, tokenize=False, **variables
+            request.messages,
+            tools=request.tools,
+            add_generation_prompt=request.generation,
+            tokenize=False,
+            **request.variables,
         )
     except Exception as error:
         raise TemplateRefusalError(str(error) or type(error).__name__) from error
