@@ -40,7 +40,7 @@ from streamtune.data.rendering.pool import Item
 from streamtune.data.rendering.reasoning import reasoning_of
 from streamtune.data.rendering.renderings import Message, check_unicode, render_messages, require_template
 from streamtune.data.rendering.specials import SpecialText
-from streamtune.data.rendering.tokens import MaskTokenizer, Rendered, TextTokens
+from streamtune.data.rendering.tokens import MarkedText, MaskTokenizer, Rendered, TextTokens
 from streamtune.data.rendering.variables import TemplateVariables
 from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion, size_of
 from streamtune.data.templates import ChatRequest, render_ahead
@@ -229,7 +229,7 @@ class RowRenderer:
             self.log.now.spells("text", names, new_row=True)
 
         def ask(masks: MaskTokenizer, text: str) -> TextTokens:
-            return masks(text, turns, origin, special=True, border=border)
+            return masks(MarkedText(text, turns, origin, special=True, border=border))
 
         splits = names and self._options.split_special_tokens
         return self._specials.tokenise(text, ask, origin, rendered=False) if splits else ask(self._tokens, text)
@@ -328,7 +328,7 @@ class RowRenderer:
 def _ask(
     masks: MaskTokenizer, text: str, *, turns: list[ChatTurn], origin: str, exchanges: Sequence[int], head: int
 ) -> TextTokens:
-    return masks(text, turns, origin, special=False, exchanges=exchanges, head=head)
+    return masks(MarkedText(text, turns, origin, special=False, exchanges=exchanges, head=head))
 
 
 def _with_default_system(content: Conversation, text: str | None) -> Conversation:
@@ -517,6 +517,6 @@ class PromptRenderer:
             return list(self._pieces.ids(text, special=special))
 
         def ask(masks: MaskTokenizer, text: str) -> TextTokens:
-            return masks(text, None, origin, special=special)
+            return masks(MarkedText(text, None, origin, special=special))
 
         return list(self._specials.tokenise(text, ask, origin, rendered=rendered).ids)

@@ -10,7 +10,7 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +102,26 @@ class TextTokens:
         return replace(self, trained=np.append(self.trained, True), breaks=breaks)
 
 
+@dataclass(frozen=True)
+class MarkedText:
+    """A text to tokenise, with the characters of it that matter."""
+
+    text: str
+    turns: Sequence[ChatTurn] | None
+    """characters that are trained, in order; None trains all tokens"""
+    origin: str
+    """the row, for errors"""
+    _: KW_ONLY
+    special: bool
+    """with the tokens that the tokenizer puts around a text"""
+    exchanges: Sequence[int] = ()
+    """characters where a new exchange of a chat begins, in order"""
+    head: int = 0
+    """characters of the head"""
+    border: int | None = None
+    """report if a token crosses this character"""
+
+
 class MaskTokenizer:
     """Tokenises texts of any length and carries over from characters to tokens what is trained.
 
@@ -121,35 +141,15 @@ class MaskTokenizer:
         self._pieces = PieceTokenizer(tokenizer, note)
         self._speller = ByteSpeller(tokenizer.backend_tokenizer) if tokenizer.is_fast else None
 
-    def __call__(
-        self,
-        text: str,
-        turns: Sequence[ChatTurn] | None,
-        origin: str,
-        *,
-        special: bool,
-        exchanges: Sequence[int] = (),
-        head: int = 0,
-        border: int | None = None,
-    ) -> TextTokens:
+    def __call__(self, asked: MarkedText) -> TextTokens:
         """Tokenise a text.
-
-        Args:
-            text: The text.
-            turns: Characters that are trained, in order; None trains all tokens.
-            origin: The row, for errors.
-            special: With the tokens that the tokenizer puts around a text.
-            exchanges: Characters where a new exchange of a chat begins, in order.
-            head: Characters of the head.
-            border: Report if a token crosses this character.
 
         Raises:
             DataError: A token crosses the border of an answer, and the tokenizer gives no offsets.
         """
         most = self._policy.max_length if self._policy is not None and self._policy.finds_breaks else None
-        asked = _Asked(text, turns, origin, special, exchanges, head, border)
         # Borders need offsets, which take time: so they are asked for where the row is likely to be too long.
-        breaks = most is not None and bool(self._tokenizer.is_fast) and len(text) > _LIKELY * most
+        breaks = most is not None and bool(self._tokenizer.is_fast) and len(asked.text) > _LIKELY * most
         found = self._tokens(asked, breaks=breaks)
         if most is None or breaks or len(found.ids) <= most:
             return found
@@ -158,7 +158,7 @@ class MaskTokenizer:
             return found
         return self._tokens(asked, breaks=True)
 
-    def _tokens(self, asked: _Asked, *, breaks: bool) -> TextTokens:
+    def _tokens(self, asked: MarkedText, *, breaks: bool) -> TextTokens:
         text, turns, special = asked.text, asked.turns, asked.special
         finds_places = breaks or asked.head > 0 or asked.border is not None
         offsets = bool(self._tokenizer.is_fast) and (bool(turns) or finds_places)
@@ -191,7 +191,7 @@ class MaskTokenizer:
         """Return the ids of a text alone."""
         return self._pieces.ids(text, special=special)
 
-    def _by_prefixes(self, asked: _Asked, whole: TokenPiece) -> Mask:
+    def _by_prefixes(self, asked: MarkedText, whole: TokenPiece) -> Mask:
         """Return the trained tokens without offsets, for tokenizers in pure Python.
 
         The text up to the border of a turn must give a prefix of the ids.
@@ -217,23 +217,10 @@ class MaskTokenizer:
         return trained
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """The arguments of :meth:`MaskTokenizer.__call__`."""
-
-    text: str
-    turns: Sequence[ChatTurn] | None
-    origin: str
-    special: bool
-    exchanges: Sequence[int]
-    head: int
-    border: int | None
-
-
 class _PieceReader:
     """Reads the pieces of one text in order: which tokens are trained, where borders are, how many the head has."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, asked: _Asked, speller: ByteSpeller | None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, asked: MarkedText, speller: ByteSpeller | None) -> None:
         self.tokenizer, self.text, self.turns, self.speller = tokenizer, asked.text, asked.turns, speller
         self.turn_starts = [turn.start for turn in asked.turns or ()]
         self.turn_ends = [turn.end for turn in asked.turns or ()]
