@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.base.optimizer_table import OPTIMIZERS, argument_mistakes, check_installed, state_bytes
+from streamtune.base.step_kind import PLAIN_STEP
 from streamtune.errors import ArgumentError
 from streamtune.ops.simulated import simulating
 from streamtune.optim import build_optimizer, set_learning_rate, state_tensors
@@ -29,7 +30,7 @@ ON_CPU = [
     pytest.param(name, marks=[] if entry.installed else pytest.mark.skip(f"{entry.library} is not installed"))
     for name, entry in OPTIMIZERS.items()
     # test_blocks.py and test_zeroth_order.py have the others.
-    if entry.only_on in ("", "cpu") and not (entry.one_block or entry.forward_only)
+    if entry.only_on in ("", "cpu") and entry.step == PLAIN_STEP
 ]
 RATE, DECAY, STEPS = 3e-3, 0.1, 50
 QUICK = ("muon", "adafactor")
@@ -387,7 +388,7 @@ def test_steps_in_the_backward_on_the_host_and_after_a_resume_are_the_same(name:
 
 
 def test_every_entry_has_a_rule_and_says_what_is_wrong_with_options() -> None:
-    assert RULES.keys() == {name for name, e in OPTIMIZERS.items() if not (e.one_block or e.forward_only)}
+    assert RULES.keys() == {name for name, e in OPTIMIZERS.items() if e.step == PLAIN_STEP}
     assert argument_mistakes("sgd", {"momentum": 0.5, "nesterov": True}) is None
     assert argument_mistakes("sgd", {"momentun": 0.5}) == (
         "momentun", "'sgd' has no option 'momentun'", "did you mean 'momentum'?",

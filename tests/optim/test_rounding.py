@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
+from streamtune.base.step_kind import PLAIN_STEP
 from streamtune.ops.simulated import simulating
 from streamtune.optim import build_optimizer, set_learning_rate, state_tensors
 from streamtune.plan.simulate.memory import distinct_bytes
@@ -143,8 +144,8 @@ def test_float32_weights_are_not_rounded_and_each_keeps_its_own_dtype() -> None:
 def test_blocks_keep_float32_and_losses_alone_are_left_out() -> None:
     """The table says that this option does not round the weights of these."""
     for name, entry in OPTIMIZERS.items():
-        if entry.one_block or entry.forward_only:
-            args = {"blocks": ["layer"]} if entry.one_block else {}
+        if entry.step != PLAIN_STEP:
+            args = {"blocks": ["layer"]} if entry.step.gradients == "block" else {}
             made = build_optimizer(
                 name, Net(torch.bfloat16).named_parameters(), learning_rate=1.0, rounding="stochastic", args=args
             )

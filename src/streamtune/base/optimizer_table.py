@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from streamtune.base.patterns import wrong_pattern
+from streamtune.base.step_kind import PLAIN_STEP, StepKind
 from streamtune.errors import ArgumentError, did_you_mean
 
 OptimizerName = Literal[
@@ -41,6 +42,9 @@ class OptimizerEntry:
     """Bytes of state of a weight, by its shape, the bytes of a value, and the options."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of ``optim_args`` with their defaults."""
+    made_by: str = ""
+    """The library's class, where it takes the options as they are (``optim.rules.LIBRARIES``); empty where another rule
+    makes it."""
     extra: str = ""
     """The extra of this package that installs the library; empty for one that is always there."""
     is_adam: bool = False
@@ -53,10 +57,10 @@ class OptimizerEntry:
     """Bytes of the temporaries of a step of a weight, where the library cannot be run without values (a plan)."""
     only_on: str = ""
     """The only type of device that it runs on, or empty."""
-    one_block: bool = False
-    """True if it trains one block of the weights at a time, and all others are frozen meanwhile."""
-    forward_only: bool = False
-    """True if it steps by the losses of several forwards, and there is no backward."""
+    step: StepKind = PLAIN_STEP
+    """What its step computes, where no key of a recipe changes that."""
+    repeated_by: str = ""
+    """The option of ``optim_args`` that multiplies the forwards of a step; empty where none does."""
     not_divided: str = ""
     """Why it is refused where ranks divide the optimizer's states (DeepSpeed, FSDP2); empty where it is not."""
 
@@ -183,7 +187,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     ),
     "adamw_8bit": OptimizerEntry(
         "AdamW, its moments in 8 bits, in blocks of 256",
-        "bitsandbytes", _in_8_bits(2), extra="quant", is_adam=True, not_divided=_BLOCKS,
+        "bitsandbytes", _in_8_bits(2), made_by="AdamW8bit", extra="quant", is_adam=True, not_divided=_BLOCKS,
     ),
     "paged_adamw_8bit": OptimizerEntry(
         "the same in CUDA's unified memory, which moves to the host when the device is full",
@@ -217,7 +221,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "adan": OptimizerEntry(
         "Nesterov momentum from differences of gradients (2208.06677)",
         "pytorch_optimizer", _moments(4), {"betas": [0.98, 0.92, 0.99], "eps": 1e-8},
-        extra="optim",
+        made_by="Adan", extra="optim",
     ),
     "adopt": OptimizerEntry(
         "Adam that converges with any beta2 (2411.02853)",
@@ -236,7 +240,8 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         "streamtune", _badam,
         {"switch_block_every": 50, "switch_mode": "random", "layers_per_block": 1, "include_embedding": False,
          "include_lm_head": False, "blocks": []},
-        is_adam=True, one_block=True, not_divided="the weights that are trained change, and ranks divide them once",
+        is_adam=True, step=StepKind(gradients="block"),
+        not_divided="the weights that are trained change, and ranks divide them once",
     ),
     "badam_ratio": OptimizerEntry(
         "AdamW on a part of each weight's values at a time; gradients are of all (2404.02827)",
@@ -263,15 +268,16 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "lion": OptimizerEntry(
         "sign of the momentum; takes a third to a tenth of AdamW's rate (2302.06675)",
         "pytorch_optimizer", _moments(1), {"betas": [0.9, 0.99]},
-        extra="optim",
+        made_by="Lion", extra="optim",
     ),
     "lion_8bit": OptimizerEntry(
         "Lion, its momentum in 8 bits, in blocks of 256",
-        "bitsandbytes", _in_8_bits(1), {"betas": [0.9, 0.99]}, extra="quant", not_divided=_BLOCKS,
+        "bitsandbytes", _in_8_bits(1), {"betas": [0.9, 0.99]}, made_by="Lion8bit", extra="quant", not_divided=_BLOCKS,
     ),
     "mezo": OptimizerEntry(
         "SGD along random directions, by two losses along each and no backward: the memory of a forward (2305.17333)",
-        "streamtune", _moments(0), {"eps": 1e-3, "n": 1}, forward_only=True,
+        "streamtune", _moments(0), {"eps": 1e-3, "n": 1},
+        step=StepKind(forwards=2, backwards=0, gradients="none", states="none"), repeated_by="n",
         not_divided="it perturbs and steps whole weights, which each rank has alike",
     ),
     "muon": OptimizerEntry(
@@ -321,15 +327,16 @@ def state_bytes(name: str, shape: Shape, width: int, args: Mapping[str, Any], *,
     return entry.size(shape, width, {**entry.options, **args})
 
 
-def forwards_of(name: str, args: Mapping[str, Any]) -> int:
-    """Return the forwards of each micro-batch in a step of an optimizer that has no backward; 0 of any other.
+def step_kind(name: str, args: Mapping[str, Any]) -> StepKind:
+    """Return what a step of an optimizer computes.
 
     Args:
         name: A key of :data:`OPTIMIZERS`.
         args: ``optim_args``; defaults where it has none.
     """
     entry = OPTIMIZERS[name]
-    return 2 * int({**entry.options, **args}["n"]) if entry.forward_only else 0
+    times = int({**entry.options, **args}[entry.repeated_by]) if entry.repeated_by else 1
+    return replace(entry.step, forwards=entry.step.forwards * times)
 
 
 def argument_mistakes(name: str, args: Mapping[str, Any]) -> tuple[str, str, str] | None:

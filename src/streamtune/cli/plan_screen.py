@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Column, Table
 from rich.text import Text
 
-from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.base.sizes import show_size
 from streamtune.recipe.presets import describe_preset
 
@@ -63,7 +62,7 @@ def print_page(page: dict[str, Any], loaded: LoadedRecipe) -> None:
 def _describe_model(planned: RecipePlan) -> str:
     total, trainable = planned.parameters.total, planned.parameters.trainable
     trained = "all trained" if trainable == total else f"{trainable / 1e6:,.1f}M trained"
-    if OPTIMIZERS[planned.loaded.recipe.optim].one_block:
+    if planned.loaded.recipe.step_kind.gradients == "block":
         trained += " at a time"
     rounded = ", rounded stochastically" if planned.loaded.recipe.weight_rounding == "stochastic" else ""
     autocast = ", computed in bfloat16" if planned.loaded.recipe.bf16 and planned.dtype != "bfloat16" else ""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from streamtune.base.adapters import base_of
-from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.base.secrets import plain
 from streamtune.base.sizes import show_size
 from streamtune.recipe import code_of
@@ -64,7 +63,7 @@ def _describe_model(run: Run) -> str:
 
     total, trainable = run.parameters.total, run.parameters.trainable
     trained = "all trained" if trainable == total else f"{trainable:,} ({trainable / total:.2%}) trained"
-    if OPTIMIZERS[run.recipe.optim].one_block:
+    if run.recipe.step_kind.gradients == "block":
         trained += " at a time"
     base = base_of(run.model)
     dtype = str(base.dtype).removeprefix("torch.")

@@ -1,11 +1,13 @@
 """Optimizers by name.
 
-To add one, write an entry in ``streamtune.base.optimizer_table`` and a rule in ``streamtune.optim.rules``.
+To add one, write an entry in ``streamtune.base.optimizer_table``. With ``made_by`` it is made of a class in its
+library; else write a rule in ``streamtune.optim.rules``, which steps a weight at a time, or a row in :data:`TOGETHER`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +26,22 @@ ParamGroup = dict[str, Any]
 ParamGroups = list[ParamGroup]
 ScaleOf = Callable[[str], float]
 """Maps the name of a parameter to the factor of its learning rate."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an optimizer that steps all of its weights together is made with, beside their groups."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    states: StatesDtype
+    rounding: Rounding
+    seed: int
+    args: Mapping[str, Any]
+    """``optim_args``, with the defaults of the table."""
+    names: Mapping[int, str]
+    """Identity of a parameter -> its name."""
 
 
 def build_optimizer(
@@ -92,24 +110,15 @@ def build_optimizer(
                 group["lr_scale"] = scale
             if by_adamw:
                 group |= {"rule": "adamw", **adam, "fused": True}
-            elif name != "adamw" and not (entry.one_block or entry.forward_only):
+            elif name not in TOGETHER:
                 group |= {"rule": name, **given, **(adam if entry.is_adam else {}), "seed": seed}
             if rounding == "stochastic" and (by_adamw or "rule" in group):
                 group |= {"rounding": rounding, "seed": seed}
             found.setdefault((matrices, by_adamw, scale, decay), group)["params"].append(parameter)
     groups = list(found.values())
-    if entry.one_block:
-        named = [{**group, "params": [(names[id(p)], p) for p in group["params"]]} for group in groups]
-        if all(parameter.is_meta for _, parameter in trainable):  # a plan, which has frozen all but the largest
-            given["blocks"] = (EVERY_NAME,)
-        return BlockAdamW(named, lr=learning_rate, betas=betas, eps=eps, seed=seed, **given)
-    if entry.forward_only:
-        return ZerothOrderSGD(groups, lr=learning_rate, eps=given["eps"], directions=given["n"], seed=seed)
-    if name != "adamw":
+    if name not in TOGETHER:
         return WeightwiseOptimizer(groups)
-    return _adamw(
-        groups, learning_rate=learning_rate, betas=betas, eps=eps, states=states, seed=seed, rounding=rounding
-    )
+    return TOGETHER[name](groups, Settings(learning_rate, betas, eps, states, rounding, seed, given, names))
 
 
 def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
@@ -123,25 +132,38 @@ def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
         group["lr"] = learning_rate * group.get("lr_scale", 1.0)
 
 
-def _adamw(
-    groups: ParamGroups,
-    *,
-    learning_rate: float,
-    betas: tuple[float, float],
-    eps: float,
-    states: StatesDtype,
-    seed: int,
-    rounding: Rounding,
-) -> torch.optim.Optimizer:
+def _adamw(groups: ParamGroups, settings: Settings) -> torch.optim.Optimizer:
+    adam: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
+    states, rounding = settings.states, settings.rounding
     dtypes = {p.dtype for group in groups for p in group["params"]}
     rounds = rounding == "stochastic" and torch.bfloat16 in dtypes
     if rounds or states == "bfloat16" or (states == "float32" and dtypes != {torch.float32}):
-        return NarrowStatesAdamW(
-            groups, lr=learning_rate, betas=betas, eps=eps, states=states, seed=seed, rounding=rounding
-        )
+        return NarrowStatesAdamW(groups, **adam, states=states, seed=settings.seed, rounding=rounding)
     # The fused step updates in place, parameter by parameter. torch's default on an accelerator (foreach) holds
     # temporaries as large as all the parameters together, at the very moment when memory is fullest.
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
+    return torch.optim.AdamW(groups, **adam, fused=True)
+
+
+def _badam(groups: ParamGroups, settings: Settings) -> torch.optim.Optimizer:
+    names, args = settings.names, dict(settings.args)
+    if all(parameter.is_meta for group in groups for parameter in group["params"]):
+        args["blocks"] = (EVERY_NAME,)  # a plan has frozen all but the largest block
+    named = [{**group, "params": [(names[id(p)], p) for p in group["params"]]} for group in groups]
+    adam: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
+    return BlockAdamW(named, **adam, seed=settings.seed, **args)
+
+
+def _mezo(groups: ParamGroups, settings: Settings) -> torch.optim.Optimizer:
+    eps, directions = settings.args["eps"], settings.args["n"]
+    return ZerothOrderSGD(groups, lr=settings.learning_rate, eps=eps, directions=directions, seed=settings.seed)
+
+
+TOGETHER: dict[str, Callable[[ParamGroups, Settings], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "badam": _badam,
+    "mezo": _mezo,
+}
+"""Name -> how an optimizer is made that steps all of its weights together. Any other steps a weight at a time."""
 
 
 def _check_rank(rank: int, matrices: list[nn.Parameter]) -> None:

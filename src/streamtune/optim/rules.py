@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.optim.expanded_fp8 import ExpandedFp8AdamW
 from streamtune.optim.galore import GaLoreAdamW, NaturalGaLoreAdamW
 from streamtune.optim.ratio import RatioAdamW
@@ -182,9 +183,15 @@ _TABLES = ("qmap1", "qmap2")
 _STEP = {"step": 0}
 _ROUNDS = "bf16_stochastic_round"
 
+LIBRARIES: dict[str, Callable[[str], Rule]] = {
+    "bitsandbytes": lambda made_by: Rule(_of_bitsandbytes(made_by), shared=_TABLES),
+    "pytorch_optimizer": lambda made_by: Rule(_of_pytorch_optimizer(made_by), _STEP),
+}
+"""Library -> the rule of one of its classes that takes the options as they are."""
+
 RULES: dict[str, Rule] = {
+    **{name: LIBRARIES[entry.library](entry.made_by) for name, entry in OPTIMIZERS.items() if entry.made_by},
     "adamw": Rule(_adamw),
-    "adamw_8bit": Rule(_of_bitsandbytes("AdamW8bit"), shared=_TABLES),
     "paged_adamw_8bit": Rule(_of_bitsandbytes("PagedAdamW8bit"), shared=_TABLES, runs_on_meta=False),
     "adamw_torch_8bit": Rule(
         _of_torchao("AdamW8bit"), eager=True, draws=_ROUNDS, own_shapes=True, rebuild=_state_of_torchao("8bit")
@@ -197,7 +204,6 @@ RULES: dict[str, Rule] = {
     ),
     "adamw_coat": Rule(_adamw_coat, own_shapes=True),
     "adafactor": Rule(_adafactor, runs_on_meta=False, own_shapes=True),
-    "adan": Rule(_of_pytorch_optimizer("Adan"), _STEP),
     "adopt": Rule(_of_pytorch_optimizer("ADOPT", weight_decouple=True, clip_lambda=_clip_of_adopt), _STEP),
     "apollo": Rule(
         _apollo,
@@ -212,8 +218,6 @@ RULES: dict[str, Rule] = {
     # Gradients are clipped by the norm of all of them before, which a weight by itself does not have. Its plain form
     # reads values on the host; `foreach` of one weight holds the same.
     "lamb": Rule(_of_pytorch_optimizer("Lamb", foreach=None, weight_decouple=False, max_grad_norm=0.0), _STEP),
-    "lion": Rule(_of_pytorch_optimizer("Lion"), _STEP),
-    "lion_8bit": Rule(_of_bitsandbytes("Lion8bit"), shared=_TABLES),
     "muon": Rule(_muon),
     "natural_galore": Rule(_natural_galore, begin=lambda number: {"seed": number}, own_shapes=True),
     "schedule_free": Rule(_schedule_free, {"k": 0, "weight_sum": 0.0, "lr_max": -1.0}, average=_average),

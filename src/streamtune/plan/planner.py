@@ -159,7 +159,7 @@ def choose(
     """
     written, plan = dict(fixed or {}), None
     refuse = nothing_fits if explain else _nothing_fits
-    if workload.forward_only:  # nothing is kept: a schedule is its chunks
+    if workload.step.gradients == "none":  # nothing is kept: a schedule is its chunks
         written = {**KEEPS_NOTHING, **written}
     if written.get("weights") == "host":  # layers that are kept whole, or taken again for every chunk, need theirs
         written = {"keep_layers": 0, "order": "layer", **written}

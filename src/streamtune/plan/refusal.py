@@ -102,7 +102,9 @@ def _host_too_small(workload: Workload, simulation: Simulation, limits: Limits) 
     ours = workload.cluster.engine == "none"
     place = "engine.weights" if "weights" in fixed else "engine.optimizer"
     freed = (
-        "" if not ours or workload.optim_in_backward else "write optim_in_backward: true, which holds few gradients; "
+        ""
+        if not ours or workload.step.gradients == "layer"
+        else "write optim_in_backward: true, which holds few gradients; "
     )
     return NothingFitsError(
         f"no row fits, however short: the host holds {show_size(sum(fixed.values()))} of the step ({largest}), and "

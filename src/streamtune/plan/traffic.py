@@ -157,7 +157,7 @@ class _Messages:
         cluster, times = self.cluster, self.workload.micro_batches
         buckets = max(1, -(-self.elements // max(1, cluster.buckets.reduce)))
         match cluster.engine:
-            case "none" | "ddp" if self.workload.forward_only:
+            case "none" | "ddp" if self.workload.step.gradients == "none":
                 return  # ranks exchange losses
             case "none" | "ddp":
                 yield self._collective("all-reduce of gradients", buckets, 2 * self.trained)

@@ -223,7 +223,7 @@ class GrpoRecipe(Recipe):
         if self.sequence_parallel_size > 1:
             why = "computes gradients of single completions, of which each rank has a part"
             yield "sequence_parallel_size", why, "write sequence_parallel_size: 1"
-        if OPTIMIZERS[self.optim].one_block:
+        if OPTIMIZERS[self.optim].step.gradients == "block":
             why = "computes gradients of one weight at any time, and the optimizer trains it in one block of many"
             yield "optim", why, "write optim: adamw"
 

@@ -69,9 +69,9 @@ def optimizer_mistakes(recipe: Any) -> Iterator[PydanticCustomError]:
             key="optim",
             mend=f"write optim: {name.removeprefix('paged_')}, or delete 'engine.{on_host}'",
         )
-    if entry.one_block:
+    if entry.step.gradients == "block":
         yield from _block_mistakes(recipe, on_host)
-    if entry.forward_only:
+    if entry.step.gradients == "none":
         yield from _forward_mistakes(recipe, on_host)
     if entry.averages and recipe.lr_scheduler_type not in ("constant", "constant_with_warmup"):
         yield mistake(
@@ -108,13 +108,13 @@ def _rounding_mistakes(recipe: Any, shares: str | None) -> Iterator[PydanticCust
             key=key,
             mend=f"delete the line, or '{shares}'",
         )
-    if entry.one_block:
+    if entry.step.gradients == "block":
         yield mistake(
             f"'optim: {name}' keeps the block that it trains in float32, and rounds it once",
             key=key,
             mend="delete the line",
         )
-    if entry.forward_only:
+    if entry.step.gradients == "none":
         yield mistake(
             f"'optim: {name}' steps along the direction that it perturbed in the dtype of the weights, and a rounding "
             "would be another direction",

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from streamtune.base.adapters import ADAPTERS, AdapterName
-from streamtune.base.optimizer_table import OptimizerName
+from streamtune.base.optimizer_table import OptimizerName, step_kind
+from streamtune.base.step_kind import StepKind
 from streamtune.recipe.adapters import adapter_mistakes, adapters_of_whole_weights
 from streamtune.recipe.batching import BucketSpec, batching_mistakes, turn_mistakes
 from streamtune.recipe.learning_rates import ScheduleName, learning_rate_mistakes
@@ -622,6 +623,14 @@ class Recipe(Spec):
     def evaluates(self) -> bool:
         """True if there are rows to evaluate on."""
         return self.val_size > 0 or bool(self.eval_datasets)
+
+    @property
+    def step_kind(self) -> StepKind:
+        """What an optimizer step computes: by the optimizer, and by the keys that change it."""
+        kind = step_kind(self.optim, self.optim_args)
+        if self.optim_in_backward:
+            kind = kind.in_backward(norm_first=self.max_grad_norm > 0 and self.clip_norm == "exact")
+        return kind.on_host() if self.engine.optimizer == "host" else kind
 
     @property
     def draws(self) -> int:

@@ -54,9 +54,9 @@ def _not_combined(recipe: Any) -> Iterator[tuple[str, str, str]]:
     if recipe.sequence_parallel_size > 1:
         why = "'sequence_parallel_size': each rank has the gradient of a part of a row"
         yield "sequence_parallel_size", why, "write sequence_parallel_size: 1"
-    if entry.forward_only:
+    if entry.step.gradients == "none":
         why = f"'optim: {recipe.optim}': rows are compared by gradients, and the step has none"
         yield "optim", why, "write optim: adamw, or delete select_rows"
-    if entry.one_block:
+    if entry.step.gradients == "block":
         why = f"'optim: {recipe.optim}': the weight whose gradient compares rows is trained in one block of many"
         yield "optim", why, "write optim: adamw, or delete select_rows"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from streamtune import train
+from streamtune.base.step_kind import PLAIN_STEP, StepKind
 from streamtune.plan.budget import device_name
 from streamtune.plan.rates import peak_flops_of
 from streamtune.plan.simulate.flops import FlopCount, Span
@@ -20,16 +21,16 @@ class StepFlops:
 
     Args:
         model: With its adapters.
-        forwards: Forwards of each micro-batch, where there is no backward; 0 is one forward and its backward.
+        step: The optimizer step.
     """
 
-    def __init__(self, model: Any, forwards: int = 0) -> None:
-        self.forwards = forwards
+    def __init__(self, model: Any, step: StepKind = PLAIN_STEP) -> None:
+        self.step = step
         self.count = FlopCount.of(model)
 
     def __call__(self, micro_batches: Sequence[train.MicroBatch]) -> int:
         """Return the operations of some micro-batches, which may be on a device."""
-        return self.count.step((span for batch in micro_batches for span in _spans(batch)), self.forwards)
+        return self.count.step((span for batch in micro_batches for span in _spans(batch)), self.step)
 
 
 def _spans(batch: train.MicroBatch) -> Iterator[Span]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from streamtune import models, optim, train
 from streamtune.base.adapters import base_of
-from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
+from streamtune.base.optimizer_table import state_bytes
 from streamtune.base.sizes import parse_size, show_size
 from streamtune.engine import decoder_layers, keep_on_host
 from streamtune.engine.memory.host import usable_host_bytes
@@ -130,7 +130,8 @@ def _check_host_room(recipe: Recipe, device: torch.device) -> None:
     waiting = waiting_parameters(model, decoder_layers(model)) if waits else []
     weights = sum(p.nbytes for p in waiting)
     trained = sum(p.nbytes for p in waiting if p.requires_grad)
-    stepped = waiting if recipe.engine.optimizer != "host" else list(model.parameters())
+    step = recipe.step_kind
+    stepped = waiting if step.states != "host" else list(model.parameters())
     inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
     # States of bfloat16 weights that are rounded stochastically are float32; AdamW's are as `optim_states` says.
     rounds = recipe.weight_rounding == "stochastic" and recipe.optim != "adamw"
@@ -140,7 +141,7 @@ def _check_host_room(recipe: Recipe, device: torch.device) -> None:
         for p in stepped
         if p.requires_grad
     )
-    terms = {"weights": weights, "optimizer": states, "gradients": 0 if recipe.optim_in_backward else trained}
+    terms = {"weights": weights, "optimizer": states, "gradients": 0 if step.gradients == "layer" else trained}
     given = recipe.engine.host_memory
     room = usable_host_bytes() if given == "auto" else parse_size(given, where="engine.host_memory")
     if sum(terms.values()) <= room:
@@ -148,7 +149,7 @@ def _check_host_room(recipe: Recipe, device: torch.device) -> None:
     shown = ", ".join(f"{name} {show_size(size)}" for name, size in terms.items() if size)
     what, key = ("weights", "engine.weights") if waits else ("optimizer", "engine.optimizer")
     freed = (
-        "" if recipe.optim_in_backward or not waits else "write optim_in_backward: true, which holds few gradients; "
+        "" if step.gradients == "layer" or not waits else "write optim_in_backward: true, which holds few gradients; "
     )
     raise ArgumentError(
         f"the host's memory is too small for the {what}: {shown}, and {show_size(room)} are usable",
@@ -336,7 +337,7 @@ def train_largest(recipe: Recipe, model: nn.Module) -> None:
     Raises:
         ArgumentError: There are no such blocks.
     """
-    if OPTIMIZERS[recipe.optim].one_block:
+    if recipe.step_kind.gradients == "block":
         if recipe.finetuning_type == "full":
             model.requires_grad_(True)  # of a run that goes on, one block is trained
         optim.train_largest_block(model, **recipe.optim_args)

@@ -19,7 +19,6 @@ from torch import nn
 
 from streamtune import models
 from streamtune.base.adapters import base_of
-from streamtune.base.optimizer_table import OPTIMIZERS, forwards_of
 from streamtune.base.sizes import parse_size
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.host import usable_host_bytes
@@ -414,19 +413,9 @@ def make_workload(
         teacher=_teacher_of(recipe, device),
         teacher_top_k=task_of(recipe).teacher_top_k,
         reference_bytes=reference_bytes,
-        optim_in_backward=recipe.optim_in_backward,
-        optimizer_on_host=recipe.engine.optimizer == "host",
-        passes=_passes(recipe),
-        forward_only=OPTIMIZERS[recipe.optim].forward_only,
+        step=recipe.step_kind,
         keep=recipe.cache,
     )
-
-
-def _passes(recipe: Recipe) -> int:
-    """Return how often each micro-batch is run in a step."""
-    if OPTIMIZERS[recipe.optim].forward_only:
-        return forwards_of(recipe.optim, recipe.optim_args)
-    return 2 if recipe.optim_in_backward and recipe.max_grad_norm > 0 and recipe.clip_norm == "exact" else 1
 
 
 def _teacher_of(recipe: Recipe, device: torch.device) -> TeacherShape | None:

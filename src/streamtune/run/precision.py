@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from streamtune import models
-from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
+from streamtune.base.optimizer_table import state_bytes
 from streamtune.base.sizes import show_size
 from streamtune.errors import UserError
 from streamtune.recipe.schema import Recipe
@@ -124,7 +124,7 @@ def describe_precision(recipe: Recipe, chosen: Recipe, model: Any) -> str | None
         how = "each step is rounded stochastically (weight_rounding: stochastic): right on average, with more noise"
     else:
         how = f"'optim: {chosen.optim}' rounds each step to the nearest number, which loses small ones"
-    if OPTIMIZERS[chosen.optim].one_block:
+    if chosen.step_kind.gradients == "block":
         how = f"'optim: {chosen.optim}' keeps the block that it trains in float32"
     return f"float32 weights do not fit, which take {more} more: weights are bfloat16, and {how}"
 
@@ -136,7 +136,7 @@ def loses_steps(recipe: Recipe, model: Any) -> str | None:
         recipe: The recipe, with its precision.
         model: Loaded, with its adapters.
     """
-    keeps_float32 = recipe.deepspeed is not None or OPTIMIZERS[recipe.optim].one_block
+    keeps_float32 = recipe.deepspeed is not None or recipe.step_kind.gradients == "block"
     if keeps_float32 or recipe.weight_rounding == "stochastic":
         return None
     trained = [p for p in model.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
@@ -151,8 +151,7 @@ def loses_steps(recipe: Recipe, model: Any) -> str | None:
 
 
 def _may_round(recipe: Recipe) -> bool:
-    entry = OPTIMIZERS[recipe.optim]
-    return not (entry.one_block or entry.forward_only or recipe.fsdp or recipe.deepspeed is not None)
+    return not (recipe.step_kind.gradients in ("block", "none") or recipe.fsdp or recipe.deepspeed is not None)
 
 
 def _more_bytes(recipe: Recipe, model: Any) -> int:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from streamtune import models, optim, train
 from streamtune.base.adapters import base_of
-from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.distributed import agree
 from streamtune.engine import SequenceParallel, decoder_layers
 from streamtune.errors import ArgumentError
@@ -153,7 +152,7 @@ def make_backend(
         return FsdpBackend(model, lambda sharded: make_optimizer(recipe, sharded), layers)
     if world.size == 1:
         return local_backend(recipe, model, local_optimizer(recipe, model))
-    if OPTIMIZERS[recipe.optim].one_block:
+    if recipe.step_kind.gradients == "block":
         raise ArgumentError(
             f"'optim: {recipe.optim}' is for one device by itself, and the run has {world.size} ranks",
             where="optim",
@@ -170,7 +169,7 @@ def make_backend(
 def local_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of one device by itself, whose states are on the host if the recipe says so."""
     optimizer = make_optimizer(recipe, model)
-    return train.HostOptimizer(optimizer) if recipe.engine.optimizer == "host" else optimizer
+    return train.HostOptimizer(optimizer) if recipe.step_kind.states == "host" else optimizer
 
 
 def local_backend(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> train.Backend:
@@ -179,7 +178,7 @@ def local_backend(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optim
         return train.BlockBackend(model, optimizer)
     if isinstance(optimizer, optim.ZerothOrderSGD):
         return train.ForwardBackend(model, optimizer, decoder_layers(base_of(model)))
-    if recipe.optim_in_backward:
+    if recipe.step_kind.gradients == "layer":
         return train.InBackwardBackend(model, optimizer, recipe.max_grad_norm, lagged=recipe.clip_norm == "lagged")
     return train.LocalBackend(model, optimizer)
 

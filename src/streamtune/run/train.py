@@ -18,7 +18,6 @@ import torch
 
 from streamtune import data, models, train
 from streamtune.base.adapters import base_of
-from streamtune.base.optimizer_table import OPTIMIZERS, forwards_of
 from streamtune.base.secrets import redact, redact_values
 from streamtune.base.streams import lost_output
 from streamtune.distributed import RankEnvironment, Watchdog, keep_log, read_environment
@@ -220,7 +219,6 @@ def _train(
 ) -> train.Progressed:
     """Run the training loop, with the optimizer the recipe asks for."""
     recipe, plan, directory = run.recipe, run.plan, run.directory
-    forwards = forwards_of(recipe.optim, recipe.optim_args)
     first_step = run.first_step
     world = run.world
     if world.is_main:
@@ -243,7 +241,7 @@ def _train(
             settings=replace(
                 train_settings(recipe, plan, run.handle.schedule),
                 # Of one block at a time, the backward is another one in each block.
-                step_flops=None if OPTIMIZERS[recipe.optim].one_block else StepFlops(run.model, forwards),
+                step_flops=None if recipe.step_kind.gradients == "block" else StepFlops(run.model, recipe.step_kind),
                 peak_flops=peak_of(recipe, run.device),
             ),
             run=directory,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from streamtune.base.optimizer_table import OPTIMIZERS
+from streamtune.base.step_kind import PLAIN_STEP
 from streamtune.optim import build_optimizer
 from streamtune.plan.simulate.partition import Holdings
 from tests.plan.simulate.test_simulate import allocated, build, workload
@@ -18,9 +19,7 @@ VOCABULARY = 8000
 """An embedding that is the largest weight by far, as in real models, and is no multiple of a block of 256."""
 OPTIONS: dict[str, dict[str, Any]] = {"galore": {"rank": 8}, "natural_galore": {"rank": 8}, "apollo": {"rank": 8}}
 NAMES = [
-    name
-    for name, entry in OPTIMIZERS.items()
-    if entry.installed and not (entry.only_on or entry.one_block or entry.forward_only)
+    name for name, entry in OPTIMIZERS.items() if entry.installed and not entry.only_on and entry.step == PLAIN_STEP
 ]
 
 
@@ -42,9 +41,9 @@ def test_the_allocator_gives_what_is_simulated(name: str, dtype: torch.dtype) ->
     make = partial(build, "qwen3", vocab_size=VOCABULARY, dtype=dtype)
     steps = {
         in_backward: Holdings.of(
-            make("meta"), workload(make, make_optimizer=partial(optimizer_of, name), optim_in_backward=in_backward)
+            make("meta"), workload(make, make_optimizer=partial(optimizer_of, name), step=kind)
         ).temporary
-        for in_backward in (False, True)
+        for in_backward, kind in ((False, PLAIN_STEP), (True, PLAIN_STEP.in_backward()))
     }
     model: Any = make("cpu")
     optimizer = optimizer_of(name, model)

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
+from streamtune.base.step_kind import PLAIN_STEP
 from streamtune.engine import LossRequest, decoder_layers, stream
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.memory.host import is_host_storage
@@ -577,7 +578,7 @@ def test_so_it_is_without_a_backward(dtype: torch.dtype, tied: bool) -> None:
             backend.step(1e-6)
     weights = held_bytes(model)
     for micro_batches in (1, 3):
-        step = workload(make, make_optimizer=optimizer, forward_only=True, passes=2, micro_batches=micro_batches)
+        step = workload(make, make_optimizer=optimizer, step=OPTIMIZERS["mezo"].step, micro_batches=micro_batches)
         found = simulate(step, BASE)
         assert found.peak_bytes == pytest.approx(weights + live.peak, rel=0.01)
         assert not {"gradients", "optimizer"} & found.terms.keys()
@@ -585,7 +586,7 @@ def test_so_it_is_without_a_backward(dtype: torch.dtype, tied: bool) -> None:
         assert found == simulate(step, BASE, full=True)
     trained = simulate(workload(make, make_optimizer=adamw), BASE)
     assert found.peak_bytes - weights < (trained.peak_bytes - weights) / 2
-    once = simulate(workload(make, make_optimizer=optimizer, forward_only=True), BASE)
+    once = simulate(workload(make, make_optimizer=optimizer, step=replace(OPTIMIZERS["mezo"].step, forwards=1)), BASE)
     assert found.work.matmul_flops == 6 * once.work.matmul_flops
 
 
@@ -607,7 +608,7 @@ def test_so_it_is_with_an_optimizer_in_the_backward() -> None:
         step()
         step()
     weights = sum(p.nbytes for p in model.parameters())
-    found = simulate(workload(make, make_optimizer=adamw, optim_in_backward=True), BASE)
+    found = simulate(workload(make, make_optimizer=adamw, step=PLAIN_STEP.in_backward()), BASE)
     after = simulate(workload(make, make_optimizer=adamw), BASE)
     assert found.peak_bytes == pytest.approx(weights + live.peak, rel=0.01)
     largest = max(p.nbytes for p in model.parameters())
@@ -660,9 +661,9 @@ def test_bytes_of_an_optimizer_on_the_host_are_those_measured(in_backward: bool)
         step()
         step()
     backend.close()
-    options: dict[str, Any] = {"make_optimizer": adamw, "optim_in_backward": in_backward}
-    found = simulate(workload(make, optimizer_on_host=True, **options), BASE)
-    there = simulate(workload(make, **options), BASE)
+    kind = PLAIN_STEP.in_backward() if in_backward else PLAIN_STEP
+    found = simulate(workload(make, make_optimizer=adamw, step=kind.on_host()), BASE)
+    there = simulate(workload(make, make_optimizer=adamw, step=kind), BASE)
     states = sum(x.nbytes for state in optimizer.state.values() for x in state.values())
     weights, largest = (f(p.nbytes for p in model.parameters()) for f in (sum, max))
     # On a CPU the states are in the memory that is measured, and what is copied there is not.
@@ -673,8 +674,8 @@ def test_bytes_of_an_optimizer_on_the_host_are_those_measured(in_backward: bool)
     assert found.work.moved_bytes - there.work.moved_bytes == 3 * weights
     assert bool(found.work.host_overlapped_bytes) == in_backward != bool(found.work.host_touched_bytes)
     here, away = (
-        simulate(replace(workload(make, optimizer_on_host=on_host, **options), device_type="cuda"), BASE).phases
-        for on_host in (False, True)
+        simulate(replace(workload(make, make_optimizer=adamw, step=step), device_type="cuda"), BASE).phases
+        for step in (kind, kind.on_host())
     )
     waits = 2 * largest if in_backward else 0  # gradients, for the thread
     assert here["backward"] - away["backward"] == pytest.approx(states - waits, rel=0.01)
@@ -689,7 +690,7 @@ def test_bytes_of_weights_gradients_and_optimizer_on_the_host() -> None:
     assert found.host_terms["weights"] == found.host_terms["gradients"] == all_of_it - norm
     assert found.host_terms["optimizer"] == pytest.approx(2 * (all_of_it - norm), rel=1e-3)
     assert found.terms["weights"] == held_bytes(model) - (all_of_it - norm)
-    freed = simulate(workload(make, make_optimizer=adamw, optim_in_backward=True), schedule)
+    freed = simulate(workload(make, make_optimizer=adamw, step=PLAIN_STEP.in_backward()), schedule)
     layer = sum(p.nbytes for p in decoder_layers(model)[0].parameters())
     assert freed.host_terms["gradients"] == 2 * max(layer, model.lm_head.weight.nbytes)
     # Every weight goes there twice (embedding and head once), and its gradient comes back.

@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import nn
 
+from streamtune.base.step_kind import PLAIN_STEP, StepKind
 from streamtune.engine import decoder_layers
 from streamtune.models import count_weights
 from streamtune.plan.simulate.shard import WINDOWS, heads_of
@@ -34,6 +35,8 @@ Span = tuple[int, int]
 """Tokens that a piece of a row sees before it, and its own: ``(0, T)`` is a row, ``(trunk, branch)`` a completion."""
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+FORWARD = StepKind(backwards=0, gradients="none")
+
 PICKED = ("num_experts_per_tok", "moe_topk", "num_selected_experts")
 
 
@@ -68,19 +71,20 @@ class FlopCount:
         width = heads.queries * (heads.key_dim + heads.value_dim)
         return cls(round(weights), round(trained), width, tuple(_windows(model)))
 
-    def step(self, spans: Iterable[Span], forwards: int = 0) -> int:
-        """Return the operations of training on pieces of rows, each once.
+    def step(self, spans: Iterable[Span], kind: StepKind = PLAIN_STEP) -> int:
+        """Return the operations of training on pieces of rows.
 
         Args:
             spans: The pieces.
-            forwards: Forwards of each, where there is no backward; 0 is one forward and its backward.
+            kind: The optimizer step. All forwards of a step without a backward count; of another, one forward and one
+                backward do, since a first backward measures a norm alone.
         """
         tokens = pairs = 0
         for before, own in spans:
             tokens += own
             pairs += sum(_seen(before + own, window) - _seen(before, window) for window in self.windows)
-        if forwards:
-            return forwards * 2 * (tokens * self.weights + self.width * pairs)
+        if kind.backwards == 0:
+            return kind.forwards * 2 * (tokens * self.weights + self.width * pairs)
         return tokens * (4 * self.weights + 2 * self.trained) + 6 * self.width * pairs
 
 
@@ -92,7 +96,7 @@ def workload_flops(workload: Workload) -> int:
         spans = [span for trunk, branches in scored.trees for span in ((0, trunk), *((trunk, b) for b in branches))]
     elif scored is not None:
         spans = [(0, trunk + branch) for trunk, branches in scored.trees for branch in branches]
-    return workload.micro_batches * count.step(spans, workload.passes if workload.forward_only else 0)
+    return workload.micro_batches * count.step(spans, workload.step)
 
 
 def sketch_flops(workload: Workload) -> int:
@@ -108,7 +112,7 @@ def sketch_flops(workload: Workload) -> int:
     attends = replace(count, weights=round(of_last * _expert_part(model)), trained=0, windows=count.windows[-1:])
     of_head = 2 * workload.length * (0 if head is None else count_weights(head.weight))
     of_teacher = 0 if workload.teacher is None else workload.length * workload.teacher.flops
-    return count.step(row, 1) + attends.step(row) + round(of_head) + of_teacher
+    return count.step(row, FORWARD) + attends.step(row) + round(of_head) + of_teacher
 
 
 def _seen(tokens: int, window: int) -> int:

@@ -116,9 +116,9 @@ class Holdings:
         if cluster.keeps_master and cluster.zero_stage == 3:
             temporary = round(temporary * min(1.0, cluster.buckets.sub_group / max(1, cluster.divided(count, 3))))
         gradients, buckets = _gradients(model, workload, trained)
-        if workload.forward_only:
+        if workload.step.gradients == "none":
             gradients = 0
-        elif workload.optim_in_backward and workload.micro_batches == 1:  # each is stepped and freed when it is there
+        elif workload.frees_gradients:
             gradients = _largest_gradients(model, [p for p in model.parameters() if p.requires_grad])
         kept = {
             "weights": weights + scales,
@@ -153,7 +153,7 @@ class Holdings:
             host_touched=host_touched,
             host_moved=host_moved,
         )
-        if not workload.optimizer_on_host or workload.make_optimizer is None:
+        if workload.step.states != "host" or workload.make_optimizer is None:
             return holdings
         return holdings.with_optimizer_on_host(model, workload, [p for p in model.parameters() if p.requires_grad])
 
@@ -165,11 +165,12 @@ class Holdings:
         """
         size = sum(p.nbytes for p in trained)
         copies = 3 * size
-        in_backward = workload.optim_in_backward
-        waits = in_backward and workload.micro_batches == 1 and workload.device_type == "cuda"
+        in_backward = workload.step.gradients == "layer"
+        waits = workload.frees_gradients and workload.device_type == "cuda"
         touched = _step_touched(size, self.state) + copies
         host = {**self.host, "optimizer": self.host.get("optimizer", 0) + self.state}
-        _, temporary, _ = _optimizer_step(model, replace(workload, device_type="cpu", optim_in_backward=True))
+        a_weight_at_a_time = replace(workload, device_type="cpu", step=workload.step.in_backward())
+        _, temporary, _ = _optimizer_step(model, a_weight_at_a_time)
         return replace(
             self,
             state=0,
@@ -220,9 +221,9 @@ def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
     if workload.make_optimizer is not None and away:
         state, temporary, _ = _optimizer_step(model, replace(workload, device_type="cpu"), away)
         host["optimizer"] = state
-        if workload.optim_in_backward:
-            alone = workload.micro_batches == 1  # else they add up until the last one
-            host["gradients"] = (2 * _largest_gradients(model, away) if alone else trained) + temporary
+        if workload.step.gradients == "layer":
+            freed = workload.frees_gradients
+            host["gradients"] = (2 * _largest_gradients(model, away) if freed else trained) + temporary
             overlapped = _step_touched(trained, state) + trained  # and the norm
         else:
             host["gradients"] = trained + temporary
@@ -246,7 +247,7 @@ def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
         host_touched=host_touched,
         host_overlapped=overlapped,
     )
-    if not here or not workload.optimizer_on_host or workload.make_optimizer is None:
+    if not here or workload.step.states != "host" or workload.make_optimizer is None:
         return holdings
     return holdings.with_optimizer_on_host(model, workload, here)
 
@@ -357,7 +358,7 @@ def _optimizer_step(
     trace = Trace(model, layers, device=device, tiers=lambda: (0, 0, 0, 0), unwraps=True)
     optimizer: Any = workload.make_optimizer(model)
     every = [p for p in model.parameters() if p.requires_grad] if stepped is None else list(stepped)
-    trained = [] if workload.forward_only else every
+    trained = [] if workload.step.gradients == "none" else every
     with trace, simulating(device):
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
@@ -377,7 +378,7 @@ def _optimizer_step(
         optimizer.step()
         cell = trace.cells[CellPlace("optimizer")]
         temporary = _peak(trace, "optimizer") - before
-        if workload.optim_in_backward:
+        if workload.step.gradients == "layer":
             temporary = max((_step_alone(trace, optimizer, p, trained) for p in _kinds(optimizer)), default=0)
     gradients = sum(p.nbytes for p in trained)
     for parameter in model.parameters():

@@ -159,7 +159,7 @@ def holdings_of(workload: Workload, weights: WeightTier = "device") -> Holdings:
     forwards = None if workload.scored is None else workload.scored.forwards
     held = (
         "holdings", workload.cluster, workload.make_optimizer, workload.device_type, workload.micro_batches, forwards,
-        weights, workload.passes, workload.optim_in_backward, workload.optimizer_on_host, workload.forward_only,
+        weights, workload.step,
     )  # fmt: skip
     return fact_of(model, held, lambda: Holdings.of(model, workload, weights))
 
@@ -204,13 +204,13 @@ def _traced(
         workload.mode,
         tokens,
         workload.rows,
-        workload.micro_batches > 1 and not workload.forward_only,
+        workload.micro_batches > 1 and workload.step.gradients != "none",
         workload.autocast,
         workload.device_type,
         scored=scored,
         alike=alike,
         shard=shard,
-        frees_gradients=workload.optim_in_backward and workload.micro_batches == 1,
+        frees_gradients=workload.frees_gradients,
         token_loss=workload.token_loss,
         teacher=workload.teacher,
         teacher_top_k=workload.teacher_top_k,
@@ -237,7 +237,7 @@ def _traced(
 
 def _perturbed(workload: Workload, model: Any) -> Callable[[Any], AbstractContextManager[None]] | None:
     """Return what perturbs the weights of the model, or of some of its layers, in a step without a backward."""
-    if not workload.forward_only or workload.make_optimizer is None:
+    if workload.step.gradients != "none" or workload.make_optimizer is None:
         return None
     optimizer = workload.make_optimizer(model)
     assert isinstance(optimizer, ZerothOrderSGD), "no other optimizer does without a backward"
@@ -302,7 +302,9 @@ def _told(
     phase = max(peaks, key=lambda name: peaks[name][0])
     total, terms = peaks[phase]
     sums = (sum(each) for each in zip(*step.work.values(), strict=True))
-    work = dict(zip(WORK, (round(each * workload.micro_batches * workload.passes) for each in sums), strict=True))
+    work = dict(
+        zip(WORK, (round(each * workload.micro_batches * workload.step.forwards) for each in sums), strict=True)
+    )
     if workload.teacher is not None:
         work["matmul_flops"] += workload.teacher.flops * workload.shard_tokens * workload.rows * workload.micro_batches
     work["touched_bytes"] += fixed.touched

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from streamtune.base.step_kind import PLAIN_STEP, StepKind
 from streamtune.errors import ArgumentError
 from streamtune.ops import TokenLoss
 from streamtune.plan.simulate.cluster import Cluster
@@ -100,11 +101,8 @@ class Workload:
         teacher: The head of the teacher that the loss has a divergence from; its weights are of ``reference_bytes``.
         teacher_top_k: Likeliest tokens of a teacher that a file has of each target, on the host; 0 without.
         reference_bytes: Bytes of weights that are held in addition to the model's and not trained.
-        optim_in_backward: The optimizer steps each weight as soon as its gradient is there, which is then
-            freed.
-        optimizer_on_host: The optimizer's states are on the host, and it steps there, wherever weights are.
-        passes: Forwards and backwards of each micro-batch: 2 where a first one measures the norm.
-        forward_only: There is no backward: the optimizer steps by the losses of forwards at perturbed weights.
+        step: What the optimizer step computes of each micro-batch, the gradients that exist at once, and where states
+            are.
         keep: Keep simulations on disk, and use those that are there.
 
     Raises:
@@ -125,10 +123,7 @@ class Workload:
     teacher: TeacherShape | None = None
     teacher_top_k: int = 0
     reference_bytes: int = 0
-    optim_in_backward: bool = False
-    optimizer_on_host: bool = False
-    passes: int = 1
-    forward_only: bool = False
+    step: StepKind = PLAIN_STEP
     keep: bool = False
 
     def __post_init__(self) -> None:
@@ -148,6 +143,11 @@ class Workload:
             return None
         scored = self.completions(self.length, self.batch_size)
         return scored if self.mode == "stream" else scored.apart()
+
+    @property
+    def frees_gradients(self) -> bool:
+        """True if each gradient is freed in the backward: not where those of several micro-batches add up first."""
+        return self.step.gradients == "layer" and self.micro_batches == 1
 
     @property
     def rows(self) -> int:
