@@ -58,7 +58,7 @@ class OptimizerEntry:
     only_on: str = ""
     """The only type of device that it runs on, or empty."""
     step: StepKind = PLAIN_STEP
-    """What its step computes, where no key of a recipe changes that."""
+    """The kind of its step, where no key of a recipe changes that."""
     repeated_by: str = ""
     """The option of ``optim_args`` that multiplies the forwards of a step; empty where none does."""
     not_divided: str = ""

@@ -1,4 +1,4 @@
-"""What an optimizer step computes, in the form that plan, simulation, count of operations and training loop share."""
+"""The kind of an optimizer step, which plan, simulation, count of operations and training loop share."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ ScaleOf = Callable[[str], float]
 
 @dataclass(frozen=True)
 class Settings:
-    """What an optimizer that steps all of its weights together is made with, beside their groups."""
+    """The options of an optimizer that steps all of its weights together, beside their groups."""
 
     learning_rate: float
     betas: tuple[float, float]

@@ -626,7 +626,7 @@ class Recipe(Spec):
 
     @property
     def step_kind(self) -> StepKind:
-        """What an optimizer step computes: by the optimizer, and by the keys that change it."""
+        """The kind of an optimizer step: by the optimizer, and by the keys that change it."""
         kind = step_kind(self.optim, self.optim_args)
         if self.optim_in_backward:
             kind = kind.in_backward(norm_first=self.max_grad_norm > 0 and self.clip_norm == "exact")
