@@ -299,7 +299,7 @@ def absolute_name(name_or_path: str) -> str:
 
 
 def is_folder(name_or_path: str) -> bool:
-    """Return whether a name is that of a folder here, and not of a model on a hub."""
+    """Return True if ``name`` is a folder on this machine, and not a model on a hub."""
     try:
         return Path(name_or_path).expanduser().is_dir()
     except (OSError, ValueError, RuntimeError):  # no name of a file: too long, or ``~`` of nobody

@@ -259,7 +259,6 @@ class _Replayed:
         self._made = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """See :class:`WeightSource`."""
         made = {name: self._made[name] for name in names}  # a few, such as gains of norms, are whole already
         return {name: self._recorded.replay(x) if x.device.type == "meta" else x.clone() for name, x in made.items()}
 
@@ -271,5 +270,4 @@ class _Whole:
         self._left = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """See :class:`WeightSource`."""
         return {name: self._left.pop(name) for name in names}

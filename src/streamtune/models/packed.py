@@ -86,19 +86,15 @@ class Int8Codes:
 
     @property
     def device(self) -> torch.device:
-        """See :class:`Codes`."""
         return self.codes.device
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """See :class:`Codes`."""
         return self.codes, self.scales
 
     def written(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """See :class:`Codes`."""
         return self.codes[first:last] * self.scales[first:last].to(dtype)
 
     def moved(self, device: torch.device) -> Int8Codes:
-        """See :class:`Codes`."""
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device))
 
 
@@ -148,15 +144,12 @@ class Nf4Codes:
 
     @property
     def device(self) -> torch.device:
-        """See :class:`Codes`."""
         return self.codes.device
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """See :class:`Codes`."""
         return self.codes, self.scales, self.outer, self.table, self.offset
 
     def written(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """See :class:`Codes`."""
         padded, size = 2 * self.codes.shape[1], self.shape[1:].numel()
         narrow = dtype if dtype.itemsize <= 4 else torch.float32
         step = max(1, MOST // padded)
@@ -188,7 +181,6 @@ class Nf4Codes:
         return values.mul_(factors[: len(values)]).add_(self.offset)
 
     def moved(self, device: torch.device) -> Nf4Codes:
-        """See :class:`Codes`."""
         names = ("codes", "scales", "outer", "table", "offset")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 

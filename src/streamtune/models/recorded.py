@@ -57,7 +57,6 @@ class RecordedInit(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """See ``TorchDispatchMode``."""
         kwargs = kwargs or {}
         if func is torch.ops.aten.empty.memory_format and _on_cpu(kwargs):
             made: Tensor = func(*args, **{**kwargs, "device": "meta", "pin_memory": None})

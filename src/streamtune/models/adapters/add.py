@@ -96,7 +96,7 @@ def loftq_start(spec: AdapterSpec, *, iterations: int, seed: int) -> LoftqStart:
 
 
 def add_unstarted(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_tokens: Sequence[int]) -> PeftModel:
-    """Add adapters as peft starts them: of kinds that start from the weights, at random."""
+    """Add adapters with peft's own first values, whatever the kind starts from."""
     from peft import get_peft_config, get_peft_model
 
     _check_patterns(spec, model)
@@ -247,7 +247,6 @@ def _check_rank(layers: Sequence[Any], spec: AdapterSpec) -> None:
 
 
 def _most(layer: Any, spec: AdapterSpec) -> int:
-    """Return the largest rank of a layer's adapters."""
     columns, singular = layer.in_features, min(layer.in_features, layer.out_features)
     most: int = {"columns": columns, "half": singular // 2}.get(spec.row.largest_rank, singular)
     return most

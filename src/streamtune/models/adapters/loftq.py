@@ -81,7 +81,6 @@ class LoftqStart:
 
     @torch.no_grad()
     def quantised(self, name: str, weight: Tensor, quantise: Quantise) -> Any:
-        """See :class:`QuantisationChange`."""
         if name not in self._layers:
             return quantise(weight)[0]
         rank, scale = self._layers[name]
@@ -105,7 +104,6 @@ class LoftqStart:
         return packed
 
     def finish(self, model: PreTrainedModel) -> None:
-        """See :class:`QuantisationChange`."""
         setattr(model, FACTORS, self._factors)
         setattr(model, TAKEN, self._taken)
 
@@ -146,7 +144,6 @@ class QuantisedBefore:
 
     @torch.no_grad()
     def quantised(self, name: str, weight: Tensor, quantise: Quantise) -> Any:
-        """See :class:`QuantisationChange`."""
         taken = self._taken.get(name)
         if taken is None:
             return quantise(weight)[0]
@@ -156,7 +153,7 @@ class QuantisedBefore:
         return quantise(_less(weight, taken))[0]
 
     def finish(self, model: PreTrainedModel) -> None:
-        """See :class:`QuantisationChange`.
+        """Check that all layers were quantised, and note what was taken from them.
 
         Raises:
             ArgumentError: The model lacks a layer.
