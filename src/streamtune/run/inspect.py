@@ -75,9 +75,8 @@ def inspect_recipe(
         sources = make_sources(loaded)
         with doing("making the tokenizer"):
             tokenizer = make_tokenizer(recipe, sources, None, notify)
-        made = task.prepare(sources, tokenizer, notify)
-    prepared: Prepared[Any, Any] = made.prompts if isinstance(made, GrpoData) else made  # type: ignore[assignment]
-    trees = task.scores and not isinstance(made, GrpoData)
+        prepared: Prepared[Any, Any] = task.prepare(sources, tokenizer, notify)  # type: ignore[assignment]
+    trees = task.scores and not isinstance(prepared, GrpoData)
     limit_name, limit = task.row_limit
     kinds = tuple(prepared.report.completion_lengths) if trees else ()
     unpaired = "desirable" in kinds or "undesirable" in kinds

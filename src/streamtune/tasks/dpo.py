@@ -49,7 +49,6 @@ class Dpo(ScoringTask[DpoRecipe]):
 
     @classmethod
     def of_run(cls, recipe: DpoRecipe, folder: Path, notify: Notify) -> Self:
-        """See :meth:`Task.of_run`."""
         if recipe.unpaired:
             objectives.check_unpaired(recipe.loss_type, **unpaired_knobs(recipe))
         else:
@@ -58,7 +57,6 @@ class Dpo(ScoringTask[DpoRecipe]):
 
     @property
     def unit(self) -> str:
-        """See :class:`Task`."""
         return "row" if self.recipe.unpaired else "pair"
 
     @property
@@ -74,13 +72,11 @@ class Dpo(ScoringTask[DpoRecipe]):
         *,
         val_size: float | None = None,
     ) -> data.PreparedTrees:
-        """See :meth:`Task.prepare`."""
         prepare = data.prepare_unpaired if self.recipe.unpaired else data.prepare_preferences
         with held_back(notify) as notify_later:
             return prepare(sources, tokenizer, self.data_options(val_size), notify_later)
 
     def data_options(self, val_size: float | None = None) -> data.DataOptions:
-        """See :meth:`Task.data_options`."""
         recipe = self.recipe
         options = super().data_options(val_size)
         return replace(options, max_prompt_length=recipe.max_prompt_length, identical_pairs=recipe.identical_pairs)
@@ -89,7 +85,6 @@ class Dpo(ScoringTask[DpoRecipe]):
 
     @property
     def compares(self) -> bool:
-        """See :class:`Task`."""
         recipe = self.recipe
         if recipe.unpaired:
             return objectives.UNPAIRED_LOSSES[recipe.loss_type].needs_reference
@@ -97,11 +92,9 @@ class Dpo(ScoringTask[DpoRecipe]):
 
     @property
     def precomputes(self) -> bool:
-        """See :class:`Task`."""
         return self.compares and self.recipe.precompute_ref_log_probs
 
     def scored(self, share: bool, length: int, batch_size: int) -> Scored:
-        """See :meth:`ScoringTask.scored`."""
         prompt = self.recipe.max_prompt_length or length // 2
         if prompt > length - 2:
             prompt = length // 2
@@ -146,7 +139,6 @@ class Dpo(ScoringTask[DpoRecipe]):
         )
 
     def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
-        """See :meth:`Task.objective`."""
         if self.recipe.unpaired:
             assert reference is not None, "losses of single completions compare with a reference"
             return UnpairedObjective(scorer, self.recipe, reference, device)
@@ -155,20 +147,17 @@ class Dpo(ScoringTask[DpoRecipe]):
     # --- trials and comparisons --------------------------------------------------------------------------------
 
     def random_step(self, trial: TrialStep) -> RandomStep:
-        """See :meth:`Task.random_step`."""
         draw = RandomTokens(self.recipe, trial.model)
         scored = self.scored(trial.share, trial.length, trial.batch_size)
         batches = [draw.preferences(self.recipe, scored) for _ in self._micro_batches()]
         return self.objective(trial.scorer, trial.reference, trial.device), lambda: batches
 
     def compared_trees(self, rows: Sequence[data.Tree], length: int, vocabulary: int) -> tuple[list[data.Tree], bool]:
-        """See :meth:`Task.compared_trees`."""
         return choose_trees(rows, length, differing=self.measures)
 
     def compared_batches(
         self, trees: Sequence[data.Tree], model: nn.Module, plain: Any, *, pad_token_id: int, share: bool
     ) -> tuple[PreferenceBatch, PreferenceBatch]:
-        """See :meth:`Task.compared_batches`."""
         shared, apart = (self._compared(trees, pad_token_id, each) for each in (share, False))
         return shared, apart
 

@@ -54,7 +54,6 @@ class GivenReference:
     """A reference whose log-probs were computed before: they are in the batches."""
 
     def logprobs(self, batch: train.TreeBatch) -> Tensor:
-        """See :meth:`streamtune.train.Reference.logprobs`."""
         assert isinstance(batch, PreferenceBatch)
         assert batch.reference_K is not None, "batches are made with what was computed"
         return batch.reference_K
@@ -110,7 +109,6 @@ class PreferenceBatches:
 
     @property
     def padded(self) -> bool:
-        """See :class:`streamtune.tasks.steps.Trainable`."""
         return not self.share
 
     @property
@@ -130,7 +128,6 @@ class PreferenceBatches:
         return data.measure_trees(self.prepared.train, share=self.share)
 
     def per_sequence(self, unit: int) -> int:
-        """See :class:`streamtune.tasks.steps.Trainable`."""
         return 1
 
     @property
@@ -140,7 +137,6 @@ class PreferenceBatches:
 
     @property
     def mixture(self) -> data.Mixture | None:
-        """See :class:`streamtune.tasks.steps.Trainable`."""
         return self.prepared.mixture
 
     def training(self, units: Sequence[int]) -> PreferenceBatch:
@@ -218,7 +214,6 @@ class PairObjective:
         return world.count(sum(_tree(batch).num_rows // 2 for batch in train.counted(micro_batches)))
 
     def score(self, model: nn.Module, batch: train.MicroBatch, totals: int | None) -> train.Score:
-        """See :meth:`streamtune.train.Objective.score`."""
         batch, recipe = _tree(batch), self.recipe
         ref_K = None if self.reference is None else self.reference.logprobs(batch)
         logp_K, router_loss = _policy(self.handle, model, batch)
@@ -278,7 +273,6 @@ class UnpairedObjective:
         return _UnpairedTotals(world.count(sum(batch.num_rows for batch in train.counted(batches))), baseline)
 
     def score(self, model: nn.Module, batch: train.MicroBatch, totals: _UnpairedTotals | None) -> train.Score:
-        """See :meth:`streamtune.train.Objective.score`."""
         batch, recipe = _tree(batch), self.recipe
         assert batch.desirable_N is not None
         baseline = self._baseline([batch]) if totals is None else totals.baseline

@@ -53,7 +53,6 @@ class Sft(Task[Recipe]):
 
     @property
     def step_unit(self) -> str:
-        """See :class:`Task`."""
         if self.recipe.batching == "buckets":
             return "piece"
         if self.per_turn:
@@ -87,7 +86,6 @@ class Sft(Task[Recipe]):
         return self._cut(prepared)
 
     def data_options(self, val_size: float | None = None) -> data.DataOptions:
-        """See :meth:`Task.data_options`."""
         options = super().data_options(val_size)
         return replace(options, packing=options.packing and self.recipe.batching != "buckets")
 
@@ -107,7 +105,6 @@ class Sft(Task[Recipe]):
     def prepare_training(
         self, sources: Sequence[data.Source], tokenizer: PreTrainedTokenizerBase, notify: Notify
     ) -> data.PreparedData | StreamedRows:
-        """See :meth:`Task.prepare_training`."""
         if not self.recipe.streaming:
             return self.prepare(sources, tokenizer, notify)
         streamed = [source for source in sources if source.evaluates is None]
@@ -160,7 +157,6 @@ class Sft(Task[Recipe]):
     def batch_facts(
         self, prepared: data.PreparedData | StreamedRows, *, try_packing: bool = True
     ) -> data.BatchFacts | None:
-        """See :meth:`Task.batch_facts`."""
         if isinstance(prepared, StreamedRows) or self.recipe.select_rows is not None:
             return None
         recipe, batches = self.recipe, Batches(prepared, None)
@@ -207,7 +203,6 @@ class Sft(Task[Recipe]):
         return self.recipe.reasoning == "per_turn"
 
     def check_model(self, handle: StreamHandle) -> None:
-        """See :meth:`Task.check_model`."""
         if self.recipe.packing:
             check_packing(handle)
         if self.per_turn:
@@ -254,7 +249,6 @@ class Sft(Task[Recipe]):
         return StepPlan(recipe.max_steps, None, warmup_steps)
 
     def make_steps(self, built: Built) -> train.StepStream:
-        """See :meth:`Task.make_steps`."""
         if self.recipe.select_rows is not None:
             return self._selected_steps(built)
         if not self.recipe.streaming:
@@ -301,7 +295,6 @@ class Sft(Task[Recipe]):
         return data.trained_ends(rows, tokenizer, chat_options(self.recipe))
 
     def training(self, built: Built) -> Training:
-        """See :meth:`Task.training`."""
         training = super().training(built)
         steps = training.steps
         if isinstance(steps, SelectedSteps):
@@ -321,13 +314,11 @@ class Sft(Task[Recipe]):
         return replace(training, begin=begin)
 
     def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
-        """See :meth:`Task.objective`."""
         assert reference is None or isinstance(reference, train.ModelReference), "a teacher is a model"
         return train.SupervisedObjective(scorer, self.token_loss, reference)
 
     @property
     def token_loss(self) -> TokenLoss:
-        """See :attr:`Task.token_loss`."""
         recipe = self.recipe
         divergence = Divergence(recipe.kd_divergence, recipe.kd_beta, recipe.kd_temperature, recipe.kd_hard_share)
         return TokenLoss(
@@ -345,22 +336,18 @@ class Sft(Task[Recipe]):
 
     @property
     def reference_name(self) -> str | None:
-        """See :attr:`Task.reference_name`."""
         return self.recipe.teacher if self.compares else None
 
     @property
     def teacher_top_k(self) -> int:
-        """See :attr:`Task.teacher_top_k`."""
         file = self.recipe.teacher_file
         return 0 if file is None else TaughtRows.open(Path(file), self.recipe.kd_temperature).k
 
     @property
     def reference_key(self) -> str:
-        """See :attr:`Task.reference_key`."""
         return "teacher"
 
     def random_step(self, trial: TrialStep) -> RandomStep:
-        """See :meth:`Task.random_step`."""
         teacher = trial.reference.model if isinstance(trial.reference, train.ModelReference) else None
         draw = RandomTokens(self.recipe, trial.model, teacher)
         drawn = [draw.rows(trial.batch_size, trial.length) for _ in self._micro_batches()]
@@ -408,7 +395,6 @@ class Batches:
 
     @property
     def buckets(self) -> npt.NDArray[np.int64] | None:
-        """See :class:`streamtune.tasks.steps.Trainable`."""
         return None if self.prepared.pieces is None else self.prepared.pieces.buckets
 
     def collate(self, sequences: Sequence[Sequence[data.Example]], *, packed: bool) -> train.MicroBatch:
@@ -430,7 +416,6 @@ class Batches:
 
     @property
     def mixture(self) -> data.Mixture | None:
-        """See :class:`streamtune.tasks.steps.Trainable`."""
         return self.prepared.mixture
 
     def training(self, units: Sequence[int]) -> train.MicroBatch:
@@ -469,7 +454,6 @@ class Batches:
         return first, second
 
     def per_sequence(self, unit: int) -> int:
-        """See :class:`streamtune.tasks.steps.Trainable`."""
         return 1 if self._per_sequence is None else int(self._per_sequence[unit])
 
     @cached_property

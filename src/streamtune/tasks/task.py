@@ -527,16 +527,13 @@ class ScoringTask(Task[ScoringR_co]):
 
     @property
     def reference_name(self) -> str | None:
-        """See :class:`Task`."""
         return self.recipe.ref_model_name_or_path
 
     @property
     def share_prefix(self) -> str:
-        """See :class:`Task`."""
         return self.recipe.share_prefix
 
     def completions(self, *, share: bool = True) -> Completions:
-        """See :meth:`Task.completions`."""
         return partial(self.scored, share and self.may_share)
 
     @abstractmethod

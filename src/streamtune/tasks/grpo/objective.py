@@ -107,7 +107,6 @@ class RolloutObjective(ABC):
         )
 
     def score(self, model: nn.Module, batch: train.MicroBatch, totals: StepTotals | float | None) -> train.Score:
-        """See :class:`streamtune.train.Objective`."""
         if isinstance(batch, MeasuredBatch):
             return train.Score(torch.zeros(()), metrics=batch.metrics)
         if not isinstance(batch, PolicyBatch):

@@ -66,7 +66,6 @@ class SharedWriter:
     def write(
         self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: rollout.Sampling
     ) -> list[list[rollout.Completion]]:
-        """See :class:`streamtune.tasks.rollout.Writer`."""
         if self.world.size == 1:
             return self.writer.write(prompts, count, sampling)
 

@@ -7,11 +7,11 @@ the length where that leaves no prompt, over as few prompts as ``num_generations
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -58,56 +58,16 @@ NOISE = 0.1
 
 
 @dataclass(frozen=True)
-class GrpoData:
-    """The prompts, and the supervised steps before the first rollout."""
+class GrpoData(data.PreparedPrompts):
+    """The prompts, each of which is completed as often as the recipe says."""
 
-    prompts: data.PreparedPrompts
-    warm: WarmSteps | None
-    """None where there are none."""
-
-    @property
-    def fingerprint(self) -> str:
-        """See :class:`streamtune.tasks.task.PreparedRows`."""
-        return self.prompts.fingerprint
-
-    @property
-    def report(self) -> Any:
-        """See :class:`streamtune.tasks.task.PreparedRows`."""
-        return self.prompts.report
-
-    @property
-    def bad_rows(self) -> Sequence[Mapping[str, str]]:
-        """See :class:`streamtune.tasks.task.PreparedRows`."""
-        return self.prompts.bad_rows
-
-    @property
-    def train(self) -> Sequence[data.Prompt]:
-        """See :class:`streamtune.tasks.task.PreparedRows`."""
-        return self.prompts.train
-
-    @property
-    def eval_sets(self) -> Sequence[data.EvalSet]:
-        """See :class:`streamtune.tasks.task.PreparedRows`."""
-        return self.prompts.eval_sets
-
-    @property
-    def validation(self) -> Sequence[data.Prompt]:
-        """See :class:`streamtune.tasks.task.PreparedRows`."""
-        return self.prompts.validation
-
-
-@dataclass(frozen=True)
-class _Prompts:
-    """The training prompts as units: each is completed as often as the recipe says."""
-
-    prompts: Sequence[data.Prompt]
-
-    mixture: ClassVar[data.Mixture | None] = None
+    warm: WarmSteps | None = None
+    """The supervised steps before the first rollout; None where there are none."""
 
     @property
     def num_train(self) -> int:
-        """Number of prompts."""
-        return len(self.prompts)
+        """Number of prompts to train on."""
+        return len(self.train)
 
 
 class Grpo(ScoringTask[GrpoRecipe]):
@@ -124,24 +84,20 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
     @classmethod
     def of_run(cls, recipe: GrpoRecipe, folder: Path, notify: Notify) -> Self:
-        """See :meth:`Task.of_run`."""
         completion_loss(recipe).check()
         return cls(recipe, load_functions(recipe, folder, notify))
 
     def check_ranks(self, device: torch.device, world: train.World) -> None:
-        """See :meth:`Task.check_ranks`."""
         of_all_ranks(self.recipe, world)
         if self.recipe.use_vllm:
             rollout.check_vllm(device)
 
     def check_model(self, handle: StreamHandle) -> None:
-        """See :meth:`Task.check_model`."""
         for rule in rules_of(self.recipe):
             rule.check_model(handle)
 
     @property
     def unit(self) -> str:
-        """See :class:`Task`."""
         return "completion"
 
     # --- data --------------------------------------------------------------------------------------------------
@@ -162,26 +118,20 @@ class Grpo(ScoringTask[GrpoRecipe]):
         recipe = self.recipe
         with held_back(notify) as notify_later:
             prompts = data.prepare_prompts(sources, tokenizer, self.data_options(val_size), notify_later)
-        if self.functions is None:
-            return GrpoData(prompts, None)
-        RewardScorer(self.functions, tokenizer).check(prompts.train[:16])
-        return GrpoData(prompts, WarmSteps(recipe, prompts.train, tokenizer) if recipe.sft_steps else None)
+        warm = None
+        if self.functions is not None:
+            RewardScorer(self.functions, tokenizer).check(prompts.train[:16])
+            warm = WarmSteps(recipe, prompts.train, tokenizer) if recipe.sft_steps else None
+        return GrpoData(**vars(prompts), warm=warm)
 
     def data_options(self, val_size: float | None = None) -> data.DataOptions:
-        """See :meth:`Task.data_options`."""
         return replace(super().data_options(val_size), max_prompt_length=self.recipe.max_prompt_length)
 
     @property
     def row_limit(self) -> tuple[str, int]:
-        """See :class:`Task`."""
         return "max_prompt_length", self.recipe.max_prompt_length
 
-    def with_held_out(self, prepared: GrpoData, rows: Sequence[data.Prompt]) -> GrpoData:
-        """See :meth:`Task.with_held_out`."""
-        return replace(prepared, prompts=super().with_held_out(prepared.prompts, rows))
-
     def longest(self, prepared: PreparedRows) -> int:
-        """See :meth:`Task.longest`."""
         prompt = min(prepared.report.length_percentiles["max"], self.recipe.max_prompt_length)
         return int(prompt) + self.recipe.max_completion_length
 
@@ -199,36 +149,29 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
     @property
     def reference_name(self) -> str | None:
-        """See :class:`Task`."""
         return self.loss.reference_name
 
     @property
     def reference_key(self) -> str:
-        """See :class:`Task`."""
         return self.loss.reference_key
 
     @property
     def token_loss(self) -> TokenLoss:
-        """See :class:`Task`."""
         return self.loss.token_loss
 
     @property
     def temperature(self) -> float:
-        """See :class:`Task`."""
         return self.recipe.temperature
 
     @property
     def reward_funcs(self) -> Sequence[str]:
-        """See :class:`Task`."""
         return self.recipe.reward_funcs
 
     @property
     def may_share(self) -> bool:
-        """See :class:`Task`."""
         return super().may_share and min(self.recipe.per_device_train_batch_size, self.recipe.num_generations) > 1
 
     def scored(self, share: bool, length: int, batch_size: int) -> Scored:
-        """See :meth:`ScoringTask.scored`."""
         recipe = self.recipe
         completion = recipe.max_completion_length
         if completion > length - 2:
@@ -247,15 +190,15 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
     # --- training ----------------------------------------------------------------------------------------------
 
-    def batches(self, prepared: GrpoData, tokenizer: PreTrainedTokenizerBase, *, share: bool) -> _Prompts:
+    def batches(self, prepared: GrpoData, tokenizer: PreTrainedTokenizerBase, *, share: bool) -> GrpoData:
         """See :meth:`Task.batches`: the prompts, which rollouts make micro-batches of."""
-        return _Prompts(prepared.train)
+        return prepared
 
     def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
         """See :meth:`Task.objective`. The reference's log-probs are in the batches; a teacher is called."""
         return self.loss.objective(scorer, reference)
 
-    def count_steps(self, batches: _Prompts, micro_batches: int, world: train.World) -> StepPlan:
+    def count_steps(self, batches: GrpoData, micro_batches: int, world: train.World) -> StepPlan:
         """Count the optimizer steps. In an epoch every prompt is completed once, for ``num_iterations`` passes."""
         recipe = of_all_ranks(self.recipe, world)
         rollouts = -(-batches.num_train // recipe.prompts_per_generation)
@@ -265,7 +208,6 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return StepPlan(recipe.sft_steps + steps, steps_per_epoch, warmup, supervised_steps=recipe.sft_steps)
 
     def training(self, built: Built) -> Training:
-        """See :meth:`Task.training`."""
         assert self.functions is not None, "made by of_run"
         world, device = built.world, built.device
         recipe = of_all_ranks(self.recipe, world)
@@ -274,7 +216,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         temperature = self.temperature
         tools = RolloutTools(
             recipe=recipe,
-            prompts=built.prepared.prompts,
+            prompts=built.prepared,
             writer=writer if world.size == 1 else SharedWriter(writer, world),
             score=SharedRewards(RewardScorer(self.functions, built.tokenizer), world),
             policy=train.ModelReference(built.model, built.handle, temperature=temperature, adapters=True),
@@ -394,7 +336,6 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return replace(shared, old_K=old_K), replace(apart, old_K=old_K)
 
     def with_reference(self, batch: train.TreeBatch, reference: train.Reference) -> train.TreeBatch:
-        """See :meth:`Task.with_reference`."""
         assert isinstance(batch, PolicyBatch)
         reads = self.compares and self.loss.reads_logprobs
         return replace(batch, ref_K=reference.logprobs(batch)) if reads else batch
