@@ -22,7 +22,7 @@ from streamtune.data.preferences import (
     normalise_preference,
     preference_columns_read,
 )
-from streamtune.data.prepare.row_kind import Read, Reading, RowKind, read_and_fit
+from streamtune.data.prepare.row_kind import Read, Reading, RowKind, prepare_kind
 from streamtune.data.reading.cells import TextOrMessages, texts_of
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import Source, typed_rows
@@ -60,8 +60,7 @@ def prepare_preferences(
     """
     read = partial(_answers, tokenizer, ("preference",), lambda answers: answers)
     kind = _tree_kind(tokenizer, options, ("chosen", "rejected"), read)
-    fit, table = read_and_fit(kind, sources, tokenizer, options, notify)
-    return fit.prepared(table, options.val_size, options.seed, notify)
+    return prepare_kind(kind, sources, tokenizer, options, notify)
 
 
 def prepare_unpaired(
@@ -83,8 +82,7 @@ def prepare_unpaired(
 
     read = partial(_answers, tokenizer, PREFERENCE_TYPES, labelled)
     kind = _tree_kind(tokenizer, options, ("desirable", "undesirable"), read)
-    fit, table = read_and_fit(kind, sources, tokenizer, options, notify)
-    prepared = fit.prepared(table, options.val_size, options.seed, notify)
+    prepared = prepare_kind(kind, sources, tokenizer, options, notify)
     found = list(prepared.report.completion_lengths)
     if len(found) == 1:
         raise DataError(
@@ -193,8 +191,7 @@ def prepare_prompts(
         read=partial(_prompts, tokenizer),
         add=lambda fit, prompt, origin: fit.add(*prompt),
     )
-    fit, table = read_and_fit(kind, sources, tokenizer, options, notify)
-    return fit.prepared(table, options.val_size, options.seed, notify)
+    return prepare_kind(kind, sources, tokenizer, options, notify)
 
 
 def _prompts(

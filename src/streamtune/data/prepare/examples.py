@@ -17,7 +17,7 @@ from streamtune.data.data_report import DataReport
 from streamtune.data.fit import Prepared, RowFit
 from streamtune.data.fit.parts import make_mixture, set_bounds, share_epoch
 from streamtune.data.options import DataOptions
-from streamtune.data.prepare.row_kind import Reading, RowKind, read_and_fit
+from streamtune.data.prepare.row_kind import Reading, RowKind, prepare_kind
 from streamtune.data.reading.sources import Source, typed_rows
 from streamtune.data.record_table import Example, Stored
 from streamtune.data.rendering.pool import Item, Notify
@@ -73,8 +73,7 @@ def prepare(
         read=partial(read_contents, tokenizer),
         add=_add,
     )
-    fit, table = read_and_fit(kind, sources, tokenizer, options, notify)
-    prepared = fit.prepared(table, options.val_size, options.seed, notify)
+    prepared = prepare_kind(kind, sources, tokenizer, options, notify)
     if options.per_turn:
         packed = _packed(prepared, sources, max_length, partial(pack_turns, max_length=max_length))
         notify(_saved(packed, max_length))

@@ -1,4 +1,4 @@
-"""Read the rows of all sources for rendering, and count them as rows of their sources."""
+"""Prepare the rows of one kind: read those of all sources, render and fit them, and count them by their sources."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from streamtune.data.faults import ON_BAD_ROW, BadRows
-from streamtune.data.fit import LengthFit
+from streamtune.data.fit import LengthFit, Prepared
 from streamtune.data.options import DataOptions, check_choice
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import BUILT_IN, Source, with_progress
-from streamtune.data.record_table import MappedTable, Record, TableWriter
+from streamtune.data.record_table import Record, TableWriter
 from streamtune.data.rendering.counts import RenderLog
 from streamtune.data.rendering.pool import Item, Notify, Rendered, Renderer, rendering
 from streamtune.data.row_cache import MadeOf, fit_rows
@@ -44,14 +44,14 @@ class RowKind(Generic[FitT]):
     """gives a rendered row to the fit, with its origin"""
 
 
-def read_and_fit(
+def prepare_kind(
     kind: RowKind[FitT],
     sources: Sequence[Source],
     tokenizer: PreTrainedTokenizerBase,
     options: DataOptions,
     notify: Notify,
-) -> tuple[FitT, MappedTable]:
-    """Read, render and fit the rows of all sources, or find what was made of them before.
+) -> Prepared[Any, Any]:
+    """Read, render and fit the rows of all sources, or find what was made of them before; hold some out.
 
     Raises:
         DataError: A file is missing, rows are bad or too long, or nothing is left.
@@ -73,7 +73,8 @@ def read_and_fit(
 
     settings = {**kind.settings, "on_bad_row": options.on_bad_row, "max_bad_rows": options.max_bad_rows}
     made_of = MadeOf(kind.record, sources, tokenizer, settings)
-    return fit_rows(made_of, kind.make_fit, fill, options.cache, notify)
+    fit, table = fit_rows(made_of, kind.make_fit, fill, options.cache, notify)
+    return fit.prepared(table, options.val_size, options.seed, notify)
 
 
 class _ReadAhead(BadRows):
