@@ -19,8 +19,8 @@ from tests.sft_kit import run as run_recipe
 from streamtune.data import iter_texts
 from streamtune.data.reading.sources import Source
 from streamtune.errors import ArgumentError, DataError, RecipeError
+from streamtune.recipe.keys.datasets import DatasetSpec
 from streamtune.recipe.loader import load_recipe
-from streamtune.recipe.schema import DatasetSpec
 from streamtune.tasks.streamed import record_bad_rows
 
 Write = Callable[..., str]

@@ -14,7 +14,7 @@ from streamtune.models import AdapterSpec, add_adapters, load_adapters, save_pre
 from streamtune.models.adapters.start import LEADING_PARTS
 from streamtune.models.quantize import quantize
 from streamtune.programs.export.merge import merged_weights
-from streamtune.recipe.adapters import UNQUANTISED
+from streamtune.recipe.keys.adapters import UNQUANTISED
 from streamtune.schedule import Schedule
 from tests.precision_kit import Errors, Float64, Reference, excesses, in_float64, mean_errors, told
 

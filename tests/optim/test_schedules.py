@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 from streamtune.errors import ArgumentError
 from streamtune.optim import SCHEDULES, build_schedule
-from streamtune.recipe.learning_rates import OPTIONS, ScheduleName
+from streamtune.recipe.keys.learning_rate import OPTIONS, ScheduleName
 
 TOTAL, WARMUP = 40, 4
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

@@ -138,3 +138,26 @@ def test_a_kind_of_adapters_is_sent_to_its_key(refused, write, key, kind):
     written = error.mend.removeprefix("write ").replace(" and ", "\n")
     recipe = load_recipe(write(f"{written}\n")).recipe
     assert recipe.adapter_type == kind
+
+
+@pytest.mark.parametrize(
+    ("line", "mend"),
+    [
+        ("interleave_probs: [0.5, 0.5]", "write weight: P in each entry of datasets"),
+        ("test_datasets: [{path: x}]", "write eval_datasets: {NAME: PATH}"),
+        ("new_special_tokens: [<a>]", "write special_tokens: {additional_special_tokens: [...]}"),
+    ],
+)
+def test_names_of_other_trainers_in_ours(refused, line, mend):
+    error = refused(f"{line}\n")
+    assert error.mend == mend
+    assert error.where.endswith(":4")
+
+
+def test_keys_of_other_trainers_in_an_entry(refused, write):
+    text = "model_name_or_path: x\ndatasets:\n- {path: a, field_messages: talk}\n"
+    error = refused("", before=text)
+    assert "'field_messages' is another trainer's key" in error.what
+    assert "write columns: {messages: NAME}" in str(error)
+    loaded = load_recipe(write("tokens: [<a>]\n"))
+    assert loaded.recipe.added_tokens == ("<a>",)

@@ -11,7 +11,7 @@ import pydantic
 import pytest
 
 from streamtune.recipe import RECIPES, Recipe, json_schema, schema_file, shipped_recipes, with_schema
-from streamtune.recipe.datasets import DatasetSpec
+from streamtune.recipe.keys.datasets import DatasetSpec
 from streamtune.recipe.mistakes import expected, field_at, leaf_paths
 
 ROOT = Path(__file__).parent.parent.parent

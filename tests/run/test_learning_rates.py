@@ -10,7 +10,7 @@ import pytest
 
 from streamtune.errors import RecipeError
 from streamtune.recipe import load_recipe
-from streamtune.recipe.presets import describe_preset
+from streamtune.recipe.keys.preset import describe_preset
 from streamtune.run.build import build_run
 from streamtune.tasks.steps import scaled_rate
 from streamtune.train import World

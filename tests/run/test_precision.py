@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from streamtune.cli import main
 from streamtune.recipe import Recipe, load_recipe
-from streamtune.recipe.schema import EngineSpec
+from streamtune.recipe.keys.engine import EngineSpec
 from streamtune.run.engine import place_weights
 from streamtune.run.model import make_blueprint, weights_dtype
 from streamtune.run.plan import place_recipe

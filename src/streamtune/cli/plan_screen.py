@@ -8,7 +8,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from streamtune.base.sizes import show_size
-from streamtune.recipe.presets import describe_preset
+from streamtune.recipe.keys.preset import describe_preset
 
 from .console import make_table, out, print_rows, print_table, print_title
 

@@ -15,7 +15,7 @@ from streamtune.base.adapters import base_of
 from streamtune.base.secrets import plain
 from streamtune.base.sizes import show_size
 from streamtune.recipe import code_of
-from streamtune.recipe.presets import describe_preset
+from streamtune.recipe.keys.preset import describe_preset
 
 from .console import out, print_rows, print_title
 from .plan_screen import describe_optimizer, describe_plan

@@ -3,11 +3,12 @@
 Importing this package loads neither torch nor transformers.
 """
 
-from streamtune.recipe.datasets import DatasetSpec
 from streamtune.recipe.dpo import DpoRecipe
-from streamtune.recipe.engine import EngineSpec
-from streamtune.recipe.groups import ModelInit, SampleSpec, TokenizerSpec, TokenizerTrain
 from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.recipe.keys.datasets import DatasetSpec
+from streamtune.recipe.keys.engine import EngineSpec
+from streamtune.recipe.keys.model import ModelInit, TokenizerSpec, TokenizerTrain
+from streamtune.recipe.keys.run import SampleSpec
 from streamtune.recipe.kinds import RECIPES, json_schema
 from streamtune.recipe.loader import LoadedRecipe, code_of, load_recipe, names_a_hub
 from streamtune.recipe.schema import Recipe

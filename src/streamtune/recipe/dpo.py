@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from streamtune.recipe.rules import DELETE, GIVEN, ONE_OF_TWO, Clash, Custom, Not, OneOf, Refusal, Rules, Where
 from streamtune.recipe.schema import Recipe
-from streamtune.recipe.spec import Count, Text, at_most, mistake
+from streamtune.recipe.spec import Count, Text, at_most
 
 PairedLoss = Literal[
     "sigmoid",
@@ -27,9 +29,67 @@ PairedLoss = Literal[
 UnpairedLoss = Literal["kto", "apo_zero_unpaired"]
 
 WITHOUT_REFERENCE = ("orpo", "simpo", "cpo")
-OF_A_REFERENCE = ("ref_model_name_or_path", "precompute_ref_log_probs")
+UNPAIRED = ("kto", "apo_zero_unpaired")
 OF_PAIRS = ("label_smoothing", "rpo_alpha", "simpo_gamma", "cpo_alpha", "dpop_lambda", "reference_free")
 OF_SINGLE_COMPLETIONS = ("desirable_weight", "undesirable_weight")
+
+
+ROW_RULES: Rules = (
+    Clash(
+        {"overlength": "split"},
+        "'overlength: split' makes several rows of one, which {objective} cannot compare",
+        "write truncate, drop or error",
+    ),
+    Clash(
+        {"truncate_side": "right", "objective": "grpo"},
+        "'truncate_side: right' would cut off where a prompt asks for its answer",
+        "write left or middle",
+    ),
+    Clash(
+        {"truncate_side": GIVEN, "objective": "dpo"},
+        "'truncate_side' has no meaning in dpo: a prompt loses its beginning, a completion its end",
+        DELETE,
+    ),
+    Clash(
+        {"packing": True},
+        "'packing' has no meaning in {objective}",
+        "delete the line; where prompts are shared the rows of a batch lie end to end anyway",
+    ),
+)
+"""Rules where a row is a prompt with completions."""
+
+
+def _no_room_for_a_completion(recipe: Any) -> Iterator[Refusal]:
+    if recipe.max_prompt_length is not None and recipe.max_prompt_length >= recipe.max_length:
+        what = f"'max_prompt_length' leaves no token of 'max_length' ({recipe.max_length:,}) to a completion"
+        yield Refusal("max_prompt_length", what, "lower it, or raise max_length")
+
+
+DPO_RULES: Rules = (
+    Custom(_no_room_for_a_completion),
+    *(
+        Where(
+            setting,
+            Clash({"ref_model_name_or_path": GIVEN}, f"'ref_model_name_or_path' {why}", ONE_OF_TWO),
+            Clash({"precompute_ref_log_probs": GIVEN}, f"'precompute_ref_log_probs' {why}", ONE_OF_TWO),
+        )
+        for setting, why in (
+            ({"reference_free": True}, "names a reference, and 'reference_free' is true"),
+            ({"loss_type": OneOf(*WITHOUT_REFERENCE)}, "names a reference, and '{loss_type}' needs none"),
+        )
+    ),
+    Clash(
+        {"reference_free": True, "loss_type": OneOf(*WITHOUT_REFERENCE)},
+        "'reference_free' leaves a reference out, and '{loss_type}' has none",
+        ONE_OF_TWO,
+    ),
+    *(
+        Clash({key: GIVEN, "loss_type": losses}, f"'{key}' is not read by the loss '{{loss_type}}'", ONE_OF_TWO)
+        for losses, keys in ((OneOf(*UNPAIRED), OF_PAIRS), (Not(*UNPAIRED), OF_SINGLE_COMPLETIONS))
+        for key in keys
+    ),
+)
+"""Keys that change nothing; those that only some losses of pairs read are refused where the loss is made."""
 
 
 class DpoRecipe(Recipe):
@@ -99,63 +159,6 @@ class DpoRecipe(Recipe):
     @property
     def unpaired(self) -> bool:
         """True if completions are labelled one by one, not compared in pairs."""
-        return self.loss_type in ("kto", "apo_zero_unpaired")
+        return self.loss_type in UNPAIRED
 
-    @model_validator(mode="after")
-    def _preferences_agree(self) -> DpoRecipe:
-        refuse_sequences_of_rows(self)
-        if self.max_prompt_length is not None and self.max_prompt_length >= self.max_length:
-            raise mistake(
-                f"'max_prompt_length' leaves no token of 'max_length' ({self.max_length:,}) to a completion",
-                key="max_prompt_length",
-                mend="lower it, or raise max_length",
-            )
-        self._refuse_what_is_not_read()
-        return self
-
-    def _refuse_what_is_not_read(self) -> None:
-        """Refuse keys that change nothing; keys that only some losses of pairs read are refused where the loss is made.
-
-        Raises:
-            PydanticCustomError: A mistake in the recipe.
-        """
-        unread: dict[str, str] = {}
-        if self.reference_free or self.loss_type in WITHOUT_REFERENCE:
-            why = "'reference_free' is true" if self.reference_free else f"'{self.loss_type}' needs none"
-            unread = dict.fromkeys(OF_A_REFERENCE, f"names a reference, and {why}")
-        if self.loss_type in WITHOUT_REFERENCE:
-            unread["reference_free"] = f"leaves a reference out, and '{self.loss_type}' has none"
-        others = OF_PAIRS if self.unpaired else OF_SINGLE_COMPLETIONS
-        unread |= dict.fromkeys(others, f"is not read by the loss '{self.loss_type}'")
-        for key, why in unread.items():
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise mistake(f"'{key}' {why}", key=key, mend="delete one of the two")
-
-
-def refuse_sequences_of_rows(recipe: Recipe) -> None:
-    """Refuse keys that make no sense where a row is a prompt with completions.
-
-    Raises:
-        PydanticCustomError: A mistake in the recipe.
-    """
-    if recipe.overlength == "split":
-        raise mistake(
-            f"'overlength: split' makes several rows of one, which {recipe.objective} cannot compare",
-            key="overlength",
-            mend="write truncate, drop or error",
-        )
-    sides = ("auto", "left", "middle") if recipe.objective == "grpo" else ("auto",)
-    if recipe.truncate_side not in sides:
-        raise mistake(
-            "'truncate_side: right' would cut off where a prompt asks for its answer"
-            if recipe.objective == "grpo"
-            else "'truncate_side' has no meaning in dpo: a prompt loses its beginning, a completion its end",
-            key="truncate_side",
-            mend="write left or middle" if recipe.objective == "grpo" else "delete the line",
-        )
-    if recipe.packing:
-        raise mistake(
-            f"'packing' has no meaning in {recipe.objective}",
-            key="packing",
-            mend="delete the line; where prompts are shared the rows of a batch lie end to end anyway",
-        )
+    rules = (*Recipe.rules, *ROW_RULES, *DPO_RULES)

@@ -7,17 +7,191 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from streamtune.base.optimizer_table import OPTIMIZERS
-from streamtune.recipe.dpo import refuse_sequences_of_rows
-from streamtune.recipe.losses import distillation_mistakes
+from streamtune.recipe.dpo import ROW_RULES
+from streamtune.recipe.keys.optimizer import ONE_BLOCK
+from streamtune.recipe.rules import DELETE, GIVEN, KEEP_ONE, Clash, Custom, Not, OneOf, Refusal, Rules, Where
 from streamtune.recipe.schema import Recipe
-from streamtune.recipe.sharing import REPEATED, VLLM, WholeWeights
-from streamtune.recipe.spec import Count, Rows, Steps, Text, at_most, mistake
+from streamtune.recipe.spec import Count, Rows, Steps, Text, at_most
 
 Positive = Annotated[float, Field(gt=0), at_most(10**9)]
 NotNegative = Annotated[float, Field(ge=0), at_most(10**9)]
 UpToOne = Annotated[float, Field(gt=0, le=1)]
 LENGTHS = ("max_prompt_length", "max_completion_length")
+
+
+UNREAD_WITH_GKD = {
+    "beta": "weighs the divergence from a reference, and gkd has that from its teacher alone",
+    "ref_model_name_or_path": "names a reference, and gkd is compared with its teacher alone",
+    "epsilon": "clips ratios of probabilities, which gkd does not have",
+    "epsilon_high": "clips ratios of probabilities, which gkd does not have",
+    "delta": "clips ratios of probabilities, which gkd does not have",
+    "importance_sampling_level": "is of ratios of probabilities, which gkd does not have",
+    "scale_rewards": "is of advantages, and gkd makes none of its rewards: they are reported",
+    "allocation": "is of the variance of a policy gradient, and gkd has none: it learns from its teacher",
+}
+"""Keys of a policy-gradient loss that ``loss_type: gkd`` does not read, and why."""
+
+
+def _weighted_datasets(recipe: Any) -> Iterator[Refusal]:
+    if any(dataset.weight is not None for dataset in recipe.datasets):
+        yield Refusal(
+            "datasets.0.weight",
+            "'weight' has no meaning in grpo, where 'prompts' says how prompts are chosen",
+            "delete it; max_rows takes a part of a dataset, and repeat visits one more often",
+        )
+
+
+def _weights_of_rewards(recipe: Any) -> Iterator[Refusal]:
+    weights, rewards = recipe.reward_weights, recipe.reward_funcs
+    if weights is not None and len(weights) != len(rewards):
+        what = f"{len(weights)} weights for {len(rewards)} reward functions"
+        yield Refusal("reward_weights", what, "give one weight for each of reward_funcs")
+
+
+REWARD_RULES: Rules = (
+    Custom(_weighted_datasets),
+    Clash(
+        {"reward_funcs": (), "loss_type": Not("gkd")},
+        "'reward_funcs' is missing: '{loss_type}' is trained on rewards",
+        "name at least one, such as reward_funcs: [exact_match]; or write loss_type: gkd and a teacher",
+    ),
+    Clash(
+        {"loss_type": "gkd", "teacher": None},
+        "'loss_type: gkd' learns from a teacher, and the recipe names none",
+        "add teacher: NAME, or write loss_type: dapo",
+    ),
+    *(Clash({key: GIVEN, "loss_type": "gkd"}, f"'{key}' {why}", DELETE) for key, why in UNREAD_WITH_GKD.items()),
+    *(
+        Clash(
+            {key: GIVEN, "reward_funcs": ()},
+            f"'{key}' is about rewards, and the recipe has no 'reward_funcs'",
+            "add reward_funcs, or delete the line",
+        )
+        for key in ("reward_weights", "prompts", "pass_reward")
+    ),
+    Custom(_weights_of_rewards),
+    Clash(
+        {"num_generations": 1, "loss_type": Not("remax", "gkd")},
+        "a group of one completion has no mean to be better than",
+        "write 2 or more, or loss_type: remax, which compares with the likeliest completion",
+    ),
+)
+
+ALLOCATION_RULES: Rules = (
+    Where(
+        {"allocation": Not("equal")},
+        Clash(
+            {"num_generations": OneOf(1, 2)},
+            "gives each prompt two completions or more, so there is nothing to divide",
+            "write num_generations: 8",
+        ),
+        Clash(
+            {"beta": GIVEN, "loss_type": Not("rloo", "remax")},
+            "makes prompts count the same by their advantages, and 'beta' adds a divergence that has none",
+            "delete the line, or write loss_type: rloo, which has it in its rewards",
+        ),
+        *(
+            Clash(
+                {"divides": key}, "computes gradients of single completions, of whole weights", f"delete '{key}'", key
+            )
+            for key in ("fsdp", "deepspeed")
+        ),
+        Clash(
+            {"sequence_parallel_size": GIVEN},
+            "computes gradients of single completions, of which each rank has a part",
+            "write sequence_parallel_size: 1",
+        ),
+        Clash(
+            {"optim": ONE_BLOCK},
+            "computes gradients of one weight at any time, and the optimizer trains it in one block of many",
+            "write optim: adamw",
+        ),
+        text="'allocation: {allocation}' {}",
+    ),
+)
+
+
+def _too_short(recipe: Any) -> Iterator[Refusal]:
+    together = recipe.max_prompt_length + recipe.max_completion_length
+    if recipe.max_length < together:
+        yield Refusal(
+            "max_length",
+            f"'max_length' is {recipe.max_length:,}, and a prompt and its completion may have {together:,} tokens",
+            "delete the line, or lower max_prompt_length or max_completion_length",
+        )
+
+
+def _whole_groups_and_steps(recipe: Any) -> Iterator[Refusal]:
+    written, a_step, group = recipe.completions_per_generation, recipe.completions_per_step, recipe.num_generations
+    if written % group:
+        yield Refusal(
+            "num_generations",
+            f"{written} completions are written at once, which is no multiple of 'num_generations': {group}",
+            "change per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation",
+        )
+    if written % a_step or written // group < written // a_step:
+        yield Refusal(
+            "generation_batch_size" if recipe.generation_batch_size is not None else "steps_per_generation",
+            f"{written} completions of {written // group} prompts do not make whole optimizer steps of {a_step}",
+            "an optimizer step takes per_device_train_batch_size x gradient_accumulation_steps completions, and at "
+            "least one prompt",
+        )
+
+
+LENGTH_RULES: Rules = (Custom(_too_short), *ROW_RULES)
+
+BATCH_RULES: Rules = (
+    Clash(
+        {"generation_batch_size": GIVEN, "steps_per_generation": GIVEN},
+        "'generation_batch_size' and 'steps_per_generation' exclude each other",
+        KEEP_ONE,
+    ),
+    Custom(_whole_groups_and_steps),
+)
+
+
+def _clips_too_early(recipe: Any) -> Iterator[Refusal]:
+    high = recipe.epsilon if recipe.epsilon_high is None else recipe.epsilon_high
+    if recipe.delta is not None and recipe.delta <= 1 + high:
+        yield Refusal(
+            "delta",
+            f"'delta' is {recipe.delta:g}: at or below 1 + epsilon_high, {1 + high:g}, it would clip what is not "
+            "clipped yet",
+            "write a larger one, such as 4.0",
+        )
+
+
+POLICY_RULES: Rules = (
+    Custom(_clips_too_early),
+    Clash(
+        {"sft_steps": GIVEN, "beta": GIVEN, "ref_model_name_or_path": None},
+        "'sft_steps' trains the model first, and 'beta' holds it to what it was before that",
+        "run `streamtune sft` first and start from its final/, or name a ref_model_name_or_path",
+    ),
+    Clash(
+        {"ref_model_name_or_path": GIVEN, "beta": 0},
+        "'ref_model_name_or_path' names a reference, and with 'beta: 0' nothing is compared with one",
+        "delete the line, or write a beta above 0",
+    ),
+    Clash(
+        {"use_vllm": True, "finetuning_type": "qlora"},
+        "'use_vllm' cannot be handed the frozen weights of a quantised model",
+        "write finetuning_type: lora, or delete the line",
+    ),
+)
+
+NEEDS_WHOLE_WEIGHTS: Rules = (
+    Clash(
+        {"use_vllm": True},
+        "vLLM needs the whole weights on each rank, and the recipe shares them",
+        "write deepspeed: zero2, or let transformers write the completions",
+    ),
+    Clash(
+        {"repetition_penalty": GIVEN},
+        "ranks that share their weights write in step, with padding, and repetition_penalty would count that",
+        "write deepspeed: zero2, or repetition_penalty: 1.0",
+    ),
+)
 
 
 class GrpoRecipe(Recipe):
@@ -179,129 +353,15 @@ class GrpoRecipe(Recipe):
         """Accept TRL's older form: true is ``group``, false is ``none``."""
         return {True: "group", False: "none"}[scale_rewards] if isinstance(scale_rewards, bool) else scale_rewards
 
-    @model_validator(mode="after")
-    def _rewards_agree(self) -> GrpoRecipe:
-        if any(dataset.weight is not None for dataset in self.datasets):
-            raise mistake(
-                "'weight' has no meaning in grpo, where 'prompts' says how prompts are chosen",
-                key="datasets.0.weight",
-                mend="delete it; max_rows takes a part of a dataset, and repeat visits one more often",
-            )
-        for found in distillation_mistakes(self):
-            raise found
-        if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
-            raise mistake(
-                f"{len(self.reward_weights)} weights for {len(self.reward_funcs)} reward functions",
-                key="reward_weights",
-                mend="give one weight for each of reward_funcs",
-            )
-        if self.num_generations < 2 and self.loss_type not in ("remax", "gkd"):
-            raise mistake(
-                "a group of one completion has no mean to be better than",
-                key="num_generations",
-                mend="write 2 or more, or loss_type: remax, which compares with the likeliest completion",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _allocation_agrees(self) -> GrpoRecipe:
-        for key, what, mend in self._against_unequal_groups() if self.allocation != "equal" else ():
-            raise mistake(f"'allocation: {self.allocation}' {what}", key=key, mend=mend)
-        return self
-
-    def _against_unequal_groups(self) -> Iterator[tuple[str, str, str]]:
-        """Yield each key that groups of unequal size do not combine with, why, and how to mend it."""
-        if self.num_generations < 3:
-            why = "gives each prompt two completions or more, so there is nothing to divide"
-            yield "num_generations", why, "write num_generations: 8"
-        if self.beta and self.loss_type not in ("rloo", "remax"):
-            why = "makes prompts count the same by their advantages, and 'beta' adds a divergence that has none"
-            yield "beta", why, "delete the line, or write loss_type: rloo, which has it in its rewards"
-        if self.deepspeed is not None or self.fsdp:
-            key = "fsdp" if self.fsdp else "deepspeed"
-            yield key, "computes gradients of single completions, of whole weights", f"delete '{key}'"
-        if self.sequence_parallel_size > 1:
-            why = "computes gradients of single completions, of which each rank has a part"
-            yield "sequence_parallel_size", why, "write sequence_parallel_size: 1"
-        if OPTIMIZERS[self.optim].step.gradients == "block":
-            why = "computes gradients of one weight at any time, and the optimizer trains it in one block of many"
-            yield "optim", why, "write optim: adamw"
-
-    @model_validator(mode="after")
-    def _lengths_agree(self) -> GrpoRecipe:
-        together = self.max_prompt_length + self.max_completion_length
-        if self.max_length < together:
-            raise mistake(
-                f"'max_length' is {self.max_length:,}, and a prompt and its completion may have {together:,} tokens",
-                key="max_length",
-                mend="delete the line, or lower max_prompt_length or max_completion_length",
-            )
-        refuse_sequences_of_rows(self)
-        return self
-
-    @model_validator(mode="after")
-    def _batches_agree(self) -> GrpoRecipe:
-        if self.generation_batch_size is not None and self.steps_per_generation is not None:
-            raise mistake(
-                "'generation_batch_size' and 'steps_per_generation' exclude each other",
-                key="generation_batch_size",
-                mend="keep one of them",
-            )
-        written, a_step = self.completions_per_generation, self.completions_per_step
-        if written % self.num_generations:
-            raise mistake(
-                f"{written} completions are written at once, which is no multiple of 'num_generations': "
-                f"{self.num_generations}",
-                key="num_generations",
-                mend="change per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation",
-            )
-        if written % a_step or written // self.num_generations < written // a_step:
-            raise mistake(
-                f"{written} completions of {written // self.num_generations} prompts do not make whole optimizer steps "
-                f"of {a_step}",
-                key="generation_batch_size" if self.generation_batch_size is not None else "steps_per_generation",
-                mend="an optimizer step takes per_device_train_batch_size x gradient_accumulation_steps completions, "
-                "and at least one prompt",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _loss_agrees(self) -> GrpoRecipe:
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        if self.delta is not None and self.delta <= 1 + high:
-            raise mistake(
-                f"'delta' is {self.delta:g}: at or below 1 + epsilon_high, {1 + high:g}, it would clip what is not "
-                "clipped yet",
-                key="delta",
-                mend="write a larger one, such as 4.0",
-            )
-        if self.sft_steps and self.beta and self.ref_model_name_or_path is None:
-            raise mistake(
-                "'sft_steps' trains the model first, and 'beta' holds it to what it was before that",
-                key="sft_steps",
-                mend="run `streamtune sft` first and start from its final/, or name a ref_model_name_or_path",
-            )
-        if self.ref_model_name_or_path is not None and not self.beta:
-            raise mistake(
-                "'ref_model_name_or_path' names a reference, and with 'beta: 0' nothing is compared with one",
-                key="ref_model_name_or_path",
-                mend="delete the line, or write a beta above 0",
-            )
-        if self.use_vllm and self.finetuning_type == "qlora":
-            raise mistake(
-                "'use_vllm' cannot be handed the frozen weights of a quantised model",
-                key="use_vllm",
-                mend="write finetuning_type: lora, or delete the line",
-            )
-        return self
-
-    def needs_whole_weights(self) -> Iterator[WholeWeights]:
-        """Yield the choices of this recipe that are refused where ranks share the weights."""
-        yield from super().needs_whole_weights()
-        if self.use_vllm:
-            yield VLLM
-        if self.repetition_penalty != 1.0:
-            yield REPEATED
+    rules = (
+        *Recipe.rules,
+        *REWARD_RULES,
+        *ALLOCATION_RULES,
+        *LENGTH_RULES,
+        *BATCH_RULES,
+        *POLICY_RULES,
+    )
+    whole_weights = (*Recipe.whole_weights, *NEEDS_WHOLE_WEIGHTS)
 
     # --- what follows ------------------------------------------------------------------------------------------
 

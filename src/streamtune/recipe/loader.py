@@ -23,12 +23,12 @@ from pydantic import ValidationError
 from streamtune.base.paths import open_at_once
 from streamtune.base.secrets import find_secret, redact
 from streamtune.errors import RecipeError, did_you_mean
-from streamtune.recipe.adapters import unread_adapter_keys
+from streamtune.recipe.keys.adapters import unread_adapter_keys
 from streamtune.recipe.mistakes import leaf_paths
 from streamtune.recipe.yaml import MAX_BYTES, KeyPath, Marks, parse_scalar, read_yaml, show_path
 
 from .aliases import ALIASES, INSTEAD, SWITCHES, apply_aliases
-from .datasets import DatasetSpec
+from .keys.datasets import DatasetSpec
 from .kinds import RECIPES, objectives_with
 from .mistakes import find_mistakes, to_error, unknown_key
 from .schema import Recipe

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from streamtune.base.sizes import SIZE_PATTERN
+from streamtune.recipe.rules import Refusal, Rules, refusals_of
 
 TOO_LARGE = "too_large"
 """Type of the error that a number is larger than any run needs."""
@@ -38,7 +40,10 @@ Size = Annotated[str, Field(pattern=SIZE_PATTERN, json_schema_extra={"examples":
 
 
 class Spec(BaseModel):
-    """The base of all recipe types: strict, frozen, no unknown key, no NaN."""
+    """The base of all recipe types: strict, frozen, no unknown key, no NaN, and the rules of its keys."""
+
+    rules: ClassVar[Rules] = ()
+    """Table of rules about these keys."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -48,6 +53,16 @@ class Spec(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        for refusal in self.refusals():
+            raise mistake(refusal.what, key=refusal.key, mend=refusal.mend)
+        return self
+
+    def refusals(self) -> Iterator[Refusal]:
+        """Yield what the rules refuse, in the order of the tables."""
+        return refusals_of(self, self.rules)
 
 
 def mistake(what: str, *, key: str, mend: str = "") -> PydanticCustomError:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from streamtune import data, models, train
-from streamtune.recipe.datasets import DatasetSpec
+from streamtune.recipe.keys.datasets import DatasetSpec
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 

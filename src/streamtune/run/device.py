@@ -21,7 +21,7 @@ from streamtune.base.sizes import parse_size, show_size
 from streamtune.engine import RouterLoss, SequenceParallel, StreamHandle, balance_coefficient, balances_itself, stream
 from streamtune.engine.memory.host import total_host_bytes
 from streamtune.errors import ArgumentError, OutOfMemoryError, UnsupportedModelError, UserError
-from streamtune.recipe.engine import EngineSpec
+from streamtune.recipe.keys.engine import EngineSpec
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.schedule import Schedule

@@ -37,7 +37,7 @@ from streamtune.plan.simulate.meta_operators import meta_copy
 from streamtune.plan.simulate.scored import Completions, Scored
 from streamtune.plan.simulate.simulate import Simulation, holdings_of, simulate
 from streamtune.plan.simulate.workload import TeacherShape, Workload
-from streamtune.recipe.engine import EngineSpec
+from streamtune.recipe.keys.engine import EngineSpec
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RanksAsked, Wider, accumulation_of, cluster_of, links_for, wider_of

@@ -21,7 +21,7 @@ import transformers
 from streamtune import __version__, models, train
 from streamtune.distributed import agree
 from streamtune.errors import ArgumentError, RecipeError, did_you_mean
-from streamtune.recipe.adapters import ADAPTER_KEYS
+from streamtune.recipe.keys.adapters import ADAPTER_KEYS
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import fingerprint_inputs, fingerprint_tokenizer_files
 from streamtune.run.precision import as_before, loses_steps

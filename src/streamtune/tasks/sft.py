@@ -22,7 +22,7 @@ from streamtune.engine import Branches, StreamHandle, check_branches, check_pack
 from streamtune.engine.rotary import longest_unscaled
 from streamtune.errors import DataError, UnsupportedModelError
 from streamtune.ops import Divergence, TokenLoss
-from streamtune.recipe.batching import BucketSpec
+from streamtune.recipe.keys.batching import BucketSpec
 from streamtune.recipe.schema import Recipe
 from streamtune.tasks.random_batches import RandomTokens
 from streamtune.tasks.selected import SKETCH, SelectedSteps

@@ -17,7 +17,7 @@ from torch import nn
 from streamtune import data, models, train
 from streamtune.base.adapters import base_of
 from streamtune.errors import ArgumentError
-from streamtune.recipe.batching import BucketSpec
+from streamtune.recipe.keys.batching import BucketSpec
 from streamtune.recipe.schema import Recipe
 
 WITHOUT_SCORES = ("linear_attention", "mamba", "conv", "moe", "mlp")

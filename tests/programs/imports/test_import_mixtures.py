@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -144,27 +143,3 @@ def test_what_cannot_be_said_is_lost(lines: str, lost_field: str) -> None:
         peer = "base_model: own/base\nsequence_len: 9\ndatasets: [{path: a.jsonl}]\n"
     found, _ = imported(peer + lines)
     assert lost_field in lost(found)
-
-
-@pytest.mark.parametrize(
-    ("line", "mend"),
-    [
-        ("interleave_probs: [0.5, 0.5]", "write weight: P in each entry of datasets"),
-        ("test_datasets: [{path: x}]", "write eval_datasets: {NAME: PATH}"),
-        ("new_special_tokens: [<a>]", "write special_tokens: {additional_special_tokens: [...]}"),
-    ],
-)
-def test_names_of_other_trainers_in_ours(refused: Any, line: str, mend: str) -> None:
-    error = refused(f"{line}\n")
-    assert error.mend == mend
-    assert error.where.endswith(":4")
-
-
-def test_keys_of_other_trainers_in_an_entry(refused: Any, write: Any) -> None:
-    text = "model_name_or_path: x\ndatasets:\n- {path: a, field_messages: talk}\n"
-    Path("r.yaml").write_text(text)
-    with pytest.raises(Exception, match="'field_messages' is another trainer's key") as caught:
-        load_recipe("r.yaml")
-    assert "write columns: {messages: NAME}" in str(caught.value)
-    loaded = load_recipe(write("tokens: [<a>]\n"))
-    assert loaded.recipe.added_tokens == ("<a>",)

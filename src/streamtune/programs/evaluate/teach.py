@@ -19,7 +19,6 @@ from streamtune.ops.head.sweep import TargetRows
 from streamtune.programs.evaluate.evaluate import Feedback
 from streamtune.programs.evaluate.model import plan_evaluation
 from streamtune.recipe.loader import LoadedRecipe
-from streamtune.recipe.losses import loss_mistakes
 from streamtune.run.data import make_sources, make_tokenizer
 from streamtune.run.device import blame_recipe, choose_device, prepare_libraries, stream_model
 from streamtune.run.reference import load_reference
@@ -51,9 +50,8 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
         if recipe.teacher is None or recipe.teacher_file is not None:
             raise ArgumentError("the recipe names no model as teacher", where="teacher", mend="--set teacher=NAME")
         # What a run with the file would refuse is refused now.
-        for found in loss_mistakes(recipe.model_copy(update={"teacher": str(output)})):
-            told: dict[str, Any] = found.context or {}
-            raise ArgumentError(told["what"], where=told["key"], mend=told["mend"])
+        for key, what, mend in recipe.model_copy(update={"teacher": str(output)}).refusals():
+            raise ArgumentError(what, where=key, mend=mend)
         device = choose_device(recipe.device)
         prepare_libraries(device)
         sources = make_sources(loaded)

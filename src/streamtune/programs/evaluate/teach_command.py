@@ -11,7 +11,7 @@ from streamtune.base.sizes import show_size
 from streamtune.cli.console import err, loading_libraries, out, print_json, print_note
 from streamtune.cli.options import JsonOption, RecipeArgument, SetOption, option, read_recipe
 from streamtune.errors import ArgumentError
-from streamtune.recipe.losses import TEACHER_FILE
+from streamtune.recipe.keys.loss import TEACHER_FILE
 
 
 def teach(

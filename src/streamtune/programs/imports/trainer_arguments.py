@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.base.adapters import ADAPTERS
-from streamtune.recipe.adapters import ADAPTER_KEYS
+from streamtune.recipe.keys.adapters import ADAPTER_KEYS
 
 from .conversion import Conversion
 from .field_rules import (

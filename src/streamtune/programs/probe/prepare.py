@@ -20,7 +20,7 @@ from streamtune.plan.budget import Budget
 from streamtune.plan.simulate.memory import device_held_bytes
 from streamtune.plan.simulate.scored import Completions, PlainScores, use_checkpointing
 from streamtune.programs.probe.trial import BudgetExceededError, Shape, TrainingStep
-from streamtune.recipe.engine import EngineSpec
+from streamtune.recipe.keys.engine import EngineSpec
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import prepare_libraries, stream_model
 from streamtune.run.model import make_model_alone, make_reference_alone, train_largest

@@ -1,12 +1,14 @@
-"""Groups of keys of a recipe: the model, the tokenizer, special tokens, rotary positions, samples."""
+"""Keys of the model: its weights, tokenizer, special tokens and rotary positions."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from streamtune.recipe.spec import Count, Spec, Steps, Text, at_most, mistake
+from streamtune.recipe.rules import KEEP_ONE, Clash, Custom, Not, Refusal, Rules
+from streamtune.recipe.spec import Count, Spec, Text, at_most, mistake
 
 
 class ModelInit(Spec):
@@ -45,15 +47,15 @@ class TokenizerSpec(Spec):
     train: TokenizerTrain | None = None
     """Train a tokenizer on the recipe's own rows, with the ChatML template."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> TokenizerSpec:
-        if (self.path is None) == (self.train is None):
-            raise mistake(
-                "'tokenizer' needs one of 'path' and 'train'",
-                key="tokenizer",
-                mend="write {path: NAME} or {train: {vocab_size: 4096}}",
-            )
-        return self
+    rules = tuple(
+        Clash(
+            both,
+            "'tokenizer' needs one of 'path' and 'train'",
+            "write {path: NAME} or {train: {vocab_size: 4096}}",
+            key="tokenizer",
+        )
+        for both in ({"path": None, "train": None}, {"path": Not(None), "train": Not(None)})
+    )
 
 
 class SpecialTokens(Spec):
@@ -160,22 +162,76 @@ OF_TYPE = {
 """Types of scaling, and the keys that only they have."""
 
 
-class SampleSpec(Spec):
-    """Prompts that the model completes at the end of a run and, with `sample_steps`, while it trains."""
+class ModelKeys(Spec):
+    """The model to fine-tune, and its tokenizer."""
 
-    prompt: Annotated[tuple[Text, ...], Field(min_length=1, strict=False)] | Text | None = None
-    """The user's message (the beginning of the text for a tokenizer without chat template), or a list of them."""
+    model_name_or_path: Text | None = None
+    """Hub name or local folder of the model to fine-tune; or give `model`."""
 
-    held_out: Steps = 0
-    """`sft`: also complete the prompts of so many held-out rows, the longest of them, by the likeliest token each time,
-    and count the answers that are those of the rows."""
+    model: ModelInit | None = None
+    """Start from a configuration and random weights: `{init: {model_type: qwen3, ...}}`."""
 
-    max_new_tokens: Count = 64
-    """Tokens to write at most."""
+    tokenizer: TokenizerSpec | None = None
+    """Tokenizer; without it, the one that belongs to `model_name_or_path`."""
 
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        """The prompts, one or several."""
-        if self.prompt is None:
-            return ()
-        return (self.prompt,) if isinstance(self.prompt, str) else self.prompt
+    special_tokens: SpecialTokens = SpecialTokens()
+    """Special tokens to use, and to add where the tokenizer does not have them:
+    `{eos_token: "<|im_end|>", additional_special_tokens: ["<|im_start|>"]}`. The model gets a row for each new one."""
+
+    added_tokens: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Tokens to add that are ordinary text when decoded: `["<think>", "</think>"]`. Their rows in embedding and head
+    begin as the mean of the others and are trained, beside adapters too."""
+
+    chat_template: Text | None = None
+    """Jinja chat template, inline or the path of a file; without it, the tokenizer's own."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for sources you trust."""
+
+    allow_pickle: bool = False
+    """Read weights that are a pickle (`pytorch_model.bin`), tensors only. Without it weights are safetensors."""
+
+    dtype: Literal["auto", "mixed", "float32", "bfloat16"] = "auto"
+    """Dtype of the weights. `mixed`: the checkpoint's own where they are frozen, float32 where they are trained, which
+    keeps steps that bfloat16 would round away. `auto` is `mixed` with `bf16`; where that does not fit, bfloat16 with
+    `weight_rounding: stochastic`, and the banner says so. A model made from a configuration is float32."""
+
+    weight_rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Rounding of bfloat16 weights after each step, which is computed in float32. `nearest` loses steps smaller than
+    half of the distance between two numbers; `stochastic` rounds up as often as what is cut off is large, by bits of
+    `seed`, and keeps them on average. With `dtype: bfloat16`, or `modules_to_save` of a bfloat16 checkpoint."""
+
+    rope_scaling: RopeScaling | None = None
+    """Extend the rotary positions of the model to longer rows: `{rope_type: yarn, factor: 4}`. Saved in the model's
+    configuration, where inference engines read it."""
+
+    rope_theta: Annotated[float, Field(gt=1), at_most(10**15)] | None = None
+    """Base of the frequencies of the rotary positions; without it, the model's own. Saved in its configuration."""
+
+
+MODEL_RULES: Rules = (
+    Clash(
+        {"model_name_or_path": None, "model": None},
+        "the recipe names no model",
+        "add model_name_or_path, or model: {init: ...}",
+    ),
+    Clash(
+        {"model": Not(None), "model_name_or_path": Not(None)},
+        "'model_name_or_path' and 'model' exclude each other",
+        KEEP_ONE,
+    ),
+    Clash(
+        {"model": Not(None), "tokenizer": None},
+        "a model made from a configuration has no tokenizer of its own",
+        "add tokenizer: {train: {vocab_size: 4096}} or tokenizer: {path: NAME}",
+    ),
+)
+
+
+def _token_added_twice(recipe: Any) -> Iterator[Refusal]:
+    named = [*recipe.special_tokens.additional_special_tokens, *recipe.added_tokens]
+    if twice := next((token for token in named if named.count(token) > 1), None):
+        yield Refusal("added_tokens", f"the token '{twice}' is added twice", "keep one of the two")
+
+
+TOKEN_RULES: Rules = (Custom(_token_added_twice),)

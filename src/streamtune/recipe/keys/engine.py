@@ -1,12 +1,14 @@
-"""The recipe's ``engine:`` group: who picks the schedule, what is fixed, and what memory there is to plan with."""
+"""Keys of streaming, the ``engine:`` group, and of the device: what is fixed, and what memory there is to plan with."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from streamtune.recipe.spec import Count, Size, Spec, Steps, Text, mistake
+from streamtune.recipe.rules import GIVEN, Clash, Custom, Not, Refusal, Rules
+from streamtune.recipe.spec import Count, Size, Spec, Steps, Text, at_most
 from streamtune.schedule import (
     DEFAULTS,
     FetchDtype,
@@ -21,6 +23,35 @@ from streamtune.schedule import (
 )
 
 Auto = Literal["auto"]
+
+
+def _open_choices(spec: Any) -> dict[str, Any]:
+    """Return all choices of a schedule: with ``fixed`` one that is not made takes its default, else it is None."""
+    return {**(DEFAULTS if spec.schedule == "fixed" else dict.fromkeys(DEFAULTS)), **spec.choices()}
+
+
+def _contradictions(spec: Any) -> Iterator[Refusal]:
+    """Yield choices that exclude each other under any plan."""
+    choices = _open_choices(spec)
+    if choices["order"] == "chunk" and spec.keep_kv == "auto":
+        choices["keep_kv"] = None  # it is kept without a word
+    for field, what, (other, value) in contradictions(choices, _in_a_recipe):
+        mend = f"add {other}: {value}" if field == "offload" else f"write {other}: {value}, or delete the line"
+        yield Refusal(f"engine.{field}", what, mend)
+
+
+def _directory_without_disk(spec: Any) -> Iterator[Refusal]:
+    offload = _open_choices(spec)["offload"]
+    if spec.offload_dir is not None and offload in ("device", "host"):
+        yield Refusal(
+            "engine.offload_dir",
+            f"'engine.offload_dir' is where 'offload: disk' writes, and 'engine.offload' is {offload}",
+            "write offload: disk, or delete the line",
+        )
+
+
+def _in_a_recipe(field: str, value: str | None = None) -> str:
+    return f"'engine.{field}'" if value is None else f"'engine.{field}: {value}'"
 
 
 class EngineSpec(Spec):
@@ -112,36 +143,27 @@ class EngineSpec(Spec):
     margin: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Part of each of these that the planner leaves free."""
 
-    @model_validator(mode="after")
-    def _choices_agree(self) -> EngineSpec:
-        """Refuse choices that exclude each other under any plan; with ``fixed`` a choice not made takes its default."""
-        open_choices = DEFAULTS if self.schedule == "fixed" else dict.fromkeys(DEFAULTS)
-        choices = {**open_choices, **self._choices()}
-        if choices["order"] == "chunk" and self.keep_kv == "auto":
-            choices["keep_kv"] = None  # it is kept without a word
-        for field, what, (other, value) in contradictions(choices, _in_a_recipe):
-            mend = f"add {other}: {value}" if field == "offload" else f"write {other}: {value}, or delete the line"
-            raise mistake(what, key=f"engine.{field}", mend=mend)
-        if self.fetch_dtype == "bfloat16" and self.weights == "auto":
-            raise mistake(
-                "'engine.fetch_dtype: bfloat16' is of weights that wait on the host, which is left to the planner",
-                key="engine.fetch_dtype",
-                mend="write weights: host, or delete the line",
-            )
-        if self.optimizer == "device" and self.weights == "host":
-            raise mistake(
-                "'engine.optimizer: device' steps on the device, and weights that wait on the host are stepped there",
-                key="engine.optimizer",
-                mend="write optimizer: auto, or delete the line",
-            )
-        offload = choices["offload"]
-        if self.offload_dir is not None and offload in ("device", "host"):
-            raise mistake(
-                f"'engine.offload_dir' is where 'offload: disk' writes, and 'engine.offload' is {offload}",
-                key="engine.offload_dir",
-                mend="write offload: disk, or delete the line",
-            )
-        return self
+    rules = (
+        Custom(_contradictions),
+        Clash(
+            {"fetch_dtype": "bfloat16", "weights": "auto"},
+            "'engine.fetch_dtype: bfloat16' is of weights that wait on the host, which is left to the planner",
+            "write weights: host, or delete the line",
+            key="engine.fetch_dtype",
+        ),
+        Clash(
+            {"optimizer": "device", "weights": "host"},
+            "'engine.optimizer: device' steps on the device, and weights that wait on the host are stepped there",
+            "write optimizer: auto, or delete the line",
+            key="engine.optimizer",
+        ),
+        Custom(_directory_without_disk),
+    )
+
+    @property
+    def on_host(self) -> str | None:
+        """The key that has the optimizer step on the host; None where it steps on the device."""
+        return next((key for key in ("weights", "optimizer") if getattr(self, key) == "host"), None)
 
     def written(self) -> dict[str, Any]:
         """Return the choices of a schedule that are made here, by the names of the engine's ``Schedule``.
@@ -149,16 +171,72 @@ class EngineSpec(Spec):
         ``segment_size`` stands for two levels, and ``keep_kv: true`` for ``device``. ``offload`` is not derived from
         ``device_layers``: that is left to the caller.
         """
-        made = self._choices()
+        made = self.choices()
         if "keep_kv" in made:
             made["keep_kv"] = kept(made["keep_kv"])
         if "segment_size" in made:
             made["levels"] = 2
         return made
 
-    def _choices(self) -> dict[str, Any]:
+    def choices(self) -> dict[str, Any]:
+        """Return the choices of a schedule that are made here, as they are written."""
         return {name: value for name in DEFAULTS if (value := getattr(self, name)) not in ("auto", None)}
 
 
-def _in_a_recipe(field: str, value: str | None = None) -> str:
-    return f"'engine.{field}'" if value is None else f"'engine.{field}: {value}'"
+class EngineKeys(Spec):
+    """Streaming, and the device that it is on."""
+
+    engine: EngineSpec = EngineSpec()
+    """Streaming of the sequence; the defaults suit most runs."""
+
+    bf16: bool | None = None
+    """Compute in bfloat16 (autocast) and keep the weights as they are. Without it: true where `dtype: auto` trains the
+    weights of a bfloat16 or float16 checkpoint in float32, else false."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to train on; `auto` takes an accelerator where there is one."""
+
+    peak_flops: Annotated[float, Field(gt=0), at_most(10**20)] | None = None
+    """Dense FLOP/s of one device, which `mfu` is a part of; without it, the bfloat16 figure of its data sheet where the
+    device is known, and no `mfu` elsewhere, such as on a CPU."""
+
+
+ENGINE_RULES: Rules = (
+    Clash(
+        {"engine.order": "chunk", "sequence_parallel_size": GIVEN},
+        "'order: chunk' is for whole rows, and 'sequence_parallel_size' shares each of them between ranks",
+        "write order: layer, or delete the line; or sequence_parallel_size: 1",
+    ),
+    Clash(
+        {"engine.optimizer": GIVEN, "divides": Not(None)},
+        "'engine.optimizer' is the memory of an optimizer of this program's, and '{divides}' has one of its own",
+        "delete '{divides}', or this line; deepspeed: zero3_offload steps on the host",
+    ),
+    *(
+        Clash(
+            {"engine.weights": "host", key: GIVEN},
+            f"'engine.weights: host' is for one device by itself, and '{key}' is for several or for DeepSpeed",
+            f"delete '{key}', or write deepspeed: zero3_offload and delete this line",
+        )
+        for key in ("fsdp", "deepspeed", "sequence_parallel_size")
+    ),
+    Clash(
+        {"bf16": True, "engine.weights": "host", "engine.fetch_dtype": "bfloat16"},
+        "'bf16' casts what layers compute, and with 'fetch_dtype: bfloat16' the weights are bfloat16 already",
+        "write bf16: false, or delete fetch_dtype",
+    ),
+    Clash(
+        {"engine.weights": "host", "finetuning_type": "qlora"},
+        "'engine.weights: host' copies weights as they are, and quantised ones stay on the device",
+        "write finetuning_type: lora, or delete the line",
+    ),
+)
+
+NEEDS_WHOLE_WEIGHTS: Rules = (
+    Clash(
+        {"engine.order": "chunk"},
+        "order: chunk passes through the weights of all layers once for every chunk, and ranks that share them would "
+        "send them each time",
+        "write order: layer, or deepspeed: zero2",
+    ),
+)

@@ -1,9 +1,14 @@
-"""Presets: values of several keys at once, which the keys of the file replace."""
+"""The objective, and presets: values of several keys at once, which the keys of the file replace."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from streamtune.recipe.rules import DELETE, Clash, Not, Rules
+from streamtune.recipe.spec import Spec
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "small_sft": {
@@ -48,3 +53,24 @@ def describe_preset(recipe: Any) -> str | None:
     return f"{recipe.preset} sets {', '.join(kept) or 'nothing'}" + (
         f"; the recipe has its own {', '.join(replaced)}" if replaced else ""
     )
+
+
+class ObjectiveKeys(Spec):
+    """The objective, and the preset of its keys."""
+
+    objective: Literal["sft", "dpo", "grpo"] = "sft"
+    """Objective of the training: `sft` the rows as they are, `dpo` preferences between completions, `grpo` rewards. The
+    command of that name implies it."""
+
+    preset: Literal["small_sft"] | None = None
+    """`sft`: set several keys, where the recipe does not give them. `small_sft` is for models of 3B to 7B (arXiv
+    2412.13337): `train_batch_size: 3840`, `learning_rate: 2.0e-5`, `lr_scheduler_type: constant`, no warm-up. The
+    banner and `plan` show what is set."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_its_preset(cls, given: Any) -> Any:
+        return with_preset(given)
+
+
+PRESET_RULES: Rules = (Clash({"preset": Not(None), "objective": Not("sft")}, "'preset: {preset}' is for sft", DELETE),)

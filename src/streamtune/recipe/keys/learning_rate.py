@@ -1,0 +1,147 @@
+"""Keys of the learning rate: the names of schedules, and what each can be told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from streamtune.errors import did_you_mean
+from streamtune.recipe.rules import GIVEN, KEEP_ONE, Clash, Custom, Refusal, Rules
+from streamtune.recipe.spec import Count, Fraction, Spec, Steps, Text
+
+ScheduleName = Literal[
+    "cosine",
+    "linear",
+    "constant",
+    "constant_with_warmup",
+    "cosine_with_min_lr",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+    "power",
+]
+
+Range = tuple[float, float] | tuple[str, ...]
+"""Least and largest value of a number, or the words that are known."""
+
+RATE, PART, CYCLES, STEPS = (0.0, 1.0), (0.0, 1.0), (0.0, 1e6), (0.0, 1e12)
+
+OPTIONS: Mapping[str, Mapping[str, Range]] = {
+    "cosine": {"num_cycles": CYCLES},
+    "linear": {},
+    "constant": {},
+    "constant_with_warmup": {},
+    "cosine_with_min_lr": {"min_lr": RATE, "min_lr_rate": PART, "num_cycles": CYCLES},
+    "cosine_with_restarts": {"num_cycles": CYCLES},
+    "polynomial": {"lr_end": RATE, "power": (0.0, 1e3)},
+    "inverse_sqrt": {"timescale": (1.0, 1e12)},
+    "warmup_stable_decay": {
+        "num_decay_steps": STEPS,
+        "decay_ratio": PART,
+        "decay_type": ("linear", "cosine", "1-sqrt"),
+        "min_lr_ratio": PART,
+        "num_cycles": CYCLES,
+    },
+    "power": {
+        "a": (0.0, 1e9),
+        "b": (-10.0, 10.0),
+        "batch_size": (1.0, 1e12),
+        "tokens_per_step": (1.0, 1e15),
+        "decay_ratio": PART,
+    },
+}
+"""Schedule -> its options and their ranges; the names are those of transformers where it has them."""
+
+NEEDED = {"power": ("batch_size", "tokens_per_step")}
+ONE_OF = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "warmup_stable_decay": ("num_decay_steps", "decay_ratio")}
+KEY = "lr_scheduler_kwargs"
+
+
+class LearningRateKeys(Spec):
+    """The learning rate, and its shape over the run."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-5
+    """Peak learning rate."""
+
+    lr_scheduler_type: ScheduleName = "cosine"
+    """Shape of the learning rate after the warm-up; `cosine` and `linear` end at 0. `warmup_stable_decay` stays at the
+    peak and decays at the end, `power` (arXiv 2408.13359) follows the tokens trained on, whatever the batch."""
+
+    lr_scheduler_kwargs: Annotated[dict[Text, Any], Field(default_factory=dict)]
+    """Options of the schedule, with the names of transformers: `{min_lr_rate: 0.1}` of `cosine_with_min_lr`,
+    `{num_cycles: 3}` of `cosine_with_restarts`, `{power: 2.0, lr_end: 1.0e-7}` of `polynomial`, `{timescale: 1000}` of
+    `inverse_sqrt`, `{decay_ratio: 0.1, decay_type: 1-sqrt}` (or `num_decay_steps`) of `warmup_stable_decay`,
+    `{batch_size: 64, tokens_per_step: 262144}` of `power`."""
+
+    lr_scaling: Literal["none", "sqrt", "linear"] = "none"
+    """Multiply `learning_rate` by the size of a step over `lr_scaling_base`, or by the root of that."""
+
+    lr_scaling_base: Count | None = None
+    """`lr_scaling`: size of the step that `learning_rate` was chosen for, in the unit of the recipe's: rows over all
+    ranks (sequences where they are packed), or tokens with `tokens_per_batch`."""
+
+    warmup_ratio: Fraction = 0.0
+    """Part of the steps in which the learning rate rises; or give `warmup_steps`."""
+
+    warmup_steps: Steps = 0
+    """Steps in which the learning rate rises; or give `warmup_ratio`."""
+
+
+def _wrong(value: Any, known: Range) -> str | None:
+    """Return what is wrong with the value of an option, None if nothing is."""
+    if isinstance(known[0], str):
+        return None if value in known else f"is one of {', '.join(map(str, known))}, not {value!r}"
+    least, most = float(known[0]), float(known[1])
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return f"is a number, not {value!r}"
+    return None if least <= value <= most else f"is a number from {least:g} to {most:g}, not {value!r}"
+
+
+def _scheduler_options(recipe: Any) -> Iterator[Refusal]:
+    name, given = recipe.lr_scheduler_type, recipe.lr_scheduler_kwargs
+    known = OPTIONS[name]
+    for option, value in given.items():
+        if option not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none; delete the line"
+            mend = did_you_mean(option, known) or takes
+            yield Refusal(KEY, f"the schedule '{name}' has no option '{option}'", mend)
+        elif (wrong := _wrong(value, known[option])) is not None:
+            yield Refusal(KEY, f"'{option}' of the schedule '{name}' {wrong}")
+    both = [option for option in ONE_OF.get(name, ()) if option in given]
+    if len(both) > 1:
+        yield Refusal(KEY, f"'{both[0]}' and '{both[1]}' say the same", KEEP_ONE)
+    if name == "cosine_with_min_lr" and not both:
+        yield Refusal(
+            "lr_scheduler_type",
+            "the schedule 'cosine_with_min_lr' is not told where it ends",
+            "add lr_scheduler_kwargs: {min_lr_rate: 0.1}",
+        )
+    for option in NEEDED.get(name, ()):
+        if option not in given:
+            yield Refusal(
+                "lr_scheduler_type",
+                f"the schedule '{name}' needs '{option}'",
+                "add lr_scheduler_kwargs: {batch_size: ROWS_OF_A_STEP, tokens_per_step: TOKENS_OF_A_STEP}",
+            )
+    if given.get("min_lr", 0) > recipe.learning_rate or given.get("lr_end", 0) > recipe.learning_rate:
+        yield Refusal(KEY, "the schedule ends above 'learning_rate'", "lower it")
+
+
+SCALED_FROM = "'lr_scaling' compares a step with 'lr_scaling_base', the rows that 'learning_rate' was chosen for"
+WRITE_BOTH = "write both, such as lr_scaling: sqrt and lr_scaling_base: 32, or none"
+
+LEARNING_RATE_RULES: Rules = (
+    Custom(_scheduler_options),
+    Clash({"lr_scaling_base": GIVEN, "lr_scaling": "none"}, SCALED_FROM, WRITE_BOTH),
+    Clash({"lr_scaling": GIVEN, "lr_scaling_base": None}, SCALED_FROM, WRITE_BOTH),
+)
+
+WARMUP_RULES: Rules = (
+    Clash(
+        {"warmup_steps": GIVEN, "warmup_ratio": GIVEN}, "'warmup_ratio' and 'warmup_steps' exclude each other", KEEP_ONE
+    ),
+)

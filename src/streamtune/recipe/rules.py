@@ -1,0 +1,231 @@
+"""Rules about keys: the rows of the rule tables, and how they are read.
+
+A table is a tuple of rows beside the keys that it is about, in ``keys/``, ``dpo.py`` and ``grpo.py``. A condition is a
+mapping of keys to values, which all hold::
+
+    Clash({"packing": True, "batching": "buckets"}, "'packing' has no meaning with buckets", "delete the line")
+
+The mistake is reported at the first key. A key of a group is written ``engine.weights``; a property of the recipe is a
+key as well. ``{key}`` in a text is the value of a key, ``{key:,}`` with Python's format; in braces with a blank
+(``{prompt: ...}``) is text.
+
+Rows are asked in the order of the tables, and the first mistake is reported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+DELETE = "delete the line"
+ONE_OF_TWO = "delete one of the two"
+KEEP_ONE = "keep one of them"
+
+Condition = Mapping[str, object]
+"""Keys and the values that they have: a value, or one of the tests below."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """Any value but the default."""
+
+
+GIVEN = Given()
+
+
+class Not:
+    """Any value but these."""
+
+    def __init__(self, *values: object) -> None:
+        self.values = values
+
+
+class OneOf:
+    """One of these values."""
+
+    def __init__(self, *values: object) -> None:
+        self.values = values
+
+
+def having(table: Mapping[str, object], when: Condition) -> OneOf:
+    """Return the test of a name whose row in a table meets a condition: ``having(OPTIMIZERS, {"averages": True})``."""
+    return OneOf(*(name for name, row in table.items() if holds(row, when)))
+
+
+class Refusal(NamedTuple):
+    """A mistake: the key whose line is reported, what is wrong, and how to mend it."""
+
+    key: str
+    what: str
+    mend: str = ""
+
+
+class KeyRule(Protocol):
+    """A row of a table."""
+
+    def refusals(self, spec: Any) -> Iterator[Refusal]:
+        """Yield the mistakes that this row finds in a recipe, or in a group of keys."""
+        ...
+
+
+@dataclass(frozen=True)
+class Clash:
+    """Settings that exclude each other.
+
+    Args:
+        when: The settings.
+        what: Sentence of the error.
+        mend: How to mend it.
+        key: Key whose line is reported; empty for the first of ``when``.
+    """
+
+    when: Condition
+    what: str
+    mend: str = ""
+    key: str = ""
+
+    def refusals(self, spec: Any) -> Iterator[Refusal]:
+        """Yield the mistake if all settings are there."""
+        if holds(spec, self.when):
+            yield Refusal(self.key or next(iter(self.when)), fill(self.what, spec), fill(self.mend, spec))
+
+
+@dataclass(frozen=True)
+class Reads:
+    """A key that is read with one value of another key alone.
+
+    Args:
+        key: The key that is read.
+        other: The other key.
+        value: Its value.
+        why: What the key does with it, where the sentence says more than "is read with".
+        mend: How to mend it, where it differs.
+    """
+
+    key: str
+    other: str
+    value: object
+    why: str = "is read with"
+    mend: str = ""
+
+    def refusals(self, spec: Any) -> Iterator[Refusal]:
+        """Yield the mistake if the key is given and the other has another value."""
+        found = value_of(spec, self.other)
+        if is_given(spec, self.key) and found != self.value:
+            setting = f"{self.other}: {shown(self.value)}"
+            shown_value = f"'{found}'" if isinstance(found, str) else shown(found)
+            yield Refusal(
+                self.key,
+                f"'{self.key}' {self.why} '{setting}', and {self.other} is {shown_value}",
+                self.mend or f"write {setting}, or {DELETE}",
+            )
+
+
+class OnlyFor:
+    """Keys that only one objective reads.
+
+    Args:
+        objective: That objective.
+        keys: The keys.
+        what: Sentence of the error, with ``{key}`` and ``{objective}``.
+    """
+
+    def __init__(self, objective: str, *keys: str, what: str = "'{key}' has no meaning in {objective}") -> None:
+        self.objective, self.keys, self.what = objective, keys, what
+
+    def refusals(self, recipe: Any) -> Iterator[Refusal]:
+        """Yield each of the keys that is given in a recipe of another objective."""
+        if recipe.objective != self.objective:
+            for key in self.keys:
+                if is_given(recipe, key):
+                    yield Refusal(key, fill(self.what.replace("{key}", key), recipe), DELETE)
+
+
+class Where:
+    """Rows that are asked where a setting is there.
+
+    Args:
+        when: The setting.
+        rows: The rows.
+        text: Sentence around what each row says, with ``{}`` in its place.
+    """
+
+    def __init__(self, when: Condition, *rows: KeyRule, text: str = "{}") -> None:
+        self.when, self.rows, self.text = when, rows, text
+
+    def refusals(self, spec: Any) -> Iterator[Refusal]:
+        """Yield the mistakes of the rows, in the words of the whole sentence."""
+        if holds(spec, self.when):
+            head, tail = (fill(part, spec) for part in self.text.split("{}"))
+            for key, what, mend in refusals_of(spec, self.rows):
+                yield Refusal(key, f"{head}{what}{tail}", mend)
+
+
+@dataclass(frozen=True)
+class Custom:
+    """A rule that is computed: sums, lists of entries, names."""
+
+    function: Callable[[Any], Iterator[Refusal]]
+
+    def refusals(self, spec: Any) -> Iterator[Refusal]:
+        """Yield what the function yields."""
+        return self.function(spec)
+
+
+Rules = tuple[KeyRule, ...]
+"""A table."""
+
+
+def refusals_of(spec: Any, rules: Iterable[KeyRule]) -> Iterator[Refusal]:
+    """Yield the mistakes that rules find, in their order."""
+    for rule in rules:
+        yield from rule.refusals(spec)
+
+
+def holds(spec: Any, when: Condition) -> bool:
+    """Return True if all settings of a condition are there."""
+    return all(_is(spec, key, wanted) for key, wanted in when.items())
+
+
+def _is(spec: Any, key: str, wanted: object) -> bool:
+    match wanted:
+        case Given():
+            return is_given(spec, key)
+        case Not():
+            return value_of(spec, key) not in wanted.values
+        case OneOf():
+            return value_of(spec, key) in wanted.values
+        case _:
+            return bool(value_of(spec, key) == wanted)
+
+
+def value_of(spec: Any, key: str) -> Any:
+    """Return the value of a key or a property; None for a key of a group that is not there."""
+    for part in key.split("."):
+        spec = None if spec is None else getattr(spec, part)
+    return spec
+
+
+def is_given(spec: Any, key: str) -> bool:
+    """Return True if a key has another value than its default."""
+    *groups, last = key.split(".")
+    owner = value_of(spec, ".".join(groups)) if groups else spec
+    default = type(owner).model_fields[last].get_default(call_default_factory=True)
+    return bool(getattr(owner, last) != default)
+
+
+def fill(text: str, spec: Any) -> str:
+    """Return a text with the values of the keys that it names in braces."""
+
+    def value(found: re.Match[str]) -> str:
+        value = value_of(spec, found[1])
+        return format(value, found[2]) if found[2] else shown(value)
+
+    return re.sub(r"\{([a-z_.]+)(?::([^{} ]+))?\}", value, text)
+
+
+def shown(value: object) -> str:
+    """Return a value as a recipe has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
