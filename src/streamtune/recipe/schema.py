@@ -22,7 +22,7 @@ from streamtune.recipe.keys.devices import DEVICE_RULES, DeviceKeys
 from streamtune.recipe.keys.engine import ENGINE_RULES, EngineKeys
 from streamtune.recipe.keys.learning_rate import LEARNING_RATE_RULES, WARMUP_RULES, LearningRateKeys
 from streamtune.recipe.keys.loss import LOSS_RULES, LossKeys, RouterKeys
-from streamtune.recipe.keys.model import MODEL_RULES, TOKEN_RULES, ModelKeys
+from streamtune.recipe.keys.model_and_tokenizer import MODEL_RULES, TOKEN_RULES, ModelKeys
 from streamtune.recipe.keys.optimizer import OPTIMIZER_RULES, STATE_RULES, OptimizerKeys
 from streamtune.recipe.keys.preset import PRESET_RULES, ObjectiveKeys
 from streamtune.recipe.keys.run import EARLY_STOPPING_RULES, EVALUATION_RULES, RunKeys
