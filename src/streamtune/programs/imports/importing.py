@@ -15,11 +15,10 @@ from streamtune.recipe.yaml import dump_values
 
 from .axolotl import AXOLOTL
 from .conversion import Conversion, FieldFinding, PeerTrainer
-from .launching import is_accelerate_config, take_launcher
 from .llamafactory import LLAMAFACTORY
 from .peer_files import PeerFile, read_peer_file
 from .swift import SWIFT
-from .trainer_arguments import finish
+from .trainer_arguments import finish, is_accelerate_config, take_launcher
 from .trl import TRL
 
 TRAINERS: dict[str, PeerTrainer] = {trainer.name: trainer for trainer in (AXOLOTL, LLAMAFACTORY, TRL, SWIFT)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from .conversion import Conversion, PeerTrainer
-from .dataset_info import take_datasets
 from .field_rules import (
     FieldRule,
     by_itself,
@@ -22,6 +21,7 @@ from .field_rules import (
     whole_modules,
     without,
 )
+from .llamafactory_datasets import take_datasets
 from .templates import take_llamafactory_template
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_thinking, take_trackers, take_warmup
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .conversion import Conversion, PeerTrainer
-from .datasets import DATA_FILES, put_datasets, put_eval_sets, put_weights, report_media, seen_columns
+from .datasets import seen_columns
 from .field_rules import (
     FieldRule,
-    UnconvertedError,
     by_itself,
     first_values,
     more_special_tokens,
@@ -26,8 +23,7 @@ from .field_rules import (
     whole_modules,
     without,
 )
-from .peer_files import json_value
-from .swift_rows import STANDARD, is_self_cognition, take_columns, take_self_cognition
+from .swift_datasets import take_datasets
 from .templates import take_swift_template
 from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, take_thinking, take_trackers, take_warmup
 from .trl import take_weights_dtype
@@ -319,7 +315,7 @@ def _special(conversion: Conversion) -> None:
     take_thinking(conversion)
     take_warmup(conversion)
     take_trackers(conversion, {})
-    _take_datasets(conversion, use_hf)
+    take_datasets(conversion, use_hf)
     if _trains_texts(conversion):
         _take_texts(conversion)
     for name, (value, line) in conversion.file.environment.items():
@@ -424,116 +420,6 @@ def _take_tuner(conversion: Conversion) -> None:
 
 KINDS = ("vera", "ia3")
 """Tuners that are kinds of adapters here."""
-
-
-def _take_datasets(conversion: Conversion, use_hf: Any) -> None:
-    """Convert ``dataset`` and ``val_dataset``, their columns and shares."""
-    columns = _columns(conversion)
-    specs, note = _specs(conversion, "dataset", use_hf, columns)
-    put_datasets(conversion, specs, "dataset", note=note)
-    report_media(conversion, specs, "dataset")
-    specs, note = _specs(conversion, "val_dataset", use_hf, columns)
-    put_eval_sets(conversion, specs, "val_dataset", note=note)
-    shares = conversion.take("interleave_prob")
-    if shares:
-        put_weights(conversion, shares, "interleave_prob")
-    elif "interleave_prob" in conversion.file.fields:
-        conversion.unneeded("interleave_prob", why="no value")
-
-
-def _columns(conversion: Conversion) -> dict[str, str]:
-    """Return the names of columns, ours and then that of the files; of theirs it is the other way round."""
-    if "columns" not in conversion.file.fields:
-        return {}
-    try:
-        given = json_value(conversion.take("columns"))
-    except UnconvertedError as error:
-        conversion.lose("columns", why=str(error))
-        return {}
-    if not given:
-        conversion.unneeded("columns", why="no value")
-        return {}
-    unknown = [name for name in given.values() if name not in STANDARD] if isinstance(given, dict) else [given]
-    if unknown:
-        conversion.lose("columns", why=f"'{unknown[0]}' has no name here: write columns in each dataset")
-        return {}
-    conversion.unneeded("columns", why="see datasets")
-    ours = STANDARD if conversion.objective == "sft" else {**STANDARD, "query": "prompt", "response": "completion"}
-    return {ours[name]: column for column, name in given.items()}
-
-
-PAIRS = (
-    "a pair is messages and rejected_response there; here write prompt, chosen and rejected",
-    "a row is messages and a label there; here write prompt, completion and label",
-)
-"""The rows of pairs, and of single answers with a label."""
-
-
-def _specs(
-    conversion: Conversion, field: str, use_hf: Any, columns: dict[str, str]
-) -> tuple[list[dict[str, Any]], str]:
-    """Return our entries for the datasets that a field names, and what to say about them."""
-    names = conversion.take(field)
-    if field in conversion.file.fields and not names:
-        conversion.unneeded(field, why="no value")
-    found: list[dict[str, Any]] = []
-    noted: dict[str, None] = {}
-    unknown: list[str] = []
-    away: dict[str, None] = {}
-    for name in names if isinstance(names, list) else [names] if names else []:
-        text = str(name)
-        hub = re.match(r"(HF|MS)::", text)
-        path, _, count = (text[4:] if hub else text).partition("#")
-        parts: list[str] = []
-        if not path.endswith(DATA_FILES) and ":" in path and not re.match(r"[A-Za-z]:[\\/]", path):
-            path, _, parts_text = path.partition(":")
-            parts = parts_text.split("/")
-        local = path.endswith(DATA_FILES) or Path(path).expanduser().exists()
-        on_hub = use_hf if hub is None else hub[1] == "HF"
-        if not local and not on_hub:
-            noted["from ModelScope there, here from the hub"] = None
-        spec: dict[str, Any] = {"path": path}
-        if count.isdigit():
-            spec |= {"max_rows": int(count), "shuffle": True}
-        if is_self_cognition(path):
-            take_self_cognition(spec)
-            unknown.append(path)
-        elif conversion.objective == "sft" and conversion.file.command != "pt":
-            row = seen_columns(conversion, path)
-            take_columns(spec, row, columns, partial(_lose_row, conversion, field, path))
-            if row is not None and row.get("tools") and conversion.ours.get("chat_template") == "chatml":
-                why = "chatml describes tools in other words than ms-swift: write chat_template: FILE.jinja"
-                _lose_row(conversion, field, path, why)
-            if row is None and not columns:
-                away[path] = None
-        elif columns:
-            spec["columns"] = dict(columns)
-        if conversion.objective == "dpo":
-            conversion.lose(field, why=f"{path}: {PAIRS[conversion.ours.get('loss_type') == 'kto']}")
-        found += [{**spec, "name": part} for part in parts] or [spec]
-    if field == "dataset":
-        _take_names(conversion, unknown)
-    if away:
-        why = "its rows are not here: columns prompt and completion are a chat there, and plain text here; see columns"
-        conversion.missing(f"{field}: {', '.join(away)}", why, trains=False)
-    return found, "; ".join(noted)
-
-
-def _lose_row(conversion: Conversion, field: str, path: str, why: str) -> None:
-    conversion.lose(field, why=f"{path}: {why}")
-
-
-def _take_names(conversion: Conversion, read_by: list[str]) -> None:
-    """Report the names that ms-swift puts into the rows of ``swift/self-cognition``, where that is read."""
-    if read_by:
-        why = "a model's name and author are put into its rows there, and are {{NAME}} and {{AUTHOR}} here"
-        conversion.lose("dataset", why=f"{read_by[0]}: {why}: write a file with the names")
-    for name in ("model_name", "model_author"):
-        value = conversion.take(name)
-        if name in conversion.file.fields and read_by and value:
-            conversion.lose(name, why=f"put into the rows of {read_by[0]}: see dataset")
-        elif name in conversion.file.fields:
-            conversion.unneeded(name, why="read with swift/self-cognition only" if value else "no value")
 
 
 def _defaults(conversion: Conversion) -> None:
