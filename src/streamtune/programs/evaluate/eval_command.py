@@ -112,22 +112,14 @@ def _parts(text: str | None) -> list[str]:
 
 
 def _whole(text: str) -> int:
-    """Return a number of tokens.
-
-    Raises:
-        ArgumentError: It is none.
-    """
+    """Return a number of tokens."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentError(f"'{text}' is no number of tokens", where="--needle-lengths", mend="write 1024,4096")
     return int(text)
 
 
 def _percent(text: str) -> float:
-    """Return a depth from 0 to 100.
-
-    Raises:
-        ArgumentError: It is none.
-    """
+    """Return a depth from 0 to 100."""
     try:
         value: Any = float(text)
     except ValueError:

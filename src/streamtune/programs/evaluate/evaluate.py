@@ -239,11 +239,7 @@ class _Evaluation:
 
 @contextmanager
 def _explained(doing: str, mend: str) -> Iterator[None]:
-    """Raise an error of our own where memory runs out inside.
-
-    Raises:
-        OutOfMemoryError: It did.
-    """
+    """Raise an error of our own where memory runs out inside."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -361,11 +357,7 @@ def run_harness(
 
 
 def _name_of(task: str) -> str:
-    """Return the name of a task; of a file the one that is written in it.
-
-    Raises:
-        ArgumentError: There is none in it.
-    """
+    """Return the name of a task; of a file the one that is written in it."""
     if not task.endswith((".yaml", ".yml")):
         return task
     for line in Path(task).read_text(encoding="utf-8").splitlines():

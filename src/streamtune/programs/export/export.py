@@ -219,11 +219,7 @@ def export_model(
 
 
 def _check(trained: TrainedModel, options: ExportOptions, notify: Notify) -> None:
-    """Refuse options that this model does not have, and code that comes with it.
-
-    Raises:
-        ArgumentError: It is so.
-    """
+    """Refuse options that this model does not have, and code that comes with it."""
     if trained.trusts_code or _has_code(Path(trained.folder)):
         raise ArgumentError(
             f"{trained.folder} runs Python that comes with it (trust_remote_code), which a folder of weights has not",

@@ -83,11 +83,7 @@ def _of_document(value: Any, where: str) -> Iterator[Asked]:
 
 
 def _prompt(value: Any, where: str) -> Asked:
-    """Return one prompt: a string, a list of messages, or what an object has under ``messages`` or ``prompt``.
-
-    Raises:
-        DataError: It is none.
-    """
+    """Return one prompt: a string, a list of messages, or what an object has under ``messages`` or ``prompt``."""
     if isinstance(value, Mapping) and not _is_message(value):
         for key in ("messages", "prompt", "conversations"):
             if key in value:

@@ -1,4 +1,4 @@
-"""Arguments that all trainers share: the Hugging Face ``Trainer``'s, and those of the launcher in front of the command."""
+"""Arguments that all trainers share: those of the Hugging Face ``Trainer``, and the launcher's before the command."""
 
 from __future__ import annotations
 

@@ -69,37 +69,31 @@ class Reporter(Listener):
         """True once the tracker has failed; nothing reaches it any more."""
 
     def started(self, facts: RunFacts) -> None:
-        """See :class:`streamtune.train.listeners.Listener`."""
         self._run, self._step = train.RunDirectory(facts.directory), facts.step
         self._thread = threading.Thread(target=self._work, args=(facts,), name=f"to {self.name}", daemon=True)
         self._thread.start()
 
     def step(self, record: dict[str, Any]) -> None:
-        """See :class:`streamtune.train.listeners.Listener`."""
         self._step = record["step"]
         self._put(lambda tracker: tracker.log(record["step"], numbers(record)))
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        """See :class:`streamtune.train.listeners.Listener`."""
         self._put(lambda tracker: tracker.log(record["step"], numbers(record)))
 
     def sampled(self, samples: list[dict[str, Any]]) -> None:
-        """See :class:`streamtune.train.listeners.Listener`."""
         cleaned = redact_values(samples)
         if cleaned:
             self._put(lambda tracker: tracker.text(cleaned[0]["step"], cleaned))
 
     def saved(self, step: int, path: Path) -> None:
-        """See :class:`streamtune.train.listeners.Listener`."""
         self._put(lambda tracker: tracker.note("checkpoint", {"step": step, "folder": path.name}))
 
     def event(self, name: str, details: dict[str, Any]) -> None:
-        """See :class:`streamtune.train.listeners.Listener`."""
         cleaned = redact_values(details)
         self._put(lambda tracker: tracker.note(name, cleaned))
 
     def finished(self, outcome: dict[str, Any]) -> None:
-        """See :class:`streamtune.train.listeners.Listener`. Waits for nothing; :meth:`wait` does."""
+        """Queue the end of the run; :meth:`wait` waits until it has arrived."""
         plot = self._run.loss_plot if self._run is not None else None
         if plot is not None and plot.is_file():
             self._put(lambda tracker: tracker.picture(self._step, plot))
@@ -175,7 +169,6 @@ class Reporters(Listeners):
     seconds: float = FLUSH_SECONDS
 
     def finished(self, outcome: dict[str, Any]) -> None:
-        """See :class:`streamtune.train.listeners.Listener`."""
         super().finished(outcome)
         until = time.monotonic() + self.seconds
         for one in self.each:

@@ -38,7 +38,6 @@ class MlflowTracker(Tracker):
     _id: str
 
     def start(self) -> dict[str, Any]:
-        """See :class:`Tracker`."""
         for name, value in DEFAULTS.items():
             os.environ.setdefault(name, value)
         import mlflow
@@ -76,25 +75,20 @@ class MlflowTracker(Tracker):
         return self.folder.as_uri()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See :class:`Tracker`."""
         now = time.time_ns() // 10**6
         self._client.log_batch(self._id, [self._metric(name, value, now, step) for name, value in values.items()])
 
     def text(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """See :class:`Tracker`."""
         shown = "\n\n".join(f"## {each['prompt']}\n\n{each['completion']}" for each in samples)
         self._client.log_text(self._id, shown, f"samples/step-{step:06d}.md")
 
     def picture(self, step: int, path: Path) -> None:
-        """See :class:`Tracker`."""
         self._client.log_artifact(self._id, str(path))
 
     def note(self, name: str, details: Mapping[str, Any]) -> None:
-        """See :class:`Tracker`."""
         self._client.set_tag(self._id, f"events.{name}", json.dumps(details))
 
     def close(self, status: str) -> None:
-        """See :class:`Tracker`."""
         self._client.set_terminated(self._id, status=STATUS[status])
 
 

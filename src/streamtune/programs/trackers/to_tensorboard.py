@@ -17,7 +17,6 @@ class TensorboardTracker(Tracker):
     _writer: Any
 
     def start(self) -> dict[str, Any]:
-        """See :class:`Tracker`."""
         from torch.utils.tensorboard import SummaryWriter
 
         # Readers drop what earlier files have at this step and later, from the second such mark of a run on.
@@ -32,22 +31,18 @@ class TensorboardTracker(Tracker):
         return {"folder": self.folder.name}
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See :class:`Tracker`."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step, new_style=True, double_precision=True)
 
     def text(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """See :class:`Tracker`."""
         for number, sample in enumerate(samples):
             shown = f"**{_cell(sample['prompt'])}**\n\n```text\n{sample['completion']}\n```"
             self._writer.add_text(f"samples/{number}", shown, step)
 
     def note(self, name: str, details: Mapping[str, Any]) -> None:
-        """See :class:`Tracker`."""
         self._writer.add_text("events", f"{name}: `{json.dumps(details)}`", int(details.get("step", self.facts.step)))
 
     def picture(self, step: int, path: Path) -> None:
-        """See :class:`Tracker`."""
         import numpy as np
         from PIL import Image
 
@@ -55,7 +50,6 @@ class TensorboardTracker(Tracker):
             self._writer.add_image(path.name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
 
     def close(self, status: str) -> None:
-        """See :class:`Tracker`."""
         self._writer.close()
 
 

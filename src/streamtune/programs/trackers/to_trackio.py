@@ -23,7 +23,6 @@ class TrackioTracker(Tracker):
     _run: Any
 
     def start(self) -> dict[str, Any]:
-        """See :class:`Tracker`."""
         import trackio
 
         # It prints in our thread, onto the standard output of a run that may be read by a program.
@@ -40,24 +39,20 @@ class TrackioTracker(Tracker):
         return ids
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See :class:`Tracker`."""
         self._run.log(dict(values), step=step)
 
     def text(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """See :class:`Tracker`."""
         import trackio
 
         shown = "\n\n".join(f"**{each['prompt']}**\n\n{each['completion']}" for each in samples)
         self._run.log({"samples": trackio.Markdown(shown)}, step=step)
 
     def picture(self, step: int, path: Path) -> None:
-        """See :class:`Tracker`."""
         import trackio
 
         self._run.log({path.stem: trackio.Image(str(path))}, step=step)
 
     def close(self, status: str) -> None:
-        """See :class:`Tracker`."""
         self._run.finish()
 
 

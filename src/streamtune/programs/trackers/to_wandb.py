@@ -27,7 +27,6 @@ class WandbTracker(Tracker):
     _run: Any
 
     def start(self) -> dict[str, Any]:
-        """See :class:`Tracker`."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         if not self.offline:
             _check_folder()
@@ -59,28 +58,23 @@ class WandbTracker(Tracker):
         return {"id": self._run.id, "project": self._run.project}
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See :class:`Tracker`."""
         self._run.log({"step": step, **values})
 
     def text(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """See :class:`Tracker`."""
         import wandb
 
         rows = [[step, each["prompt"], each["completion"]] for each in samples]
         self._run.log({"step": step, "samples": wandb.Table(columns=["step", "prompt", "completion"], data=rows)})
 
     def picture(self, step: int, path: Path) -> None:
-        """See :class:`Tracker`."""
         import wandb
 
         self._run.log({"step": step, path.stem: wandb.Image(str(path))})
 
     def note(self, name: str, details: Mapping[str, Any]) -> None:
-        """See :class:`Tracker`."""
         self._run.summary[f"events/{name}"] = dict(details)
 
     def close(self, status: str) -> None:
-        """See :class:`Tracker`."""
         self._run.finish(exit_code=1 if status == "failed" else 0)
 
 
