@@ -88,9 +88,9 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
         with writer.finished(output), torch.no_grad(), train.autocast(device, bool(recipe.bf16)):
             for start in range(0, len(numbers), recipe.per_device_eval_batch_size):
                 part = [rows[number] for number in numbers[start : start + recipe.per_device_eval_batch_size]]
-                ids, logprobs = _ask(
-                    model, part, tokenizer.pad_token_id, device, top_k, vocabulary, recipe.kd_temperature
-                )
+                tensors = data.collate(part, pad_token_id=tokenizer.pad_token_id)
+                batch = train.MicroBatch(**tensors, origins=tuple(row.origin for row in part)).to(device)
+                ids, logprobs = _ask(model, batch, top_k, vocabulary, recipe.kd_temperature)
                 place = 0
                 for row in part:
                     stop = place + num_targets(row)
@@ -101,18 +101,9 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
 
 
 def _ask(
-    model: train.ModelReference,
-    rows: list[data.Example],
-    pad_token_id: int,
-    device: torch.device,
-    top_k: int,
-    vocabulary: int,
-    temperature: float,
+    model: train.ModelReference, batch: train.MicroBatch, top_k: int, vocabulary: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids ``[K, k]`` and log-probs ``[K, k + 1]`` of the targets of rows, with logits of a chunk at a time."""
-    batch = train.MicroBatch(
-        **data.collate(rows, pad_token_id=pad_token_id), origins=tuple(row.origin for row in rows)
-    ).to(device)
     lazy = model.lazy_logits(batch)
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     with lazy.owner.as_teacher(lazy, batch.shift_labels) as head:

@@ -24,6 +24,7 @@ from streamtune.programs.export.gguf_check import GgufComparison, compare_gguf
 from streamtune.programs.export.source import TrainedModel, find_trained, is_trained_base, load_trained, resolve_base
 from streamtune.programs.export.write import (
     check_target,
+    describe_check,
     keep_failed,
     model_card,
     staged,
@@ -180,9 +181,13 @@ def export_model(
                 )
         weights = _describe(trained, merges, options, dtype or own, quantization)
         card = model_card(
-            trained, name=out.resolve().name, base=base or _full_base(trained), weights=weights, check=check,
-            compared=rows.origin if rows is not None else "", adapters=trained.adapters and not merges,
-        )  # fmt: skip
+            trained,
+            name=out.resolve().name,
+            base=base or _full_base(trained),
+            weights=weights,
+            checked=describe_check(check, rows.origin if rows is not None else ""),
+            adapters=trained.adapters and not merges,
+        )
         (partial / "README.md").write_text(card, encoding="utf-8")
     gguf = gguf_check = None
     if converter is not None:

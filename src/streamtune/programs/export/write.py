@@ -238,8 +238,7 @@ def model_card(
     name: str,
     base: str | None,
     weights: str,
-    check: Differences | None,
-    compared: str,
+    checked: str,
     adapters: bool,
 ) -> str:
     """Return the text of ``README.md``.
@@ -249,8 +248,7 @@ def model_card(
         name: The title.
         base: The model that training started from, or None where it was made from a configuration.
         weights: What the folder holds, in words.
-        check: The comparison with the model as it trained; None where it was left out.
-        compared: The rows of the comparison, in words.
+        checked: The comparison with the model as it trained, in words.
         adapters: True if the folder holds adapters in peft's format.
     """
     head = {"library_name": "peft" if adapters else "transformers", "tags": ["streamtune"]}
@@ -259,7 +257,7 @@ def model_card(
     front = "".join(f"{key}: {json.dumps(value)}\n" for key, value in head.items())
     facts = [("base", _shown(base) if base else "random weights, from a configuration"), ("weights", weights)]
     facts += _run_facts(trained)
-    facts += [("checked", _checked(check, compared))]
+    facts += [("checked", checked)]
     table = "".join(f"| {key} | {_cell(value)} |\n" for key, value in facts if value)
     settings = {key: value for key, value in trained.settings.items() if key not in LEFT_OUT and value is not None}
     recipe = "".join(f"{key}: {json.dumps(value)}\n" for key, value in settings.items())
@@ -296,7 +294,13 @@ def _run_facts(trained: TrainedModel) -> list[tuple[str, str]]:
     return facts
 
 
-def _checked(check: Differences | None, compared: str) -> str:
+def describe_check(check: Differences | None, compared: str) -> str:
+    """Describe the comparison with the model as it trained.
+
+    Args:
+        check: The comparison; None where it was left out.
+        compared: The rows, in words.
+    """
     if check is None:
         return "no"
     return (

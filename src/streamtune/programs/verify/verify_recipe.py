@@ -75,6 +75,19 @@ PROBE = 256
 """Tokens of the forward that memory is measured on."""
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """The model to verify, and what it is asked to compute."""
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    length: int | None
+    """Tokens of the batch at most; None is as many as memory allows and a proof needs."""
+    widened: torch.dtype | None
+    """Widen the weights to it first."""
+    bf16: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Chosen:
     """The batch of a verification, chosen by the memory that plain autograd has."""
@@ -156,7 +169,7 @@ def build_verify(
         bf16 = bool(recipe.bf16) if dtype is None else dtype == "bfloat16"
         widened: torch.dtype | None = getattr(torch, dtype) if dtype in ("float32", "float64") else None
         choose: Any = _choose_trees if isinstance(task, ScoringTask) else _choose_rows
-        chosen = choose(task, model, tokenizer, rows, length, widened, bf16=bf16, notify=notify, doing=doing)
+        chosen = choose(task, _Asked(model, tokenizer, length, widened, bf16), rows, notify=notify, doing=doing)
         if (note := models.check_positions(model, chosen.alone.input_ids.shape[1], training=False)) is not None:
             notify(note)
         schedules = verify_schedules(chosen.batch.input_ids.shape[1], make_schedule(recipe.engine))
@@ -174,17 +187,14 @@ def build_verify(
 
 def _choose_rows(
     task: Task[Any],
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
+    asked: _Asked,
     rows: Sequence[data.Example],
-    length: int | None,
-    widened: torch.dtype | None,
     *,
-    bf16: bool,
     notify: Callable[[str], None],
     doing: Callable[[str], AbstractContextManager[Any]],
 ) -> _Chosen:
     """Choose rows of next tokens, as long as memory allows."""
+    model, tokenizer, length = asked.model, asked.tokenizer, asked.length
     recipe, device = task.recipe, model_device(model)
     router_loss = make_router_loss(recipe, model)
     teacher = None
@@ -192,8 +202,8 @@ def _choose_rows(
         with doing("loading the teacher"):
             teacher = load_reference(task, model, tokenizer, device)
     with doing("measuring how long a row plain autograd has room for"):
-        room = _measure(model, rows, tokenizer, device, bf16, router_loss)
-    limit, why = (length, "--length") if length is not None else _fitting_length(room, device, widened)
+        room = _measure(model, rows, tokenizer, device, asked.bf16, router_loss)
+    limit, why = (length, "--length") if length is not None else _fitting_length(room, device, asked.widened)
     per_turn = recipe.reasoning == "per_turn"
     windows = choose_rows(rows, limit, PACKED_ROWS if recipe.packing or per_turn else 1)
     alone = batch = _collate(windows, tokenizer).to(device)
@@ -220,25 +230,22 @@ def _choose_rows(
 
 def _choose_trees(
     task: ScoringTask[Any],
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
+    asked: _Asked,
     rows: Sequence[Any],
-    length: int | None,
-    widened: torch.dtype | None,
     *,
-    bf16: bool,
     notify: Callable[[str], None],
     doing: Callable[[str], AbstractContextManager[Any]],
 ) -> _Chosen:
     """Choose completions, as long as memory allows, with their loss in both layouts."""
+    model, tokenizer, length = asked.model, asked.tokenizer, asked.length
     device = model_device(model)
     with doing("loading the reference"):
         held = load_reference(task, model, tokenizer, device) if task.compares else None
     with doing("checking that prompts can be shared"):
         share = task.can_share(model, notify, beside=held)
     with doing("measuring how long a row plain autograd has room for"):
-        room = _measure_scored(model, device, bf16)
-    limit, why = (length, "--length") if length is not None else _fitting_length(room, device, widened)
+        room = _measure_scored(model, device, asked.bf16)
+    limit, why = (length, "--length") if length is not None else _fitting_length(room, device, asked.widened)
     trees, cut = task.compared_trees(rows, limit, len(tokenizer))
     plain, pad = PlainScores(model), tokenizer.pad_token_id
     shared, apart = task.compared_batches(trees, model, plain, pad_token_id=pad, share=share)
