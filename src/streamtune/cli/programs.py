@@ -23,7 +23,7 @@ COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("validate", "Recipes", "streamtune.cli.recipes:validate"),
     ("recipes", "Recipes", "streamtune.cli.recipes:recipes"),
     ("recipes import", "", "streamtune.programs.imports.import_command:import_recipe"),
-    ("optim", "Recipes", "streamtune.cli.optimizers:optimizers"),
+    ("optim", "Recipes", "streamtune.cli.recipes:optimizers"),
     ("schema", "Recipes", "streamtune.cli.recipes:schema"),
     ("doctor", "This machine", "streamtune.cli.doctor:doctor"),
     ("env", "This machine", "streamtune.cli.env:env"),
