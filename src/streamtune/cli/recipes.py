@@ -1,4 +1,4 @@
-"""What a recipe can be: ``streamtune recipes``, ``validate``, ``schema`` and ``optim``."""
+"""Commands about recipes: ``streamtune recipes``, ``validate``, ``schema`` and ``optim``."""
 
 from __future__ import annotations
 
