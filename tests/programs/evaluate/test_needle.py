@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ def test_wrong_options(options: list[str], words: str, tmp_path: Path, capsys: p
 
 def test_needles_are_asked_as_the_first_conversation_is(tmp_path: Path) -> None:
     """With its system message, tools and variables of the template, behind the recipe's own."""
-    tokenizer = make_tokenizer()
+    tokenizer = deepcopy(make_tokenizer())
     tokenizer.chat_template = (
         "{{ lead }}{{ other }}{% for tool in tools or [] %}{{ tool.name }}\n{% endfor %}"
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ ROW: dict[str, Any] = {
 @pytest.mark.parametrize("splits", [False, True])
 def test_a_prompt_of_a_file_is_the_beginning_of_the_row_that_was_trained(splits: bool, tmp_path: Path) -> None:
     """Tools, variables, system message and special tokens in the text, token for token."""
-    tok = tokenizer()
+    tok = deepcopy(tokenizer())
     tok.chat_template = TEMPLATE
     chat = ChatOptions(default_system="Be brief.", variables={"lead": "all"}, split_special_tokens=splits)
     trained = RowRenderer(tok, train_on="last", notify=print, chat=chat)(normalise(Row("x:1", ROW), "messages"), "x:1")
