@@ -26,7 +26,7 @@ from streamtune.programs.probe.prepare import take_step
 from streamtune.recipe import load_recipe
 from streamtune.run.device import prepare_libraries, stream_model
 from streamtune.run.model import make_model_alone, train_largest
-from streamtune.run.plan import plan_model
+from streamtune.run.plan import LongestStep, plan_model
 from streamtune.run.ranks import local_optimizer
 from streamtune.tasks import task_of
 from streamtune.tasks.task import TrialStep
@@ -44,7 +44,7 @@ def measure(recipe: Any, length: int, short: int, repeats: int) -> dict[str, Any
     with device:
         model = make_model_alone(recipe, device)
     built = time.monotonic()
-    plan = plan_model(recipe, model, length, device)
+    plan = plan_model(recipe, model, LongestStep(length), device)
     planned = time.monotonic()
     handle = stream_model(recipe, model, plan.schedule)
     train_largest(recipe, model)

@@ -24,7 +24,7 @@ from streamtune.programs.probe.trial import Shape, _step_on_cpu
 from streamtune.recipe import load_recipe
 from streamtune.run.device import make_schedule
 from streamtune.run.model import make_blueprint
-from streamtune.run.plan import make_workload, reference_bytes
+from streamtune.run.plan import LongestStep, make_workload, reference_bytes
 from streamtune.tasks import task_of
 from streamtune.tasks.random_batches import choose_trees
 
@@ -209,10 +209,8 @@ def compare_step(recipe: Any, mode: Any) -> None:
     workload = make_workload(
         recipe,
         make_blueprint(recipe, device),
-        length,
+        LongestStep(length, task_of(recipe).completions(), reference_bytes(task_of(recipe), device)),
         device,
-        completions=task_of(recipe).completions(),
-        reference_bytes=reference_bytes(task_of(recipe), device),
     )
     found = simulate(replace(workload, mode=mode), make_schedule(recipe.engine))
     assert found.peak_bytes == pytest.approx(said["peak_bytes"], rel=0.03)

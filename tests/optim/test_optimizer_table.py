@@ -19,8 +19,8 @@ from streamtune.errors import ArgumentError
 from streamtune.ops.simulated import simulating
 from streamtune.optim import build_optimizer, set_learning_rate, state_tensors
 from streamtune.optim.expanded_fp8 import expand, pack_expanded
+from streamtune.optim.libraries import RULES
 from streamtune.optim.ratio import _start
-from streamtune.optim.rules import RULES
 from streamtune.optim.sinkgd import normalize_rows_and_columns
 from streamtune.plan.simulate.memory import distinct_bytes
 from streamtune.train import HostOptimizer, InBackwardBackend, LocalBackend

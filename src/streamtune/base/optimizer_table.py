@@ -43,8 +43,8 @@ class OptimizerEntry:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of ``optim_args`` with their defaults."""
     made_by: str = ""
-    """The library's class, where it takes the options as they are (``optim.rules.LIBRARIES``); empty where another rule
-    makes it."""
+    """The library's class, where it takes the options as they are (``optim.libraries.LIBRARIES``); empty where
+    another rule makes it."""
     extra: str = ""
     """The extra of this package that installs the library; empty for one that is always there."""
     is_adam: bool = False
@@ -307,7 +307,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         "torch", _moments(0), {"iterations": 5, "scale": 1.0}, adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
     ),
 }  # fmt: skip
-"""Name -> entry. ``optim.rules`` has how each is built, under the same name."""
+"""Name -> entry. ``optim.libraries`` has how each is built, under the same name."""
 assert set(get_args(OptimizerName)) == set(OPTIMIZERS)
 
 

@@ -125,7 +125,7 @@ def _describe_deepspeed(run: Run) -> str:
 
 
 def _describe_ends(run: Run) -> str:
-    from streamtune.run.ends import describe_ends
+    from streamtune.run.samples import describe_ends
 
     return describe_ends(run.added_ends, run.tokenizer, run.model)
 

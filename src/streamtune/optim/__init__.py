@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from streamtune.optim.blocks import BlockAdamW, train_largest_block
+from streamtune.optim.libraries import RULES
 from streamtune.optim.name_groups import LayerPlaces, NameGroups
 from streamtune.optim.narrow_states import NarrowStatesAdamW, Rounding, StatesDtype
 from streamtune.optim.optimizers import build_optimizer, check_optimizer, set_learning_rate
-from streamtune.optim.rules import RULES
 from streamtune.optim.schedules import SCHEDULES, LearningRateSchedule, build_schedule
 from streamtune.optim.weightwise import (
     WeightwiseOptimizer,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from streamtune.base.patterns import find_matches
 from streamtune.errors import ArgumentError
-from streamtune.optim.adamw_step import adamw_step
+from streamtune.optim.narrow_states import adamw_step
 
 SwitchMode = Literal["random", "ascending", "descending", "fixed"]
 """The order of blocks: another random one in each pass, from the embedding on, from the last layer on, always one."""
@@ -231,7 +231,7 @@ class BlockAdamW(torch.optim.Optimizer):
             state |= _fresh_state(parameter)
         weight = state.get("float32", parameter)
         grad = grad.to(weight.dtype)
-        adamw_step(weight, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], group, fused=True)
+        adamw_step(weight, grad, state, group, fused=True)
         if weight is not parameter:
             parameter.copy_(weight)
 

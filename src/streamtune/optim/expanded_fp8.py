@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.optim.adamw_step import adamw_step
+from streamtune.optim.narrow_states import adamw_step
 
 LARGEST, RANGE = 448.0, 448.0 / 2**-9
 """The largest number of float8 (e4m3), and that over the smallest above 0."""
@@ -72,7 +72,8 @@ class ExpandedFp8AdamW(torch.optim.Optimizer):
             first, second = torch.zeros_like(weight), torch.zeros_like(weight)
         else:
             first, second = (_written(state, name, weight) for name in MOMENTS)
-        adamw_step(weight, parameter.grad.to(weight.dtype), first, second, state["step"], group, fused=False)
+        adam = {"exp_avg": first, "exp_avg_sq": second, "step": state["step"]}
+        adamw_step(weight, parameter.grad.to(weight.dtype), adam, group, fused=False)
         if weight is not parameter:
             parameter.copy_(weight)
         for name, moment in zip(MOMENTS, (first, second), strict=True):

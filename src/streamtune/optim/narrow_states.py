@@ -28,9 +28,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from streamtune.ops.simulated import kernel_device, turns
-from streamtune.optim.adamw_step import adamw_step
 
 WEIGHT = 1
 """Marks the random bits of a weight, beside the bits of its moments."""
@@ -165,7 +165,8 @@ class _StepOfWeight:
         wide = weight if weight.dtype == torch.float32 else weight.float()
         moments = [x if x.dtype == torch.float32 else x.float() for x in (mean, square)]
         step = torch.full((), float(self.taken), device=device if group["fused"] else "cpu")
-        adamw_step(wide, grad.float(), moments[0], moments[1], step, group, fused=group["fused"])
+        state = {"exp_avg": moments[0], "exp_avg_sq": moments[1], "step": step}
+        adamw_step(wide, grad.float(), state, group, fused=group["fused"])
         place = (group["seed"], self.taken + 1, self.number, piece.start)
         if weight.dtype == torch.bfloat16 and group["rounding"] == "stochastic":
             round_stochastically(wide, random_bits(len(weight), device, *place, WEIGHT), out=weight)
@@ -249,3 +250,34 @@ def round_stochastically(x: Tensor, bits: Tensor, *, out: Tensor) -> None:
     raw = x.view(torch.int32)
     raw.add_(bits & 0xFFFF).bitwise_right_shift_(16)
     out.view(torch.int16).copy_(raw)
+
+
+def adamw_step(
+    weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], *, fused: bool
+) -> None:
+    """Step a weight and its moments in place, by torch's own function.
+
+    Args:
+        weight, grad: Of one shape and dtype.
+        state: Moments ``exp_avg`` and ``exp_avg_sq``, of that shape and dtype; ``step``, a float32 scalar that is
+            counted up, on the device of the weight if ``fused``.
+        group: ``lr``, ``betas``, ``eps`` and ``weight_decay``.
+        fused: Step by torch's fused kernel; its plain operators otherwise.
+    """
+    adamw(
+        [weight],
+        [grad],
+        [state["exp_avg"]],
+        [state["exp_avg_sq"]],
+        [],
+        [state["step"]],
+        fused=fused,
+        foreach=False,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )

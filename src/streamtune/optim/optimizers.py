@@ -1,7 +1,8 @@
 """Optimizers by name.
 
 To add one, write an entry in ``streamtune.base.optimizer_table``. With ``made_by`` it is made of a class in its
-library; else write a rule in ``streamtune.optim.rules``, which steps a weight at a time, or a row in :data:`TOGETHER`.
+library. Without, write a rule in ``streamtune.optim.libraries``, which steps a weight at a time, or a row in
+:data:`TOGETHER`.
 """
 
 from __future__ import annotations

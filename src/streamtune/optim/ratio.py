@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.optim.adamw_step import adamw_step
+from streamtune.optim.narrow_states import adamw_step
 
 
 def part_size(count: int, ratio: float) -> int:
@@ -70,7 +70,7 @@ class RatioAdamW(torch.optim.Optimizer):
         part = slice(state["start"], state["start"] + size)
         weight = state.get("float32", values[part])
         grad = parameter.grad.reshape(-1)[part].to(weight.dtype)
-        adamw_step(weight, grad, state["exp_avg"], state["exp_avg_sq"], state["step"], group, fused=False)
+        adamw_step(weight, grad, state, group, fused=False)
         if "float32" in state:
             values[part] = weight.to(parameter.dtype)
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
 from streamtune.ops.simulated import turns
+from streamtune.optim.libraries import RULES, Rule
 from streamtune.optim.narrow_states import pieces_of, random_bits, round_stochastically
-from streamtune.optim.rules import RULES, Rule
 
 OWN_KEYS = ("params", "rule", "lr_scale", "seed", "rounding")
 """Keys of a group that are not the library's options."""

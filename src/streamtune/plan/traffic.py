@@ -22,17 +22,21 @@ computation: where an engine does overlap them, a step is faster than predicted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
+
 from streamtune.engine import decoder_layers
+from streamtune.engine.inspect_model import carries_states
 from streamtune.engine.memory.placement import extra_forwards
+from streamtune.engine.observe import observed
 from streamtune.plan.rates import Rates, predict_seconds
 from streamtune.plan.simulate.cluster import HeadCounts
 from streamtune.plan.simulate.partition import divided_bytes, outside_bytes, trained_bytes
 from streamtune.plan.simulate.shard import heads_of, only_states, shard_of
-from streamtune.plan.simulate.states import CarriedStates, carried_states
+from streamtune.plan.simulate.step import Step, trace_step
 from streamtune.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -262,3 +266,55 @@ class _Messages:
         # All wait for the slowest hop, the one between two nodes.
         seconds = sent / (links.network if cluster.spans_nodes else links.node) + count * links.launch_seconds
         return Flow(what, count, round(sent * (1 - far)), round(sent * far), seconds)
+
+
+# --- states that layers carry from token to token --------------------------------------------------------------------
+
+CHUNKS = 2
+"""Chunks of the step in which states are measured."""
+
+
+@dataclass(frozen=True)
+class CarriedStates:
+    """The states of all layers after one token.
+
+    Attributes:
+        layers: Number of layers that carry any.
+        row_bytes: Bytes for each row.
+    """
+
+    layers: int
+    row_bytes: int
+
+
+def carried_states(model: Any, *, autocast: bool = False) -> CarriedStates:
+    """Return the states of a model.
+
+    Args:
+        model: The model, on ``meta``; it is left as it was.
+        autocast: It computes in bf16.
+    """
+    layers = sum(map(carries_states, decoder_layers(model)))
+    if not layers:
+        return CarriedStates(0, 0)
+    sizes = _StateSizes()
+    with observed(sizes):
+        trace_step(model, Schedule(chunk_size=2), Step("stream", 2 * CHUNKS, autocast=autocast))
+    return CarriedStates(layers, sizes.kept // CHUNKS)
+
+
+class _StateSizes:
+    """Adds up the bytes of the states that the engine keeps."""
+
+    kept = 0
+
+    def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Count states."""
+        if kind == "state":
+            self.kept += sum(tensor.nbytes for tensor in tensors)
+
+    def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None:
+        """Do nothing: states are kept in the forward only."""
+
+    def on_resize(self, x: Tensor) -> None:
+        """Do nothing: a state has one size."""

@@ -12,11 +12,12 @@ from streamtune.plan.simulate.memory import device_held_bytes
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import make_sources, make_tokenizer_together, prepare_together
 from streamtune.run.device import blame_recipe, check_host_memory
-from streamtune.run.ends import end_as_trained
-from streamtune.run.engine import place_weights, plan_and_stream
+from streamtune.run.engine import place_weights, plan_start, stream_start
 from streamtune.run.first_factors import start_from_rows
 from streamtune.run.model import make_model, make_trial_model
+from streamtune.run.plan import LongestStep
 from streamtune.run.reference import kept_logps, load_reference, make_reference
+from streamtune.run.samples import end_as_trained
 from streamtune.run.start import Doing, start_run, tell_of_model
 from streamtune.run.train import Run
 from streamtune.tasks.preference import GivenReference, PreferenceBatches
@@ -88,17 +89,12 @@ def build_run(
                 with doing("computing the gradients that adapters start from"):
                     start_from_rows(recipe, task, model, handle, batches, start.world)
 
-        streamed = plan_and_stream(
-            start,
-            model,
-            length=task.planned_length(longest),
-            completions=task.own_completions(prepared, longest, share=share),
-            reference_bytes=0 if held is None else device_held_bytes(held),
-            dry_run=dry_run,
-            first=first,
-            notify=notify,
-            doing=doing,
+        completions = task.own_completions(prepared, longest, share=share)
+        longest_step = LongestStep(
+            task.planned_length(longest), completions, 0 if held is None else device_held_bytes(held)
         )
+        planned = plan_start(start, model, longest_step, dry_run=dry_run, notify=notify, doing=doing)
+        streamed = stream_start(start, model, planned, first, notify=notify, doing=doing)
         plan = task.count_steps(batches, start.micro_batches, start.world)
         if (note := plan.unfinished_warmup) is not None:
             notify(note)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,14 @@ from streamtune import models, train
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError, UserError
 from streamtune.plan.planner import Plan
+from streamtune.plan.simulate.meta_operators import meta_copy
 from streamtune.plan.simulate.scored import Completions
-from streamtune.run.baselines import baseline_bytes
+from streamtune.plan.simulate.simulate import simulate
+from streamtune.plan.simulate.workload import Mode, Workload
 from streamtune.run.cluster import cluster_here
 from streamtune.run.device import stream_model
 from streamtune.run.model import make_blueprint, make_trial_model
-from streamtune.run.plan import place_recipe, plan_model, shares_prompts
+from streamtune.run.plan import Given, LongestStep, make_workload, place_recipe, plan_model, shares_prompts
 from streamtune.run.precision import choices_made, describe_precision, has_choice, precise
 from streamtune.run.ranks import make_backend, sequence_ranks
 from streamtune.run.start import Doing, Start
@@ -98,75 +100,108 @@ def place_weights(start: Start, prepared: PreparedRows, longest: int, notify: No
     return start if moved is None and not precision else start.with_recipe(chosen)
 
 
-def plan_and_stream(
-    start: Start,
-    model: Any,
-    *,
-    length: int,
-    completions: Completions | None,
-    reference_bytes: int,
-    dry_run: bool,
-    first: Callable[[StreamHandle], None],
-    notify: Notify,
-    doing: Doing,
-) -> Streamed:
-    """Put the engine into the model, with the planner's schedule if the recipe asks for one.
+BASELINES: tuple[Mode, ...] = ("plain", "checkpoint")
+
+
+@dataclass(frozen=True)
+class PlannedStart:
+    """The schedule of a run, before its engine is made."""
+
+    plan_below: Callable[[Schedule], Plan]
+    """See :class:`Streamed`."""
+    schedule: Schedule | None = None
+    """The schedule of all ranks; None where the recipe fixes it."""
+    reserve: int | None = None
+    """Bytes to reserve on the host for what the engine stores there; None where it stores nothing."""
+    memory: Plan | None = None
+    """The plan, on rank 0."""
+    baselines: Mapping[str, int] = field(default_factory=dict)
+    """See :class:`Streamed`; on rank 0."""
+
+
+def plan_start(
+    start: Start, model: Any, longest: LongestStep, *, dry_run: bool, notify: Notify, doing: Doing
+) -> PlannedStart:
+    """Plan the schedule of a run if the recipe asks for one.
 
     Args:
         start: The start of the run.
-        model: On its device, with its adapters; changed in place.
-        length: Tokens of the longest sequence, or of the longest completion with its prompt.
-        completions: The completions of a micro-batch, where the objective scores completions.
-        reference_bytes: Of a second model that is held and not trained.
+        model: On its device, with its adapters, not yet streamed.
+        longest: The longest micro-batch, and a second model.
         dry_run: Plan a fixed schedule too: a dry run is there to show what it would hold.
-        first: Called with the streamed model, before a backend has it.
         notify: See :data:`streamtune.tasks.task.Notify`.
         doing: See :data:`streamtune.run.start.Doing`.
 
     Raises:
         ArgumentError: Nothing fits.
+    """
+    recipe, world, device = start.recipe, start.world, start.device
+    # In the order of chunks every layer would be gathered once for every chunk.
+    fixed = {"order": "layer"} if start.shares_weights else {}
+    plan_given = partial(plan_model, recipe, model, longest, device)
+    found = PlannedStart(lambda failed: plan_given(Given(below=failed, fixed=fixed)))
+    if recipe.engine.schedule != "auto" and not dry_run:
+        return found
+
+    def plan() -> tuple[dict[str, Any], int]:
+        nonlocal found
+        cluster = cluster_here(recipe, model, world, device)
+        baselines = _baseline_bytes(make_workload(recipe, meta_copy(model), longest, device, cluster))
+        given = Given(cluster, keep=_schedule_of(start.checkpoint), fixed=fixed)
+        memory = plan_given(given, notify=notify)
+        found = replace(found, memory=memory, baselines=baselines)
+        return asdict(memory.schedule), memory.simulation.streamed_host_bytes
+
+    with doing("planning the steps"):  # one rank measures and chooses for all: they have to walk in step
+        planned, host_bytes = world.main(plan)
+    schedule = Schedule(**planned)
+    return replace(found, schedule=schedule, reserve=host_bytes if schedule.uses_host and not dry_run else None)
+
+
+def _baseline_bytes(workload: Workload) -> Mapping[str, int]:
+    """Return the peak bytes of a step by plain autograd (``plain``) and by gradient checkpointing (``checkpoint``).
+
+    Empty where they cannot be simulated.
+    """
+    try:
+        return {mode: simulate(replace(workload, mode=mode), Schedule()).peak_bytes for mode in BASELINES}
+    except (UserError, NotImplementedError):
+        return {}
+
+
+def stream_start(
+    start: Start,
+    model: Any,
+    planned: PlannedStart,
+    first: Callable[[StreamHandle], None],
+    *,
+    notify: Notify,
+    doing: Doing,
+) -> Streamed:
+    """Put the engine into the model, with the schedule that was planned or that of the recipe; make its backend.
+
+    Args:
+        start: The start of the run.
+        model: On its device, with its adapters; changed in place.
+        planned: The schedule.
+        first: Called with the streamed model, before a backend has it.
+        notify: See :data:`streamtune.tasks.task.Notify`.
+        doing: See :data:`streamtune.run.start.Doing`.
+
+    Raises:
         UnsupportedModelError: The model does not stream exactly.
     """
     recipe, world = start.recipe, start.world
-    plan_this: Callable[..., Plan] = partial(
-        plan_model,
-        recipe,
-        model,
-        length,
-        start.device,
-        completions=completions,
-        reference_bytes=reference_bytes,
-        # In the order of chunks every layer would be gathered once for every chunk.
-        fixed={"order": "layer"} if start.shares_weights else {},
-    )
-    memory: Plan | None = None
-    baselines: Mapping[str, int] = {}
-
-    def plan() -> tuple[dict[str, Any], int]:
-        nonlocal memory, baselines
-        cluster = cluster_here(recipe, model, world, start.device)
-        baselines = baseline_bytes(
-            recipe, model, length, start.device,
-            cluster=cluster, completions=completions, reference_bytes=reference_bytes,
-        )  # fmt: skip
-        memory = plan_this(cluster=cluster, keep=_schedule_of(start.checkpoint), notify=notify)
-        return asdict(memory.schedule), memory.simulation.streamed_host_bytes
-
-    schedule, host_bytes = None, 0
-    if recipe.engine.schedule == "auto" or dry_run:
-        with doing("planning the steps"):  # one rank measures and chooses for all: they have to walk in step
-            planned, host_bytes = world.main(plan)
-            schedule = Schedule(**planned)
-    handle = stream_model(recipe, model, schedule, sequence_ranks(recipe, world))
+    handle = stream_model(recipe, model, planned.schedule, sequence_ranks(recipe, world))
     with doing("checking that this model streams exactly"):
         _check_streams(start, model, handle, notify)
     first(handle)
     with doing("setting up the optimizer"):  # after the checks: ranks that share the weights have them no longer whole
         backend = make_backend(recipe, model, handle.layers, world, start.device)
-    if schedule is not None and not dry_run and schedule.uses_host:
-        handle.tiers.reserve(host_bytes, start.device)
+    if planned.reserve is not None:
+        handle.tiers.reserve(planned.reserve, start.device)
     start.identity["schedule"] = asdict(handle.schedule)  # not compared: another gives the same gradient, to rounding
-    return Streamed(handle, backend, memory, baselines, lambda failed: plan_this(below=failed))
+    return Streamed(handle, backend, planned.memory, planned.baselines, planned.plan_below)
 
 
 def _check_streams(start: Start, model: Any, handle: StreamHandle, notify: Notify) -> None:

@@ -7,7 +7,7 @@ plan_model    for a run: of the model that is loaded, within the memory that is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,9 +43,9 @@ from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RanksAsked, Wider, accumulation_of, cluster_of, links_for, wider_of
 from streamtune.run.device import blame_recipe, choose_device, make_schedule, prepare_libraries
 from streamtune.run.kept_plan import PlanOptions
-from streamtune.run.mfu import peak_of
 from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint, train_largest
 from streamtune.run.precision import precise
+from streamtune.run.step_speed import peak_of
 from streamtune.run.tiers import first_that_fits, placements
 from streamtune.schedule import GIVEN, Schedule
 from streamtune.tasks import Task, task_of
@@ -132,6 +132,40 @@ class RecipePlan:
         if self.scored is not None:
             return self.scored.rows * self.scored.length * times
         return self.length * self.loaded.recipe.per_device_train_batch_size * times
+
+
+@dataclass(frozen=True)
+class LongestStep:
+    """The longest micro-batch of a run, and a second model that is held beside the one that is trained.
+
+    Attributes:
+        length: Tokens of the longest row, or of the longest completion with its prompt.
+        completions: The completions of a micro-batch, where the objective scores completions.
+        reference_bytes: Bytes of a second model that is held and not trained.
+    """
+
+    length: int
+    completions: Completions | None = None
+    reference_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a plan of a run is given besides its recipe and model.
+
+    Attributes:
+        cluster: The ranks of the run.
+        keep: The schedule of the run that is resumed: taken again, so that its losses are the same to the last bit, if
+            it still fits and the recipe still allows it.
+        below: A schedule that ran out of memory, contrary to its prediction. The one chosen holds less, even where the
+            recipe fixes the schedule.
+        fixed: Fields of the schedule that are not the planner's to choose, besides those that the recipe writes.
+    """
+
+    cluster: Cluster = field(default_factory=Cluster)
+    keep: Schedule | None = None
+    below: Schedule | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
 def plan_recipe(
@@ -269,7 +303,7 @@ def place_recipe(
     def workload_of(choice: Recipe) -> Workload:
         held = reference_bytes(task_of(choice), device)
         model = model_of(choice)
-        found = make_workload(choice, model, length, device, cluster=cluster, completions=scored, reference_bytes=held)
+        found = make_workload(choice, model, LongestStep(length, scored, held), device, cluster)
         return found if rows is None else replace(found, batch_size=rows)
 
     return first_that_fits(choices, workload_of, limits)
@@ -290,15 +324,10 @@ def blueprints(device: torch.device) -> Callable[[Recipe], Any]:
 def plan_model(
     recipe: Recipe,
     model: Any,
-    length: int,
+    longest: LongestStep,
     device: torch.device,
+    given: Given | None = None,
     *,
-    completions: Completions | None = None,
-    reference_bytes: int = 0,
-    cluster: Cluster | None = None,
-    keep: Schedule | None = None,
-    below: Schedule | None = None,
-    fixed: dict[str, Any] | None = None,
     notify: Callable[[str], None] = lambda message: None,
 ) -> Plan:
     """Plan a run with the model that is loaded, within the memory that is free besides it.
@@ -306,40 +335,33 @@ def plan_model(
     Args:
         recipe: The recipe.
         model: On its device, with its adapters, not yet streamed.
-        length: Tokens of the longest row, or of the longest completion with its prompt.
+        longest: The longest micro-batch; a second model is there already. A length is that of a whole row, however
+            many ranks share it.
         device: The device of the model.
-        completions: The completions of a micro-batch, where the objective scores completions.
-        reference_bytes: Of a second model that is held and not trained; it is there already.
-        cluster: The ranks of the run; None is this one alone. A length is that of a whole row, however many share it.
-        keep: The schedule of the run that is resumed: taken again, so that its losses are the same to the last bit, if
-            it still fits and the recipe still allows it.
-        below: A schedule that ran out of memory, contrary to its prediction. The one chosen holds less, even where the
-            recipe fixes the schedule.
-        fixed: Fields of the schedule that are not the planner's to choose, besides those that the recipe writes.
+        given: The ranks of the run and an earlier schedule; None is one rank and no schedule.
         notify: Called before what takes a while, with its name.
 
     Raises:
         ArgumentError: Nothing fits.
     """
     shape = meta_copy(model)
-    ranks = cluster or Cluster()
-    limits = _limits(recipe.engine, PlanOptions(), None, device, ranks)
+    given = given or Given()
+    limits = _limits(recipe.engine, PlanOptions(), None, device, given.cluster)
     # The weights are part of what a step holds, and there already, unless they are still to come.
     if recipe.engine.device_memory == "auto" and models.deferred_of(model) is None:
-        limits = replace(limits, device_bytes=limits.device_bytes + device_held_bytes(model) + reference_bytes)
+        limits = replace(limits, device_bytes=limits.device_bytes + device_held_bytes(model) + longest.reference_bytes)
     sizes = recipe.engine
     limits = with_waiting_weights(
         limits, model, device_given=sizes.device_memory != "auto", host_given=sizes.host_memory != "auto"
     )
     rates = rates_here(recipe, model, device, notify)
-    workload = make_workload(
-        recipe, shape, length, device, cluster=ranks, completions=completions, reference_bytes=reference_bytes
-    )
-    written = {**recipe.engine.written(), **(fixed or {})}
-    if below is not None:
-        return _smaller(workload, below, limits, rates, written)
+    workload = make_workload(recipe, shape, longest, device, given.cluster)
+    written = {**recipe.engine.written(), **given.fixed}
+    if given.below is not None:
+        return _smaller(workload, given.below, limits, rates, written)
     if recipe.engine.schedule == "fixed":
         return evaluate_schedule(workload, make_schedule(recipe.engine), limits, rates)
+    keep = given.keep
     if keep is not None and {**as_fixed(keep), **written} == as_fixed(keep):
         kept = evaluate_schedule(workload, keep, limits, rates)
         if kept.fits:
@@ -378,41 +400,32 @@ def announced(notify: Callable[[str], None]) -> Simulate:
 
 
 def make_workload(
-    recipe: Recipe,
-    model: nn.Module,
-    length: int,
-    device: torch.device,
-    *,
-    cluster: Cluster | None = None,
-    completions: Completions | None = None,
-    reference_bytes: int = 0,
+    recipe: Recipe, model: nn.Module, longest: LongestStep, device: torch.device, cluster: Cluster | None = None
 ) -> Workload:
     """Return the workload of a step of the recipe, for a simulation.
 
     Args:
         recipe: The recipe.
         model: On ``meta``, with its adapters.
-        length: Tokens of a row, or of the longest completion with its prompt.
+        longest: The micro-batch.
         device: The device whose kernels are simulated.
         cluster: The ranks that share it; None is one.
-        completions: The completions of a micro-batch, where the objective scores completions.
-        reference_bytes: Of a second model that is held and not trained.
     """
     train_largest(recipe, model)
     return Workload(
         make_model=lambda: model,
-        length=length,
+        length=longest.length,
         batch_size=recipe.per_device_train_batch_size,
         micro_batches=accumulation_of(recipe, cluster or Cluster()),
         cluster=cluster or Cluster(),
         make_optimizer=partial(make_optimizer, recipe),
         autocast=bool(recipe.bf16),
         device_type=device.type,
-        completions=completions,
+        completions=longest.completions,
         token_loss=None if (loss := task_of(recipe).token_loss).is_plain else loss,
         teacher=_teacher_of(recipe, device),
         teacher_top_k=task_of(recipe).teacher_top_k,
-        reference_bytes=reference_bytes,
+        reference_bytes=longest.reference_bytes,
         step=recipe.step_kind,
         keep=recipe.cache,
     )
@@ -444,15 +457,9 @@ def recipe_workload(
         UnsupportedModelError: The recipe asks for shared prompts, and its model cannot share them.
     """
     task = task_of(recipe)
-    return make_workload(
-        recipe,
-        model,
-        length,
-        device,
-        cluster=cluster,
-        completions=task.completions(share=shares_prompts(task, model, device)),
-        reference_bytes=reference_bytes(task, device),
-    )
+    completions = task.completions(share=shares_prompts(task, model, device))
+    longest = LongestStep(length, completions, reference_bytes(task, device))
+    return make_workload(recipe, model, longest, device, cluster)
 
 
 def shares_prompts(task: Task[Any], model: nn.Module, device: torch.device) -> bool:

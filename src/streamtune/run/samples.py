@@ -1,4 +1,5 @@
-"""Complete the sample prompts of a recipe and those of held-out rows, while a run trains and at its end.
+"""Complete the sample prompts of a recipe and those of held-out rows, while a run trains and at its end; and choose
+the tokens that generation stops at, after those that end trained turns.
 
 While it trains the model stays streamed: a call without gradients honours its cache. Mode and random state are put
 back, so the steps that follow are, bit for bit, those of a run without samples. Where ranks share the weights all of
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +19,11 @@ from streamtune.base.adapters import base_of
 from streamtune.base.labels import IGNORE_INDEX
 from streamtune.base.secrets import redact_values
 from streamtune.recipe.schema import Recipe
-from streamtune.tasks.task import Built, chat_options
+from streamtune.tasks import Task
+from streamtune.tasks.task import Built, PreparedRows, chat_options
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SAMPLE_TEMPERATURE = 0.3
 """Of the recipe's prompts. The likeliest token each time would go in circles where little is learnt yet."""
@@ -110,3 +115,24 @@ def _answer(model: Any, tokenizer: Any, row: data.Example, *, in_step: bool) -> 
         "prompt_tokens": begin,
         "row": row.origin,
     }
+
+
+def end_as_trained(
+    task: Task[Any], prepared: PreparedRows, tokenizer: PreTrainedTokenizerBase, model: Any
+) -> list[int]:
+    """Let the model's generation end at the tokens that end trained turns; return those at which it did not before.
+
+    They are in its generation config from then on: in checkpoints, in the final model and in exports of it.
+    """
+    return models.add_ends(model, task.trained_ends(prepared, tokenizer))
+
+
+def describe_ends(added: list[int], tokenizer: PreTrainedTokenizerBase, model: Any) -> str:
+    """Return in one line at which tokens generation stops, and which of them the model did not stop at before."""
+    own = [token for token in models.ends_of(base_of(model).generation_config) if token not in added]
+    before = f"besides {_names(own, tokenizer)}" if own else "the model named none"
+    return f"{_names(added, tokenizer)}, as the trained turns do; {before} (generation_config.json)"
+
+
+def _names(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in tokens)

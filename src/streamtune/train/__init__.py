@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from streamtune.train.backend import Backend, LocalBackend
+from streamtune.train.backend import Backend, BlockBackend, LocalBackend
 from streamtune.train.batch import MicroBatch, PrefixBatch, StepStream, TreeBatch, counted
-from streamtune.train.blocks import BlockBackend
 from streamtune.train.checkpoint import Checkpoint, checkpoint_path, supersede
 from streamtune.train.forward_only import ForwardBackend
 from streamtune.train.guard import skipped_most

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.errors import CheckpointError
-from streamtune.optim import RULES, averaged_weights, is_averaged, pack_state, set_learning_rate
+from streamtune.optim import RULES, BlockAdamW, averaged_weights, is_averaged, pack_state, set_learning_rate
 from streamtune.train.objective import StepScore
 from streamtune.train.slices import MASTER, Slice, SliceReader, share_out_whole
 
@@ -239,6 +239,35 @@ class LocalBackend(TorchBackend):
     """One device, which holds all there is."""
 
     whole = True
+
+
+class BlockBackend(LocalBackend):
+    """One device, which holds all weights and the gradients and moments of a block.
+
+    A checkpoint has the steps taken, which tell the block, and its moments; none where the block has just begun.
+
+    Args:
+        module: The model; the optimizer says which of its weights require a gradient.
+        optimizer: Over its parameters.
+    """
+
+    optimizer: BlockAdamW
+
+    def __init__(self, module: nn.Module, optimizer: BlockAdamW) -> None:
+        super().__init__(module, optimizer)
+
+    def state(self) -> dict[str, Any]:
+        """See :class:`Backend`."""
+        return {"steps_taken": self.optimizer.steps_taken}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See :class:`Backend`."""
+        self.optimizer.go_to(state["steps_taken"])
+
+    def load_slices(self, saved: SliceReader) -> None:
+        """See :class:`Backend`."""
+        if saved.parameters():
+            super().load_slices(saved)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:

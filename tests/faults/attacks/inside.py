@@ -25,7 +25,7 @@ def _moments() -> dict[str, tuple[Any, str]]:
         "tokenizer": (build, "make_tokenizer_together"),
         "data": (Sft, "prepare"),
         "model": (build, "make_model"),
-        "plan": (build, "plan_and_stream"),
+        "plan": (build, "plan_start"),
         "forward": (SupervisedObjective, "score"),
         "step": (LocalBackend, "step"),
         "evaluation": (loop, "evaluate"),

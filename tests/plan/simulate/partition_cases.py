@@ -19,7 +19,7 @@ from streamtune.plan.simulate.memory import distinct_bytes, scales_bytes
 from streamtune.plan.simulate.partition import Holdings, divided_bytes
 from streamtune.recipe import Recipe
 from streamtune.run.cluster import RanksAsked, cluster_of
-from streamtune.run.plan import make_workload
+from streamtune.run.plan import LongestStep, make_workload
 from streamtune.run.ranks import make_backend
 from tests.plan.simulate.cluster_kit import CONFIG
 
@@ -49,7 +49,7 @@ def _planned(recipe: Recipe, world: train.World, schedule: streamtune.Schedule) 
     with torch.device("meta"):
         model = _adapted(recipe, model)
     cluster = cluster_of(recipe, model, RanksAsked(world.size, 1), Links())
-    workload = make_workload(recipe, model, LENGTH, torch.device("cpu"), cluster=cluster)
+    workload = make_workload(recipe, model, LongestStep(LENGTH), torch.device("cpu"), cluster)
     found = Holdings.of(model, workload).scheduled(model, workload, schedule)
     ahead = max(map(divided_bytes, decoder_layers(model))) if recipe.fsdp else 0
     return {

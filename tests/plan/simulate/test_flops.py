@@ -11,7 +11,7 @@ from streamtune.models import add_lora, blueprint
 from streamtune.plan.rates import DEVICES, peak_flops_of
 from streamtune.plan.simulate import Workload, simulate
 from streamtune.plan.simulate.flops import FlopCount
-from streamtune.run.mfu import StepFlops
+from streamtune.run.step_speed import StepFlops
 from streamtune.schedule import Schedule
 from streamtune.train import MicroBatch
 from tests.plan.simulate.cluster_kit import CONFIG

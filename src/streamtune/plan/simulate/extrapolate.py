@@ -28,7 +28,7 @@ from streamtune.engine.hf_names import LAYER_NUMBERS
 from streamtune.engine.memory.disk import IN_FLIGHT
 from streamtune.engine.memory.placement import best_segment_size, place_layers
 from streamtune.ops.attention.attention import key_block
-from streamtune.plan.simulate.facts import all_modules, configs_of, fact_of
+from streamtune.plan.simulate.kept import all_modules, configs_of, fact_of
 from streamtune.plan.simulate.shard import SPANS, WINDOWS
 from streamtune.plan.simulate.trace import COLUMNS, EARLIER, WORK, Cell, CellPlace
 from streamtune.schedule import Schedule

@@ -1,20 +1,26 @@
-"""Simulations that are kept on disk, under a hash of everything they are made of: a second start simulates nothing.
+"""Results of simulations that are remembered, on disk and in memory.
 
-The steps of a model are simulated by running the engine itself. So a result belongs to the code of this package, to the
-versions of the libraries, to the structure of the model and to every option of the step; a model with code of its own,
-with hooks or with quantised weights is simulated each time.
+*On disk*, under a hash of everything they are made of, so that a second start simulates nothing. The steps of a model
+are simulated by running the engine itself. So a result belongs to the code of this package, to the versions of the
+libraries, to the structure of the model and to every option of the step; a model with code of its own, with hooks or
+with quantised weights is simulated each time.
+
+*In memory*, facts of a model that every simulation of it needs, such as the bytes that its optimizer holds. A plan
+simulates one model by several schedules. A fact that does not depend on the schedule is computed again only if the
+model's tensors or configuration have changed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from streamtune.base.result_cache import hash_of, versions
-from streamtune.plan.simulate.facts import all_modules, fact_of
 from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
 
@@ -86,3 +92,56 @@ def _described(optimizer: torch.optim.Optimizer) -> str:
         for group in optimizer.param_groups
     ]
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__} {groups}"
+
+
+Fact = TypeVar("Fact")
+
+_FACTS: WeakKeyDictionary[nn.Module, dict[Hashable, tuple[Hashable, Any]]] = WeakKeyDictionary()
+
+
+def fact_of(model: nn.Module, name: Hashable, compute: Callable[[], Fact]) -> Fact:
+    """Return the fact of a model that has a name, computed now or before.
+
+    Args:
+        model: On ``meta``. If its modules, tensors or settings have changed since, the fact is computed again.
+        name: The name of the fact, with all that it depends on besides the model; if it cannot be hashed, the fact is
+            computed each time.
+        compute: Computes it from the model.
+    """
+    known, state = _FACTS.setdefault(model, {}), _state_of(model)
+    try:
+        found = known.get(name)
+    except TypeError:
+        return compute()
+    if found is None or found[0] != state:
+        found = known[name] = (state, compute())
+    fact: Fact = found[1]
+    return fact
+
+
+def _state_of(model: nn.Module) -> Hashable:
+    """Return what tells a model that was changed from the one it was."""
+    modules = all_modules(model)
+    tensors = tuple(
+        (id(module), tuple((id(x), x.dtype, x.requires_grad) for x in module._parameters.values() if x is not None))
+        for module in modules
+    )
+    configs = configs_of(modules)
+    return tensors, tuple(repr(sorted(vars(config).items(), key=lambda item: item[0])) for config in configs)
+
+
+def configs_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the configurations that modules have, each once."""
+    return list({id(m.__dict__["config"]): m.__dict__["config"] for m in modules if "config" in m.__dict__}.values())
+
+
+def all_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model, each once, in the order of ``model.modules()``, in a fourth of its time."""
+    found: dict[int, nn.Module] = {}
+    todo: list[nn.Module | None] = [model]
+    while todo:
+        module = todo.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            todo.extend(reversed(module._modules.values()))
+    return list(found.values())

@@ -27,8 +27,7 @@ from streamtune.engine import decoder_layers
 from streamtune.ops.simulated import all_turns, simulating
 from streamtune.optim import ZerothOrderSGD, perturbed
 from streamtune.plan.simulate.extrapolate import Combined, Part, UnlikeError, combined, kinds_of_layers, layout_of
-from streamtune.plan.simulate.facts import fact_of
-from streamtune.plan.simulate.kept import describe_step
+from streamtune.plan.simulate.kept import describe_step, fact_of
 from streamtune.plan.simulate.lengthen import with_a_period_more
 from streamtune.plan.simulate.memory import ACTIVATION, ATTENTION, FETCHED, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
 from streamtune.plan.simulate.partition import Holdings

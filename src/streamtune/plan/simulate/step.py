@@ -24,8 +24,8 @@ from streamtune.engine.weights.waiting import waiting_parameters
 from streamtune.ops import TeacherHead, TokenLoss, TopKTeacher
 from streamtune.ops.head.sweep import autocast_dtype, cast
 from streamtune.ops.simulated import DeviceFunctions, simulating
-from streamtune.plan.simulate.facts import all_modules, configs_of
 from streamtune.plan.simulate.fused_loss import fused_loss
+from streamtune.plan.simulate.kept import all_modules, configs_of
 from streamtune.plan.simulate.memory import GRADIENT
 from streamtune.plan.simulate.meta_operators import MetaAutocast, autocast_on_meta, with_value
 from streamtune.plan.simulate.scored import PlainScores, Scored, checkpointing

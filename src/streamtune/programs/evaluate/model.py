@@ -21,7 +21,7 @@ from streamtune.plan.simulate.scored import Completions
 from streamtune.programs.export.source import TrainedModel, load_trained, load_trained_tokenizer
 from streamtune.recipe.schema import Recipe
 from streamtune.run.model import choose_quantization, make_reference_model
-from streamtune.run.plan import plan_model
+from streamtune.run.plan import LongestStep, plan_model
 from streamtune.run.reference import load_reference, streamed
 from streamtune.schedule import Schedule
 from streamtune.tasks import Task
@@ -183,7 +183,7 @@ def plan_evaluation(
     if recipe.engine.schedule != "auto":
         return None
     with _one_trainable(model):
-        found = plan_model(recipe, model, length, device, completions=completions, reference_bytes=reference_bytes)
+        found = plan_model(recipe, model, LongestStep(length, completions, reference_bytes), device)
     return found.schedule
 
 

@@ -24,7 +24,7 @@ from streamtune.recipe.keys.engine import EngineSpec
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import prepare_libraries, stream_model
 from streamtune.run.model import make_model_alone, make_reference_alone, train_largest
-from streamtune.run.plan import place_recipe, plan_model, shares_prompts
+from streamtune.run.plan import LongestStep, place_recipe, plan_model, shares_prompts
 from streamtune.run.precision import precise
 from streamtune.run.ranks import local_backend, local_optimizer
 from streamtune.run.reference import streamed
@@ -125,9 +125,7 @@ def _planned(
     device = model_device(model)
     completions = task.completions(share=share)
     try:
-        return plan_model(
-            like, model, shape.length, device, completions=completions, reference_bytes=reference_bytes
-        ).schedule
+        return plan_model(like, model, LongestStep(shape.length, completions, reference_bytes), device).schedule
     except ArgumentError as error:
         raise BudgetExceededError("device", f"device memory: {error.what}") from error
 
