@@ -22,7 +22,7 @@ from streamtune.plan.simulate.workload import Mode, Workload
 from streamtune.run.cluster import cluster_here
 from streamtune.run.device import stream_model
 from streamtune.run.model import make_blueprint, make_trial_model
-from streamtune.run.plan import Given, LongestStep, make_workload, place_recipe, plan_model, shares_prompts
+from streamtune.run.plan import LongestStep, PlanInputs, make_workload, place_recipe, plan_model, shares_prompts
 from streamtune.run.precision import choices_made, describe_precision, has_choice, precise
 from streamtune.run.ranks import make_backend, sequence_ranks
 from streamtune.run.start import Doing, Start
@@ -139,7 +139,7 @@ def plan_start(
     # In the order of chunks every layer would be gathered once for every chunk.
     fixed = {"order": "layer"} if start.shares_weights else {}
     plan_given = partial(plan_model, recipe, model, longest, device)
-    found = PlannedStart(lambda failed: plan_given(Given(below=failed, fixed=fixed)))
+    found = PlannedStart(lambda failed: plan_given(PlanInputs(below=failed, fixed=fixed)))
     if recipe.engine.schedule != "auto" and not dry_run:
         return found
 
@@ -147,7 +147,7 @@ def plan_start(
         nonlocal found
         cluster = cluster_here(recipe, model, world, device)
         baselines = _baseline_bytes(make_workload(recipe, meta_copy(model), longest, device, cluster))
-        given = Given(cluster, keep=_schedule_of(start.checkpoint), fixed=fixed)
+        given = PlanInputs(cluster, keep=_schedule_of(start.checkpoint), fixed=fixed)
         memory = plan_given(given, notify=notify)
         found = replace(found, memory=memory, baselines=baselines)
         return asdict(memory.schedule), memory.simulation.streamed_host_bytes

@@ -150,8 +150,8 @@ class LongestStep:
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a plan of a run is given besides its recipe and model.
+class PlanInputs:
+    """Facts that a plan of a run is given besides its recipe and model.
 
     Attributes:
         cluster: The ranks of the run.
@@ -326,7 +326,7 @@ def plan_model(
     model: Any,
     longest: LongestStep,
     device: torch.device,
-    given: Given | None = None,
+    given: PlanInputs | None = None,
     *,
     notify: Callable[[str], None] = lambda message: None,
 ) -> Plan:
@@ -345,7 +345,7 @@ def plan_model(
         ArgumentError: Nothing fits.
     """
     shape = meta_copy(model)
-    given = given or Given()
+    given = given or PlanInputs()
     limits = _limits(recipe.engine, PlanOptions(), None, device, given.cluster)
     # The weights are part of what a step holds, and there already, unless they are still to come.
     if recipe.engine.device_memory == "auto" and models.deferred_of(model) is None:
