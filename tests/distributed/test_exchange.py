@@ -29,9 +29,9 @@ PICKLING = (
 READS_PICKLES = {
     "data/record_table.py",
     "data/rendering/pool.py",
-    "quiet.py",
-    "templates/worker.py",
-    "templates/__init__.py",
+    "base/quiet.py",
+    "data/templates/worker.py",
+    "data/templates/__init__.py",
 }
 """Read what the same process wrote, or its own parent over a pipe: no rank and no file."""
 

@@ -285,9 +285,9 @@ def write_shards(
     written: list[list[str]] = []
     total = 0
 
-    def flush() -> None:
+    def flush(name: str = "") -> None:
         nonlocal held
-        save_file(held, folder / f"part-{len(written):05d}.safetensors", metadata={"format": "pt"})
+        save_file(held, folder / (name or f"part-{len(written):05d}.safetensors"), metadata={"format": "pt"})
         written.append(list(held))
         held = {}
 
@@ -297,10 +297,10 @@ def write_shards(
                 flush()
             held[name] = values.contiguous()
             total += values.nbytes
-    flush()
-    if len(written) == 1:
-        (folder / "part-00000.safetensors").rename(folder / SAFE_FILE)
+    if not written:
+        flush(SAFE_FILE)
         return
+    flush()
     places: dict[str, str] = {}
     for number, names in enumerate(written):
         name = SAFE_FILE.replace(".", f"-{number + 1:05d}-of-{len(written):05d}.")
