@@ -122,6 +122,7 @@ class Page(HTMLParser):
             self.rows[-1] += data
 
 
+@pytest.mark.full
 def test_the_page(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert data("rows.yaml", "--html", "rows.html", "--png", "lengths.png", "--rows", "40") == 0
     text = Path("rows.html").read_text(encoding="utf-8")

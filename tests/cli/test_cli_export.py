@@ -31,6 +31,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_the_screen_and_the_document(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert streamtune("export", "run", "merged") == 0
     shown = capsys.readouterr().out

@@ -79,6 +79,7 @@ def test_an_error_goes_to_stderr_with_its_exit_code():
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "arguments", [["--debug", "validate", "nowhere.yaml"], ["validate", "nowhere.yaml", "--debug"]]
 )

@@ -192,6 +192,7 @@ def test_a_real_step_holds_what_a_simulated_one_does(
     compare_step(load_recipe(f"{name}.yaml", settings).recipe, mode)
 
 
+@pytest.mark.full
 def test_so_it_is_with_a_teacher(run: Callable[..., int]) -> None:
     """It is called in each step, where a reference is called once a rollout."""
     config = {**COMMON["model"]["init"], "hidden_size": 96}

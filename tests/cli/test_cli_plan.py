@@ -170,6 +170,7 @@ def test_a_bar(share: float, text: str):
     assert bar(share, 10) == text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "shipped", [s for s in shipped_recipes() if "init:" in s.text], ids=lambda shipped: shipped.name
 )

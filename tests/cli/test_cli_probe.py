@@ -182,6 +182,7 @@ def test_ctrl_c_ends_with_what_is_known(tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.full
 def test_a_device_that_is_not_there(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     """No process, no weights: the range is one length, so that one simulation of each mode tells."""
     size = ["--device", "l4-24gb", "--host-memory", "64GiB", "--from", "4096", "--to", "4096"]
@@ -225,6 +226,7 @@ def test_an_unknown_device_lists_the_known(probe: Callable[..., int], capsys: py
     assert "h100-80gb, h200-141gb" in said
 
 
+@pytest.mark.full
 def test_a_simulated_budget_that_nothing_fits(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     size = ["--set", "device=cpu", "--device-memory", "200KiB", "--from", "64", "--to", "64"]
     assert probe("--method", "simulate", *size) == 2

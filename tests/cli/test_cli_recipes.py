@@ -22,6 +22,7 @@ def call(*arguments: str) -> int:
 # --- validate ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", shipped_names())
 def test_every_shipped_recipe_is_valid(name, capsys):
     path = read_shipped(name).path
@@ -132,6 +133,7 @@ def test_an_unknown_name(name, mend, capsys):
     assert mend in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", shipped_names())
 def test_copy_writes_a_recipe_that_loads(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

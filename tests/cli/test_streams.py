@@ -38,13 +38,7 @@ def is_sound(done: subprocess.CompletedProcess[str]) -> bool:
     return not any(word in done.stdout + done.stderr for word in ("Traceback", "defect", "Exception ignored"))
 
 
-@pytest.mark.quick(
-    "$S validate tiny.yaml <&- >&- 2>&--0-",
-    "$S validate nowhere.yaml 2>/dev/full-2-",
-    "$S schema >/dev/full-1-the output cannot be written: No space left on device",
-    "$S schema | head -n 1-0-{",
-    "COLUMNS=10 $S --help-0-Usage",
-)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("line", "code", "said"),
     [

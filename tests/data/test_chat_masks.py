@@ -330,6 +330,7 @@ def all_special() -> Tokenizer:
     return train_bpe(special=sorted(found | {"<bos>", "<eos>"}))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", TRL_TEMPLATES, ids=lambda path: path.stem)
 def test_published_templates_are_masked_exactly_or_refused(all_special: Tokenizer, path: Path) -> None:
     """Nobody but the assistant is trained, every answer is, whatever the template does; or the row is refused."""

@@ -160,6 +160,7 @@ def tell_of(canaries: list[Path]) -> list[str]:
     return [path.name for path in canaries if path.exists()]
 
 
+@pytest.mark.full
 def test_a_folder_with_a_model_runs_nothing(model_folder: Path, tmp_path: Path) -> None:
     """In a process of its own, as the command line sets it up, with a package of kernels that a stranger wrote."""
     canaries = []

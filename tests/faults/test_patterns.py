@@ -65,6 +65,7 @@ def test_matches_are_those_of_re(how: Any) -> None:
     assert found == wanted
 
 
+@pytest.mark.full
 def test_the_keys_of_a_recipe(tmp_path: Path) -> None:
     for key, changes in {
         "lora_rank_pattern": {"ranks": {SLOW[0]: 4}},
@@ -103,6 +104,7 @@ def test_settings_of_saved_adapters(settings: Any, words: str, tmp_path: Path) -
         check_adapter_settings(settings, tmp_path / "adapter_config.json", where="adapter_name_or_path")
 
 
+@pytest.mark.full
 def test_a_folder_with_such_adapters_is_refused_before_peft_reads_it(tmp_path: Path) -> None:
     add_adapters(model(), spec(), seed=0).save_pretrained(tmp_path)
     check_saved_settings(tmp_path, [], where="k")
@@ -116,6 +118,7 @@ def test_a_folder_with_such_adapters_is_refused_before_peft_reads_it(tmp_path: P
         assert "adapter" in caught.value.where
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reward", ["regex_match(pattern='(a|a)*$')", "json_schema(schema={'pattern': '(a|a)*$'})"])
 def test_a_reward_is_given_up_on_a_completion(reward: str) -> None:
     from streamtune.errors import RunError

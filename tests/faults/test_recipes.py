@@ -180,6 +180,7 @@ def test_what_is_shown_obeys_nobody(tmp_path: Path, capsys: pytest.CaptureFixtur
                 assert not set(said) & set("\x1b\x9b\u202e\a"), said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["fifo", "zero", "endless", "socket", "link"])
 def test_what_is_no_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
     """The real command, whose end is awaited: nothing is read without end or waited for."""

@@ -96,6 +96,7 @@ def ran(mark: Path) -> str:
     return mark.read_text() if mark.exists() else ""
 
 
+@pytest.mark.full
 def test_processes_that_prepare_rows_import_nothing_from_the_working_directory(tmp_path: Path) -> None:
     mark = hostile(tmp_path)
     done = start(tmp_path, SCRIPT, "data", "tiny.yaml")

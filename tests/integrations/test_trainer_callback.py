@@ -112,6 +112,7 @@ def test_attached_in_front_trackers_have_the_figures_too(
     assert ["peak_mem_gib" in logs for logs in tracker.logs if "loss" in logs] == [attached] * STEPS
 
 
+@pytest.mark.full
 def test_the_planner_chooses_under_autocast(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """With ``bf16`` accelerate puts a function in the place of ``forward`` before training begins."""
     runs = []

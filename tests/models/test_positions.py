@@ -204,6 +204,7 @@ def test_rows_beyond_the_positions_name_the_key(
     assert "positions" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_packs_and_long_rows_of_a_base_for_each_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,6 +225,7 @@ def test_packs_and_long_rows_of_a_base_for_each_length(
     assert left.value.code in (0, None), capsys.readouterr()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("finetuning_type", ["full", "lora"])
 def test_a_run_saves_resumes_and_exports_its_positions(
     finetuning_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

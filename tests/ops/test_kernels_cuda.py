@@ -90,6 +90,7 @@ def here(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
     monkeypatch.setattr(kernels, "median_seconds", lambda kernel, *rest: seconds[kernel.name])
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("cuda_operators")
 def test_a_wrong_kernel_is_not_chosen_however_fast(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

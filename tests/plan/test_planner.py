@@ -139,6 +139,7 @@ def test_what_is_chosen_fits_and_nothing_that_fits_is_faster(workload: Workload,
         assert not step.fits or step.step_seconds >= 0.98 * plan.step_seconds, other.describe()
 
 
+@pytest.mark.full
 def test_an_estimate_that_errs_for_long_chunks_leaves_shorter_ones_as_they_are(workload: Workload, known: Any):
     long = replace(workload, length=16 * LENGTH)
     sampled = {2048, 8192}  # what the estimator simulates; longer chunks are extrapolated

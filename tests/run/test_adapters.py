@@ -200,7 +200,7 @@ def test_keys_without_effect_are_named(folder: Path) -> None:
     assert "'oft_block_size' has no effect with adapter_type: ia3" in notes
 
 
-@pytest.mark.quick("1")
+@pytest.mark.full
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_loftq_is_trained_resumed_evaluated_and_exported(
     folder: Path, iterations: int, capsys: pytest.CaptureFixture[str]

@@ -139,7 +139,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(
     assert "memory" in shown
 
 
-@pytest.mark.quick("copy")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "keys",
     [
@@ -193,6 +193,7 @@ def test_every_kind_of_reference_says_the_same(dpo: Callable[..., int], capsys: 
     assert len(list(Path("cache/streamtune/reference").iterdir())) == 2, "other rows, another key"
 
 
+@pytest.mark.full
 def test_log_probs_are_kept_by_the_configuration_too(
     dpo: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,6 +252,7 @@ def test_adapters_of_a_reference_count_in_its_key_and_the_base_below_them_in_a_r
     assert "the files of the reference model" in said(capsys)
 
 
+@pytest.mark.full
 def test_damaged_log_probs_are_computed_again_at_a_start_and_at_a_resume(
     dpo: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -171,6 +171,7 @@ PLACES = {
 """Memory of the device: dtype, place of the weights and of the optimizer."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", PLACES)
 def test_bfloat16_is_tried_before_the_host(folder: Path, device: str, capsys: pytest.CaptureFixture[str]):
     engine = {"device_memory": device, "host_memory": "4GiB"}

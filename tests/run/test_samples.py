@@ -62,6 +62,7 @@ def same(first: str, second: str) -> None:
         assert all(torch.equal(mine[key], other[key]) for key in mine), name
 
 
+@pytest.mark.full
 def test_a_run_with_samples_is_bit_for_bit_the_run_without(
     sft: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

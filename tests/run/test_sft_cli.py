@@ -173,7 +173,7 @@ def test_resume_goes_on_from_a_checkpoint_of_full_and_of_adapter_training(sft: C
     assert AutoPeftModelForCausalLM.from_pretrained("lora/final").peft_config["default"].r == 4
 
 
-@pytest.mark.quick("nf4")
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "package"), [("int8", "torchao"), ("nf4", "bitsandbytes")])
 def test_adapters_on_a_quantised_base(
     sft: Callable[..., int], capsys: pytest.CaptureFixture[str], kind: str, package: str

@@ -95,6 +95,7 @@ def test_a_run_with_its_optimizer_in_the_backward_goes_on_with_it(folder: Path) 
 LAGGED = {"optim_in_backward": True, "clip_norm": "lagged", "max_grad_norm": 0.1, "lr_scheduler_type": "constant"}
 
 
+@pytest.mark.full
 def test_a_run_that_clips_by_the_last_norm_says_so_and_goes_on_to_the_same_bits(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -272,7 +272,7 @@ def test_layers_for_multi_token_prediction_are_said_to_be_left_out(
     assert said.count("the checkpoint has layers for multi-token prediction (num_nextn_predict_layers: 1)") == 1
 
 
-@pytest.mark.quick("nf4")
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "package"), [("int8", "torchao"), ("nf4", "bitsandbytes")])
 def test_adapters_on_experts_in_few_bits(
     folder: Path, kind: str, package: str, capsys: pytest.CaptureFixture[str]

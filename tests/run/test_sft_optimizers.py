@@ -92,6 +92,7 @@ def test_blocks_are_trained_in_turn_and_go_on_where_they_stopped(folder: Path) -
     assert all(torch.equal(whole[key], parts[key]) for key in whole)
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_is_written_late_has_the_weights_of_its_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +171,7 @@ def test_what_blocks_do_not_combine_with(folder: Path, keys: dict[str, Any], wha
         made(folder, optim="badam", **keys)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "keys",
     [

@@ -31,6 +31,7 @@ def folder(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
+@pytest.mark.full
 def test_a_dry_run_shows_the_plan(folder: Path, capfd: pytest.CaptureFixture[str]):
     assert run("--dry-run") == 0
     out = capfd.readouterr().out

@@ -40,6 +40,7 @@ def grown(model: Any, losses: list[Tensor]) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", OF_A_KIND)
 @pytest.mark.parametrize("case", SCHEDULES)
 def test_the_same_loss_three_times(family: str, case: str, tmp_path: Path) -> None:

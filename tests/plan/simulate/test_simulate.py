@@ -175,6 +175,7 @@ def test_the_simulated_peak_is_the_one_measured(name: str, tmp_path: Any) -> Non
     assert sum(found.terms.values()) == found.peak_bytes == max(found.phases.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "lfm2"])
 @pytest.mark.parametrize("mode", ["plain", "checkpoint", "stream"])
 def test_so_it_is_for_other_models_and_modes(family: str, mode: Mode) -> None:
@@ -194,7 +195,7 @@ def test_so_it_is_for_families_that_are_built_otherwise(family: str) -> None:
     assert found == pytest.approx(measured(make, "stream", schedule, length=96), rel=0.03)
 
 
-@pytest.mark.quick("mamba2")
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "falcon_h1", "lfm2"])
 @pytest.mark.parametrize("levels", [1, 2])
 def test_states_wait_on_the_host_with_keys(family: str, levels: int) -> None:
@@ -265,6 +266,7 @@ def build_adapted(
         return add_lora(model, r=8, alpha=16, dropout=0.0, target="all-linear", seed=0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["checkpoint", "stream"])
 @pytest.mark.parametrize("kind", [None, "int8", "nf4"])
 @pytest.mark.parametrize(
@@ -276,6 +278,7 @@ def test_so_it_is_with_adapters_on_any_base(mode: Mode, kind: str | None, dtype:
     assert found == pytest.approx(measured(make, mode, BASE, autocast=autocast), rel=0.01)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["plain chunks", "weights on host"])
 @pytest.mark.parametrize(
     ("dtype", "autocast"), [(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)]
@@ -642,6 +645,7 @@ def test_bytes_of_states_in_bfloat16_are_those_measured() -> None:
     assert wide.terms["optimizer"] == pytest.approx(2 * weights, rel=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_bytes_of_an_optimizer_on_the_host_are_those_measured(in_backward: bool) -> None:
     make = partial(build, "qwen3", vocab_size=9973)
@@ -714,7 +718,7 @@ def test_a_step_told_from_shorter_ones_is_the_whole_step(name: str, tmp_path: An
     assert simulate(long, schedule) == simulate(long, schedule, full=True)
 
 
-@pytest.mark.quick("host but for two-609", "plain chunks-577")
+@pytest.mark.full
 @pytest.mark.parametrize("tokens", [64 * 9 + 1, 64 * 9 + 33, 64 * 10 - 1])
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_so_it_is_for_a_row_of_any_length(name: str, tokens: int, tmp_path: Any) -> None:

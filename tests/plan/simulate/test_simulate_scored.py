@@ -87,6 +87,7 @@ def test_the_simulated_peak_is_the_one_measured(family: str, name: str, shape: s
     assert found.phases["reference"] < found.peak_bytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["plain", "checkpoint", "stream"])
 def test_so_it_is_with_a_row_for_each_completion(mode: Mode) -> None:
     make, scored = partial(build, "qwen3"), Scored(PAIR, share=False)

@@ -76,6 +76,7 @@ def test_time_that_is_left_over_is_given_on(tmp_path: Path, monkeypatch: pytest.
     assert limits == [100, 480, 0, 0, 30 + 550 + 50 + 20 - 480 - 140]
 
 
+@pytest.mark.full
 def test_a_process_is_ended_with_those_that_it_started(tmp_path: Path) -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     inner = f"import time, pathlib; time.sleep(4); pathlib.Path({str(tmp_path / 'late')!r}).touch()"
@@ -136,6 +137,7 @@ def test_a_measured_step_is_predicted() -> None:
     assert 4 * gpu.GIB < row["simulated_bytes"] < 20 * gpu.GIB
 
 
+@pytest.mark.full
 def test_what_was_found_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "KEPT", tmp_path / "kept")
     page = tmp_path / "gpu.md"

@@ -119,6 +119,7 @@ def test_scoring_a_row_holds_less_than_training_on_it() -> None:
     assert scoring.peak < length * 300 * 4
 
 
+@pytest.mark.full
 def test_adapters_are_evaluated_on_the_base_they_were_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -175,6 +175,7 @@ def test_every_key_of_a_package_that_is_here_is_classed(trainer: str) -> None:
     assert [name for name in keys if TRAINERS[trainer].kind_of(name) is None] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "value", [True, -3, 0.5, "a,b", "", [], ["a"], [1, {"a": 2}], {"a": 1}, "train[:10%]"], ids=str
 )
