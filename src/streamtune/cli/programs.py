@@ -36,7 +36,7 @@ PARTS = {
     "page of a run": "streamtune.programs.report.report_command:write_report",
     "page of rows": "streamtune.programs.report.rows_page:render_rows",
 }
-"""What commands of the core use of a program, where they are asked to."""
+"""Parts of programs that commands of the core use: loaded when they are asked for."""
 
 
 def load(entry: str) -> Any:
