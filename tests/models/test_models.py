@@ -26,6 +26,7 @@ from streamtune.models import (
     load_model,
     load_tokenizer,
     sample_text,
+    save_gathered,
     save_pretrained,
     set_chat_template,
     train_tokenizer,
@@ -191,6 +192,22 @@ def test_experts_are_saved_a_layer_at_a_time(tmp_path: Path, copied: bool) -> No
     theirs = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "one file").iterdir()} == theirs
     assert same_weights(load_model(str(tmp_path / "ours")), model)
+
+
+@pytest.mark.parametrize("how", ["now", "copied", "gathered"])
+def test_every_weight_is_in_the_files(tokenizer: Any, tmp_path: Path, how: str) -> None:
+    """Also of weights that are shared in a way that the model's class does not know, and of tied ones taken apart."""
+    model = make(tokenizer, tie_word_embeddings=True)
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
+    if how == "gathered":
+        weights = lambda names: ((name, x.detach()) for name, x in model.named_parameters())  # noqa: E731
+        save_gathered(model, Nothing(), tmp_path, weights, is_main=True)
+    else:
+        save_pretrained(model, Nothing(), tmp_path, weights=copy_weights(model) if how == "copied" else None)
+    written = load_file(tmp_path / "model.safetensors")
+    assert written.keys() == model.state_dict().keys()
+    assert all(torch.equal(written[name], values) for name, values in model.state_dict().items())
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(tokenizer: Any, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ class AdapterSpec:
         ranks: Patterns of the ends of names -> their rank.
         alphas: Patterns of the ends of names -> their alpha.
         whole: Ends of names of modules that are trained as they are, and saved with the adapters.
-        block_size: Of the rotations of ``oft``.
+        block_size: Size of the rotated blocks (``oft``).
     """
 
     kind: str = "lora"
@@ -184,7 +184,7 @@ class AdapterSpec:
         return 2 * self.r if self.alpha is None else self.alpha
 
     def peft_options(self, seed: int) -> dict[str, Any]:
-        """Return the options of peft's configuration that are those of this kind."""
+        """Return the options of peft's configuration for this kind."""
         given = {name: seed if value == "seed" else getattr(self, value) for name, value in self.row.options.items()}
         mappings = {name: dict(value) for name, value in given.items() if isinstance(value, Mapping)}
         return {"peft_type": self.row.peft, **self.row.fixed, **given, **mappings}

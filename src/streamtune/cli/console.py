@@ -213,7 +213,7 @@ def replace_page(content: bytes, page: Path, named: str, *, begins: bytes = b"")
     """Write a page or a picture; an earlier one is replaced at once, any other file is left alone.
 
     Args:
-        content: Of the file.
+        content: The bytes of the file.
         page: The file.
         named: The option that names it, for errors.
         begins: The first bytes of a picture; empty of a page.

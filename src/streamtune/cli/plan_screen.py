@@ -154,7 +154,7 @@ SHOWN = 1 << 10
 
 
 def _memory_table(document: dict[str, Any], screen: dict[str, Any]) -> Table:
-    """Return a table with a bar for each term, relative to the device's memory; host and disk are those of a node."""
+    """Return a table with a bar for each term, relative to the device's memory. Host and disk are a node's."""
     limits, peak = document["limits"], document["peak_bytes"]
     table = make_table(Column(), "", Column(no_wrap=True), header=None)
     width = max(10, min(60, out.width - 38))

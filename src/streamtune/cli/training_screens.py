@@ -279,7 +279,7 @@ def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
     """Print what was asked and written; of held-out rows the first few, and how many were answered right.
 
     Args:
-        samples: Lines of ``samples.jsonl``; those of held-out rows have ``right``.
+        samples: Lines of ``samples.jsonl``; held-out rows have the key ``right``.
     """
     own = [sample for sample in samples if "right" not in sample]
     rows = [sample for sample in samples if "right" in sample]

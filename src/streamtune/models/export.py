@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -281,6 +282,7 @@ def write_shards(
         shard_bytes: Most bytes of a file; a single larger tensor is a file of its own.
         untied: Write both of two weights that the model ties, which differ.
     """
+    ties = {} if untied else _ties(model)
     held: dict[str, Tensor] = {}
     written: list[list[str]] = []
     total = 0
@@ -292,7 +294,7 @@ def write_shards(
         held = {}
 
     for group in _layers(saved):
-        for name, values in _as_saved(model, group, untied).items():
+        for name, values in _as_saved(model, group, ties).items():
             if held and sum(x.nbytes for x in held.values()) + values.nbytes > shard_bytes:
                 flush()
             held[name] = values.contiguous()
@@ -311,10 +313,27 @@ def write_shards(
 
 
 def _on_host(model: Any, weights: Mapping[str, Any] | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers that are saved, each on the host; of shared parameters, one."""
+    """Yield the parameters and buffers that are saved, each on the host."""
     state = model.state_dict(keep_vars=True) if weights is None else weights
     found = ((name, state[name].detach().cpu()) for name, _ in model.named_parameters())
     return _with_buffers(model, found, state)
+
+
+def _with_shared(model: Any, found: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, of which ``found`` has each once, under all names that are saved, each with values of its own.
+
+    Of weights that the model's class ties, one is saved. A class that does not know that weights are shared could not
+    load the others.
+    """
+    ties, names = _ties(model), defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    shared = {first: [name for name in more if name not in ties] for first, *more in names.values()}
+    copies = []
+    for name, values in _whole(found):
+        yield name, values
+        copies += [(other, values.clone()) for other in shared.get(name, ())]
+    yield from copies  # last: a layer's own weights stay next to each other
 
 
 def _with_buffers(
@@ -336,7 +355,7 @@ def _with_buffers(
     state = model.state_dict(keep_vars=True) if state is None else state
     buffers = {name: x for name, x in state.items() if name not in parameters}
     layer = ""
-    for name, values in _whole(found):
+    for name, values in _with_shared(model, found):
         if _layer(name) != layer:
             layer = _layer(name)
             for buffer in [each for each in buffers if _layer(each) == layer]:
@@ -366,11 +385,16 @@ def _layer(name: str) -> str:
     return match[0] if match else name
 
 
-def _as_saved(model: Any, group: dict[str, Tensor], untied: bool = False) -> dict[str, Tensor]:
+def _ties(model: Any) -> dict[str, str]:
+    """Return the weights that the model's class ties and that are tied now, each with the name that is saved."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {name: kept for name, kept in tied_weights(model).items() if named.get(name) is named.get(kept)}
+
+
+def _as_saved(model: Any, group: dict[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
     """Return tensors with names and shapes as ``save_pretrained`` writes them; of tied weights, only one."""
-    tied = {} if untied else tied_weights(model)
     ignored = set(model._keys_to_ignore_on_save or ())
-    kept = {tied.get(name, name): values for name, values in group.items() if name not in ignored}
+    kept = {ties.get(name, name): values for name, values in group.items() if name not in ignored}
     converted: dict[str, Tensor] = inside(AS_IN_FILES)(model, kept)
     return converted
 

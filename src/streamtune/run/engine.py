@@ -178,7 +178,7 @@ def stream_start(
     notify: Notify,
     doing: Doing,
 ) -> Streamed:
-    """Put the engine into the model, with the schedule that was planned or that of the recipe; make its backend.
+    """Put the engine into the model, with the planned schedule or the recipe's, and make its backend.
 
     Args:
         start: The start of the run.

@@ -1,4 +1,4 @@
-"""Complete the sample prompts of a recipe and those of held-out rows, while a run trains and at its end; and choose
+"""Complete the sample prompts of a recipe and of held-out rows, while a run trains and at its end; and choose
 the tokens that generation stops at, after those that end trained turns.
 
 While it trains the model stays streamed: a call without gradients honours its cache. Mode and random state are put

@@ -1,4 +1,4 @@
-"""Prepare the rows of one kind: read those of all sources, render and fit them, and count them by their sources."""
+"""Prepare the rows of one kind: read all sources, render and fit the rows, and count them by source."""
 
 from __future__ import annotations
 

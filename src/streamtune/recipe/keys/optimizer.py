@@ -302,4 +302,4 @@ STATE_RULES: Rules = (
         )
     ),
 )
-"""Rules of states, clipping and steps in the backward, which are asked after those of adapters and of the engine."""
+"""Rules of states, clipping and steps in the backward. They are asked after the rules of adapters and the engine."""

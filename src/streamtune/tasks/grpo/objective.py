@@ -288,7 +288,7 @@ class RewardLoss(CompletionLoss):
 
     @property
     def forwards(self) -> float:
-        """Those of the reference, and of the policy that wrote where it changes before the last step, per rollout."""
+        """Forwards of the reference, and of the old policy where needed; the iterations of a rollout share them."""
         return (self.compares + self.recipe.needs_old_logprobs) / self.recipe.num_iterations
 
     @property
