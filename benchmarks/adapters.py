@@ -32,7 +32,7 @@ from benchmarks.chunk_order import GIB, SMALL, adamw
 from streamtune import Schedule
 from streamtune.base.adapters import ADAPTERS
 from streamtune.cli import main as command
-from streamtune.models import AdapterSpec, add_adapters, load_model, loftq_start
+from streamtune.models import AdapterSpec, ModelOptions, add_adapters, load_model, loftq_start
 from streamtune.models.adapters.targets import low_rank_layers
 from streamtune.models.quantize import dequantised
 from streamtune.plan.simulate import Workload, simulate
@@ -158,7 +158,7 @@ def show_starts(base: str) -> None:
         for rank, iterations in ((16, 0), (16, 1), (16, 2), (16, 5), (64, 1), (64, 5)):
             spec = AdapterSpec(kind="loftq" if iterations else "lora", r=rank)
             change = loftq_start(spec, iterations=iterations, seed=0) if iterations else None
-            model = add_adapters(load_model(base, quantization=kind, change=change), spec)
+            model = add_adapters(load_model(base, ModelOptions(quantization=kind, change=change)), spec)
             error = size = 0.0
             for name, layer in low_rank_layers(model):
                 weight = weights[f"{name}.weight"]

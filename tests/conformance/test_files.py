@@ -28,4 +28,4 @@ def test_what_is_saved_is_loaded(name: str, tmp_path: Path) -> None:
     loaded = load_model(str(tmp_path))
     for (key, ours), theirs in zip(loaded.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs), key
-    assert deferred_of(defer_load(str(tmp_path), dtype="auto", trust_remote_code=False)) is not None
+    assert deferred_of(defer_load(str(tmp_path))) is not None

@@ -14,7 +14,7 @@ import streamtune
 from streamtune import Schedule
 from streamtune.engine.memory.host import is_host_storage
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.models import add_lora
+from streamtune.models import AdapterSpec, add_adapters, add_lora
 from tests.conformance.reducer import build as build_any
 
 from . import test_branches as branches
@@ -112,7 +112,7 @@ def test_adapters_stay_on_the_device() -> None:
 def test_rows_of_new_tokens_keep_their_table_on_the_device(tied: bool) -> None:
     """peft puts modules around embedding and head, which read their weights."""
     base = build("llama", tie_word_embeddings=tied)
-    model = add_lora(base, r=4, alpha=8, dropout=0.0, target="all-linear", seed=0, new_tokens=[3, 5])
+    model = add_adapters(base, AdapterSpec(r=4, alpha=8), seed=0, new_tokens=[3, 5])
     inputs = batch("right")
     want = reference(model, inputs)
     assert_exact(copy.deepcopy(model), inputs, want, waiting("one level"))

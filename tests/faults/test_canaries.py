@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from streamtune.errors import ArgumentError, StreamTuneError
-from streamtune.models import add_lora, init_model, load_lora, load_model, load_tokenizer, train_tokenizer
+from streamtune.models import ModelOptions, add_lora, init_model, load_lora, load_model, load_tokenizer, train_tokenizer
 from tests.faults.figures import tell
 from tests.sft_kit import QWEN3, RECIPE, write_rows
 
@@ -42,7 +42,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sound model with its tokenizer."""
     folder = tmp_path_factory.mktemp("model") / "sound"
     tokenizer = train_tokenizer(["Add 1. return a + b"] * 4, vocab_size=320)
-    model = init_model(QWEN3, vocab_size=len(tokenizer), token_ids=TOKEN_IDS, dtype="float32", device="cpu", seed=0)
+    model = init_model(QWEN3, ModelOptions("float32"), vocab_size=len(tokenizer), token_ids=TOKEN_IDS, seed=0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -285,7 +285,7 @@ def test_a_pickle_that_is_allowed_gives_tensors_and_runs_nothing(model_folder: P
 def test_a_recipe_names_no_kernel_of_a_hub() -> None:
     for key in ("attn_implementation", "experts_implementation"):
         with pytest.raises(ArgumentError, match="names a kernel of a hub") as caught:
-            init_model({**QWEN3, key: "evil/kernel"}, vocab_size=320, token_ids={}, dtype="auto", device="cpu", seed=0)
+            init_model({**QWEN3, key: "evil/kernel"}, vocab_size=320, token_ids={}, seed=0)
         assert caught.value.where == f"model.init.{key}"
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from streamtune.base.paths import escape_of
 from streamtune.errors import ArgumentError, CheckpointError, StreamTuneError
-from streamtune.models import init_model, load_model
+from streamtune.models import ModelOptions, init_model, load_model
 from streamtune.train.checkpoint import MANIFEST, NEEDED, Manifest, _text, open_checkpoint, supersede, write_manifest
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.saver import Keep, rotate
@@ -33,7 +33,7 @@ PLAIN = ["model.safetensors", "a/b.safetensors", "model-00001-of-00002.safetenso
 def test_thirty_names_lead_nowhere(tmp_path: Path) -> None:
     """As the shards of a model and as the files of a checkpoint; beside the names that are fine."""
     folder, confined = tmp_path / "inside" / "model", 0
-    model = init_model(QWEN3, vocab_size=300, token_ids={}, dtype="float32", device="cpu", seed=0)
+    model = init_model(QWEN3, ModelOptions("float32"), vocab_size=300, token_ids={}, seed=0)
     model.save_pretrained(folder)
     (folder / "model.safetensors").rename(tmp_path / "secret")  # sound weights, outside
     checkpoint = tmp_path / "inside" / "step-000001"
@@ -60,7 +60,7 @@ def test_thirty_names_lead_nowhere(tmp_path: Path) -> None:
 
 
 def test_an_index_that_is_none(tmp_path: Path) -> None:
-    init_model(QWEN3, vocab_size=300, token_ids={}, dtype="float32", device="cpu", seed=0).save_pretrained(tmp_path)
+    init_model(QWEN3, ModelOptions("float32"), vocab_size=300, token_ids={}, seed=0).save_pretrained(tmp_path)
     for text in ("", "[]", "{", '{"weight_map": 7}', '{"weight_map": []}', "[" * 100_000, "\xff"):
         (tmp_path / "model.safetensors.index.json").write_text(text, encoding="latin-1")
         with pytest.raises(StreamTuneError):

@@ -12,7 +12,7 @@ import pytest
 from streamtune.data import templates
 from streamtune.data.templates import TemplateLimitError, TemplateLimits, TemplateRefusalError, render_chat
 from streamtune.errors import ArgumentError, DataError
-from streamtune.models import sample_text, set_chat_template, train_tokenizer
+from streamtune.models import Decoding, sample_text, set_chat_template, train_tokenizer
 from tests.faults.figures import tell
 from tests.faults.memory import peak_of_children
 
@@ -143,7 +143,7 @@ def test_a_template_that_raises_names_the_row_or_the_key(tokenizer: Any, tmp_pat
         PromptRenderer(tokenizer)(CHAT, None, "rows.jsonl:7")
     assert caught.value.where == "rows.jsonl:7"
     with pytest.raises(ArgumentError, match="users first"):
-        sample_text(None, tokenizer, "hello", max_new_tokens=1)  # type: ignore[arg-type]
+        sample_text(None, tokenizer, "hello", Decoding(1))  # type: ignore[arg-type]
     big = tmp_path / "big.jinja"
     big.write_text("x" * (2 << 20))
     with pytest.raises(ArgumentError, match="no chat template"):

@@ -61,8 +61,8 @@ def differing(model: nn.Module, plain: nn.Module) -> list[str]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_that_are_drawn_later_are_those_of_the_plain_model(family: str, dtype: str) -> None:
     keys = {"model_type": family, **FAMILIES[family]}
-    given: dict[str, Any] = {"vocab_size": 64, "token_ids": {}, "dtype": dtype, "seed": 5}
-    plain = models.init_model(keys, device="cpu", **given)
+    given: dict[str, Any] = {"options": models.ModelOptions(dtype), "vocab_size": 64, "token_ids": {}, "seed": 5}
+    plain = models.init_model(keys, **given)
     state = torch.get_rng_state()
     model = models.defer_init(keys, draw=True, **given)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
@@ -77,14 +77,14 @@ def test_weights_that_are_read_later_are_those_that_are_loaded(family: str, tmp_
     config = CONFIG_MAPPING[family](**FAMILIES[family])
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     made.save_pretrained(tmp_path, max_shard_size="40KB")
-    model = models.defer_load(str(tmp_path), dtype="bfloat16")
+    model = models.defer_load(str(tmp_path), models.ModelOptions("bfloat16"))
     place_all(model)
-    assert differing(model, models.load_model(str(tmp_path), dtype="bfloat16")) == []
+    assert differing(model, models.load_model(str(tmp_path), models.ModelOptions("bfloat16"))) == []
 
 
 def test_adapters_are_made_beside_weights_that_are_to_come() -> None:
-    keys, given = {"model_type": "qwen3", **TINY}, {"vocab_size": 64, "token_ids": {}, "dtype": "float32", "seed": 5}
-    plain = models.add_lora(models.init_model(keys, device="cpu", **given), r=4, seed=7)  # type: ignore[arg-type]
+    keys, given = {"model_type": "qwen3", **TINY}, {"vocab_size": 64, "token_ids": {}, "seed": 5}
+    plain = models.add_lora(models.init_model(keys, **given), r=4, seed=7)  # type: ignore[arg-type]
     base = models.defer_init(keys, draw=True, **given)  # type: ignore[arg-type]
     with models.phantom_weights(base):
         model = models.add_lora(base, r=4, seed=7)

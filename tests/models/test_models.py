@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from streamtune.errors import ArgumentError
 from streamtune.models import (
     CHATML_TEMPLATE,
+    Decoding,
+    ModelOptions,
     add_lora,
     check_positions,
     copy_weights,
@@ -52,9 +54,7 @@ def tokenizer() -> Any:
 
 def make(tokenizer: Any, **changes: Any) -> Any:
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return init_model(
-        {**CONFIG, **changes}, vocab_size=len(tokenizer), token_ids=ids, dtype="auto", device="cpu", seed=3
-    )
+    return init_model({**CONFIG, **changes}, vocab_size=len(tokenizer), token_ids=ids, seed=3)
 
 
 def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
@@ -145,7 +145,7 @@ def test_a_wrong_configuration_is_refused_by_key(tokenizer: Any, changes: Any, w
 def test_keys_that_transformers_renames_are_known(tokenizer: Any) -> None:
     assert make(tokenizer, rope_theta=5e5).config.rope_parameters["rope_theta"] == 5e5
     gpt2 = {"model_type": "gpt2", "n_embd": 16, "num_attention_heads": 2, "n_layer": 1}
-    model = init_model(gpt2, vocab_size=300, token_ids={}, dtype="bfloat16", device="cpu", seed=1)
+    model = init_model(gpt2, ModelOptions("bfloat16"), vocab_size=300, token_ids={}, seed=1)
     assert (model.config.hidden_size, model.config.n_head, model.dtype) == (16, 2, torch.bfloat16)
 
 
@@ -153,7 +153,7 @@ def test_a_key_that_only_the_models_code_reads_is_known() -> None:
     """Qwen3-MoE's class of configuration does not name the size of its heads."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     keys = {"model_type": "qwen3_moe", **sizes, "num_experts": 4, "moe_intermediate_size": 32}
-    given: dict[str, Any] = {"vocab_size": 64, "token_ids": {}, "dtype": "float32", "device": "cpu", "seed": 1}
+    given: dict[str, Any] = {"vocab_size": 64, "token_ids": {}, "seed": 1}
     model: Any = init_model({**keys, "head_dim": 32}, **given)
     assert model.model.layers[0].self_attn.q_proj.weight.shape == (128, 64)
     with pytest.raises(ArgumentError, match="has no key 'head_dims'"):
@@ -169,14 +169,14 @@ def test_a_model_comes_back_from_disk_as_it_was(tokenizer: Any, tmp_path: Path) 
     assert same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "m"), model)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "m")) == len(tokenizer)
     assert not list((tmp_path / "m").glob("*.bin"))
-    assert load_model(str(tmp_path / "m"), dtype="bfloat16").dtype == torch.bfloat16
+    assert load_model(str(tmp_path / "m"), ModelOptions("bfloat16")).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_experts_are_saved_a_layer_at_a_time(tmp_path: Path, copied: bool) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4}
     keys = {"model_type": "qwen3_moe", **sizes, "num_experts": 8, "moe_intermediate_size": 64, "head_dim": 16}
-    given: dict[str, Any] = {"vocab_size": 64, "token_ids": {}, "dtype": "float32", "device": "cpu", "seed": 1}
+    given: dict[str, Any] = {"vocab_size": 64, "token_ids": {}, "seed": 1}
     model: Any = init_model(keys, **given)
     model.save_pretrained(tmp_path / "theirs")
     add_old_names(tmp_path / "theirs")
@@ -266,9 +266,7 @@ def test_lora_targets_are_checked(tokenizer: Any) -> None:
 def test_a_sample_is_repeatable_and_leaves_the_random_state(tokenizer: Any, temperature: float) -> None:
     model = make(tokenizer)
     before = torch.get_rng_state()
-    texts = [
-        sample_text(model, tokenizer, "hello", max_new_tokens=8, temperature=temperature, seed=1) for _ in range(2)
-    ]
+    texts = [sample_text(model, tokenizer, "hello", Decoding(8, temperature, seed=1)) for _ in range(2)]
     assert texts[0] == texts[1]
     assert torch.equal(before, torch.get_rng_state())
 
@@ -276,7 +274,7 @@ def test_a_sample_is_repeatable_and_leaves_the_random_state(tokenizer: Any, temp
 def test_a_sample_without_a_chat_template_continues_the_text(tokenizer: Any) -> None:
     tokenizer = train_tokenizer(TEXTS, vocab_size=300)
     tokenizer.chat_template = None
-    assert isinstance(sample_text(make(tokenizer), tokenizer, "def", max_new_tokens=3), str)
+    assert isinstance(sample_text(make(tokenizer), tokenizer, "def", Decoding(3)), str)
 
 
 def test_rows_longer_than_the_models_positions(tokenizer: Any) -> None:
@@ -290,7 +288,7 @@ def test_rows_longer_than_the_models_positions(tokenizer: Any) -> None:
         assert note is not None
         assert "65 tokens" in note
     gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
-    learnt = init_model(gpt2, vocab_size=len(tokenizer), token_ids={}, dtype="auto", device="cpu", seed=0)
+    learnt = init_model(gpt2, vocab_size=len(tokenizer), token_ids={}, seed=0)
     assert check_positions(learnt, 64) is None
     with pytest.raises(ArgumentError, match=r"table of positions .* ends at 64"):
         check_positions(learnt, 65)
@@ -303,7 +301,7 @@ def test_layers_that_predict_several_tokens_ahead_are_said_to_be_left_out(tokeni
     sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
     config = {**CONFIG, **sizes, "model_type": "glm4_moe", "num_nextn_predict_layers": 1, "n_group": 1, "topk_group": 1}
     del config["head_dim"]
-    model = init_model(config, vocab_size=len(tokenizer), token_ids={}, dtype="auto", device="cpu", seed=3)
+    model = init_model(config, vocab_size=len(tokenizer), token_ids={}, seed=3)
     assert left_out(model) is None, "a model made from its configuration has lost nothing"
     save_pretrained(model, tokenizer, tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

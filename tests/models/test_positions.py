@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from streamtune.engine import stream
 from streamtune.errors import ArgumentError
 from streamtune.models import (
+    ModelOptions,
     RopeChange,
     blueprint,
     check_positions,
@@ -159,14 +160,14 @@ def test_streamed_gradients_are_those_of_the_scaled_model(kind: str, family: str
 
 
 def test_models_are_loaded_made_and_planned_with_it(tmp_path: Path) -> None:
-    made = init_model(QWEN3, vocab_size=64, token_ids={}, dtype="auto", device="cpu", seed=0)
+    made = init_model(QWEN3, vocab_size=64, token_ids={}, seed=0)
     made.save_pretrained(tmp_path)
-    change = RopeChange(SCALINGS["yarn"])
+    options = ModelOptions(rope=RopeChange(SCALINGS["yarn"]))
     models = [
-        load_model(str(tmp_path), rope=change),
-        init_model(QWEN3, vocab_size=64, token_ids={}, dtype="auto", device="cpu", seed=0, rope=change),
-        blueprint(str(tmp_path), rope=change),
-        blueprint(QWEN3, vocab_size=64, rope=change),
+        load_model(str(tmp_path), options),
+        init_model(QWEN3, options, vocab_size=64, token_ids={}, seed=0),
+        blueprint(str(tmp_path), options),
+        blueprint(QWEN3, options, vocab_size=64),
     ]
     assert {rope_of(model.config)["rope_type"] for model in models} == {"yarn"}
     ids = torch.arange(60).reshape(1, -1)

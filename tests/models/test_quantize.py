@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import streamtune
 from streamtune.base.sizes import show_size
 from streamtune.errors import ArgumentError
 from streamtune.models import (
+    ModelOptions,
     PackedExperts,
     add_lora,
     choose_quantization,
@@ -49,11 +51,10 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def make(quantization: str | None = None, **settings: Any) -> Any:
-    config = {**CONFIG, **settings.pop("config", {})}
+def make(quantization: str | None = None, config: Mapping[str, Any] | None = None, dtype: str = "auto") -> Any:
     ids = {"bos_token_id": 1, "eos_token_id": 2}
-    arguments = {"dtype": "auto", "device": "cpu", "seed": 3, **settings}
-    return init_model(config, vocab_size=64, token_ids=ids, quantization=quantization, **arguments)
+    options = ModelOptions(dtype, quantization)
+    return init_model({**CONFIG, **(config or {})}, options, vocab_size=64, token_ids=ids, seed=3)
 
 
 @pytest.fixture
@@ -82,21 +83,21 @@ def logits(model: Any) -> Tensor:
 def test_initialised_and_loaded_are_what_transformers_loads(
     kind: str, dtype: str, folder: Path, tmp_path: Path
 ) -> None:
-    ours = load_model(str(folder), dtype=dtype, quantization=kind)
+    ours = load_model(str(folder), ModelOptions(dtype, kind))
     config = their_config(kind, getattr(torch, dtype))
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config).train()
     assert quantization(ours) == quantization(theirs) == kind
     assert torch.equal(logits(ours), logits(theirs))
     if dtype == "float32":  # torch 2.11 draws other weights in bfloat16 than in float32
         assert torch.equal(logits(ours), logits(make(kind)))
-    assert not torch.equal(logits(ours), logits(load_model(str(folder), dtype=dtype)))
+    assert not torch.equal(logits(ours), logits(load_model(str(folder), ModelOptions(dtype))))
 
     theirs.save_pretrained(tmp_path / "quantised")  # a checkpoint that comes quantised
-    again = load_model(str(tmp_path / "quantised"), dtype=dtype, quantization=kind)
+    again = load_model(str(tmp_path / "quantised"), ModelOptions(dtype, kind))
     assert torch.equal(logits(again), logits(ours))
     other = next(name for name in PACKAGES if name != kind)
     with pytest.raises(ArgumentError, match=f"quantised already \\({kind}\\), and {other}") as caught:
-        load_model(str(tmp_path / "quantised"), quantization=other)
+        load_model(str(tmp_path / "quantised"), ModelOptions(quantization=other))
     assert caught.value.mend == f"write quantization: {kind}"
 
 

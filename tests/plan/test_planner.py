@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from streamtune import Schedule
 from streamtune.engine import keep_on_host
 from streamtune.errors import ArgumentError
-from streamtune.models import blueprint
+from streamtune.models import ModelOptions, blueprint
 from streamtune.plan import Limits, Rates, as_fixed, choose, evaluate_schedule
 from streamtune.plan.choices import Space, candidates
 from streamtune.plan.estimate import Estimator, Figures
@@ -47,7 +47,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.fixture(scope="module")
 def workload() -> Workload:
-    model = blueprint(CONFIG, dtype="bfloat16")
+    model = blueprint(CONFIG, ModelOptions("bfloat16"))
     return Workload(lambda: model, LENGTH, make_optimizer=adamw)
 
 
@@ -315,7 +315,7 @@ def test_a_given_choice_in_the_way_is_named(workload: Workload, known: Any):
 
 def test_a_schedule_for_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    model = blueprint(CONFIG, dtype="bfloat16")
+    model = blueprint(CONFIG, ModelOptions("bfloat16"))
     planned = partial(Schedule.plan, model, max_length=LENGTH, host_memory=0)
     assert planned(device_memory="80GiB").keep_layers == LAYERS
     assert planned(device_memory="80GiB", keep_layers=0, chunk_size=777).chunk_size == 777
@@ -331,7 +331,7 @@ def test_a_copy_of_a_model_has_its_shape_and_no_bytes():
     from streamtune.models import init_model
 
     keys = {key: value for key, value in CONFIG.items() if key != "vocab_size"}
-    model = init_model(keys, vocab_size=256, token_ids={}, dtype="float32", device="cpu", seed=0)
+    model = init_model(keys, ModelOptions("float32"), vocab_size=256, token_ids={}, seed=0)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     copy = meta_copy(model)
     assert held_bytes(copy) == held_bytes(model)

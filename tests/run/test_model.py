@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from streamtune.errors import ArgumentError
-from streamtune.models import init_model
+from streamtune.models import ModelOptions, init_model
 from streamtune.models.quantize import PACKAGES
 from streamtune.recipe import load_recipe
 from streamtune.run.model import _adapted
@@ -19,7 +19,7 @@ def test_weights_that_came_quantised_are_not_trained_themselves(kind: str, tmp_p
     config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
               "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
     ids = {"bos_token_id": 1, "eos_token_id": 2}
-    model = init_model(config, vocab_size=64, token_ids=ids, dtype="float32", device="cpu", seed=3, quantization=kind)
+    model = init_model(config, ModelOptions("float32", kind), vocab_size=64, token_ids=ids, seed=3)
     path = tmp_path / "recipe.yaml"
     path.write_text("model_name_or_path: Qwen/Qwen3-4B\ndatasets:\n  - path: train.jsonl\n")
     with pytest.raises(ArgumentError, match=f"are quantised \\({kind}\\)") as caught:

@@ -19,7 +19,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from streamtune.models import load_model
+from streamtune.models import ModelOptions, load_model
 from streamtune.models.quantize import quantize
 from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe, write_rows
 
@@ -217,7 +217,7 @@ def test_adapters_on_a_quantised_base(
     quantize(
         theirs.get_base_model(), kind, torch.device("cpu")
     )  # bitsandbytes' kernel for evaluation takes no 32 columns
-    ours = PeftModel.from_pretrained(load_model("base/final", quantization=kind), "run/final").eval()
+    ours = PeftModel.from_pretrained(load_model("base/final", ModelOptions(quantization=kind)), "run/final").eval()
     ids = torch.arange(3, 40)[None]
     assert torch.equal(theirs.eval()(ids).logits, ours(ids).logits)
 

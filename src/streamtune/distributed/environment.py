@@ -14,7 +14,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from streamtune.base.network import among_ranks
 from streamtune.distributed.ports import LOOPBACK, check_host
@@ -135,17 +135,15 @@ def _from_torch(environ: Mapping[str, str]) -> RankEnvironment:
     if "LOCAL_RANK" not in environ and size > 1:
         raise _missing("LOCAL_RANK", launcher)
     local_size = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or environ["WORLD_SIZE"]
-    return _environment(
-        environ,
-        launcher,
-        rank=rank,
-        local_rank=_number(environ, "LOCAL_RANK", 0),
-        world_size=size,
-        local_world_size=_number({"LOCAL_WORLD_SIZE": local_size}, "LOCAL_WORLD_SIZE"),
-        job="/".join(
-            environ.get(name, "") for name in (RUN_ID_VARIABLE, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-        ),
+    found = RankEnvironment(
+        rank,
+        _number(environ, "LOCAL_RANK", 0),
+        size,
+        _number({"LOCAL_WORLD_SIZE": local_size}, "LOCAL_WORLD_SIZE"),
+        launcher=launcher,
     )
+    job = (environ.get(name, "") for name in (RUN_ID_VARIABLE, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"))
+    return _with_address(found, environ, "/".join(job))
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
@@ -153,16 +151,15 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
     nodes = expand_nodes(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "")
     tasks = expand_tasks(environ.get("SLURM_STEP_TASKS_PER_NODE") or str(size))
     node = _number(environ, "SLURM_NODEID", 0)
-    return _environment(
-        environ,
-        "srun",
-        rank=_number(environ, "SLURM_PROCID"),
-        local_rank=_number(environ, "SLURM_LOCALID"),
-        world_size=size,
-        local_world_size=tasks[node] if node < len(tasks) else 0,
-        master=nodes[0] if len(nodes) > 1 else "127.0.0.1",
-        job=f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}",
+    found = RankEnvironment(
+        _number(environ, "SLURM_PROCID"),
+        _number(environ, "SLURM_LOCALID"),
+        size,
+        tasks[node] if node < len(tasks) else 0,
+        master_addr=nodes[0] if len(nodes) > 1 else "127.0.0.1",
+        launcher="srun",
     )
+    return _with_address(found, environ, f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}")
 
 
 def _from_mpi(environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> RankEnvironment:
@@ -175,34 +172,17 @@ def _from_mpi(environ: Mapping[str, str], rank: str, size: str, local_rank: str,
             mend="name the first host: `mpirun -x MASTER_ADDR=HOST ...`",
         )
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or environ.get("PMI_JOBID")
-    return _environment(
-        environ,
-        "mpirun",
-        rank=_number(environ, rank),
-        local_rank=_number(environ, local_rank),
-        world_size=world,
-        local_world_size=local,
-        job=job or str(os.getppid() if local == world else ""),
-    )
+    found = RankEnvironment(_number(environ, rank), _number(environ, local_rank), world, local, launcher="mpirun")
+    return _with_address(found, environ, job or str(os.getppid() if local == world else ""))
 
 
-def _environment(
-    environ: Mapping[str, str],
-    launcher: str,
-    *,
-    rank: int,
-    local_rank: int,
-    world_size: int,
-    local_world_size: int,
-    job: str,
-    master: str = "127.0.0.1",
-) -> RankEnvironment:
-    """Make an environment with the address and port of rank 0: those given, or ones derived from the job."""
-    address = environ.get("MASTER_ADDR") or master
+def _with_address(found: RankEnvironment, environ: Mapping[str, str], job: str) -> RankEnvironment:
+    """Add the address and port of rank 0, as the variables give them or derived from the job, and the run's id."""
+    address = environ.get("MASTER_ADDR") or found.master_addr
     check_host(address, "MASTER_ADDR" if environ.get("MASTER_ADDR") else "environment")
     if environ.get(SECRET_VARIABLE):
         job = f"{environ[SECRET_VARIABLE]}/{job}"
-    known = launcher in ("srun", "mpirun") and job
+    known = found.launcher in ("srun", "mpirun") and job
     port = 15000 + int(_digest(job)[:8], 16) % 5000 if known else DEFAULT_PORT
     port = _number(environ, "MASTER_PORT", port)
     if port > 65535:
@@ -211,16 +191,13 @@ def _environment(
             where="environment",
             mend="set it to a free port from 1024 to 65535 on all ranks",
         )
-    return RankEnvironment(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=local_world_size,
+    alone = found.local_world_size == found.world_size
+    return replace(
+        found,
         master_addr=address,
         master_port=port,
-        launcher=launcher,
-        run_id=_digest(f"{job}/{address}/{port}/{world_size}")[:32],
-        one_machine=local_world_size == world_size and (launcher in COUNTING or address in LOOPBACK),
+        run_id=_digest(f"{job}/{address}/{port}/{found.world_size}")[:32],
+        one_machine=alone and (found.launcher in COUNTING or address in LOOPBACK),
     )
 
 

@@ -31,6 +31,7 @@ from streamtune.models.export import (
     write_shards,
 )
 from streamtune.models.load import (
+    ModelOptions,
     ParameterCount,
     check_positions,
     count_parameters,
@@ -45,7 +46,7 @@ from streamtune.models.packed import PackedExperts, has_packed_experts
 from streamtune.models.positions import RopeChange, position_limit, pretrained_positions
 from streamtune.models.quantize import choose_quantization, divide_packed, left_whole, quantization
 from streamtune.models.reading import adapter_base
-from streamtune.models.sample import encode_prompt, likeliest_tokens, sample_text
+from streamtune.models.sample import Decoding, encode_prompt, likeliest_tokens, sample_text
 from streamtune.models.tokenizer import (
     CHATML_TEMPLATE,
     load_tokenizer,
@@ -69,8 +70,10 @@ __all__ = [
     "CHATML_TEMPLATE",
     "LOFTQ_FILE",
     "AdapterSpec",
+    "Decoding",
     "Deferred",
     "FileTimes",
+    "ModelOptions",
     "PackedExperts",
     "ParameterCount",
     "QuantisationChange",

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from streamtune.base.adapters import base_of
 from streamtune.errors import ArgumentError
 from streamtune.models.load import (
+    DEFAULTS,
     DTYPES,
+    ModelOptions,
     build_config,
     check_exists,
     is_memory_error,
@@ -21,31 +23,26 @@ from streamtune.models.load import (
     making_model,
     read_config,
 )
-from streamtune.models.positions import RopeChange
 from streamtune.models.quantize import quantize
 from streamtune.models.safety import check_folder
 
 
 def blueprint(
     source: str | Mapping[str, Any],
+    options: ModelOptions = DEFAULTS,
     *,
     vocab_size: int | None = None,
-    dtype: str = "auto",
     trust_remote_code: bool = False,
-    quantization: str | None = None,
-    rope: RopeChange | None = None,
     new_tokens: int = 0,
 ) -> PreTrainedModel:
     """Build a causal language model on ``meta``: parameters have shapes and dtypes and take no memory.
 
     Args:
         source: A hub name or folder, of which the configuration alone is read, or the keys of a configuration.
+        options: Dtype, quantisation and positions; weights that are not there are not changed.
         vocab_size: Size of the vocabulary where ``source`` is keys and has none among them.
-        dtype: Of the weights; ``auto`` is the checkpoint's own, and float32 for a configuration.
         trust_remote_code: Allow code that comes with the checkpoint to run.
-        quantization: ``nf4`` or ``int8`` of frozen layers and experts; None leaves them.
-        rope: A change to the positions of the configuration.
-        new_tokens: Rows for tokens beyond those of a checkpoint.
+        new_tokens: Number of rows for tokens beyond those of a checkpoint.
 
     Raises:
         ArgumentError: There is no such checkpoint, or it is not a configuration of a causal language model.
@@ -57,10 +54,12 @@ def blueprint(
             config.get_text_config(decoder=True).vocab_size += new_tokens
     else:
         config = build_config({"vocab_size": vocab_size, **source} if vocab_size else dict(source))
-    if rope is not None:
-        rope.apply(config)
+    if options.rope is not None:
+        options.rope.apply(config)
     own = getattr(config, "dtype", None)
-    wanted = DTYPES[dtype] if dtype != "auto" else own if isinstance(own, torch.dtype) else torch.float32
+    wanted = (
+        DTYPES[options.dtype] if options.dtype != "auto" else own if isinstance(own, torch.dtype) else torch.float32
+    )
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=wanted, **remote)
@@ -71,8 +70,8 @@ def blueprint(
             raise loading_error("model", source, error) from error
         with making_model(source):
             raise
-    if quantization is not None:
-        quantize(model, quantization, torch.device("meta"))
+    if options.quantization is not None:
+        quantize(model, options.quantization, torch.device("meta"))
     return model
 
 

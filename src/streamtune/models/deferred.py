@@ -5,7 +5,7 @@ those of a checkpoint, read from its safetensors and converted as ``transformers
 model would have drawn at random. The code that shards the weights reads those of one module, distributes them, and goes
 on to the next module: no rank holds the whole model.
 
-    model = defer_load("Qwen/Qwen3-8B", dtype="bfloat16")
+    model = defer_load("Qwen/Qwen3-8B", ModelOptions(dtype="bfloat16"))
     deferred_of(model).read(["model.layers.0.mlp.up_proj.weight", ...])     # name -> tensor on the CPU
 """
 
@@ -24,14 +24,15 @@ from streamtune.base.adapters import base_of
 from streamtune.models.blueprint import read_plain_config
 from streamtune.models.checkpoint_files import CheckpointFiles
 from streamtune.models.load import (
+    DEFAULTS,
     DTYPES,
+    ModelOptions,
     build_config,
     is_memory_error,
     loading_error,
     making_model,
     wanted_vocabulary,
 )
-from streamtune.models.positions import RopeChange
 from streamtune.models.recorded import NotRecordedError, RecordedInit
 
 ATTRIBUTE = "_streamtune_deferred"
@@ -161,23 +162,22 @@ def phantom_weights(model: PreTrainedModel) -> Iterator[None]:
 
 
 def defer_load(
-    name_or_path: str, *, dtype: str = "auto", trust_remote_code: bool = False, rope: RopeChange | None = None
+    name_or_path: str, options: ModelOptions = DEFAULTS, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Make the model that ``load_model`` loads, with its weights deferred.
 
     Args:
         name_or_path: A folder with ``config.json`` and safetensors, or a name on the model hub.
-        dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
+        options: Dtype and positions; weights that ranks share are not quantised here.
         trust_remote_code: Allow code that comes with the checkpoint to run.
-        rope: A change to the positions of the checkpoint's configuration.
 
     Raises:
         ArgumentError: There is no such checkpoint.
     """
     config = read_plain_config(name_or_path, trust_remote_code)
-    if rope is not None:
-        rope.apply(config)
-    wanted = DTYPES.get(dtype) or getattr(config, "dtype", None)
+    if options.rope is not None:
+        options.rope.apply(config)
+    wanted = DTYPES.get(options.dtype) or getattr(config, "dtype", None)
     files = CheckpointFiles(name_or_path)
     if not isinstance(wanted, torch.dtype):
         wanted = files.dtype()
@@ -202,36 +202,25 @@ def defer_load(
 
 def defer_init(
     config: Mapping[str, Any],
+    options: ModelOptions = DEFAULTS,
     *,
     vocab_size: int,
     token_ids: Mapping[str, int],
-    dtype: str,
     seed: int,
     draw: bool,
-    rope: RopeChange | None = None,
 ) -> PreTrainedModel:
     """Make the model that ``init_model`` makes, with its weights deferred; they will be the same, bit for bit.
 
-    Args:
-        config: See ``init_model``.
-        vocab_size: See there.
-        token_ids: See there.
-        dtype: See there.
-        seed: See there.
-        draw: True on the rank that reads the weights.
-        rope: See there.
-
-    Raises:
-        ArgumentError: See there.
+    ``draw`` is True on the rank that reads the weights.
     """
     keys = {**token_ids, **config, "vocab_size": wanted_vocabulary(config, vocab_size)}
 
     wanted = build_config(keys)
-    if rope is not None:
-        rope.apply(wanted)
+    if options.rope is not None:
+        options.rope.apply(wanted)
 
     def make() -> PreTrainedModel:
-        chosen = torch.float32 if dtype == "auto" else DTYPES[dtype]
+        chosen = torch.float32 if options.dtype == "auto" else DTYPES[options.dtype]
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             made: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(wanted), dtype=chosen)

@@ -47,6 +47,24 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass(frozen=True)
+class ModelOptions:
+    """Options by which a model is made, from a checkpoint or from a configuration."""
+
+    dtype: str = "auto"
+    """Dtype of the weights: ``float32``, ``bfloat16``, ``float16``, or ``auto``: the checkpoint's dtype, and float32
+    for a configuration without one."""
+    quantization: str | None = None
+    """``nf4`` or ``int8`` of frozen layers and experts, see ``models.quantize``; None leaves them."""
+    rope: RopeChange | None = None
+    """A change to the positions of the configuration."""
+    change: QuantisationChange | None = None
+    """A change of the weights before they are quantised."""
+
+
+DEFAULTS = ModelOptions()
+
+
+@dataclass(frozen=True)
 class ParameterCount:
     """The number of parameters of a model, shared ones counted once."""
 
@@ -144,26 +162,20 @@ def left_out(model: Any) -> str | None:
 
 def load_model(
     name_or_path: str,
+    options: ModelOptions = DEFAULTS,
     *,
-    dtype: str = "auto",
     device: str = "cpu",
     trust_remote_code: bool = False,
-    quantization: str | None = None,
     allow_pickle: bool = False,
-    rope: RopeChange | None = None,
-    change: QuantisationChange | None = None,
 ) -> PreTrainedModel:
     """Load a checkpoint, by hub name or from a local folder.
 
     Args:
         name_or_path: A folder with ``config.json`` and safetensors, or a name on the model hub.
-        dtype: ``auto`` (the checkpoint's own), ``float32``, ``bfloat16`` or ``float16``.
-        device: Where the weights go.
+        options: Dtype, quantisation and positions.
+        device: Device of the weights.
         trust_remote_code: Allow code that comes with the checkpoint to run.
-        quantization: ``nf4`` or ``int8`` of frozen layers and experts, see ``models.quantize``; None leaves them.
-        allow_pickle: Allow weights in a pickle, of which tensors are read and nothing else.
-        rope: A change to the positions of the checkpoint's configuration.
-        change: Of weights before they are quantised.
+        allow_pickle: Allow weights in a pickle; only tensors are read from it.
 
     Raises:
         ArgumentError: There is no such checkpoint, it is not safe to read (``models.safety``), it lacks
@@ -173,14 +185,14 @@ def load_model(
     with unchanged(name_or_path), unmapped(name_or_path):
         safetensors = check_folder(name_or_path, allow_pickle=allow_pickle)
         config = read_config(name_or_path, trust_remote_code)
-        if rope is not None and config is not None:
-            rope.apply(config)
-        check_quantised(name_or_path, config, quantization, device)
+        if options.rope is not None and config is not None:
+            options.rope.apply(config)
+        check_quantised(name_or_path, config, options.quantization, device)
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
                 name_or_path,
                 config=config,
-                dtype=dtype if dtype == "auto" else DTYPES[dtype],
+                dtype="auto" if options.dtype == "auto" else DTYPES[options.dtype],
                 trust_remote_code=trust_remote_code,
                 use_safetensors=True if safetensors else None,  # False would refuse them where there are both
                 weights_only=True,
@@ -194,8 +206,8 @@ def load_model(
         check_report(name_or_path, model, report)
         check_dtypes(name_or_path, config)
         check_finite(model, name_or_path)
-        if quantization is not None:  # before the weights are copied: those that are mapped are read layer by layer
-            quantize(model, quantization, torch.device(device), change=change)
+        if options.quantization is not None:  # before the weights are copied: mapped ones are read layer by layer
+            quantize(model, options.quantization, torch.device(device), change=options.change)
         return _own_weights(model.to(device))
 
 
@@ -241,28 +253,22 @@ def _own_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 def init_model(
     config: Mapping[str, Any],
+    options: ModelOptions = DEFAULTS,
     *,
     vocab_size: int,
     token_ids: Mapping[str, int],
-    dtype: str,
-    device: str,
+    device: str = "cpu",
     seed: int,
-    quantization: str | None = None,
-    rope: RopeChange | None = None,
-    change: QuantisationChange | None = None,
 ) -> PreTrainedModel:
     """Build a model from a configuration, with random weights. Needs no download.
 
     Args:
-        config: ``model_type`` and keys of its transformers configuration; what is not given has that class's default.
+        config: ``model_type`` and keys of its transformers configuration; other keys have the defaults of that class.
+        options: Dtype, quantisation and positions.
         vocab_size: Size of the tokenizer. The vocabulary is this size, unless ``config`` asks for a larger one.
         token_ids: ``bos_token_id``, ``eos_token_id``, ``pad_token_id`` of the tokenizer.
-        dtype: Of the weights; ``auto`` is float32.
-        device: Where the weights go. They are drawn on the CPU, so they do not depend on it.
-        seed: Of the draw. The caller's random state is left as it was.
-        quantization: ``nf4`` or ``int8`` of frozen layers and experts, see ``models.quantize``; None leaves them.
-        rope: A change to the positions of the configuration.
-        change: Of weights before they are quantised.
+        device: Device of the weights. They are drawn on the CPU, so they do not depend on it.
+        seed: Seed of the weights. The caller's random state is left as it was.
 
     Raises:
         ArgumentError: An unknown model type or key, a wrong value, a vocabulary smaller than the tokenizer's, or a
@@ -270,15 +276,15 @@ def init_model(
     """
     keys = {**token_ids, **config, "vocab_size": wanted_vocabulary(config, vocab_size)}
     hf_config = build_config(keys)
-    if rope is not None:
-        rope.apply(hf_config)
-    chosen = torch.float32 if dtype == "auto" else DTYPES[dtype]
+    if options.rope is not None:
+        options.rope.apply(hf_config)
+    chosen = torch.float32 if options.dtype == "auto" else DTYPES[options.dtype]
     with torch.random.fork_rng(), making_model(config):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(hf_config, dtype=chosen)
     check_finite(model, where="model.init")
-    if quantization is not None:
-        quantize(model, quantization, torch.device(device), change=change)
+    if options.quantization is not None:
+        quantize(model, options.quantization, torch.device(device), change=options.change)
     return model.to(device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,20 @@ from streamtune.models.tokens import end_tokens
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Settings of a text that is generated."""
+
+    max_new_tokens: int
+    """Most tokens; generation stops sooner at an end token."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    seed: int = 0
+    """Seed of the sampling."""
+    in_step: bool = False
+    """True if ranks share the weights and compute each token together, also a rank that is done."""
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: ChatOptions) -> list[int]:
@@ -39,40 +54,27 @@ def sample_text(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     prompt: str,
+    decoding: Decoding,
     *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    seed: int = 0,
-    in_step: bool = False,
     chat: ChatOptions | None = None,
 ) -> str:
-    """Return the model's continuation of ``prompt``, without special tokens.
+    """Return the model's answer to ``prompt``, or its continuation, without special tokens.
+
+    The model, streamed or not, stays in evaluation mode. The caller's random state is left as it was.
 
     Args:
-        model: Streamed or not; it is put into evaluation mode, and left in it.
-        tokenizer: Renders the prompt as a user's message where it has a chat template, and takes it as it is otherwise.
-        prompt: What to answer or to continue.
-        max_new_tokens: Tokens at most; it stops sooner at a token that ends its generation.
-        temperature: 0 takes the likeliest token at each place.
-        seed: Of the draw. The caller's random state is left as it was.
-        in_step: Ranks share the weights and compute each token together, a rank that is done too.
-        chat: Options of rendering, as the rows that were trained on have them.
+        model: The model.
+        tokenizer: Its tokenizer. With a chat template it renders the prompt as a user's message.
+        prompt: The text.
+        decoding: Length and sampling.
+        chat: Options of rendering, as for the rows that were trained on.
     """
-    ids = torch.tensor([encode_prompt(tokenizer, prompt, chat or ChatOptions())], device=model_device(model))
-    draw = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    model.eval()
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(seed)
-        output = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            **draw,
-            max_new_tokens=max_new_tokens,
-            synced_gpus=in_step,
-            eos_token_id=end_tokens(model, tokenizer) or None,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    written: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    ids = encode_prompt(tokenizer, prompt, chat or ChatOptions())
+    ends, pad = end_tokens(model, tokenizer), tokenizer.pad_token_id
+    with torch.random.fork_rng():
+        torch.manual_seed(decoding.seed)
+        generated = _generate(model, ids, decoding, ends, pad)
+    written: str = tokenizer.decode(generated, skip_special_tokens=True)
     return written
 
 
@@ -85,25 +87,25 @@ def likeliest_tokens(
     pad: int | None,
     in_step: bool = False,
 ) -> list[int]:
-    """Return the likeliest token at each place after the token ids of ``prompt``.
+    """Return the token ids of the greedy continuation of ``prompt``, an end token among ``ends`` included.
 
-    Args:
-        model: Streamed or not; it is put into evaluation mode, and left in it.
-        prompt: Token ids.
-        max_new_tokens: Tokens at most.
-        ends: The ids that end the text; one of them is the last one returned.
-        pad: The id for padding.
-        in_step: As for :func:`sample_text`.
+    The model stays in evaluation mode.
     """
-    model.eval()
+    return _generate(model, prompt, Decoding(max_new_tokens, in_step=in_step), ends, pad)
+
+
+def _generate(model: Any, prompt: Sequence[int], decoding: Decoding, ends: Sequence[int], pad: int | None) -> list[int]:
+    """Return the token ids that the model generates after ``prompt``."""
     ids = torch.tensor([list(prompt)], device=model_device(model))
+    sampling = {"do_sample": True, "temperature": decoding.temperature} if decoding.temperature > 0 else {}
+    model.eval()
     with torch.no_grad():
         output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            synced_gpus=in_step,
+            **{"do_sample": False, **sampling},
+            max_new_tokens=decoding.max_new_tokens,
+            synced_gpus=decoding.in_step,
             eos_token_id=list(ends) or None,
             pad_token_id=pad,
         )

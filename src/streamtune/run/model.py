@@ -260,12 +260,14 @@ def _blueprint(recipe: Recipe, device: torch.device, name: str | None) -> Any:
     own: Any = recipe.model.init if recipe.model is not None else recipe.model_name_or_path
     return models.blueprint(
         own if name is None else name,
+        models.ModelOptions(
+            weights_dtype(recipe, frozen=name not in (None, recipe.model_name_or_path)),
+            choose_quantization(recipe, device),
+            _rope(recipe),
+        ),
         vocab_size=_asked_vocabulary(recipe) if name is None else None,
         new_tokens=_count_named(recipe) if name in (None, recipe.model_name_or_path) else 0,
-        dtype=weights_dtype(recipe, frozen=name not in (None, recipe.model_name_or_path)),
         trust_remote_code=recipe.trust_remote_code,
-        quantization=choose_quantization(recipe, device),
-        rope=_rope(recipe),
     )
 
 
@@ -382,44 +384,32 @@ def _base_model(
     frozen: bool = False,
 ) -> Any:
     """Make the model of that name, or a new one; without adapters. ``frozen`` is another model than the trained one."""
-    dtype = weights_dtype(recipe, frozen=frozen)
-    quantization = choose_quantization(recipe, device)
+    dtype, quantization = weights_dtype(recipe, frozen=frozen), choose_quantization(recipe, device)
+    options, remote = models.ModelOptions(dtype, quantization, _rope(recipe), change), recipe.trust_remote_code
     if sharing is not None and quantization is None:
         if name is not None:
-            remote, rope = recipe.trust_remote_code, _rope(recipe)
-            return sharing.together(lambda: models.defer_load(name, dtype=dtype, trust_remote_code=remote, rope=rope))
+            return sharing.together(lambda: models.defer_load(name, options, trust_remote_code=remote))
         assert recipe.model is not None, "the schema asks for a model"
         return models.defer_init(
             recipe.model.init,
+            options,
             vocab_size=vocab_size,
             token_ids=token_ids,
-            dtype=dtype,
             seed=recipe.seed,
             draw=sharing.is_main,
-            rope=_rope(recipe),
         )
     if name is not None:
         return models.load_model(
-            name,
-            dtype=dtype,
-            device=str(device),
-            trust_remote_code=recipe.trust_remote_code,
-            quantization=quantization,
-            allow_pickle=recipe.allow_pickle,
-            rope=_rope(recipe),
-            change=change,
+            name, options, device=str(device), trust_remote_code=remote, allow_pickle=recipe.allow_pickle
         )
     assert recipe.model is not None, "the schema asks for a model"
     return models.init_model(
         recipe.model.init,
+        options,
         vocab_size=vocab_size,
         token_ids=token_ids,
-        dtype=dtype,
         device=str(device),
         seed=recipe.seed,
-        quantization=quantization,
-        rope=_rope(recipe),
-        change=change,
     )
 
 

@@ -60,10 +60,7 @@ def write_samples(
                     model,
                     tokenizer,
                     asked,
-                    max_new_tokens=sample.max_new_tokens,
-                    temperature=SAMPLE_TEMPERATURE,
-                    seed=recipe.seed,
-                    in_step=together,
+                    models.Decoding(sample.max_new_tokens, SAMPLE_TEMPERATURE, recipe.seed, in_step=together),
                     chat=chat_options(recipe),
                 )
                 written.append({"prompt": asked, "completion": text})

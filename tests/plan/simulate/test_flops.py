@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from streamtune.models import add_lora, blueprint
+from streamtune.models import ModelOptions, add_lora, blueprint
 from streamtune.plan.rates import DEVICES, peak_flops_of
 from streamtune.plan.simulate import Workload, simulate
 from streamtune.plan.simulate.flops import FlopCount
@@ -26,7 +26,7 @@ def model_of(**changes: Any) -> Any:
     if settings["model_type"] in ("qwen2", "qwen3_moe"):
         del settings["head_dim"]
         settings["num_attention_heads"] = 4
-    return blueprint(settings, dtype="float32")
+    return blueprint(settings, ModelOptions("float32"))
 
 
 @pytest.mark.quick("untied", "experts")

@@ -14,7 +14,7 @@ import torch
 from streamtune import data, train
 from streamtune.cli import main
 from streamtune.engine import stream
-from streamtune.models import init_model
+from streamtune.models import ModelOptions, init_model
 from streamtune.plan.simulate.memory import LiveBytes
 from streamtune.programs.evaluate.eval_scores import LossSums, context_sentence, score_rows
 from streamtune.schedule import Schedule
@@ -99,7 +99,7 @@ def test_thirds_of_rows_are_compared_row_by_row() -> None:
 
 def test_scoring_a_row_holds_less_than_training_on_it() -> None:
     length = 512
-    model = init_model(QWEN3, vocab_size=300, token_ids={}, dtype="float32", device="cpu", seed=0)
+    model = init_model(QWEN3, ModelOptions("float32"), vocab_size=300, token_ids={}, seed=0)
     ids = torch.randint(0, 300, (length,), generator=torch.Generator().manual_seed(0)).int().numpy()
     row = data.Example(ids, ids.copy(), "rows.jsonl:1")
     batch = train.MicroBatch(**data.collate([row], pad_token_id=0), origins=("rows.jsonl:1",))

@@ -42,11 +42,9 @@ def add_lora(
     dropout: float = 0.0,
     target: Sequence[str] | str = "all-linear",
     seed: int = 0,
-    new_tokens: Sequence[int] = (),
 ) -> PeftModel:
-    """Freeze ``model`` and add trainable low-rank adapters; see :class:`AdapterSpec` and :func:`add_adapters`."""
-    spec = AdapterSpec(r=r, alpha=alpha, dropout=dropout, target=target)
-    return add_adapters(model, spec, seed=seed, new_tokens=new_tokens)
+    """Freeze ``model`` and add LoRA; see :class:`AdapterSpec` and :func:`add_adapters`."""
+    return add_adapters(model, AdapterSpec(r=r, alpha=alpha, dropout=dropout, target=target), seed=seed)
 
 
 def add_adapters(

@@ -75,10 +75,8 @@ class PacaLinear(lora.Linear):
             plain: Tensor = super().forward(x, *args, **options)
             return plain
         (name,) = self.active_adapters
-        base = self.get_base_layer()
-        found: Tensor = _WithColumns.apply(
-            x, self.lora_B[name].weight, base.weight, base.bias, self.lora_A[name].index, self.fan_in_fan_out
-        )
+        columns, index = self.lora_B[name].weight, self.lora_A[name].index
+        found: Tensor = _WithColumns.apply(x, columns, self.get_base_layer(), index, self.fan_in_fan_out)
         return found
 
 
@@ -86,14 +84,12 @@ class _WithColumns(torch.autograd.Function):
     """``x (W + D)' + b`` with the gradients of ``x`` and of the columns of ``D`` that are trained."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, columns: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, is_transposed: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, columns: Tensor, base: Any, index: Tensor, is_transposed: bool) -> Tensor:
         ctx.is_transposed, ctx.dtype = is_transposed, x.dtype
         taken = x.index_select(-1, index) if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(taken, columns, weight, index)
-        with _added(columns, weight, index, is_transposed) as whole:
-            return linear(x, whole, bias)
+        ctx.save_for_backward(taken, columns, base.weight, index)
+        with _added(columns, base.weight, index, is_transposed) as whole:
+            return linear(x, whole, base.bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -105,7 +101,7 @@ class _WithColumns(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_nV, taken_nr = grad.reshape(-1, grad.shape[-1]), taken.reshape(-1, taken.shape[-1])
             grad_columns = outer(grad_nV, taken_nr.to(grad.dtype), columns.dtype)
-        return grad_x, grad_columns, None, None, None, None
+        return grad_x, grad_columns, None, None, None
 
 
 @contextmanager

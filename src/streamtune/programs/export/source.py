@@ -280,7 +280,10 @@ def load_trained(
     tokenizer = load_trained_tokenizer(trained, base, trust_remote_code)
     if not trained.adapters:
         model: Any = models.load_model(
-            trained.folder, dtype=dtype or "auto", device=device, trust_remote_code=trust_remote_code
+            trained.folder,
+            models.ModelOptions(dtype or "auto"),
+            device=device,
+            trust_remote_code=trust_remote_code,
         )
         return model.requires_grad_(False).eval(), tokenizer
     if quantization is not None:
@@ -291,18 +294,16 @@ def load_trained(
         notify(f"{base} is not the model that these adapters trained on: the result is another model")
     wanted = dtype or (recipe.dtype if recipe is not None else str(trained.settings.get("dtype") or "auto"))
     wanted = "auto" if wanted == "mixed" else wanted  # the base of adapters is as in its checkpoint
+    options = models.ModelOptions(wanted, quantization, models.RopeChange.of(trained.settings), change)
     if name is None:
-        made: Any = _made_again(trained, tokenizer, wanted, device, quantization, change)
+        made: Any = _made_again(trained, tokenizer, options, device)
     else:
         made = models.load_model(
             name,
-            dtype=wanted,
+            options,
             device=device,
             trust_remote_code=trust_remote_code,
-            quantization=quantization,
             allow_pickle=recipe is not None and recipe.allow_pickle,
-            rope=models.RopeChange.of(trained.settings),
-            change=change,
         )
         rows, wanted_rows = made.get_input_embeddings().weight.shape[0], _rows_of_tokens(Path(trained.folder))
         if wanted_rows > rows:  # of new tokens, whose values come with the adapters
@@ -426,14 +427,7 @@ def load_trained_tokenizer(
     return models.load_tokenizer(name, trust_remote_code=trust_remote_code)
 
 
-def _made_again(
-    trained: TrainedModel,
-    tokenizer: Any,
-    dtype: str,
-    device: str,
-    quantization: str | None,
-    change: models.QuantisationChange | None,
-) -> Any:
+def _made_again(trained: TrainedModel, tokenizer: Any, options: models.ModelOptions, device: str) -> Any:
     """Make the base of adapters again, from the configuration and the seed of their run.
 
     Raises:
@@ -448,14 +442,11 @@ def _made_again(
         )
     return models.init_model(
         made["init"],
+        options,
         vocab_size=len(tokenizer),
         token_ids={key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
-        dtype=dtype,
         device=device,
         seed=int(trained.settings["seed"]),
-        quantization=quantization,
-        rope=models.RopeChange.of(trained.settings),
-        change=change,
     )
 
 
