@@ -26,7 +26,7 @@ from streamtune.models.quantize import quantize
 from streamtune.recipe import DpoRecipe, Recipe
 from streamtune.run.ranks import make_backend, sequence_ranks
 from streamtune.tasks.preference import PairObjective, PreferenceBatch, tree_batch
-from streamtune.train.step import StepRouters, accumulate_gradients
+from streamtune.train.step import accumulate_gradients
 from tests.exactness.families import VOCAB, build
 from tests.precision_kit import Errors, Float64, in_float64
 
@@ -151,17 +151,8 @@ def _deepspeed(engine: str) -> str | None:
 
 def _accumulate(backend: Any, objective: Any, handle: Any, batches: list[Any], world: train.World) -> train.StepScore:
     settings = train.TrainSettings(1, 1, 0.5, 0, 0, 1, bf16=False, seed=0, out_of_memory_mend="")
-    score = accumulate_gradients(
-        backend,
-        objective,
-        batches,
-        StepRouters(handle, batches, world),
-        settings=settings,
-        step=1,
-        progress=lambda activity: None,
-        stop=train.StopRequest(),
-        world=world,
-    )
+    context = train.StepContext(backend, objective, settings, handle, world)
+    score = accumulate_gradients(context, batches, step=1, stop=train.StopRequest())
     assert score is not None
     return score
 

@@ -23,7 +23,7 @@ from streamtune.data import Tree
 from streamtune.engine import StreamHandle
 from streamtune.recipe import DpoRecipe
 from streamtune.tasks.preference import PairObjective, PreferenceBatch, UnpairedObjective, mismatched, tree_batch
-from streamtune.train.step import StepRouters, StepScore, TrainSettings, accumulate_gradients
+from streamtune.train.step import StepScore, TrainSettings, accumulate_gradients
 from tests.precision_kit import EXACT, ROUNDING, Float64, Reference, assert_as_precise, in_float64, total_error
 
 from .families import VOCAB, build
@@ -223,16 +223,9 @@ def ours(
     else:
         objective = PairObjective(handle, recipe, reference)
     settings = TrainSettings(1, 1, 0.0, 0, 0, 1, bf16=bool(recipe.bf16), seed=0, out_of_memory_mend="")
-    score = accumulate_gradients(
-        train.LocalBackend(model, torch.optim.SGD(model.parameters())),
-        objective,
-        batches,
-        StepRouters(handle, batches),
-        settings=settings,
-        step=1,
-        progress=lambda activity: None,
-        stop=train.StopRequest(),
-    )
+    backend = train.LocalBackend(model, torch.optim.SGD(model.parameters()))
+    context = train.StepContext(backend, objective, settings, handle)
+    score = accumulate_gradients(context, batches, step=1, stop=train.StopRequest())
     assert score is not None
     return score, taken(model)
 

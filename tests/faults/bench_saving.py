@@ -42,6 +42,7 @@ from streamtune.train import (
     RunDirectory,
     StopRequest,
     SupervisedObjective,
+    TrainJob,
     TrainSettings,
     train,
 )
@@ -128,31 +129,29 @@ def costs(model: LlamaForCausalLM, every: int, saves: int, *, asynchronous: bool
 
     FOLDER.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=FOLDER) as folder, Noted(rows, total) as progress:
-        train(
-            LocalBackend(model, build_optimizer("adamw", model.named_parameters(), learning_rate=1e-4)),
-            SupervisedObjective(),
-            build_schedule("constant", learning_rate=1e-4, total_steps=total, warmup_steps=0),
-            rows,
-            None,
-            settings=TrainSettings(
-                total_steps=total,
-                steps_per_epoch=total,
-                max_grad_norm=1.0,
-                eval_steps=0,
-                save_steps=2 * every,
-                save_total_limit=1,
-                bf16=False,
-                seed=0,
-                out_of_memory_mend="",
-                save_async=asynchronous,
-            ),
-            run=RunDirectory(Path(folder)),
+        job = TrainJob(
+            backend=LocalBackend(model, build_optimizer("adamw", model.named_parameters(), learning_rate=1e-4)),
+            objective=SupervisedObjective(),
+            learning_rate_at=build_schedule("constant", learning_rate=1e-4, total_steps=total, warmup_steps=0),
+            steps=rows,
+            held_out={},
+            directory=RunDirectory(Path(folder)),
             identity={"recipe": {}, "data": ""},
             writer=ModelWriter(write, size, lambda: partial(write, weights=models.copy_weights(model))),
-            resume_from=None,
-            progress=progress,
-            stop=StopRequest(),
         )
+        settings = TrainSettings(
+            total_steps=total,
+            steps_per_epoch=total,
+            max_grad_norm=1.0,
+            eval_steps=0,
+            save_steps=2 * every,
+            save_total_limit=1,
+            bf16=False,
+            seed=0,
+            out_of_memory_mend="",
+            save_async=asynchronous,
+        )
+        train(job, settings, progress, StopRequest())
     at = [2 * every * (index + 1) for index in range(saves)]
     if late := [step for step in at if progress.committed[step] > step + every - 1]:
         raise RuntimeError(f"the save of step {late[0]} takes longer than {every} steps: make the stretches longer")

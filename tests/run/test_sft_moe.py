@@ -20,7 +20,7 @@ from streamtune.run.train import Run, train_settings
 from streamtune.tasks.sft import Batches
 from streamtune.tasks.steps import Steps
 from streamtune.train import MicroBatch, StopRequest, SupervisedObjective
-from streamtune.train.step import StepRouters, accumulate_gradients
+from streamtune.train.step import StepContext, accumulate_gradients
 from tests.exactness.families import BOUND, worst
 from tests.precision_kit import Float64, Reference, in_float64
 from tests.run.test_adapters import losses, streamtune
@@ -82,19 +82,11 @@ def first_step(run: Run) -> list[MicroBatch]:
 def gradient_of(run: Run, step: list[MicroBatch]) -> tuple[float, float | None, dict[str, Tensor]]:
     """Loss, balance loss and gradient of a step, by the loop's own function."""
     run.model.zero_grad(set_to_none=True)
-    routers = StepRouters(run.handle, step)
-    score = accumulate_gradients(
-        run.backend,
-        SupervisedObjective(run.handle),
-        step,
-        routers,
-        settings=train_settings(run.recipe, run.plan, run.handle.schedule),
-        step=1,
-        progress=lambda activity: None,
-        stop=StopRequest(),
-    )
+    settings = train_settings(run.recipe, run.plan, run.handle.schedule)
+    context = StepContext(run.backend, SupervisedObjective(run.handle), settings, run.handle)
+    score = accumulate_gradients(context, step, step=1, stop=StopRequest())
     assert score is not None
-    return score.loss, routers.aux_loss, {name: p.grad.clone() for name, p in run.model.named_parameters()}
+    return score.loss, score.aux_loss, {name: p.grad.clone() for name, p in run.model.named_parameters()}
 
 
 def counted(model: Any, step: list[MicroBatch]) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:

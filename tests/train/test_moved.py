@@ -8,7 +8,7 @@ from torch import nn
 
 from streamtune.optim import build_optimizer
 from streamtune.train import HostOptimizer, InBackwardBackend, LocalBackend, World
-from streamtune.train.moved import MOST, WHOLE, MovedWeights, describe_moved
+from streamtune.train.guard import MOST, WHOLE, MovedWeights, describe_moved
 
 
 def changed(before: list[torch.Tensor], model: nn.Module) -> float:

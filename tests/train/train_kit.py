@@ -24,6 +24,7 @@ from streamtune.train import (
     RunDirectory,
     StopRequest,
     SupervisedObjective,
+    TrainJob,
     TrainSettings,
     train,
 )
@@ -115,20 +116,22 @@ class Trainer:
         self.folder.mkdir(exist_ok=True)
         console = Console(file=self.output, width=100)
         with Progress(console, total_steps=steps) as progress:
-            return train(
-                LocalBackend(model, build_optimizer("adamw", model.named_parameters(), learning_rate=learning_rate)),
-                objective or SupervisedObjective(),
-                build_schedule("cosine", learning_rate=learning_rate, total_steps=steps, warmup_steps=2),
-                stream or RowStream(),
-                {} if validation is None else {"": validation},
-                settings=TrainSettings(total_steps=steps, steps_per_epoch=4, **{**defaults, **settings}),
-                run=RunDirectory(self.folder),
+            optimizer = build_optimizer("adamw", model.named_parameters(), learning_rate=learning_rate)
+            job = TrainJob(
+                backend=LocalBackend(model, optimizer),
+                objective=objective or SupervisedObjective(),
+                learning_rate_at=build_schedule(
+                    "cosine", learning_rate=learning_rate, total_steps=steps, warmup_steps=2
+                ),
+                steps=stream or RowStream(),
+                held_out={} if validation is None else {"": validation},
+                directory=RunDirectory(self.folder),
                 identity={"recipe": {}, "data": "rows"},
                 writer=ModelWriter(lambda folder: model.save_pretrained(folder), 100_000),
                 resume_from=resume_from,
-                progress=progress,
-                stop=stop or StopRequest(),
             )
+            chosen = TrainSettings(total_steps=steps, steps_per_epoch=4, **{**defaults, **settings})
+            return train(job, chosen, progress, stop or StopRequest())
 
 
 class State:

@@ -17,7 +17,7 @@ from streamtune.engine import StreamHandle, stream
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.plan import Plan, plan_step
 from streamtune.schedule import Schedule
-from streamtune.train.memory import GIB, peak_memory_bytes, reset_peak_memory
+from streamtune.train.step import GIB, peak_memory_bytes, reset_peak_memory
 
 
 class StreamTuneCallback(TrainerCallback):

@@ -231,31 +231,29 @@ def _train(
         training.begin(run.backend, progress, stop)
         if (times := _step_times(run, progress)) is not None:
             listeners.each = [*listeners.each, times]
-        return train.train(
-            run.backend,
-            training.objective,
-            training.learning_rate_at,
-            training.steps,
-            {name: partial(_shared_out, make, world) for name, make in training.held_out.items()},
-            settings=replace(
-                train_settings(recipe, plan, run.handle.schedule),
-                # Of one block at a time, the backward is another one in each block.
-                step_flops=None if recipe.step_kind.gradients == "block" else StepFlops(run.model, recipe.step_kind),
-                peak_flops=peak_of(recipe, run.device),
-            ),
-            run=directory,
+        job = train.TrainJob(
+            backend=run.backend,
+            objective=training.objective,
+            learning_rate_at=training.learning_rate_at,
+            steps=training.steps,
+            held_out={name: partial(_shared_out, make, world) for name, make in training.held_out.items()},
+            directory=directory,
             identity=run.start.identity,
             writer=writer,
-            resume_from=run.checkpoint,
-            fresh_optimizer=run.start.begins_optimizer,
-            progress=progress,
-            stop=stop,
             handle=run.handle,
             world=world,
+            resume_from=run.checkpoint,
+            fresh_optimizer=run.start.begins_optimizer,
             next_schedule=partial(_next_schedule, run),
             sample=partial(write_samples, run, recipe) if recipe.sample_steps else None,
-            listeners=listeners,
         )
+        settings = replace(
+            train_settings(recipe, plan, run.handle.schedule),
+            # Of one block at a time, the backward is another one in each block.
+            step_flops=None if recipe.step_kind.gradients == "block" else StepFlops(run.model, recipe.step_kind),
+            peak_flops=peak_of(recipe, run.device),
+        )
+        return train.train(job, settings, progress, stop, listeners)
 
 
 def _step_times(run: Run, progress: train.Progress) -> StepTimes | None:

@@ -11,8 +11,7 @@ from streamtune.train.hold import DirectoryHold
 from streamtune.train.host_optimizer import HostOptimizer
 from streamtune.train.in_backward import InBackwardBackend
 from streamtune.train.listeners import Listener, Listeners, RunFacts
-from streamtune.train.loop import Progressed, train
-from streamtune.train.memory import GIB, is_out_of_memory, peak_memory_bytes
+from streamtune.train.loop import Progressed, TrainJob, train
 from streamtune.train.objective import (
     ModelReference,
     Objective,
@@ -44,7 +43,15 @@ from streamtune.train.saver import ModelWriter, write_final
 from streamtune.train.signals import StopRequest
 from streamtune.train.slices import SliceReader, share_out_whole
 from streamtune.train.staging import commit_directory, write_durably
-from streamtune.train.step import HeldOut, TrainSettings
+from streamtune.train.step import (
+    GIB,
+    HeldOut,
+    StepContext,
+    TrainSettings,
+    accumulate_gradients,
+    is_out_of_memory,
+    peak_memory_bytes,
+)
 from streamtune.train.world import World
 
 __all__ = [
@@ -73,12 +80,15 @@ __all__ = [
     "RunFacts",
     "Score",
     "SliceReader",
+    "StepContext",
     "StepStream",
     "StopRequest",
     "SupervisedObjective",
+    "TrainJob",
     "TrainSettings",
     "TreeBatch",
     "World",
+    "accumulate_gradients",
     "append_event",
     "append_records",
     "autocast",

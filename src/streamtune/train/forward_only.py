@@ -15,7 +15,7 @@ from streamtune.train.backend import TorchBackend
 from streamtune.train.objective import StepScore
 from streamtune.train.rng import capture_rng, restore_rng
 from streamtune.train.slices import Slice, SliceReader
-from streamtune.train.world import World
+from streamtune.train.world import WORLD, World
 
 LEAST_MOVED = 0.5
 """Part of the weights that a perturbation has to reach."""
@@ -47,7 +47,7 @@ class ForwardBackend(TorchBackend):
         module: nn.Module,
         optimizer: ZerothOrderSGD,
         layers: Iterable[nn.Module],
-        world: World = World(),  # noqa: B008 (frozen)
+        world: World = WORLD,
     ) -> None:
         super().__init__(module, optimizer)
         self.whole, self.layers = world.size == 1, list(layers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
@@ -16,16 +16,16 @@ from statistics import median
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from streamtune.errors import NonFiniteError, OutOfMemoryError, StreamTuneError
 from streamtune.schedule import Schedule
 from streamtune.train.batch import MicroBatch
-from streamtune.train.memory import GIB, peak_memory_bytes
 from streamtune.train.records import append_event, read_records, records_backwards
 from streamtune.train.rng import capture_rng, restore_rng
 from streamtune.train.rundir import RunDirectory
-from streamtune.train.step import TrainSettings, name_rows
-from streamtune.train.world import World
+from streamtune.train.step import GIB, TrainSettings, name_rows, peak_memory_bytes
+from streamtune.train.world import WORLD, World
 
 NextSchedule = Callable[[bool], Schedule | None]
 """Finds a schedule that holds less than the one that ran out of memory, None where there is none. Given True it puts
@@ -42,6 +42,12 @@ LEAST_SPIKE = 0.5
 """and so much of the median: a curve without noise has no deviations."""
 MOST_REPLANS = 4
 """Schedules tried in one step."""
+FIRST_STEPS = 10
+"""Steps of a run whose share of changed weights is recorded."""
+MOST = 1 << 22
+"""Values of a model that are compared."""
+WHOLE = 4096
+"""Values of a weight that is always compared whole."""
 
 
 def skipped_most(steps: int, skipped: int, run: RunDirectory, dtype: torch.dtype) -> NonFiniteError | None:
@@ -91,7 +97,7 @@ class StepGuard:
         device: torch.device,
         *,
         next_schedule: NextSchedule = lambda install: None,
-        world: World = World(),  # noqa: B008 (frozen)
+        world: World = WORLD,
     ) -> None:
         self.settings, self.run, self.device = settings, run, device
         self.next_schedule, self.world = next_schedule, world
@@ -205,3 +211,50 @@ class StepGuard:
             rows = name_rows(micro_batches, most=16)
             details = {"step": step, "metric": name, "value": value, "usual": usual, "rows": rows}
             append_event(self.run.events, "spike", **details, **more)
+
+
+class MovedWeights:
+    """Measures the share of the trained weights that a step changes: a step smaller than a rounding changes none.
+
+    Values before a step are kept on the host and compared after it. Models of up to 4 million trained values are
+    compared whole. Of a larger model every n-th value of each weight is compared, always the same ones, and weights
+    count by their size; a weight of up to 4,096 values is compared whole.
+
+    Args:
+        weights: The weights that the optimizer steps, as far as this rank has them.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._weights = [x for x in weights if x.numel()]
+        every = -(-sum(x.numel() for x in self._weights) // MOST)
+        self._every = [1 if x.numel() <= WHOLE else max(1, every) for x in self._weights]
+        self._before = [_values(x, n) for x, n in zip(self._weights, self._every, strict=True)]
+
+    def share(self, world: World) -> float:
+        """Return the share of the weights of all ranks that are other ones now."""
+        moved = 0.0
+        for x, n, before in zip(self._weights, self._every, self._before, strict=True):
+            changed = int((_values(x, n) != before).sum())
+            moved += changed / len(before) * x.numel()
+        found, all_of_them = world.sums([moved, float(sum(x.numel() for x in self._weights))])
+        return found / all_of_them if all_of_them else 0.0
+
+
+def _values(x: Tensor, every: int) -> Tensor:
+    return x.detach().reshape(-1)[::every].to("cpu", copy=True)
+
+
+def describe_moved(share: float, dtypes: Iterable[torch.dtype], learning_rate: float) -> str:
+    """Return a note on a step that changed next to nothing.
+
+    Args:
+        share: Share of the trained weights that it changed.
+        dtypes: Dtypes of the weights that the optimizer steps.
+        learning_rate: Learning rate of the step.
+    """
+    narrow = any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
+    why = "it is smaller than the rounding of bfloat16 weights" if narrow else "it is smaller than a rounding of theirs"
+    mend = "delete 'dtype' to train float32 weights, or write weight_rounding: stochastic" if narrow else (
+        "raise learning_rate, or look at grad_norm: a gradient of 0 moves nothing"
+    )  # fmt: skip
+    return f"a step at a learning rate of {learning_rate:g} changes {share:.1%} of the trained weights: {why}; {mend}"

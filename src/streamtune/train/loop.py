@@ -1,6 +1,6 @@
-"""The training loop: :func:`train` reads from top to bottom, and each thing it does is a function below it.
+"""The training loop: :func:`train` takes optimizer steps, and evaluates, samples and saves between them.
 
-What is minimised comes in as an ``Objective``; one optimizer step of it, and the evaluation, are in ``step``.
+An ``Objective`` is minimised; the gradients of one step, and the evaluation, are in ``step``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from streamtune.engine import StreamHandle
 from streamtune.errors import did_you_mean
 from streamtune.train.backend import Backend
 from streamtune.train.batch import MicroBatch, StepStream, counted
-from streamtune.train.checkpoint import Checkpoint, checkpoint_path, restoring, supersede
-from streamtune.train.guard import NextSchedule, StepGuard
+from streamtune.train.checkpoint import Checkpoint, checkpoint_path, restoring, step_of, supersede
+from streamtune.train.guard import FIRST_STEPS, MovedWeights, NextSchedule, StepGuard, describe_moved
 from streamtune.train.listeners import Listeners
-from streamtune.train.memory import GIB, peak_memory_bytes
-from streamtune.train.moved import FIRST_STEPS, MovedWeights, describe_moved
 from streamtune.train.objective import Objective, StepScore
 from streamtune.train.progress import LossPlot, Progress
 from streamtune.train.records import append_event, append_record, append_records, cut_after_step, cut_events
@@ -30,16 +28,48 @@ from streamtune.train.saver import CheckpointSaver, Keep, ModelWriter
 from streamtune.train.signals import StopRequest
 from streamtune.train.slices import SliceReader
 from streamtune.train.step import (
+    GIB,
     HeldOut,
-    StepRouters,
+    StepContext,
     TrainSettings,
     accumulate_gradients,
     device_of,
     evaluate,
     explain_out_of_memory,
     find_non_finite,
+    peak_memory_bytes,
 )
-from streamtune.train.world import World
+from streamtune.train.world import WORLD, World
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """Everything that a run gives the training loop."""
+
+    backend: Backend
+    """Model, gradients and optimizer. A resumed run's model has the weights of its checkpoint already."""
+    objective: Objective
+    learning_rate_at: Callable[[int], float]
+    """Learning rate of each step, counted from 0."""
+    steps: StepStream
+    held_out: HeldOut
+    """Makers of the held-out batches by set; empty where nothing is held out."""
+    directory: RunDirectory
+    identity: Mapping[str, Any]
+    """Identity of the run, written into each checkpoint."""
+    writer: ModelWriter
+    handle: StreamHandle | None = None
+    """Handle of the streamed model; the loss of its routers is in the gradient and not in ``loss``."""
+    world: World = WORLD
+    """The ranks that train together: each calls :func:`train` with its share of the rows, rank 0 writes the files."""
+    resume_from: Checkpoint | None = None
+    """Checkpoint to resume from. On the CPU every later loss is bit for bit the uninterrupted run's."""
+    fresh_optimizer: bool = False
+    """True if the optimizer starts without states, because the checkpoint has another optimizer's."""
+    next_schedule: NextSchedule = lambda install: None
+    """Finds another schedule for the model when memory runs out."""
+    sample: Callable[[int, StopRequest], list[dict[str, Any]] | None] | None = None
+    """Completes the sample prompts, called by all ranks; leaves model and random state as they were. None: stopped."""
 
 
 @dataclass(frozen=True)
@@ -49,82 +79,51 @@ class Progressed:
     step: int = 0
     """Optimizer steps taken."""
     tokens: int = 0
-    """Input tokens trained on, padding not counted."""
+    """Input tokens trained on, without padding."""
     first_loss: float | None = None
     last_loss: float | None = None
     eval_loss: float | None = None
     """The newest held-out loss."""
     eval_due: bool = False
-    """An evaluation at this step is still to be done: it was interrupted."""
+    """True if the evaluation at this step was interrupted and is still to be done."""
     sample_due: bool = False
-    """The sample prompts are still to be completed at this step: that was interrupted."""
+    """True if the completions of the sample prompts at this step are still to be written."""
     skipped: int = 0
     """Steps without an update, because something was not finite."""
     best: float | None = None
     """The best value so far of the metric that ends a run early."""
     not_better: int = 0
-    """Evaluations in a row whose metric was not better than that."""
+    """Evaluations in a row whose metric was not better than ``best``."""
     ended_early: bool = False
-    """The run is over before its last step."""
+    """True if the run is over before its last step."""
     best_evaluations: Sequence[Sequence[float]] = ()
-    """The best values of ``metric_for_best_model`` (``eval_loss`` without one) and their steps, the best first."""
+    """The best values of ``metric_for_best_model`` (default: ``eval_loss``) and their steps, the best first."""
+
+    @property
+    def boundary(self) -> tuple[int, bool, bool]:
+        """Step, and which interrupted work is due there: a checkpoint is saved once for each."""
+        return self.step, self.eval_due, self.sample_due
 
 
 @dataclass(frozen=True)
 class Position:
-    """The state that the next step starts from: a step that is broken off is taken again from here."""
+    """State before the next step; a step that is broken off is repeated from here."""
 
     rng: RngState
     stream: dict[str, Any]
 
 
 def train(
-    backend: Backend,
-    objective: Objective,
-    learning_rate_at: Callable[[int], float],
-    steps: StepStream,
-    held_out: HeldOut,
-    *,
-    settings: TrainSettings,
-    run: RunDirectory,
-    identity: Mapping[str, Any],
-    writer: ModelWriter,
-    resume_from: Checkpoint | None,
-    progress: Progress,
-    stop: StopRequest,
-    handle: StreamHandle | None = None,
-    world: World = World(),  # noqa: B008 (frozen)
-    next_schedule: NextSchedule = lambda install: None,
-    sample: Callable[[int, StopRequest], list[dict[str, Any]] | None] | None = None,
-    listeners: Listeners | None = None,
-    fresh_optimizer: bool = False,
+    job: TrainJob, settings: TrainSettings, progress: Progress, stop: StopRequest, listeners: Listeners | None = None
 ) -> Progressed:
-    """Train the model of ``backend`` until ``settings.total_steps``, or until ``stop`` is requested.
+    """Train until ``settings.total_steps``, or until ``stop`` is requested.
 
     Args:
-        backend: A causal language model with its gradients and optimizer. Where ``resume_from`` is given its weights
-            are those of that checkpoint already.
-        objective: What is minimised.
-        learning_rate_at: The learning rate of each step, counted from 0.
-        steps: Gives each optimizer step its micro-batches.
-        held_out: Gives the held-out batches of each set, anew at each call; empty where nothing is held out.
+        job: Everything that the run gives.
         settings: How long, how often, how.
-        run: Where the files go.
-        identity: What run this is; written into each checkpoint.
-        writer: Writes the model into a checkpoint.
-        resume_from: Go on from here. On the CPU every later loss is bit for bit that of a run never interrupted.
-        progress: What the user sees.
-        stop: Looked at after each micro-batch. A step broken off half-way is left out of the checkpoint.
-        handle: What streams the model; its routers' losses, if it has any, are in the gradient and not in ``loss``.
-        world: The ranks that train together: each calls this with its share of the rows, rank 0 writes the files.
-        next_schedule: Finds another schedule for the model where memory runs out.
-        sample: Completes the sample prompts after ``settings.sample_steps`` steps each, called by all ranks; it leaves
-            model and random state as they were, and returns None where it was stopped.
-        listeners: Called by rank 0 with what happens. One that raises stops the run, as ``stop`` does.
-        fresh_optimizer: The states of the optimizer begin anew where ``resume_from`` has those of another one.
-
-    Returns:
-        How far it came.
+        progress: Output to the user.
+        stop: Checked after each micro-batch. A step broken off half-way is not in the checkpoint.
+        listeners: Called by rank 0. An error of a listener stops the run, as ``stop`` does.
 
     Raises:
         NonFiniteError: A loss or gradient is NaN or infinite, and the run is to stop. Raised before the weights are
@@ -132,197 +131,260 @@ def train(
         OutOfMemoryError: With the batch it happened on and what to change.
         CheckpointError: A checkpoint cannot be written. The ones before are intact.
     """
-    model = backend.model
-    listeners = Listeners() if listeners is None else listeners
-    seed_everything(settings.seed, world.rank)
-    state = Progressed()
-    if resume_from is not None:
-        state = resume(resume_from, backend, steps, settings.seed, world, fresh_optimizer=fresh_optimizer)
-    if state.not_better < settings.early_stopping_patience:  # it was raised since
-        state = replace(state, ended_early=False)
-    if world.is_main:  # only now: the checkpoint is loaded whole
-        if resume_from is not None:
-            supersede(run.checkpoints, state.step)
-        cut_after_step(run.metrics, state.step, evaluated=not state.eval_due)
-        cut_after_step(run.samples, state.step - state.sample_due)
-        cut_events(run.events, state.step)
-    position = Position(capture_rng(), steps.state_dict())
-    saved = state.step, state.eval_due, state.sample_due
-    latest: dict[str, Any] = {}
-    plot = LossPlot(run)
-    guard = StepGuard(settings, run, device_of(model), next_schedule=next_schedule, world=world)
-    saver = CheckpointSaver(
-        run.checkpoints,
-        writer,
-        Keep(settings.save_total_limit, settings.save_best_limit, settings.greater_is_better),
-        world=world.apart() if settings.save_async else world,
-        run=str(identity.get("run", "")),
-        asynchronous=settings.save_async,
-        before=run.sync,
-    )
+    return _Loop(job, settings, progress, stop, Listeners() if listeners is None else listeners).run()
 
-    with saver:  # which waits for a save in flight, however this ends
-        while True:
-            is_best = False
-            # 1. At a boundary between steps: evaluate and save where it is time to, leave where the run is over.
-            if state.eval_due and held_out:
-                progress.activity("evaluating")
-                with backend.averaged():
-                    found = evaluate(
-                        model,
-                        objective,
-                        held_out,
-                        settings=settings,
-                        step=state.step,
-                        stop=stop,
-                        handle=handle,
-                        world=world,
-                    )
-                if found is not None:
-                    state = replace(state, eval_loss=found.get("eval_loss"), eval_due=False)
-                    latest |= found
-                    progress.evaluated(state.step, found)
-                    tell_missing_metric(settings, latest, state.step, progress)
-                    state = after_evaluation(state, found, settings, progress)
-                    state, is_best = among_the_best(state, found, settings)
-                    if world.is_main:
-                        append_record(run.metrics, {"step": state.step, **found})
-                        listeners.evaluated({"step": state.step, **found})
-                        plot.draw()
-            if state.sample_due and sample is not None:
-                progress.activity("sampling")
-                with backend.averaged():
-                    samples = sample(state.step, stop)
-                if samples is not None:
-                    state = replace(state, sample_due=False)
-                    if world.is_main:
-                        append_records(run.samples, samples)
-                        listeners.sampled(samples)
-                    for each in samples:
-                        progress.sampled(state.step, each["prompt"], each["completion"])
-                progress.activity("")
-            stops = world.sums([stop.requested or listeners.error is not None, saver.failed])
-            stopped, failed = (count > 0 for count in stops)
-            if failed:
-                saver.wait_for_last()  # where one rank cannot write no rank can commit: all of them raise
-            over = stopped or state.step >= settings.total_steps or state.ended_early
-            # Also where a run that was stopped in an evaluation has now made up for it: its checkpoint says it is due.
-            if (state.step, state.eval_due, state.sample_due) != saved and (
-                over or is_due(state.step, settings.save_steps) or is_best
-            ):
-                progress.activity("saving")
-                metric = latest.get(settings.metric_for_best_model or "")
-                with backend.averaged():
-                    save(saver, backend, state, position, identity, metric)
-                saved = state.step, state.eval_due, state.sample_due
-            committed = saver.wait() if over else saver.finished()
-            if world.is_main:
-                for path in committed:
-                    step = int(path.name.removeprefix("step-"))
-                    append_event(run.events, "checkpoint", step=step, folder=str(path))
-                    progress.saved(step, path)
-                    listeners.saved(step, path)
-                if over:
-                    plot.draw(last=True)
-                    tell_lost_best(state, settings, run, progress)
-            if over:
-                return state
 
-            # 2. One optimizer step.
-            started = time.perf_counter()
-            micro_batches = steps.next_step()
-            gradients = partial(
-                take_gradients,
-                backend,
-                objective,
-                micro_batches,
-                handle,
-                settings=settings,
-                step=state.step + 1,
-                progress=progress,
-                stop=stop,
-                world=world,
-            )
-            learning_rate = learning_rate_at(state.step)
-            backend.begin_step(learning_rate, replayed(gradients))
-            before = MovedWeights(backend.stepped()) if state.step < FIRST_STEPS else None
-            score = guard.attempt(gradients, backend.drop_gradients, state.step + 1)
-            if score is None:  # Stopped half-way: `position` still is where this step began.
-                backend.drop_gradients()
-                continue
-            grad_norm = backend.clip_gradients(settings.max_grad_norm)
-            wrong = score.not_finite or find_non_finite("gradient norm", grad_norm, state.step + 1, micro_batches)
-            skip = guard.skips(wrong, state.step + 1, state.skipped)
-            if skip:
-                backend.drop_gradients()
-            else:
-                guard.watch(state.step + 1, score.loss, grad_norm, micro_batches)
-                # The first step allocates the optimizer's state, which is when a model that just fits no longer does.
-                doing = f"the optimizer at step {state.step + 1}"
-                with explain_out_of_memory(doing, micro_batches, settings.out_of_memory_mend):
-                    backend.step(learning_rate)
-            moved = {} if before is None or skip else {"moved": round(before.share(world), 6)}
-            if not latest:  # now the optimizer has its state: what a checkpoint takes is known
-                saver.check_room(backend)
+class _Loop:
+    """A run between its first and its last step."""
 
-            # 3. What the step was.
-            mine = counted(micro_batches)
-            tokens = world.count(sum(batch.num_tokens for batch in mine))
-            state = replace(
-                state,
-                step=state.step + 1,
-                tokens=state.tokens + tokens,
-                first_loss=score.loss if state.first_loss is None and not skip else state.first_loss,
-                last_loss=state.last_loss if skip else score.loss,
-                skipped=state.skipped + skip,
-                eval_due=bool(held_out)
-                and (state.step + 1 == settings.total_steps or is_due(state.step + 1, settings.eval_steps)),
-                # The last step's are written by the caller, at the end of every run.
-                sample_due=sample is not None
-                and state.step + 1 < settings.total_steps
-                and is_due(state.step + 1, settings.sample_steps),
-            )
-            position = Position(capture_rng(), steps.state_dict())
-            seconds = time.perf_counter() - started
-            measured = {
-                "loss": score.loss,
-                **score.metrics,
-                **({} if score.aux_loss is None else {"aux_loss": world.sums([score.aux_loss])[0]}),
-            }
-            record = {
-                "step": state.step,
-                **({"skipped": True} if skip else measured),  # JSON has no NaN
-                "lr": learning_rate,
-                **({} if skip else {"grad_norm": grad_norm}),
-                **({} if skip or backend.clipped_by is None else {"clip_norm": backend.clipped_by}),
-                **moved,
-                "tokens": tokens,
-                "supervised_tokens": world.count(sum(batch.num_targets for batch in mine)),
-                "tokens_per_s": round(tokens / seconds, 1),
-                **used_flops(settings, mine, seconds, world),
-                "peak_mem_gib": round(peak_memory_bytes(device_of(model)) / GIB, 3),
-                **_epoch(settings, state.step),
-            }
-            if not latest and not (settings.metric_for_best_model or "").startswith("eval_"):
-                tell_missing_metric(settings, record, state.step, progress)
-            if moved and state.step == min(FIRST_STEPS, settings.total_steps):
-                tell_unmoved(settings, backend, moved["moved"], learning_rate, state.step, progress)
-            latest = dict(record)
-            if world.is_main:
-                append_record(run.metrics, record)
-                listeners.step(record)
-            progress.step(record)
+    def __init__(
+        self, job: TrainJob, settings: TrainSettings, progress: Progress, stop: StopRequest, listeners: Listeners
+    ) -> None:
+        self.job, self.settings, self.progress, self.stop, self.listeners = job, settings, progress, stop, listeners
+        self.backend, self.directory, self.world = job.backend, job.directory, job.world
+        self.context = StepContext(job.backend, job.objective, settings, job.handle, job.world, progress.activity)
+        self.state = self._start()
+        self.position = Position(capture_rng(), job.steps.state_dict())
+        self.saved = self.state.boundary
+        self.latest: dict[str, Any] = {}
+        """Record of the last step with the metrics of the last evaluation; empty before the first step."""
+        self.plot = LossPlot(self.directory)
+        self.guard = StepGuard(
+            settings,
+            self.directory,
+            device_of(self.backend.model),
+            next_schedule=job.next_schedule,
+            world=job.world,
+        )
+        self.saver = CheckpointSaver(
+            self.directory.checkpoints,
+            job.writer,
+            Keep(settings.save_total_limit, settings.save_best_limit, settings.greater_is_better),
+            world=job.world.apart() if settings.save_async else job.world,
+            run=str(job.identity.get("run", "")),
+            asynchronous=settings.save_async,
+            before=self.directory.sync,
+        )
+
+    def run(self) -> Progressed:
+        """Evaluate, sample and save at each boundary between steps where it is due, then take the next step."""
+        with self.saver:  # waits for a save in flight, however this ends
+            while True:
+                is_best = self._evaluate()
+                self._sample()
+                is_over = self._is_over()
+                self._save(is_best, is_over)
+                self._report_saved(is_over)
+                if is_over:
+                    return self.state
+                self._take_step()
+
+    def _start(self) -> Progressed:
+        """Seed, or restore a checkpoint and drop the records of the steps that are repeated."""
+        job, settings, directory, state = self.job, self.settings, self.directory, Progressed()
+        seed_everything(settings.seed, self.world.rank)
+        if job.resume_from is not None:
+            state = resume(job, job.resume_from, settings.seed)
+        if state.not_better < settings.early_stopping_patience:  # it was raised since
+            state = replace(state, ended_early=False)
+        if self.world.is_main:  # only now: the checkpoint is loaded whole
+            if job.resume_from is not None:
+                supersede(directory.checkpoints, state.step)
+            cut_after_step(directory.metrics, state.step, evaluated=not state.eval_due)
+            cut_after_step(directory.samples, state.step - state.sample_due)
+            cut_events(directory.events, state.step)
+        return state
+
+    def _evaluate(self) -> bool:
+        """Evaluate if it is due; return True if a checkpoint is to be saved because the metric is among the best."""
+        if not (self.state.eval_due and self.job.held_out):
+            return False
+        self.progress.activity("evaluating")
+        with self.backend.averaged():
+            metrics = evaluate(self.context, self.job.held_out, self.state.step, self.stop)
+        if metrics is None:
+            return False
+        step, settings = self.state.step, self.settings
+        state = replace(self.state, eval_loss=metrics.get("eval_loss"), eval_due=False)
+        self.latest |= metrics
+        self.progress.evaluated(step, metrics)
+        tell_missing_metric(settings, self.latest, step, self.progress)
+        state = after_evaluation(state, metrics, settings, self.progress)
+        self.state, is_best = among_the_best(state, metrics, settings)
+        if self.world.is_main:
+            append_record(self.directory.metrics, {"step": step, **metrics})
+            self.listeners.evaluated({"step": step, **metrics})
+            self.plot.draw()
+        return is_best
+
+    def _sample(self) -> None:
+        """Complete the sample prompts if it is due."""
+        if not self.state.sample_due or self.job.sample is None:
+            return
+        self.progress.activity("sampling")
+        with self.backend.averaged():
+            samples = self.job.sample(self.state.step, self.stop)
+        if samples is not None:
+            self.state = replace(self.state, sample_due=False)
+            if self.world.is_main:
+                append_records(self.directory.samples, samples)
+                self.listeners.sampled(samples)
+            for each in samples:
+                self.progress.sampled(self.state.step, each["prompt"], each["completion"])
+        self.progress.activity("")
+
+    def _is_over(self) -> bool:
+        """Return True on all ranks if the run has ended or one of them was stopped; raise if one cannot save."""
+        stops = [self.stop.requested or self.listeners.error is not None, self.saver.failed]
+        stopped, failed = (count > 0 for count in self.world.sums(stops))
+        if failed:
+            self.saver.wait_for_last()  # where one rank cannot write no rank can commit: all of them raise
+        return stopped or self.state.step >= self.settings.total_steps or self.state.ended_early
+
+    def _save(self, is_best: bool, is_over: bool) -> None:
+        """Begin a checkpoint if it is due, also where a resumed run has made up for an interrupted evaluation."""
+        state, position, settings = self.state, self.position, self.settings
+        if state.boundary == self.saved or not (is_over or is_due(state.step, settings.save_steps) or is_best):
+            return
+        self.progress.activity("saving")
+        values = {
+            "step": state.step,
+            "progressed": asdict(state),
+            "stream": position.stream,
+            "identity": dict(self.job.identity),
+        }
+        with self.backend.averaged():
+            if backend_state := self.backend.state():
+                values["backend"] = backend_state
+            metric = self.latest.get(settings.metric_for_best_model or "")
+            self.saver.save(self.backend, state=values, rng=position.rng, metric=metric)
+        self.saved = state.boundary
+
+    def _report_saved(self, is_over: bool) -> None:
+        """Report the checkpoints that were committed meanwhile; at the end wait for the last one."""
+        committed = self.saver.wait() if is_over else self.saver.finished()
+        if not self.world.is_main:
+            return
+        for path in committed:
+            step = step_of(path)
+            append_event(self.directory.events, "checkpoint", step=step, folder=str(path))
+            self.progress.saved(step, path)
+            self.listeners.saved(step, path)
+        if is_over:
+            self.plot.draw(last=True)
+            tell_lost_best(self.state, self.settings, self.directory, self.progress)
+
+    def _take_step(self) -> None:
+        """Take one optimizer step and record it; nothing is changed where it was broken off."""
+        started = time.perf_counter()
+        job, settings, backend, guard, step = self.job, self.settings, self.backend, self.guard, self.state.step + 1
+        micro_batches = job.steps.next_step()
+        gradients = partial(take_gradients, self.context, micro_batches, step, stop=self.stop)
+        learning_rate = job.learning_rate_at(step - 1)
+        backend.begin_step(learning_rate, replayed(gradients))
+        before = MovedWeights(backend.stepped()) if step <= FIRST_STEPS else None
+        score = guard.attempt(gradients, backend.drop_gradients, step)
+        if score is None:  # stopped half-way: `position` still is where this step began
+            backend.drop_gradients()
+            return
+        grad_norm = backend.clip_gradients(settings.max_grad_norm)
+        wrong = score.not_finite or find_non_finite("gradient norm", grad_norm, step, micro_batches)
+        skip = guard.skips(wrong, step, self.state.skipped)
+        if skip:
+            backend.drop_gradients()
+        else:
+            guard.watch(step, score.loss, grad_norm, micro_batches)
+            # The first step allocates the optimizer's state, which is when a model that just fits no longer does.
+            with explain_out_of_memory(f"the optimizer at step {step}", micro_batches, settings.out_of_memory_mend):
+                backend.step(learning_rate)
+        moved = None if before is None or skip else round(before.share(self.world), 6)
+        if not self.latest:  # now the optimizer has its state: the size of a checkpoint is known
+            self.saver.check_room(backend)
+        self._record(_Taken(started, counted(micro_batches), learning_rate, score, grad_norm, skip, moved))
+
+    def _record(self, taken: _Taken) -> None:
+        """Move to the step that was taken, write its record and show it."""
+        state, settings, skip = self.state, self.settings, taken.skip
+        step, tokens = state.step + 1, self.world.count(sum(batch.num_tokens for batch in taken.batches))
+        loss = taken.score.loss
+        self.state = replace(
+            state,
+            step=step,
+            tokens=state.tokens + tokens,
+            first_loss=loss if state.first_loss is None and not skip else state.first_loss,
+            last_loss=state.last_loss if skip else loss,
+            skipped=state.skipped + skip,
+            eval_due=bool(self.job.held_out) and (step == settings.total_steps or is_due(step, settings.eval_steps)),
+            # The last step's are written by the caller, at the end of every run.
+            sample_due=self.job.sample is not None
+            and step < settings.total_steps
+            and is_due(step, settings.sample_steps),
+        )
+        self.position = Position(capture_rng(), self.job.steps.state_dict())
+        record = self._record_of(taken, tokens, time.perf_counter() - taken.started)
+        if not self.latest and not (settings.metric_for_best_model or "").startswith("eval_"):
+            tell_missing_metric(settings, record, step, self.progress)
+        if taken.moved is not None and step == min(FIRST_STEPS, settings.total_steps):
+            self._tell_unmoved(taken.moved, taken.learning_rate)
+        self.latest = dict(record)
+        if self.world.is_main:
+            append_record(self.directory.metrics, record)
+            self.listeners.step(record)
+        self.progress.step(record)
+
+    def _record_of(self, taken: _Taken, tokens: int, seconds: float) -> dict[str, Any]:
+        """Return the line of ``metrics.jsonl`` of the step that the run is at now."""
+        score, skip, clipped_by, world = taken.score, taken.skip, self.backend.clipped_by, self.world
+        measured: dict[str, Any] = {"loss": score.loss, **score.metrics}
+        if score.aux_loss is not None:
+            measured["aux_loss"] = world.sums([score.aux_loss])[0]
+        return {
+            "step": self.state.step,
+            **({"skipped": True} if skip else measured),  # JSON has no NaN
+            "lr": taken.learning_rate,
+            **({} if skip else {"grad_norm": taken.grad_norm}),
+            **({} if skip or clipped_by is None else {"clip_norm": clipped_by}),
+            **({} if taken.moved is None else {"moved": taken.moved}),
+            "tokens": tokens,
+            "supervised_tokens": world.count(sum(batch.num_targets for batch in taken.batches)),
+            "tokens_per_s": round(tokens / seconds, 1),
+            **used_flops(self.settings, taken.batches, seconds, world),
+            "peak_mem_gib": round(peak_memory_bytes(device_of(self.backend.model)) / GIB, 3),
+            **_epoch(self.settings, self.state.step),
+        }
+
+    def _tell_unmoved(self, share: float, learning_rate: float) -> None:
+        """Show a note if a step that should change the weights changes next to none of them."""
+        if learning_rate > 0 and share < self.settings.least_moved:
+            dtypes = {x.dtype for x in self.backend.stepped()}
+            self.progress.note(self.state.step, describe_moved(share, dtypes, learning_rate))
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """The result of an optimizer step."""
+
+    started: float
+    """``time.perf_counter()`` at its start."""
+    batches: Sequence[MicroBatch]
+    """Micro-batches of this rank, without fillers."""
+    learning_rate: float
+    score: StepScore
+    grad_norm: float
+    skip: bool
+    """True if it left the weights as they were, because something was not finite."""
+    moved: float | None
+    """Share of the weights that it changed; None where it is not measured."""
 
 
 def _epoch(settings: TrainSettings, step: int) -> dict[str, float]:
-    """Return the epoch after a step, as its record has it."""
     if settings.steps_per_epoch is None:
         return {}
     return {"epoch": round(max(0, step - settings.supervised_steps) / settings.steps_per_epoch, 4)}
 
 
 def used_flops(settings: TrainSettings, batches: Sequence[MicroBatch], seconds: float, world: World) -> dict[str, Any]:
-    """Return the operations of a step, of all ranks, and the part of the devices' rate that it used, where known."""
+    """Return the FLOPs of a step, of all ranks, and ``mfu``, their share of the devices' peak rate, where known."""
     if settings.step_flops is None:
         return {}
     # Ranks that share a sequence have the same rows: those of one of them count.
@@ -344,86 +406,38 @@ def replayed(take: Callable[..., object]) -> Callable[[], object]:
 
 
 def take_gradients(
-    backend: Backend,
-    objective: Objective,
-    micro_batches: Sequence[MicroBatch],
-    handle: StreamHandle | None,
-    *,
-    settings: TrainSettings,
-    step: int,
-    progress: Progress,
-    stop: StopRequest,
-    world: World,
+    context: StepContext, micro_batches: Sequence[MicroBatch], step: int, stop: StopRequest
 ) -> StepScore | None:
     """Compute the gradients of a step once; return its loss, None where it was broken off."""
-    return backend.compute(
-        lambda: accumulate_gradients(
-            backend,
-            objective,
-            micro_batches,
-            StepRouters(handle, micro_batches, world),
-            settings=settings,
-            step=step,
-            progress=progress.activity,
-            stop=stop,
-            world=world,
-        )
-    )
+    return context.backend.compute(partial(accumulate_gradients, context, micro_batches, step, stop))
 
 
-def save(
-    saver: CheckpointSaver,
-    backend: Backend,
-    state: Progressed,
-    position: Position,
-    identity: Mapping[str, Any],
-    metric: float | None,
-) -> None:
-    """Begin a checkpoint of ``state``, from which the next step starts at ``position``. Called by all ranks."""
-    values = {
-        "step": state.step,
-        "progressed": asdict(state),
-        "stream": position.stream,
-        "identity": dict(identity),
-        **({"backend": own} if (own := backend.state()) else {}),
-    }
-    saver.save(backend, state=values, rng=position.rng, metric=metric)
-
-
-def resume(
-    checkpoint: Checkpoint,
-    backend: Backend,
-    steps: StepStream,
-    seed: int,
-    world: World,
-    *,
-    fresh_optimizer: bool = False,
-) -> Progressed:
+def resume(job: TrainJob, checkpoint: Checkpoint, seed: int) -> Progressed:
     """Restore optimizer, data and random state from ``checkpoint``, and return the progress of its run.
 
-    Every rank goes on with its own random state. Where another number of ranks wrote the checkpoint there is none for
-    each, and all are seeded anew, by the step and the rank.
+    Each rank restores its own random state. Where another number of ranks wrote the checkpoint, all are seeded anew by
+    the step and the rank.
     """
     path = checkpoint.path
     with restoring(path, "optimizer"):
-        saved = SliceReader(path, masters=fresh_optimizer)
-        if not fresh_optimizer:
-            backend.load_state(checkpoint.state.get("backend", {}))  # which weights have a state may depend on it
-    if not fresh_optimizer or saved.parameters():
+        saved = SliceReader(path, masters=job.fresh_optimizer)
+        if not job.fresh_optimizer:
+            job.backend.load_state(checkpoint.state.get("backend", {}))  # which weights have a state may depend on it
+    if not job.fresh_optimizer or saved.parameters():
 
         def load() -> None:
             with restoring(path, "optimizer"):
-                backend.load_slices(saved)
+                job.backend.load_slices(saved)
 
-        world.together(load)
+        job.world.together(load)
     if checkpoint.state["stream"] is not None:  # None: the data may be another, and is begun anew
         with restoring(path, "position in the data"):
-            steps.load_state_dict(checkpoint.state["stream"])
+            job.steps.load_state_dict(checkpoint.state["stream"])
     with restoring(path, "random state"):
-        if checkpoint.ranks == world.size:
-            restore_rng(checkpoint.rng(world.rank))
+        if checkpoint.ranks == job.world.size:
+            restore_rng(checkpoint.rng(job.world.rank))
         else:
-            seed_everything(seed, world.rank, checkpoint.step)
+            seed_everything(seed, job.world.rank, checkpoint.step)
     with restoring(path, "progress"):
         progressed = dict(checkpoint.state["progressed"])
         progressed["best_evaluations"] = tuple(map(tuple, progressed.get("best_evaluations", ())))  # JSON has no tuples
@@ -433,7 +447,7 @@ def resume(
 def after_evaluation(
     state: Progressed, found: Mapping[str, Any], settings: TrainSettings, progress: Progress
 ) -> Progressed:
-    """Return the state after an evaluation that found some metrics: with the best value, and if the run ends early."""
+    """Return the state after an evaluation: with the best value so far, and whether the run ends early."""
     value = found.get(settings.metric_for_best_model or "")
     if settings.early_stopping_patience == 0 or value is None:
         return state
@@ -452,10 +466,9 @@ def after_evaluation(
 
 
 def among_the_best(state: Progressed, found: Mapping[str, Any], settings: TrainSettings) -> tuple[Progressed, bool]:
-    """Return the state with an evaluation among its best ones, and True if the weights of it are to be saved.
+    """Return the state with the best evaluations updated, and True if this one is among them.
 
-    A checkpoint of an evaluation that is among the best so far is saved whatever ``save_steps`` says: later there is
-    none of these weights.
+    Its checkpoint is then saved whatever ``save_steps`` says: later steps overwrite these weights.
     """
     value = found.get(settings.metric_for_best_model or "eval_loss")
     if value is None:
@@ -492,14 +505,6 @@ def tell_missing_metric(settings: TrainSettings, latest: Mapping[str, Any], step
         progress.note(step, f"there is no metric '{name}' to {what}; {known}")
 
 
-def tell_unmoved(
-    settings: TrainSettings, backend: Backend, share: float, learning_rate: float, step: int, progress: Progress
-) -> None:
-    """Show a note if a step that should change the weights changes next to none of them."""
-    if learning_rate > 0 and share < settings.least_moved:
-        progress.note(step, describe_moved(share, {x.dtype for x in backend.stepped()}, learning_rate))
-
-
 def is_due(step: int, every: int) -> bool:
-    """Return True if something done every so many steps is done after ``step``; 0 is never."""
+    """Return True if something done every ``every`` steps is done after ``step``; 0 is never."""
     return every > 0 and step % every == 0

@@ -24,10 +24,9 @@ from streamtune.engine import LazyLogits, LossRequest, StreamHandle
 from streamtune.errors import NonFiniteError
 from streamtune.ops import TokenLoss, token_loss_reference
 from streamtune.train.batch import MicroBatch, PrefixBatch, TreeBatch, counted
-from streamtune.train.world import World
+from streamtune.train.world import WORLD, World
 
 SumAndCount = tuple[float, float]
-WORLD = World()
 PLAIN = TokenLoss()
 
 

@@ -53,7 +53,7 @@ from streamtune.train.staging import (
     remove_directory,
     write_error,
 )
-from streamtune.train.world import World
+from streamtune.train.world import WORLD, World
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class CheckpointSaver:
         writer: ModelWriter,
         keep: Keep,
         *,
-        world: World = World(),  # noqa: B008 (frozen)
+        world: World = WORLD,
         run: str = "",
         asynchronous: bool = True,
         before: Callable[[], None] = lambda: None,
@@ -263,7 +263,7 @@ def save_checkpoint(
     whole: bool,
     writer: ModelWriter,
     needed: int,
-    world: World = World(),  # noqa: B008 (frozen)
+    world: World = WORLD,
     run: str = "",
     metric: float | None = None,
     before: Callable[[], None] = lambda: None,
@@ -318,7 +318,7 @@ def save_checkpoint(
     return target
 
 
-def write_final(target: Path, writer: ModelWriter, world: World = World()) -> None:  # noqa: B008 (frozen)
+def write_final(target: Path, writer: ModelWriter, world: World = WORLD) -> None:
     """Write the trained model to ``target``, whole or not at all; what was there is replaced. Called by all ranks.
 
     Raises:

@@ -14,11 +14,13 @@ routers add (:class:`StepRouters`) is in the gradient; the loss that is shown an
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import psutil
 import torch
 from torch import nn
 
@@ -27,11 +29,12 @@ from streamtune.engine import StreamHandle
 from streamtune.errors import NonFiniteError, OutOfMemoryError
 from streamtune.train.backend import Backend
 from streamtune.train.batch import MicroBatch, counted
-from streamtune.train.memory import is_out_of_memory, reset_peak_memory
 from streamtune.train.objective import Objective, StepScore, SumAndCount, autocast
 from streamtune.train.rng import preserve_rng
 from streamtune.train.signals import StopRequest
-from streamtune.train.world import World
+from streamtune.train.world import WORLD, World
+
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -68,15 +71,29 @@ class TrainSettings:
     """Evaluations in a row without a better metric that end the run; 0 never does."""
     early_stopping_threshold: float = 0.0
     save_best_limit: int = 0
+    """Checkpoints to keep for their metric, besides the newest."""
     least_moved: float = 0.0
     """Share of the trained weights that a step should change: a note says where it changes fewer."""
     sample_steps: int = 0
     """Steps between two completions of the sample prompts; 0 is never."""
     step_flops: Callable[[Sequence[MicroBatch]], int] | None = None
-    """Counts the operations that micro-batches ask of the model; None counts none."""
+    """Counts the FLOPs of micro-batches; None counts none."""
     peak_flops: float | None = None
-    """FLOP/s of a device, of which ``mfu`` is a part; None where it is not known."""
-    """Checkpoints to keep for their metric, besides the newest."""
+    """Peak FLOP/s of a device, to which ``mfu`` is relative; None where it is not known."""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Everything that the steps and evaluations of a run share."""
+
+    backend: Backend
+    objective: Objective
+    settings: TrainSettings
+    handle: StreamHandle | None = None
+    """Handle of the streamed model; the loss of its routers is in the gradient and not in the loss that is shown."""
+    world: World = WORLD
+    activity: Callable[[str], None] = lambda doing: None
+    """Called with a few words on the current activity."""
 
 
 HeldOut = Mapping[str, Callable[[], Iterable[MicroBatch]]]
@@ -108,33 +125,21 @@ class _Means:
 
 
 def accumulate_gradients(
-    backend: Backend,
-    objective: Objective,
-    micro_batches: Sequence[MicroBatch],
-    routers: StepRouters,
-    *,
-    settings: TrainSettings,
-    step: int,
-    progress: Callable[[str], None],
-    stop: StopRequest,
-    world: World = World(),  # noqa: B008 (frozen)
+    context: StepContext, micro_batches: Sequence[MicroBatch], step: int, stop: StopRequest
 ) -> StepScore | None:
-    """Add the gradients of all micro-batches to those of ``backend`` and return the step's loss, without the routers'.
+    """Add the gradients of all micro-batches to those of the backend and return the step's loss, without the routers'.
 
     Args:
-        backend: What is trained, and where its gradients go.
-        objective: What is minimised.
-        micro_batches: Of one optimizer step, this rank's: as many on every rank.
-        routers: Made for these micro-batches.
-        settings: Autocast, and the advice for where memory runs out.
+        context: The model, the objective and the ranks that share the step.
+        micro_batches: This rank's micro-batches of the step: as many on every rank.
         step: Number of the step, from 1: for messages.
-        progress: Called with a few words on the current activity.
-        stop: Looked at after each micro-batch; a stop of one rank is one of all.
-        world: The ranks that share the step.
+        stop: Checked after each micro-batch; a stop of one rank is one of all.
 
     Returns:
         None where ``stop`` was requested before the last micro-batch: the gradients are then incomplete.
     """
+    backend, objective, settings, world = context.backend, context.objective, context.settings, context.world
+    routers = StepRouters(context.handle, micro_batches, world)
     if world.any(stop.requested):  # while the micro-batches were made, which may have been broken off
         return None
     model = backend.model
@@ -145,14 +150,14 @@ def accumulate_gradients(
     total, metrics, wrong = 0.0, _Means(), None
     model.train()
     if routers.need_counting:
-        progress("counting routes")
+        context.activity("counting routes")
         with explain_out_of_memory(f"step {step}", micro_batches, mend), autocast(device, settings.bf16):
             routers.count(device)
     for index, batch in enumerate(micro_batches):
         if world.any(stop.requested):
             return None
         if len(micro_batches) > 1:
-            progress(f"batch {index + 1}/{len(micro_batches)}")
+            context.activity(f"batch {index + 1}/{len(micro_batches)}")
         with explain_out_of_memory(f"step {step}", [batch], mend):
             batch = batch.to(device)
             last = index == len(micro_batches) - 1
@@ -171,32 +176,21 @@ def accumulate_gradients(
     return StepScore(world.sums([total])[0], metrics.over(world).means(), wrong, routers.aux_loss)
 
 
-def evaluate(
-    model: nn.Module,
-    objective: Objective,
-    sets: HeldOut,
-    *,
-    settings: TrainSettings,
-    step: int,
-    stop: StopRequest,
-    handle: StreamHandle | None = None,
-    world: World = World(),  # noqa: B008 (frozen)
-) -> dict[str, float] | None:
+def evaluate(context: StepContext, sets: HeldOut, step: int, stop: StopRequest) -> dict[str, float] | None:
     """Score every batch of every set without gradients; None where ``stop`` was requested.
 
-    With several ranks each has its own batches, as many as the others.
-
-    Nothing is added for routers, so recipes that balance them differently can be compared. Training goes on afterwards
-    as if this had not been: the random state is put back.
+    With several ranks each has its own batches, as many as the others. No router loss is added, so recipes that balance
+    routers differently can be compared. The random state is put back afterwards.
 
     Returns:
         ``eval_loss``, a mean over all batches together, if the objective has one, and ``eval_`` each of its metrics;
         the same of each named set, ``eval_NAME_loss`` and so on.
     """
+    model, objective, settings, world = context.backend.model, context.objective, context.settings, context.world
     device = device_of(model)
     losses, metrics = (_Means(), {name: _Means() for name in sets}), (_Means(), {name: _Means() for name in sets})
     model.eval()
-    silenced = nullcontext() if handle is None else handle.routers.silenced()
+    silenced = nullcontext() if context.handle is None else context.handle.routers.silenced()
     with torch.no_grad(), preserve_rng(), silenced:
         for name, make_batches in sets.items():
             for batch in make_batches():
@@ -260,6 +254,32 @@ def name_rows(micro_batches: Sequence[MicroBatch], most: int = 4) -> str:
     return ", ".join(origins[:most]) + rest
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new measurement. On the CPU the peak is the process's own and cannot be reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return peak bytes: of the device's allocator since its last reset, or the process's resident memory on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource  # Not on Windows.
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if ``error`` is one of those by which Python, torch and CUDA report that memory ran out."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    message = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in message or "out of memory" in message)
+
+
 class StepRouters:
     """Sets the totals and weight of a streamed model's routers for each micro-batch of a step, and adds up their loss.
 
@@ -283,7 +303,7 @@ class StepRouters:
         self,
         handle: StreamHandle | None,
         batches: Sequence[MicroBatch],
-        world: World = World(),  # noqa: B008 (frozen)
+        world: World = WORLD,
     ) -> None:
         self._watch = handle.routers if handle is not None and handle.routers.loss is not None else None
         self._handle, self._batches = handle, batches

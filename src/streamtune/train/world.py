@@ -179,6 +179,10 @@ class World:
             distributed.all_reduce(torch.zeros(1), group=self.group)
 
 
+WORLD = World()
+"""A run of one rank."""
+
+
 def _encoded(document: dict[str, Any]) -> tuple[bytes, Exception | None]:
     """Encode a document for other ranks; if it cannot be sent, encode the error for them and return it as well."""
     try:

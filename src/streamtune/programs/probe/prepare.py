@@ -32,7 +32,8 @@ from streamtune.schedule import Schedule
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.preference import GivenReference
 from streamtune.tasks.task import RandomStep, TrialStep
-from streamtune.train.step import StepRouters, accumulate_gradients, explain_out_of_memory
+from streamtune.train.loop import take_gradients
+from streamtune.train.step import explain_out_of_memory
 
 
 def prepare_step(recipe: Recipe, device_name: str, budget: Budget, shape: Shape) -> TrainingStep:
@@ -146,18 +147,8 @@ def take_step(recipe: Recipe, trial: TrialStep, optimizer: torch.optim.Optimizer
     objective, make_batches = random_step
     batches = make_batches()
     backend = local_backend(recipe, trial.model, optimizer)
-    once = partial(
-        accumulate_gradients,
-        backend,
-        objective,
-        batches,
-        StepRouters(trial.handle, batches),
-        settings=settings,
-        step=1,
-        progress=lambda activity: None,
-        stop=train.StopRequest(),
-    )
-    gradients = partial(backend.compute, once)
+    context = train.StepContext(backend, objective, settings, trial.handle)
+    gradients = partial(take_gradients, context, batches, step=1, stop=train.StopRequest())
     if recipe.clip_norm == "lagged":
         backend.load_state({"norm_before": recipe.max_grad_norm})  # as after a first step, which takes two backwards
     backend.begin_step(0.0, gradients)
