@@ -16,6 +16,8 @@ from typing import Any
 import typer.main
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
+from streamtune.base.adapters import ADAPTERS
+from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.cli.app import app
 from streamtune.recipe import json_schema
 
@@ -32,6 +34,10 @@ GROUPS = {
     "SampleSpec": ("sample", "A prompt to try"),
 }
 """Definitions of the schema that are groups of keys: the key that holds them, and a title where they have none."""
+
+
+TABLES: dict[str, Mapping[str, Any]] = {"adapter_type": ADAPTERS, "optim": OPTIMIZERS}
+"""Keys that name a row of a table, which says if the method is experimental."""
 
 
 def pages() -> dict[str, str]:
@@ -115,8 +121,10 @@ def _changed(value: Mapping[str, Any], common: Mapping[str, Any] | None) -> bool
 def _keys(properties: Mapping[str, Any]) -> Iterator[str]:
     yield from ("| key | takes | default | |", "|---|---|---|---|")
     for key, value in properties.items():
-        default = _default(value)
-        yield f"| `{key}` | {_cell(_takes(value))} | {_cell(default)} | {_cell(value.get('description', ''))} |"
+        text = value.get("description", "")
+        if experimental := [f"`{name}`" for name, row in TABLES.get(key, {}).items() if row.status == "experimental"]:
+            text += f" Experimental: {', '.join(experimental)}."
+        yield f"| `{key}` | {_cell(_takes(value))} | {_cell(_default(value))} | {_cell(text)} |"
 
 
 def _default(value: Mapping[str, Any]) -> str:

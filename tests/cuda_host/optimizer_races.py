@@ -21,7 +21,7 @@ import torch.cuda._sanitizer
 
 import streamtune
 from streamtune import Schedule
-from streamtune.optim import StatesDtype, build_optimizer
+from streamtune.optim import OptimChoice, StatesDtype, build_optimizer
 from streamtune.train import HostOptimizer, InBackwardBackend, LocalBackend, in_backward
 from tests.cuda_host.measure import decide_without_values, make
 from tests.cuda_host.races import BASE, LENGTH, SMALL
@@ -63,7 +63,7 @@ def backend_of(model: Any, optimizer: torch.optim.Optimizer, kind: str) -> Local
 def race_of(kind: str, states: StatesDtype) -> str | None:
     """Return what the sanitizer says of three steps."""
     model = make({"layers": 4, "config": SMALL, "dtype": "float32"}, "cuda")
-    optimizer = HostOptimizer(build_optimizer("adamw", model.named_parameters(), learning_rate=1e-3, states=states))
+    optimizer = HostOptimizer(build_optimizer(OptimChoice("adamw", 1e-3, states=states), model.named_parameters()))
     ids = torch.zeros(1, LENGTH, dtype=torch.long, device="cuda")
     backend = backend_of(model, optimizer, kind)
 

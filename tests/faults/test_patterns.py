@@ -18,7 +18,7 @@ from streamtune.errors import ArgumentError
 from streamtune.models import load_tokenizer, train_tokenizer
 from streamtune.models.adapters.add import AdapterSpec, add_adapters
 from streamtune.models.adapters.saved import check_adapter_settings, check_saved_settings, start_from
-from streamtune.optim.blocks import split_blocks
+from streamtune.optim.badam import split_blocks
 from streamtune.tasks.rewards import load_rewards
 
 NAMES = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(40) for part in "qkvo"]

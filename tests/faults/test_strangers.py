@@ -139,6 +139,12 @@ def test_an_empty_entry_of_pythonpath_is_not_the_working_directory(tmp_path: Pat
         assert (done.returncode, ran(mark)) == (0, ""), (paths, done.stderr)
 
 
+def test_a_source_tree_is_kept_where_it_is_the_working_directory() -> None:
+    program = "import sys; from streamtune.base.safe_path import *; leave_out_working_directory(); print(sys.path)"
+    done = start(Path(streamtune.__file__).parents[1], sys.executable, "-S", "-c", program)
+    assert done.stdout.startswith("[''"), (done.stdout, done.stderr)
+
+
 def test_a_directory_that_the_user_names_is_kept(tmp_path: Path) -> None:
     (tmp_path / "yaml.py").write_text("raise SystemExit('mine')\n")
     write_sft(tmp_path)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import streamtune
 from streamtune import Schedule
 from streamtune.errors import ArgumentError
-from streamtune.optim.blocks import BlockAdamW, SwitchMode, split_blocks, train_largest_block
+from streamtune.optim.badam import BlockAdamW, SwitchMode, split_blocks, train_largest_block
 from tests.exactness.families import build
 from tests.precision_kit import Float64
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamtune.optim.expanded_fp8 import LARGEST, RANGE, expand, pack_expanded
+from streamtune.optim.narrow_states import LARGEST, RANGE, expand, pack_expanded
 
 
 def moments(spread: float) -> Tensor:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from streamtune.optim import build_optimizer
-from streamtune.optim.galore import (
+from streamtune.optim import OptimChoice, build_optimizer
+from streamtune.optim.matrix_optimizers import (
     GaLoreAdamW,
     Projection,
     ProjType,
@@ -107,7 +107,7 @@ def test_the_cosines_are_orthonormal(size: int) -> None:
 def test_the_state_has_the_rank_and_goes_on_to_the_same_bits(projection: Projection, proj_type: ProjType) -> None:
     def optimizer_of(held: list[nn.Parameter]) -> torch.optim.Optimizer:
         args = {"rank": 4, "update_proj_gap": 3, "projection": projection, "proj_type": proj_type}
-        return build_optimizer("galore", [(str(i), p) for i, p in enumerate(held)], learning_rate=1e-2, args=args)
+        return build_optimizer(OptimChoice("galore", 1e-2, args=args), [(str(i), p) for i, p in enumerate(held)])
 
     ours, other = parameters(), parameters()
     optimizer = optimizer_of(ours)

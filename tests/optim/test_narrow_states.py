@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from streamtune.optim import NarrowStatesAdamW, build_optimizer
-from streamtune.optim.narrow_states import PIECE, random_bits, round_stochastically
+from streamtune.optim import NarrowStatesAdamW, OptimChoice, build_optimizer
+from streamtune.optim.weight_step import PIECE, random_bits, round_stochastically
 
 
 def rounded(x: Tensor, bits: Tensor) -> Tensor:
@@ -183,10 +183,10 @@ def test_bits_are_those_of_seed_step_and_weight() -> None:
 def test_the_name_of_a_dtype_chooses_the_optimizer() -> None:
     model, _ = problem()
     made = {
-        states: type(build_optimizer("adamw", model.named_parameters(), learning_rate=1.0, states=states))
+        states: type(build_optimizer(OptimChoice("adamw", 1.0, states=states), model.named_parameters()))
         for states in ("param", "float32", "bfloat16")
     }
     ours = NarrowStatesAdamW
     assert made == {"param": torch.optim.AdamW, "float32": torch.optim.AdamW, "bfloat16": ours}
     narrow, _ = problem(torch.bfloat16)
-    assert type(build_optimizer("adamw", narrow.named_parameters(), learning_rate=1.0, states="float32")) is ours
+    assert type(build_optimizer(OptimChoice("adamw", 1.0, states="float32"), narrow.named_parameters())) is ours

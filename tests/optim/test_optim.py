@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from streamtune.errors import ArgumentError
-from streamtune.optim import SCHEDULES, build_optimizer, build_schedule
+from streamtune.optim import SCHEDULES, OptimChoice, build_optimizer, build_schedule
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
@@ -50,14 +50,14 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
         build_schedule("cosin", learning_rate=1.0, total_steps=1)
     assert "'cosine'" in caught.value.mend
     with pytest.raises(ArgumentError) as caught:
-        build_optimizer("adam", torch.nn.Linear(2, 2).named_parameters(), learning_rate=1.0)
+        build_optimizer(OptimChoice("adam", 1.0), torch.nn.Linear(2, 2).named_parameters())
     assert "'adamw'" in caught.value.mend
 
 
 def test_only_matrices_decay_and_only_trainable_parameters_are_held() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 2))
     model[2].weight.requires_grad_(False)
-    optimizer = build_optimizer("adamw", model.named_parameters(), learning_rate=0.1, weight_decay=0.5)
+    optimizer = build_optimizer(OptimChoice("adamw", 0.1, weight_decay=0.5), model.named_parameters())
     decayed, kept = optimizer.param_groups
     assert decayed["params"] == [model[0].weight]
     assert decayed["weight_decay"] == 0.5
@@ -68,4 +68,4 @@ def test_only_matrices_decay_and_only_trainable_parameters_are_held() -> None:
 def test_nothing_to_train_is_refused() -> None:
     model = torch.nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ArgumentError, match="nothing to train"):
-        build_optimizer("adamw", model.named_parameters(), learning_rate=0.1)
+        build_optimizer(OptimChoice("adamw", 0.1), model.named_parameters())

@@ -17,11 +17,11 @@ from streamtune.base.optimizer_table import OPTIMIZERS, argument_mistakes, check
 from streamtune.base.step_kind import PLAIN_STEP
 from streamtune.errors import ArgumentError
 from streamtune.ops.simulated import simulating
-from streamtune.optim import build_optimizer, set_learning_rate, state_tensors
-from streamtune.optim.expanded_fp8 import expand, pack_expanded
+from streamtune.optim import OptimChoice, build_optimizer, set_learning_rate, state_tensors
+from streamtune.optim.badam import part_start
 from streamtune.optim.libraries import RULES
-from streamtune.optim.ratio import _start
-from streamtune.optim.sinkgd import normalize_rows_and_columns
+from streamtune.optim.matrix_optimizers import normalize_rows_and_columns
+from streamtune.optim.narrow_states import expand, pack_expanded
 from streamtune.plan.simulate.memory import distinct_bytes
 from streamtune.train import HostOptimizer, InBackwardBackend, LocalBackend
 from streamtune.train.slices import SliceReader, write_slices
@@ -75,12 +75,7 @@ def is_in_layer(name: str) -> bool:
 def ours(model: Net, name: str, **more: Any) -> torch.optim.Optimizer:
     more.setdefault("args", ARGS.get(name, {}))
     return build_optimizer(
-        name,
-        model.named_parameters(),
-        learning_rate=RATE,
-        weight_decay=DECAY,
-        is_in_layer=is_in_layer,
-        **more,
+        OptimChoice(name, RATE, weight_decay=DECAY, **more), model.named_parameters(), is_in_layer=is_in_layer
     )
 
 
@@ -262,7 +257,7 @@ class Parts(torch.optim.Optimizer):
             for p in group["params"]:
                 number += 1
                 size = max(1, round(args["update_ratio"] * p.numel()))
-                start = _start(p.numel() - size, number, turn)
+                start = part_start(p.numel() - size, number, turn)
                 if not fresh:
                     state = self.state[p] = {"part": nn.Parameter(p.flatten()[start : start + size].clone())}
                     state["adamw"] = torch.optim.AdamW([state["part"]], weight_decay=group["weight_decay"])
@@ -385,6 +380,11 @@ def test_steps_in_the_backward_on_the_host_and_after_a_resume_are_the_same(name:
         again.load_slices(SliceReader(folder))
         run_steps(resumed, again, range(3, 6))
         assert all(map(torch.equal, resumed.parameters(), want.parameters())), (before, after)
+
+
+def test_some_optimizers_are_experimental() -> None:
+    found = {name for name, entry in OPTIMIZERS.items() if entry.status == "experimental"}
+    assert found == {"adamw_coat", "mezo", "natural_galore"}
 
 
 def test_every_entry_has_a_rule_and_says_what_is_wrong_with_options() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
 from streamtune.base.step_kind import PLAIN_STEP
 from streamtune.ops.simulated import simulating
-from streamtune.optim import build_optimizer, set_learning_rate, state_tensors
+from streamtune.optim import OptimChoice, build_optimizer, set_learning_rate, state_tensors
 from streamtune.plan.simulate.memory import distinct_bytes
 from streamtune.train.slices import SliceReader, write_slices
 
@@ -127,8 +127,8 @@ def test_float32_weights_are_not_rounded_and_each_keeps_its_own_dtype() -> None:
     model.norm.data = model.norm.data.float()
     model.embed.data = model.embed.data.float()
     want = copy.deepcopy(model)
-    rounded = build_optimizer("adamw", model.named_parameters(), learning_rate=1e-5, rounding="stochastic")
-    plain = build_optimizer("adamw", want.named_parameters(), learning_rate=1e-5)
+    rounded = build_optimizer(OptimChoice("adamw", 1e-5, rounding="stochastic"), model.named_parameters())
+    plain = build_optimizer(OptimChoice("adamw", 1e-5), want.named_parameters())
     for parameter, other in zip(model.parameters(), want.parameters(), strict=True):
         parameter.grad = torch.ones_like(parameter)
         other.grad = torch.ones_like(other)
@@ -147,6 +147,6 @@ def test_blocks_keep_float32_and_losses_alone_are_left_out() -> None:
         if entry.step != PLAIN_STEP:
             args = {"blocks": ["layer"]} if entry.step.gradients == "block" else {}
             made = build_optimizer(
-                name, Net(torch.bfloat16).named_parameters(), learning_rate=1.0, rounding="stochastic", args=args
+                OptimChoice(name, 1.0, rounding="stochastic", args=args), Net(torch.bfloat16).named_parameters()
             )
             assert not any("rounding" in group for group in made.param_groups)

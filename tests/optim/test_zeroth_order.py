@@ -14,8 +14,8 @@ from streamtune import Schedule
 from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError
 from streamtune.models import add_lora
-from streamtune.optim import ZerothOrderSGD, build_optimizer, perturbed
-from streamtune.optim.narrow_states import pieces_of, seeded
+from streamtune.optim import OptimChoice, ZerothOrderSGD, build_optimizer, perturbed
+from streamtune.optim.weight_step import pieces_of, seeded
 from streamtune.train import ForwardBackend
 from streamtune.train.objective import StepScore
 from tests.exactness.families import build
@@ -36,7 +36,7 @@ def loss_of(model: Any, step: int) -> Tensor:
 
 def optimizer_of(model: nn.Module, **args: Any) -> ZerothOrderSGD:
     made = build_optimizer(
-        "mezo", model.named_parameters(), learning_rate=RATE, weight_decay=DECAY, seed=3, args={"eps": EPS, **args}
+        OptimChoice("mezo", RATE, weight_decay=DECAY, seed=3, args={"eps": EPS, **args}), model.named_parameters()
     )
     assert isinstance(made, ZerothOrderSGD)
     return made

@@ -16,7 +16,7 @@ import torch
 from train_kit import save_tensors
 
 from streamtune.errors import ArgumentError, CheckpointError, RecipeError
-from streamtune.optim import build_optimizer
+from streamtune.optim import OptimChoice, build_optimizer
 from streamtune.train import (
     RunDirectory,
     check_same_run,
@@ -105,7 +105,7 @@ def test_a_state_of_another_form_is_a_damaged_checkpoint(tmp_path: Path, change:
 def test_moments_of_another_form_are_refused(key: str, value: torch.Tensor | None, states: Any) -> None:
     """The fused step looks at the size of the weight alone, and would read behind the end of a smaller moment."""
     model = torch.nn.Linear(3, 2, bias=False)
-    optimizer = build_optimizer("adamw", model.named_parameters(), learning_rate=0.1, states=states)
+    optimizer = build_optimizer(OptimChoice("adamw", 0.1, states=states), model.named_parameters())
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
     tensors = optimizer_tensors(optimizer, model)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from streamtune.optim import build_optimizer
+from streamtune.optim import OptimChoice, build_optimizer
 from streamtune.train import HostOptimizer, InBackwardBackend, LocalBackend, World
 from streamtune.train.guard import MOST, WHOLE, MovedWeights, describe_moved
 
@@ -21,7 +21,7 @@ def changed(before: list[torch.Tensor], model: nn.Module) -> float:
 def test_the_share_is_the_count(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 40)).to(dtype)
-    optimizer = build_optimizer("adamw", model.named_parameters(), learning_rate=1e-5)
+    optimizer = build_optimizer(OptimChoice("adamw", 1e-5), model.named_parameters())
     if "host" in kind:
         optimizer = HostOptimizer(optimizer)
     backend = InBackwardBackend(model, optimizer, 0.0) if "backward" in kind else LocalBackend(model, optimizer)

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from streamtune.base.names import Status
+
 
 @dataclass(frozen=True)
 class AdapterKind:
@@ -57,6 +59,7 @@ class AdapterKind:
     """First letters of the names of its parameters, where they are not peft's name of the type."""
     switches: tuple[str, ...] = ()
     """Switches by which other trainers ask for this kind."""
+    status: Status = "stable"
 
     @property
     def low_rank(self) -> bool:
@@ -122,7 +125,9 @@ ADAPTERS: Mapping[str, AdapterKind] = {
     ),
     "lokr": AdapterKind("LOKR", {"r": "r", "alpha": "scale"}, largest_rank="largest", on_quantised=False),
     "miss": AdapterKind("MISS", {"r": "r"}, largest_rank="largest"),
-    "paca": AdapterKind("LORA", COLUMNS, columns=True, largest_rank="columns", on_quantised=False),
+    "paca": AdapterKind(
+        "LORA", COLUMNS, columns=True, largest_rank="columns", on_quantised=False, status="experimental"
+    ),
 }
 """Kind, as ``adapter_type`` names it -> its row."""
 

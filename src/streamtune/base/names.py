@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from streamtune.errors import ArgumentError, did_you_mean
 
 T = TypeVar("T")
+
+Status = Literal["stable", "experimental"]
+"""The status of a method: an experimental one has a single test of exactness, and may change or go."""
 
 
 def look_up(name: str, known: Mapping[str, T], kind: str, *, where: str) -> T:

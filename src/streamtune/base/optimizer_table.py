@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from streamtune.base.names import Status
 from streamtune.base.patterns import wrong_pattern
 from streamtune.base.step_kind import PLAIN_STEP, StepKind
 from streamtune.errors import ArgumentError, did_you_mean
@@ -63,6 +64,7 @@ class OptimizerEntry:
     """The option of ``optim_args`` that multiplies the forwards of a step; empty where none does."""
     not_divided: str = ""
     """Why it is refused where ranks divide the optimizer's states (DeepSpeed, FSDP2); empty where it is not."""
+    status: Status = "stable"
 
     @property
     def install(self) -> str:
@@ -211,7 +213,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     ),
     "adamw_coat": OptimizerEntry(
         "AdamW, its moments in float8 with their range expanded, in groups of 128 (2410.19313)",
-        "streamtune", _in_expanded_fp8, {"group_size": 128}, is_adam=True, not_divided=_BLOCKS,
+        "streamtune", _in_expanded_fp8, {"group_size": 128}, is_adam=True, not_divided=_BLOCKS, status="experimental",
     ),
     "adafactor": OptimizerEntry(
         "second moment by rows and columns, steps relative to the weight (1804.04235)",
@@ -278,7 +280,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         "SGD along random directions, by two losses along each and no backward: the memory of a forward (2305.17333)",
         "streamtune", _moments(0), {"eps": 1e-3, "n": 1},
         step=StepKind(forwards=2, backwards=0, gradients="none", states="none"), repeated_by="n",
-        not_divided="it perturbs and steps whole weights, which each rank has alike",
+        not_divided="it perturbs and steps whole weights, which each rank has alike", status="experimental",
     ),
     "muon": OptimizerEntry(
         "orthogonalised momentum for the matrices of layers, AdamW for the rest",
@@ -291,7 +293,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
         "streamtune", _natural_galore,
         {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection": "svd", "proj_type": "std", "history": 8,
          "damping": 1.0},
-        is_adam=True, adamw_for_rest=True, not_divided=_WHOLE_MATRICES,
+        is_adam=True, adamw_for_rest=True, not_divided=_WHOLE_MATRICES, status="experimental",
     ),
     "schedule_free": OptimizerEntry(
         "AdamW with an average of the weights, which is evaluated and saved, in place of a decaying rate (2405.15682)",

@@ -215,7 +215,7 @@ def versions() -> list[str]:
         with suppress(metadata.PackageNotFoundError):
             found.append(f"{name} {metadata.version(name)}")
     found += [name for name in _CHOOSES if util.find_spec(name) is not None]
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     code = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         code.update(file.read_bytes())

@@ -41,7 +41,7 @@ def leave_out_working_directory() -> None:
     except OSError:  # it was deleted; a later check says so
         here = ""
     named = {os.path.realpath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
-    home = os.path.realpath(f"{__file__}/../..")
+    home = os.path.realpath(f"{__file__}/../../..")
     library = os.path.realpath(f"{os.__file__}/..")
     real = [os.path.realpath(entry) for entry in sys.path]
     added = real.index(library) if library in real else 0  # what stands before it was not installed

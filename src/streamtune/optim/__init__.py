@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from streamtune.optim.blocks import BlockAdamW, train_largest_block
+from streamtune.optim.badam import BlockAdamW, train_largest_block
 from streamtune.optim.libraries import RULES
-from streamtune.optim.name_groups import LayerPlaces, NameGroups
 from streamtune.optim.narrow_states import NarrowStatesAdamW, Rounding, StatesDtype
-from streamtune.optim.optimizers import build_optimizer, check_optimizer, set_learning_rate
+from streamtune.optim.optimizers import (
+    LayerPlaces,
+    NameGroups,
+    OptimChoice,
+    build_optimizer,
+    check_optimizer,
+    set_learning_rate,
+)
 from streamtune.optim.schedules import SCHEDULES, LearningRateSchedule, build_schedule
 from streamtune.optim.weightwise import (
     WeightwiseOptimizer,
@@ -27,6 +33,7 @@ __all__ = [
     "LearningRateSchedule",
     "NameGroups",
     "NarrowStatesAdamW",
+    "OptimChoice",
     "Rounding",
     "StatesDtype",
     "WeightwiseOptimizer",

@@ -1,24 +1,23 @@
-"""Rules: how the library behind a name makes the optimizer of one weight, and what of its state is no tensor.
+"""Rules: how the library behind a name makes the optimizer of one weight, and how its state is saved.
 
-A rule's ``make`` imports its library when it is called. The options are those of the group: ``optim_args``, or the
-defaults of ``streamtune.base.optimizer_table``, with ``betas`` and ``eps`` of the recipe where the optimizer is
-AdamW's.
+A rule's ``make`` imports its library when it is called. It takes the options of the group: ``optim_args``, or the
+defaults of ``streamtune.base.optimizer_table``, with ``betas`` and ``eps`` of the recipe where the optimizer is AdamW.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from streamtune.base.optimizer_table import OPTIMIZERS
-from streamtune.optim.expanded_fp8 import ExpandedFp8AdamW
-from streamtune.optim.galore import GaLoreAdamW, NaturalGaLoreAdamW
-from streamtune.optim.ratio import RatioAdamW
-from streamtune.optim.sinkgd import SinkGD
+from streamtune.optim.badam import RatioAdamW
+from streamtune.optim.matrix_optimizers import GaLoreAdamW, NaturalGaLoreAdamW, SinkGD
+from streamtune.optim.narrow_states import ExpandedFp8AdamW
 
 Options = Mapping[str, Any]
 Maker = Callable[[list[nn.Parameter], Options], torch.optim.Optimizer]
@@ -30,7 +29,7 @@ class Rule:
 
     make: Maker
     counts: Mapping[str, Any] = field(default_factory=dict)
-    """Numbers that the library keeps in a group of weights, with what they begin at: here each weight has its own."""
+    """Numbers that the library keeps in a group of weights -> first value; here each weight has its own."""
     shared: tuple[str, ...] = ()
     """Tensors of the state that all weights share in the library: here each weight has a copy, which can be saved."""
     runs_on_meta: bool = True
@@ -38,9 +37,9 @@ class Rule:
     eager: bool = False
     """True for a library that compiles its step: it does so on an accelerator only."""
     begin: Callable[[int], dict[str, Any]] = lambda number: {}
-    """Makes what the state of a weight begins with, by the weight's number from 1 on."""
+    """Makes the first state of a weight, by the weight's number from 1 on."""
     draws: str = ""
-    """The option with which a step draws random numbers: here they are those of the seed, the step and the weight."""
+    """The option with which a step draws random numbers: here they follow from the seed, the step and the weight."""
     objects: Mapping[str, Callable[[Mapping[str, Any], Options], Any]] = field(default_factory=dict)
     """Makes an object of the state from the tensors and whole numbers that it has, and the options."""
     average: Callable[[Tensor, Mapping[str, Any], Options], Tensor] | None = None
@@ -51,28 +50,25 @@ class Rule:
     """Makes a quantised tensor of the state from the tensors it consists of: name, parts, dtype of the weight."""
 
 
-def _adamw(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, **options)
+def _of(kind: Callable[..., torch.optim.Optimizer], **fixed: Any) -> Maker:
+    return lambda params, options: kind(params, **fixed, **options)
 
 
-def _of_bitsandbytes(name: str) -> Maker:
+def _imported(module: str, name: str, **fixed: Any) -> Maker:
     def make(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
-        import bitsandbytes
-
-        made: torch.optim.Optimizer = getattr(bitsandbytes.optim, name)(params, **options)
+        made: torch.optim.Optimizer = getattr(import_module(module), name)(params, **fixed, **options)
         return made
 
     return make
 
 
-def _of_torchao(name: str) -> Maker:
-    def make(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
-        import torchao.optim
+def _of_pytorch_optimizer(name: str, *, foreach: bool | None = False, **fixed: Any) -> Maker:
+    return _imported("pytorch_optimizer", name, foreach=foreach, **fixed)
 
-        made: torch.optim.Optimizer = getattr(torchao.optim, name)(params, **options)
-        return made
 
-    return make
+def _of_torchao(name: str, kind: str) -> Rule:
+    make = _imported("torchao.optim", name)
+    return Rule(make, eager=True, draws="bf16_stochastic_round", own_shapes=True, rebuild=_state_of_torchao(kind))
 
 
 def _state_of_torchao(kind: str) -> Callable[[str, Mapping[str, Tensor], torch.dtype], Tensor]:
@@ -93,16 +89,6 @@ def _state_of_torchao(kind: str) -> Callable[[str, Mapping[str, Tensor], torch.d
         return state
 
     return rebuild
-
-
-def _of_pytorch_optimizer(name: str, *, foreach: bool | None = False, **fixed: Any) -> Maker:
-    def make(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
-        import pytorch_optimizer
-
-        made: torch.optim.Optimizer = getattr(pytorch_optimizer, name)(params, foreach=foreach, **fixed, **options)
-        return made
-
-    return make
 
 
 def _adafactor(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
@@ -130,10 +116,6 @@ def _projector(found: Mapping[str, Any], options: Options) -> Any:
     return made
 
 
-def _muon(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
-    return torch.optim.Muon(params, **options)
-
-
 def _schedule_free(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
     from schedulefree import AdamWScheduleFree
 
@@ -150,30 +132,6 @@ def _average(weight: Tensor, state: Mapping[str, Any], options: Options) -> Tens
     return weight.to(z.dtype).lerp(z, 1 - 1 / options["betas"][0])
 
 
-def _sgd(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, foreach=False, **options)
-
-
-def _sinkgd(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
-    return SinkGD(params, **options)
-
-
-def _galore(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
-    return GaLoreAdamW(params, **options)
-
-
-def _natural_galore(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
-    return NaturalGaLoreAdamW(params, **options)
-
-
-def _adamw_coat(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
-    return ExpandedFp8AdamW(params, **options)
-
-
-def _badam_ratio(params: list[nn.Parameter], options: Options) -> torch.optim.Optimizer:
-    return RatioAdamW(params, **options)
-
-
 def _clip_of_adopt(step: int) -> float:
     """Return the bound of the authors: their first update, which is the library's second step, is bounded by 1."""
     return max(step - 1, 1) ** 0.25
@@ -181,47 +139,39 @@ def _clip_of_adopt(step: int) -> float:
 
 _TABLES = ("qmap1", "qmap2")
 _STEP = {"step": 0}
-_ROUNDS = "bf16_stochastic_round"
+
+
+def _seed(number: int) -> dict[str, Any]:
+    return {"seed": number}
+
 
 LIBRARIES: dict[str, Callable[[str], Rule]] = {
-    "bitsandbytes": lambda made_by: Rule(_of_bitsandbytes(made_by), shared=_TABLES),
+    "bitsandbytes": lambda made_by: Rule(_imported("bitsandbytes.optim", made_by), shared=_TABLES),
     "pytorch_optimizer": lambda made_by: Rule(_of_pytorch_optimizer(made_by), _STEP),
 }
 """Library -> the rule of one of its classes that takes the options as they are."""
 
 RULES: dict[str, Rule] = {
     **{name: LIBRARIES[entry.library](entry.made_by) for name, entry in OPTIMIZERS.items() if entry.made_by},
-    "adamw": Rule(_adamw),
-    "paged_adamw_8bit": Rule(_of_bitsandbytes("PagedAdamW8bit"), shared=_TABLES, runs_on_meta=False),
-    "adamw_torch_8bit": Rule(
-        _of_torchao("AdamW8bit"), eager=True, draws=_ROUNDS, own_shapes=True, rebuild=_state_of_torchao("8bit")
-    ),
-    "adamw_torch_4bit": Rule(
-        _of_torchao("AdamW4bit"), eager=True, draws=_ROUNDS, own_shapes=True, rebuild=_state_of_torchao("4bit")
-    ),
-    "adamw_torch_fp8": Rule(
-        _of_torchao("AdamWFp8"), eager=True, draws=_ROUNDS, own_shapes=True, rebuild=_state_of_torchao("fp8")
-    ),
-    "adamw_coat": Rule(_adamw_coat, own_shapes=True),
+    "adamw": Rule(_of(torch.optim.AdamW)),
+    "paged_adamw_8bit": Rule(_imported("bitsandbytes.optim", "PagedAdamW8bit"), shared=_TABLES, runs_on_meta=False),
+    "adamw_torch_8bit": _of_torchao("AdamW8bit", "8bit"),
+    "adamw_torch_4bit": _of_torchao("AdamW4bit", "4bit"),
+    "adamw_torch_fp8": _of_torchao("AdamWFp8", "fp8"),
+    "adamw_coat": Rule(_of(ExpandedFp8AdamW), own_shapes=True),
     "adafactor": Rule(_adafactor, runs_on_meta=False, own_shapes=True),
     "adopt": Rule(_of_pytorch_optimizer("ADOPT", weight_decouple=True, clip_lambda=_clip_of_adopt), _STEP),
-    "apollo": Rule(
-        _apollo,
-        runs_on_meta=False,
-        begin=lambda number: {"seed": number},
-        objects={"projector": _projector},
-        own_shapes=True,
-    ),
-    "badam_ratio": Rule(_badam_ratio, begin=lambda number: {"seed": number}, own_shapes=True),
+    "apollo": Rule(_apollo, runs_on_meta=False, begin=_seed, objects={"projector": _projector}, own_shapes=True),
+    "badam_ratio": Rule(_of(RatioAdamW), begin=_seed, own_shapes=True),
     "came": Rule(_of_pytorch_optimizer("CAME"), _STEP, own_shapes=True),
-    "galore": Rule(_galore, begin=lambda number: {"seed": number}, own_shapes=True),
+    "galore": Rule(_of(GaLoreAdamW), begin=_seed, own_shapes=True),
     # Gradients are clipped by the norm of all of them before, which a weight by itself does not have. Its plain form
     # reads values on the host; `foreach` of one weight holds the same.
     "lamb": Rule(_of_pytorch_optimizer("Lamb", foreach=None, weight_decouple=False, max_grad_norm=0.0), _STEP),
-    "muon": Rule(_muon),
-    "natural_galore": Rule(_natural_galore, begin=lambda number: {"seed": number}, own_shapes=True),
+    "muon": Rule(_of(torch.optim.Muon)),
+    "natural_galore": Rule(_of(NaturalGaLoreAdamW), begin=_seed, own_shapes=True),
     "schedule_free": Rule(_schedule_free, {"k": 0, "weight_sum": 0.0, "lr_max": -1.0}, average=_average),
-    "sgd": Rule(_sgd),
-    "sinkgd": Rule(_sinkgd),
+    "sgd": Rule(_of(torch.optim.SGD, foreach=False)),
+    "sinkgd": Rule(_of(SinkGD)),
 }
 """Name -> rule, under the names of ``streamtune.base.optimizer_table.OPTIMIZERS``."""

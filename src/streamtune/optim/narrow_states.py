@@ -1,4 +1,4 @@
-"""AdamW that stores its two moments in a dtype of their own: bfloat16, rounded stochastically, or float32.
+"""AdamW that stores its two moments in a dtype of their own: bfloat16, float32, or float8 with its range expanded.
 
 With the moments m and v of a weight w, its gradient g, and step t, all in float32 but for what is stored:
 
@@ -6,100 +6,80 @@ With the moments m and v of a weight w, its gradient g, and step t, all in float
     w <- (1 - lr wd) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
     m' = round(m);   v' = round(v)
 
-A step changes v by about a 1000th of it, and bfloat16 has 8 bits: the nearest number is mostly the one that was there,
-and v would never change. Rounding up as often as what is cut off is large has the right mean, ``E[round(x)] = x``. The
-weight is stepped by the moments before they are rounded.
+A step changes v by about a 1000th of it, and bfloat16 has 8 bits: the nearest number is mostly the old one, and v would
+never change. Stochastic rounding has the right mean, ``E[round(x)] = x``. The weight is stepped by the moments before
+they are rounded.
 
 bfloat16 weights lose more than moments do: with a learning rate of 1e-5 most steps are smaller than half of the
 distance between two numbers. With ``rounding: stochastic`` a bfloat16 weight is stepped in float32 as well and rounded
 like the moments.
 
-The random bits are those of the run's seed, the step, the weight and the place in it. A resumed run has the same, in
+The random bits follow from the run's seed, the step, the weight and the place in it. A resumed run has the same, in
 whatever order weights are stepped.
 """
 
 from __future__ import annotations
 
-import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
-from streamtune.ops.simulated import kernel_device, turns
+from streamtune.ops.simulated import turns
+from streamtune.optim.weight_step import (
+    ADAMW,
+    EachWeight,
+    adamw_step,
+    pieces_of,
+    random_bits,
+    round_stochastically,
+)
 
 WEIGHT = 1
 """Marks the random bits of a weight, beside the bits of its moments."""
 
 StatesDtype = Literal["param", "float32", "bfloat16"]
-"""The dtype of an optimizer's states; ``param`` is that of each weight."""
+"""The dtype of an optimizer's states; ``param`` is the dtype of each weight."""
 
 Rounding = Literal["nearest", "stochastic"]
 """Rounding of a bfloat16 weight after its step, which is computed in float32."""
 
-PIECE = {"cpu": 1 << 17}
-"""Values that are stepped at a time: temporaries in float32 stay in a processor's cache."""
-
-LARGE_PIECE = 1 << 22
-"""The same elsewhere, where each piece costs the start of a few kernels."""
-
-KEYS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 OWN_KEYS = ("params", "states", "seed", "rounding")
 """Keys of a group that a state which is loaded leaves as they are."""
 
 
-class NarrowStatesAdamW(torch.optim.Optimizer):
+class NarrowStatesAdamW(EachWeight):
     """AdamW whose moments have another dtype than the weights.
 
     Args:
         params: Parameters, or groups of them.
-        lr: The learning rate.
-        betas: Decay rates of the first and second moment.
-        eps: Added to the denominator.
-        weight_decay: Decoupled decay.
-        states: The dtype of the moments: ``bfloat16`` is rounded stochastically. ``param`` is the weight's dtype.
-        seed: Of the random bits.
-        rounding: How a bfloat16 weight is rounded after its step.
-        fused: Step by torch's fused kernel; its plain operators otherwise.
+        options: Options of AdamW, and:
+
+            - ``states``: dtype of the moments: ``bfloat16`` is rounded stochastically. ``param`` is the weight's dtype.
+            - ``rounding``: rounding of a bfloat16 weight after its step.
+            - ``seed``: seed of the random bits.
+            - ``fused``: step by torch's fused kernel; its plain operators otherwise.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        states: StatesDtype = "bfloat16",
-        seed: int = 0,
-        fused: bool = True,
-        rounding: Rounding = "nearest",
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": fused}
-        super().__init__(params, {**defaults, "states": states, "seed": seed, "rounding": rounding})
+    DEFAULTS: ClassVar = {**ADAMW, "fused": True, "states": "bfloat16", "seed": 0, "rounding": "nearest"}
+
+    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+        super().__init__(params, **options)
         # Counted once: an optimizer in the backward empties the groups but for the weight that it steps.
         every = (parameter for group in self.param_groups for parameter in group["params"])
         self._number = {id(parameter): number for number, parameter in enumerate(every)}
         self._workers: _PieceWorkers | None = None
 
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        """Step the parameters that have a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_one(parameter, group)
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state; moments are cast to this optimizer's dtype, and not to that of the weights. Its seed stays.
+        """Load a state; moments are cast to this optimizer's dtype, and not to the weights'. Its seed stays.
 
         Args:
-            state_dict: As ``state_dict`` returns it, of this optimizer or of torch's AdamW.
+            state_dict: The ``state_dict`` of this optimizer or of torch's AdamW.
         """
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
@@ -108,72 +88,69 @@ class NarrowStatesAdamW(torch.optim.Optimizer):
             entry = state_dict["state"].get(number)
             if not entry:
                 continue
-            dtype = _dtype_of_states(parameter, group)
+            dtype = _states_dtype(parameter, group)
             self.state[parameter] = {
                 "step": torch.as_tensor(entry["step"], dtype=torch.float32).detach().clone().cpu(),
-                **{key: entry[key].detach().to(parameter.device, dtype, copy=True) for key in KEYS},
+                **{key: entry[key].detach().to(parameter.device, dtype, copy=True) for key in MOMENTS},
             }
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in other.items() if key not in OWN_KEYS})
 
-    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _step_one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-            for key in KEYS:
-                dtype = _dtype_of_states(parameter, group)
+            dtype = _states_dtype(parameter, group)
+            for key in MOMENTS:
                 state[key] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-        grad = parameter.grad
-        assert grad is not None
         whole = parameter if parameter.is_contiguous() else parameter.contiguous()
-        flat = [x.detach().view(-1) for x in (whole, grad.contiguous(), *(state[key] for key in KEYS))]
-        of = _StepOfWeight(group, int(state["step"].item()), self._number[id(parameter)])
+        flat = [x.detach().view(-1) for x in (whole, grad.contiguous(), *(state[key] for key in MOMENTS))]
+        step = _PieceStep(group, int(state["step"].item()), self._number[id(parameter)])
         pieces = pieces_of(flat[0])
-        if self._workers is None and len(pieces) > 1 and parameter.device.type == "cpu":
-            self._workers = _PieceWorkers()
-        if self._workers is not None and len(pieces) > 1 and parameter.device.type == "cpu":
-            self._workers.map(lambda piece: of.step(piece, *(x[piece] for x in flat)), pieces)
+        if len(pieces) > 1 and parameter.device.type == "cpu":
+            self._workers = self._workers or _PieceWorkers()
+            self._workers.map(lambda piece: step(piece, *(x[piece] for x in flat)), pieces)
         else:
             for piece in turns(pieces, parameter.device):
-                of.step(piece, *(x[piece] for x in flat))
+                step(piece, *(x[piece] for x in flat))
         if whole is not parameter:
             parameter.copy_(whole)
         state["step"] += 1
 
 
-def _dtype_of_states(parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+def _states_dtype(parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype of a weight's moments."""
     dtype: torch.dtype = parameter.dtype if group["states"] == "param" else getattr(torch, group["states"])
     return dtype
 
 
-class _StepOfWeight:
+class _PieceStep:
     """A step of one weight, by pieces.
 
     Args:
         group: The options of the weight.
         taken: Steps that were taken.
-        number: The place of the weight among those of the optimizer.
+        number: The place of the weight among the weights of the optimizer.
     """
 
     def __init__(self, group: dict[str, Any], taken: int, number: int) -> None:
         self.group, self.taken, self.number = group, taken, number
 
-    def step(self, piece: slice, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor) -> None:
-        """Step values ``piece`` of the flat weight, all [n]; ``mean`` and ``square`` are the moments."""
+    def __call__(self, piece: slice, weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor) -> None:
+        """Step values ``piece`` of the flat weight, all ``[n]``; ``mean`` and ``square`` are the moments."""
         group, device = self.group, weight.device
         wide = weight if weight.dtype == torch.float32 else weight.float()
         moments = [x if x.dtype == torch.float32 else x.float() for x in (mean, square)]
         step = torch.full((), float(self.taken), device=device if group["fused"] else "cpu")
         state = {"exp_avg": moments[0], "exp_avg_sq": moments[1], "step": step}
         adamw_step(wide, grad.float(), state, group, fused=group["fused"])
-        place = (group["seed"], self.taken + 1, self.number, piece.start)
+        key = (group["seed"], self.taken + 1, self.number, piece.start)
         if weight.dtype == torch.bfloat16 and group["rounding"] == "stochastic":
-            round_stochastically(wide, random_bits(len(weight), device, *place, WEIGHT), out=weight)
+            round_stochastically(wide, random_bits(len(weight), device, *key, WEIGHT), out=weight)
         elif wide is not weight:
             weight.copy_(wide)
         if mean.dtype == torch.bfloat16:
-            bits = random_bits(len(weight), device, *place)
+            bits = random_bits(len(weight), device, *key)
             round_stochastically(moments[0], bits, out=mean)
             round_stochastically(moments[1], bits.bitwise_right_shift_(16), out=square)
 
@@ -204,80 +181,74 @@ class _PieceWorkers:
             pass
 
 
-def pieces_of(x: Tensor) -> list[slice]:
-    """Return the slices of a flat tensor that are stepped at a time."""
-    size = PIECE.get(kernel_device(x.device), LARGE_PIECE)
-    return [slice(start, min(start + size, len(x))) for start in range(0, len(x), size)]
+# --- float8 ----------------------------------------------------------------------------------------------------------
+
+LARGEST, RANGE = 448.0, 448.0 / 2**-9
+"""The largest number of float8 (e4m3), and its ratio to the smallest above 0."""
+POWERS = (1 / 16, 16.0)
+"""The smallest and the largest k: a group of equal values has none of its own."""
+PARTS = ("codes", "largest", "power")
 
 
-def random_bits(count: int, device: torch.device, *of: int) -> Tensor:
-    """Return [count] integers of 32 random bits, int32.
+class ExpandedFp8AdamW(EachWeight):
+    """AdamW whose moments are in float8 with their range expanded: COAT's (arXiv 2410.19313, section 4).
+
+    Values of a moment that lie together have a far smaller range than float8 (e4m3) can have, so most of its codes are
+    never used. For each group of ``group_size`` values x, with y = |x| / max |x|, the power of y is stored whose range
+    is all of float8's:
+
+        k = log(R) / log(1 / min y),   R = 448 / 2^-9, the largest over the smallest number above 0
+        codes = float8(448 sign(x) y^k)          x = max |x| sign(codes) (|codes| / 448)^(1/k)
+
+    The minimum is over values that are not 0, which stay 0. A step writes both moments out in float32 for one weight,
+    steps it by AdamW, and packs them again. Bytes of a value: 1, and 8 for each group.
+    """
+
+    DEFAULTS: ClassVar = {**ADAMW, "group_size": 128}
+
+    def _step_one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        weight = parameter if parameter.dtype == torch.float32 else parameter.float()
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            moments = [torch.zeros_like(weight) for _ in MOMENTS]
+        else:
+            moments = [_expanded(state, name, weight) for name in MOMENTS]
+        adam = {**dict(zip(MOMENTS, moments, strict=True)), "step": state["step"]}
+        adamw_step(weight, grad.to(weight.dtype), adam, group, fused=False)
+        if weight is not parameter:
+            parameter.copy_(weight)
+        for name, moment in zip(MOMENTS, moments, strict=True):
+            for part, value in zip(PARTS, pack_expanded(moment, group["group_size"]), strict=True):
+                state[f"{name}_{part}"] = value
+
+
+def _expanded(state: Mapping[str, Tensor], name: str, weight: Tensor) -> Tensor:
+    """Return a moment in float32, in the shape of its weight."""
+    codes, largest, power = (state[f"{name}_{part}"] for part in PARTS)
+    return expand(codes, largest, power, weight.numel()).view_as(weight)
+
+
+def pack_expanded(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes ``[g, group_size]`` in float8, the largest magnitudes ``[g]`` and the powers ``[g]`` in float32.
 
     Args:
-        count: Their number.
-        device: Their device.
-        of: What they are drawn for: the run's seed, the step, the weight, the place in it.
+        x: Values in float32, of any shape; zeros fill up the last group.
+        group_size: Values of a group.
     """
-    pairs = torch.empty(-(-count // 2), dtype=torch.int64, device=device)
-    return pairs.random_(-(2**63), None, generator=seeded(device, *of)).view(torch.int32)[:count]
+    flat = x.flatten()
+    groups = torch.nn.functional.pad(flat, (0, -len(flat) % group_size)).view(-1, group_size)
+    size = groups.abs()
+    largest = size.amax(1)
+    part = size / largest.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+    least = torch.where(part > 0, part, 1.0).amin(1)
+    power = (math.log(RANGE) / -least.log().clamp_max(-1e-6)).clamp_(*POWERS)
+    codes = (LARGEST * part.pow_(power[:, None])).copysign_(groups)
+    return codes.to(torch.float8_e4m3fn), largest, power
 
 
-def seeded(device: torch.device, *of: int) -> torch.Generator | None:
-    """Return a generator for numbers on a device; None on ``meta``, which has no values.
-
-    Args:
-        device: The device.
-        of: What is drawn for: the run's seed, the step, the weight, the place in it.
-    """
-    if device.type == "meta":
-        return None
-    digest = hashlib.blake2b(" ".join(map(str, of)).encode(), digest_size=8).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
-
-
-def round_stochastically(x: Tensor, bits: Tensor, *, out: Tensor) -> None:
-    """Round float32 to bfloat16, away from zero as often as the part that is cut off is large.
-
-    ``E[out] = x`` over the random bits. What bfloat16 holds stays as it is, and so do infinities.
-
-    Args:
-        x: [n] float32; its memory is used and overwritten.
-        bits: [n] int32, of which the lower 16 bits are random.
-        out: [n] bfloat16.
-    """
-    # bfloat16 is the upper half of float32. A random number below 2^16 carries into it with a probability of the lower
-    # half / 2^16; sign and magnitude are apart, so both signs round alike.
-    raw = x.view(torch.int32)
-    raw.add_(bits & 0xFFFF).bitwise_right_shift_(16)
-    out.view(torch.int16).copy_(raw)
-
-
-def adamw_step(
-    weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], *, fused: bool
-) -> None:
-    """Step a weight and its moments in place, by torch's own function.
-
-    Args:
-        weight, grad: Of one shape and dtype.
-        state: Moments ``exp_avg`` and ``exp_avg_sq``, of that shape and dtype; ``step``, a float32 scalar that is
-            counted up, on the device of the weight if ``fused``.
-        group: ``lr``, ``betas``, ``eps`` and ``weight_decay``.
-        fused: Step by torch's fused kernel; its plain operators otherwise.
-    """
-    adamw(
-        [weight],
-        [grad],
-        [state["exp_avg"]],
-        [state["exp_avg_sq"]],
-        [],
-        [state["step"]],
-        fused=fused,
-        foreach=False,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+def expand(codes: Tensor, largest: Tensor, power: Tensor, count: int) -> Tensor:
+    """Return the ``count`` values that were packed, in float32."""
+    wide = codes.float()
+    size = (wide.abs() / LARGEST).pow_((1 / power)[:, None]).mul_(largest[:, None])
+    return size.copysign_(wide).flatten()[:count]

@@ -1,15 +1,16 @@
-"""Optimizers by name.
+"""Optimizers by name, and the parameters that have a learning rate of their own.
 
-To add one, write an entry in ``streamtune.base.optimizer_table``. With ``made_by`` it is made of a class in its
-library. Without, write a rule in ``streamtune.optim.libraries``, which steps a weight at a time, or a row in
+To add an optimizer, write an entry in ``streamtune.base.optimizer_table``. With ``made_by`` it is made of a class in
+its library. Without, write a rule in ``streamtune.optim.libraries``, which steps a weight at a time, or a row in
 :data:`TOGETHER`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch import nn
 
 from streamtune.base.names import look_up
 from streamtune.base.optimizer_table import OPTIMIZERS, check_installed
-from streamtune.errors import ArgumentError
-from streamtune.optim.blocks import EVERY_NAME, BlockAdamW
+from streamtune.errors import ArgumentError, did_you_mean
+from streamtune.optim.badam import EVERY_NAME, BlockAdamW
 from streamtune.optim.narrow_states import NarrowStatesAdamW, Rounding, StatesDtype
 from streamtune.optim.weightwise import WeightwiseOptimizer
 from streamtune.optim.zeroth_order import ZerothOrderSGD
@@ -30,33 +31,42 @@ ScaleOf = Callable[[str], float]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The options of an optimizer that steps all of its weights together, beside their groups."""
+class OptimChoice:
+    """An optimizer and its settings, as a recipe has them.
 
+    Attributes:
+        name: A key of ``streamtune.base.optimizer_table.OPTIMIZERS``.
+        learning_rate: The first learning rate; the loop sets it anew at each step, by :func:`set_learning_rate`.
+        weight_decay: Decoupled decay of the matrices.
+        betas: Decay rates of AdamW's first and second moment.
+        eps: Addend of AdamW's denominator.
+        states: Dtype of the states of ``adamw``.
+        rounding: Rounding of bfloat16 weights after a step. An optimizer that trains one block at a time keeps the
+            block in float32, and one without a backward steps as it perturbs: both leave it out.
+        seed: Seed of the random numbers that an optimizer draws.
+        args: Options of the optimizer; the table has the others.
+    """
+
+    name: str
     learning_rate: float
-    betas: tuple[float, float]
-    eps: float
-    states: StatesDtype
-    rounding: Rounding
-    seed: int
-    args: Mapping[str, Any]
-    """``optim_args``, with the defaults of the table."""
-    names: Mapping[int, str]
-    """Identity of a parameter -> its name."""
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    states: StatesDtype = "param"
+    rounding: Rounding = "nearest"
+    seed: int = 0
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def adam(self) -> dict[str, Any]:
+        """The options of AdamW but the weight decay, which groups have."""
+        return {"lr": self.learning_rate, "betas": self.betas, "eps": self.eps}
 
 
 def build_optimizer(
-    name: str,
+    choice: OptimChoice,
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     *,
-    learning_rate: float,
-    weight_decay: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    states: StatesDtype = "param",
-    rounding: Rounding = "nearest",
-    seed: int = 0,
-    args: Mapping[str, Any] = MappingProxyType({}),
     scale_of: ScaleOf = lambda name: 1.0,
     decay_of: Callable[[str], float | None] = lambda name: None,
     is_in_layer: Callable[[str], bool] = lambda name: True,
@@ -66,113 +76,96 @@ def build_optimizer(
     Weight decay goes to matrices only (``ndim >= 2``): pulling norm gains and biases to zero serves nothing.
 
     Args:
-        name: A key of ``streamtune.base.optimizer_table.OPTIMIZERS``.
-        named_parameters: As ``model.named_parameters()`` gives them; frozen ones are left out.
-        learning_rate: The first learning rate; the loop sets it anew at each step, by :func:`set_learning_rate`.
-        weight_decay: Decoupled decay of the matrices.
-        betas: Decay rates of AdamW's first and second moment.
-        eps: Added to AdamW's denominator.
-        states: The dtype of the states of ``adamw``.
-        rounding: How bfloat16 weights are rounded after a step. An optimizer that trains one block at a time keeps the
-            block in float32, and one without a backward steps as it perturbs: both leave it out.
-        seed: Of the random numbers that an optimizer takes.
-        args: Options of the optimizer; the table has the others.
-        scale_of: Gives the factor of the learning rate of each parameter.
-        decay_of: Gives the weight decay of a parameter, in place of ``weight_decay`` for matrices; or None.
+        choice: The optimizer and its settings.
+        named_parameters: ``model.named_parameters()``; frozen ones are left out.
+        scale_of: Returns the factor of the learning rate of a parameter.
+        decay_of: Returns the weight decay of a parameter, in place of the decay for matrices; or None.
         is_in_layer: Returns True for a parameter of a decoder layer: some optimizers step only the matrices there.
 
     Raises:
         ArgumentError: No optimizer has this name, its library is not installed, or no parameter requires a gradient.
     """
+    name = choice.name
     entry = look_up(name, OPTIMIZERS, "optimizer", where="optim")
     trainable = [(own, parameter) for own, parameter in named_parameters if parameter.requires_grad]
     if not trainable:
         raise ArgumentError("no parameter of the model requires a gradient: there is nothing to train")
     for kind in {parameter.device.type for _, parameter in trainable}:
         check_optimizer(name, kind)
-    given: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in {**entry.options, **args}.items()
+    args: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in {**entry.options, **choice.args}.items()
     }
-    adam = {"betas": betas, "eps": eps}
+    adam = {"betas": choice.betas, "eps": choice.eps}
     if "projection" in entry.options:
-        _check_rank(given["rank"], [p for own, p in trainable if p.ndim == 2 and is_in_layer(own)])
-    names = {id(parameter): own for own, parameter in trainable}
-    found: dict[Any, ParamGroup] = {}
+        _check_rank(args["rank"], [p for own, p in trainable if p.ndim == 2 and is_in_layer(own)])
+    groups: dict[Any, ParamGroup] = {}
     for matrices in (True, False):
         for own, parameter in trainable:
             if (parameter.ndim >= 2) != matrices:
                 continue
             by_adamw = entry.adamw_for_rest and not (parameter.ndim == 2 and is_in_layer(own))
             decay = decay_of(own)
-            decay = (weight_decay if matrices else 0.0) if decay is None else decay
+            decay = (choice.weight_decay if matrices else 0.0) if decay is None else decay
             scale = scale_of(own)
-            group: ParamGroup = {"params": [], "weight_decay": decay, "lr": learning_rate * scale}
+            group: ParamGroup = {"params": [], "weight_decay": decay, "lr": choice.learning_rate * scale}
             if scale != 1.0:
                 group["lr_scale"] = scale
             if by_adamw:
                 group |= {"rule": "adamw", **adam, "fused": True}
             elif name not in TOGETHER:
-                group |= {"rule": name, **given, **(adam if entry.is_adam else {}), "seed": seed}
-            if rounding == "stochastic" and (by_adamw or "rule" in group):
-                group |= {"rounding": rounding, "seed": seed}
-            found.setdefault((matrices, by_adamw, scale, decay), group)["params"].append(parameter)
-    groups = list(found.values())
+                group |= {"rule": name, **args, **(adam if entry.is_adam else {}), "seed": choice.seed}
+            if choice.rounding == "stochastic" and (by_adamw or "rule" in group):
+                group |= {"rounding": choice.rounding, "seed": choice.seed}
+            groups.setdefault((matrices, by_adamw, scale, decay), group)["params"].append(parameter)
     if name not in TOGETHER:
-        return WeightwiseOptimizer(groups)
-    return TOGETHER[name](groups, Settings(learning_rate, betas, eps, states, rounding, seed, given, names))
+        return WeightwiseOptimizer(list(groups.values()))
+    names = {id(parameter): own for own, parameter in trainable}
+    return TOGETHER[name](list(groups.values()), replace(choice, args=args), names)
 
 
 def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
-    """Set the rate of each group to ``learning_rate`` times the group's own factor.
-
-    Args:
-        optimizer: Anything with ``param_groups``.
-        learning_rate: That of the step.
-    """
+    """Set the rate of each group of an optimizer to the learning rate of the step times the group's own factor."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_scale", 1.0)
 
 
-def _adamw(groups: ParamGroups, settings: Settings) -> torch.optim.Optimizer:
-    adam: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
-    states, rounding = settings.states, settings.rounding
+def _adamw(groups: ParamGroups, choice: OptimChoice, names: Mapping[int, str]) -> torch.optim.Optimizer:
     dtypes = {p.dtype for group in groups for p in group["params"]}
-    rounds = rounding == "stochastic" and torch.bfloat16 in dtypes
-    if rounds or states == "bfloat16" or (states == "float32" and dtypes != {torch.float32}):
-        return NarrowStatesAdamW(groups, **adam, states=states, seed=settings.seed, rounding=rounding)
+    rounds = choice.rounding == "stochastic" and torch.bfloat16 in dtypes
+    if rounds or choice.states == "bfloat16" or (choice.states == "float32" and dtypes != {torch.float32}):
+        return NarrowStatesAdamW(
+            groups, **choice.adam, states=choice.states, seed=choice.seed, rounding=choice.rounding
+        )
     # The fused step updates in place, parameter by parameter. torch's default on an accelerator (foreach) holds
     # temporaries as large as all the parameters together, at the very moment when memory is fullest.
-    return torch.optim.AdamW(groups, **adam, fused=True)
+    return torch.optim.AdamW(groups, **choice.adam, fused=True)
 
 
-def _badam(groups: ParamGroups, settings: Settings) -> torch.optim.Optimizer:
-    names, args = settings.names, dict(settings.args)
+def _badam(groups: ParamGroups, choice: OptimChoice, names: Mapping[int, str]) -> torch.optim.Optimizer:
+    args = dict(choice.args)
     if all(parameter.is_meta for group in groups for parameter in group["params"]):
         args["blocks"] = (EVERY_NAME,)  # a plan has frozen all but the largest block
     named = [{**group, "params": [(names[id(p)], p) for p in group["params"]]} for group in groups]
-    adam: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
-    return BlockAdamW(named, **adam, seed=settings.seed, **args)
+    return BlockAdamW(named, seed=choice.seed, **choice.adam, **args)
 
 
-def _mezo(groups: ParamGroups, settings: Settings) -> torch.optim.Optimizer:
-    eps, directions = settings.args["eps"], settings.args["n"]
-    return ZerothOrderSGD(groups, lr=settings.learning_rate, eps=eps, directions=directions, seed=settings.seed)
+def _mezo(groups: ParamGroups, choice: OptimChoice, names: Mapping[int, str]) -> torch.optim.Optimizer:
+    eps, directions = choice.args["eps"], choice.args["n"]
+    return ZerothOrderSGD(groups, lr=choice.learning_rate, eps=eps, directions=directions, seed=choice.seed)
 
 
-TOGETHER: dict[str, Callable[[ParamGroups, Settings], torch.optim.Optimizer]] = {
+TOGETHER: dict[str, Callable[[ParamGroups, OptimChoice, Mapping[int, str]], torch.optim.Optimizer]] = {
     "adamw": _adamw,
     "badam": _badam,
     "mezo": _mezo,
 }
-"""Name -> how an optimizer is made that steps all of its weights together. Any other steps a weight at a time."""
+"""Name -> maker of an optimizer that steps all of its weights together, from groups, choice (with all options) and
+``id(parameter)`` -> name. Any other optimizer steps a weight at a time."""
 
 
 def _check_rank(rank: int, matrices: list[nn.Parameter]) -> None:
-    """Refuse a rank that makes no gradient smaller.
-
-    Raises:
-        ArgumentError: It is at least as large as the smaller side of every matrix.
-    """
+    """Refuse a rank that makes no gradient smaller."""
     sides = [min(parameter.shape) for parameter in matrices]
     if not sides or rank >= max(sides):
         what = f"the largest has {max(sides)} rows or columns" if sides else "there are none"
@@ -186,9 +179,7 @@ def _check_rank(rank: int, matrices: list[nn.Parameter]) -> None:
 def check_optimizer(name: str, device_type: str) -> None:
     """Refuse an optimizer whose library is not installed, or does not run on a type of device.
 
-    Args:
-        name: A key of ``streamtune.base.optimizer_table.OPTIMIZERS``.
-        device_type: That of the weights; ``meta`` is a plan for any device.
+    ``meta`` is a plan for any device.
 
     Raises:
         ArgumentError: It is not installed, or does not run there.
@@ -201,3 +192,81 @@ def check_optimizer(name: str, device_type: str) -> None:
             where="optim",
             mend=f"write optim: {name.removeprefix('paged_')}, or take another device",
         )
+
+
+# --- parameters by name -----------------------------------------------------------------------------------------------
+
+MOST_SHOWN = 12
+"""Names of parameters in an error."""
+
+
+class NameGroups:
+    """The learning-rate group of a parameter: the first pattern that matches its name.
+
+    A pattern matches whole parts of a name: ``mlp`` matches ``layers.0.mlp.up_proj.weight``, and not ``mlp_norm``.
+
+    Args:
+        patterns: Patterns of ``fnmatch``.
+        names: Names of the parameters that are trained.
+
+    Raises:
+        ArgumentError: A pattern matches none of them.
+    """
+
+    def __init__(self, patterns: Sequence[str], names: Sequence[str]) -> None:
+        self._patterns = patterns
+        for number, pattern in enumerate(patterns):
+            if not any(_matches(pattern, name) for name in names):
+                raise _no_match(pattern, number, names)
+
+    def of(self, name: str) -> int | None:
+        """Return the number of the first pattern that matches a name, or None."""
+        return next((number for number, pattern in enumerate(self._patterns) if _matches(pattern, name)), None)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return fnmatchcase(f".{name}.", f"*.{pattern}.*")
+
+
+def _no_match(pattern: str, number: int, names: Sequence[str]) -> ArgumentError:
+    parts = dict.fromkeys(part for name in names for part in name.split(".") if not part.isdigit())
+    shown = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    rest = f" and {len(shown) - MOST_SHOWN} more" if len(shown) > MOST_SHOWN else ""
+    nearest = did_you_mean(pattern, parts)
+    return ArgumentError(
+        f"'{pattern}' matches no trained parameter; there are {', '.join(shown[:MOST_SHOWN])}{rest}",
+        where=f"lr_groups.{number}.match",
+        mend=nearest or "write a part of such a name",
+    )
+
+
+class LayerPlaces:
+    """The decoder layer of each parameter.
+
+    Args:
+        model: The model, whose parameters have the names that are asked for.
+        layers: Its decoder layers, in order.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+        numbers = {id(p): number for number, layer in enumerate(layers) for p in layer.parameters()}
+        self._count = len(layers)
+        self._of = {name: numbers.get(id(parameter)) for name, parameter in model.named_parameters()}
+        embeddings = {id(p) for p in _embeddings(model)}
+        self._embedded = {name for name, parameter in model.named_parameters() if id(parameter) in embeddings}
+
+    def is_in_layer(self, name: str) -> bool:
+        """Return True for a parameter of a decoder layer."""
+        return self._of[name] is not None
+
+    def layers_above(self, name: str) -> int:
+        """Return how many layers down from the head a parameter is: 0 for head and last norm, 1 for the last layer."""
+        number = self._of[name]
+        if number is not None:
+            return self._count - number
+        return self._count + 1 if name in self._embedded else 0
+
+
+def _embeddings(model: nn.Module) -> list[nn.Parameter]:
+    get = getattr(model, "get_input_embeddings", None)
+    return [] if get is None else list(get().parameters())

@@ -12,7 +12,6 @@ stochastically after the step (``narrow_states``). The library's states are then
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
 from streamtune.ops.simulated import turns
 from streamtune.optim.libraries import RULES, Rule
-from streamtune.optim.narrow_states import pieces_of, random_bits, round_stochastically
+from streamtune.optim.weight_step import hash_of, pieces_of, random_bits, round_stochastically
 
 OWN_KEYS = ("params", "rule", "lr_scale", "seed", "rounding")
 """Keys of a group that are not the library's options."""
@@ -143,10 +142,9 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
             yield
             return
         taken = int(state.get("step", 0))
-        of = f"{group.get('seed', 0)} {taken} {self._number.get(id(parameter), 0)}"
-        digest = hashlib.blake2b(of.encode(), digest_size=8).digest()
+        key = (group.get("seed", 0), taken, self._number.get(id(parameter), 0))
         with torch.random.fork_rng([parameter.device] if parameter.device.type == "cuda" else []):
-            torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+            torch.manual_seed(hash_of(*key) >> 1)
             yield
 
     def _allocate(self, group: dict[str, Any], parameter: nn.Parameter) -> None:

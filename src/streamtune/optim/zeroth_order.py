@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.ops.simulated import turns
-from streamtune.optim.narrow_states import pieces_of, random_bits, round_stochastically, seeded
+from streamtune.optim.weight_step import pieces_of, random_bits, round_stochastically, seeded
 
 BITS = -1
 """Stands in a seed, in place of the number of a direction, for the bits of stochastic rounding."""

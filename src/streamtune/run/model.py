@@ -316,10 +316,9 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
         group = groups.of(name)
         return None if group is None else recipe.lr_groups[group].weight_decay
 
-    return optim.build_optimizer(
+    choice = optim.OptimChoice(
         recipe.optim,
-        model.named_parameters(),
-        learning_rate=recipe.learning_rate,
+        recipe.learning_rate,
         weight_decay=recipe.weight_decay,
         betas=(recipe.adam_beta1, recipe.adam_beta2),
         eps=recipe.adam_epsilon,
@@ -327,9 +326,9 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
         rounding=recipe.weight_rounding,
         seed=recipe.seed,
         args=recipe.optim_args,
-        scale_of=scale_of,
-        decay_of=decay_of,
-        is_in_layer=places.is_in_layer,
+    )
+    return optim.build_optimizer(
+        choice, model.named_parameters(), scale_of=scale_of, decay_of=decay_of, is_in_layer=places.is_in_layer
     )
 
 

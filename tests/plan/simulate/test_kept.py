@@ -56,6 +56,13 @@ def test_a_second_simulation_is_read(folder: Path, monkeypatch: pytest.MonkeyPat
     assert simulate(step, SCHEDULE) == first
 
 
+def test_the_key_depends_on_the_code_of_the_whole_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(f"{path.parent.name}/{path.name}") or b"")
+    versions.__wrapped__()
+    assert {"engine/vjp.py", "simulate/step.py", "base/result_cache.py"} <= set(read)
+
+
 @pytest.mark.parametrize("package", ["torch", "transformers", "peft", "torchao", "bitsandbytes", "pytorch-optimizer"])
 def test_another_version_of_a_package_that_a_step_is_made_of_is_another_key(
     package: str, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ import torch
 
 from streamtune.base.optimizer_table import OPTIMIZERS
 from streamtune.base.step_kind import PLAIN_STEP
-from streamtune.optim import build_optimizer
+from streamtune.optim import OptimChoice, build_optimizer
 from streamtune.plan.simulate.partition import Holdings
 from tests.plan.simulate.test_simulate import allocated, build, workload
 
@@ -25,11 +25,9 @@ NAMES = [
 
 def optimizer_of(name: str, model: Any) -> torch.optim.Optimizer:
     return build_optimizer(
-        name,
+        OptimChoice(name, 1e-3, args=OPTIONS.get(name, {})),
         model.named_parameters(),
-        learning_rate=1e-3,
         is_in_layer=lambda own: ".layers." in own,
-        args=OPTIONS.get(name, {}),
     )
 
 

@@ -26,7 +26,7 @@ from streamtune.models import AdapterSpec, add_adapters, add_lora
 from streamtune.models.quantize import PACKAGES, quantize
 from streamtune.ops import Divergence, TokenLoss, TopKTeacher, top_classes
 from streamtune.ops.attention.attention import KEY_BLOCK
-from streamtune.optim import BlockAdamW, ZerothOrderSGD, build_optimizer, train_largest_block
+from streamtune.optim import BlockAdamW, OptimChoice, ZerothOrderSGD, build_optimizer, train_largest_block
 from streamtune.plan.simulate import LiveBytes, Mode, Simulation, Workload, simulate
 from streamtune.plan.simulate.memory import held_bytes, held_tensors
 from streamtune.plan.simulate.meta_operators import RULES, MetaAutocast
@@ -494,7 +494,7 @@ def test_so_it_is_with_every_kind_of_optimizer(name: str) -> None:
         return ".layers." in own
 
     def optimizer(model: Any) -> torch.optim.Optimizer:
-        return build_optimizer(name, model.named_parameters(), learning_rate=1e-3, is_in_layer=in_layer, args=args)
+        return build_optimizer(OptimChoice(name, 1e-3, args=args), model.named_parameters(), is_in_layer=in_layer)
 
     step = workload(make, make_optimizer=optimizer)
     found = simulate(step, BASE)
@@ -538,7 +538,7 @@ def test_so_it_is_with_a_block_of_the_weights(dtype: torch.dtype, embedding: boo
 
     def optimizer(model: Any) -> torch.optim.Optimizer:
         args = {"include_embedding": embedding}
-        made = build_optimizer("badam", model.named_parameters(), learning_rate=1e-3, args=args)
+        made = build_optimizer(OptimChoice("badam", 1e-3, args=args), model.named_parameters())
         assert isinstance(made, BlockAdamW)
         made.train_together()
         return made
@@ -560,7 +560,7 @@ def test_so_it_is_without_a_backward(dtype: torch.dtype, tied: bool) -> None:
     make = partial(build, "qwen3", dtype=dtype, num_hidden_layers=5, tie_word_embeddings=tied)
 
     def optimizer(model: Any) -> ZerothOrderSGD:
-        made = build_optimizer("mezo", model.named_parameters(), learning_rate=1e-6)
+        made = build_optimizer(OptimChoice("mezo", 1e-6), model.named_parameters())
         assert isinstance(made, ZerothOrderSGD)
         return made
 
@@ -620,7 +620,7 @@ def test_so_it_is_with_an_optimizer_in_the_backward() -> None:
 
 
 def narrow_states(model: Any) -> torch.optim.Optimizer:
-    return build_optimizer("adamw", model.named_parameters(), learning_rate=1e-3, states="bfloat16")
+    return build_optimizer(OptimChoice("adamw", 1e-3, states="bfloat16"), model.named_parameters())
 
 
 @pytest.mark.full

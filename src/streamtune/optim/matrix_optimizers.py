@@ -1,5 +1,6 @@
-"""AdamW whose moments are of gradients projected to a low rank: GaLore (arXiv 2403.03507, algorithm 2).
+"""Optimizers of the matrices of layers: GaLore, its natural gradient, and SinkGD.
 
+**GaLore** (arXiv 2403.03507, algorithm 2) is AdamW whose moments are of gradients projected to a low rank.
 Of a matrix with gradient G [m, n], m >= n, and a projection P [n, r] with orthonormal columns:
 
     R = G P                                               [m, r]
@@ -27,26 +28,18 @@ For adapters whose weight is normalised (``dora``) that is the method of arXiv 2
 
 A projection is of the whole gradient: chunks of a sequence are added up before. Vectors, and matrices that the rank
 makes no smaller, are stepped by AdamW as they are.
-
-:class:`NaturalGaLoreAdamW` takes the moments of a natural gradient in place of R (arXiv 2410.16029): R multiplied by
-the inverse of the empirical Fisher matrix of the last projected gradients r_1 ... r_s (as vectors, R the last of them),
-which Woodbury's identity gives by a system of s equations:
-
-    F = 1/s sum_i r_i r_i^T + lambda I,   lambda = damping * 1/s sum_i |r_i|^2
-    lambda F^-1 r = r - G^T (s lambda I + G G^T)^-1 G r,   with the rows r_i^T of G [s, m r], or [s, r^2]
-
-The factor lambda keeps the size of a step where the damping is large: then it is GaLore's. What is remembered begins
-anew with each projection, whose columns mean something else.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+
+from streamtune.optim.weight_step import ADAMW, EachWeight
 
 Projection = Literal["svd", "randomized", "dct"]
 """The way in which a projection is made."""
@@ -59,53 +52,40 @@ POWERS = 2
 """Times that a sketch is multiplied with the gradient and its transpose, which makes small singular values smaller."""
 
 
-class GaLoreAdamW(torch.optim.Optimizer):
+SMALLEST_NORM = 1e-8
+"""Norms are at least this: a row of zeros, such as the row of a token that did not occur, stays one."""
+
+
+class GaLoreAdamW(EachWeight):
     """AdamW in a low-rank space of each matrix. Groups with ``rank: None`` are stepped by AdamW.
 
     Args:
         params: Parameters, or groups of them.
-        lr: The learning rate.
-        betas: Decay rates of the first and second moment.
-        eps: Added to the denominator.
-        weight_decay: Decoupled decay, after the step.
-        rank: r.
-        update_proj_gap: Steps between two projections.
-        scale: Multiplies the projected step.
-        projection: The way in which P is made.
-        proj_type: Project the shorter side, or both.
+        options: Options of AdamW, and:
+
+            - ``rank``: r.
+            - ``scale``: factor of the projected step.
+            - ``update_proj_gap``: steps between two projections.
+            - ``projection``: way in which P is made, a :data:`Projection`.
+            - ``proj_type``: sides that are projected, a :data:`ProjType`.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        rank: int | None = 128,
-        update_proj_gap: int = 200,
-        scale: float = 0.25,
-        projection: Projection = "svd",
-        proj_type: ProjType = "std",
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rank": rank, "scale": scale}
-        how = {"update_proj_gap": update_proj_gap, "projection": projection, "proj_type": proj_type}
-        super().__init__(params, {**defaults, **how})
+    DEFAULTS: ClassVar = {
+        **ADAMW,
+        "rank": 128,
+        "scale": 0.25,
+        "update_proj_gap": 200,
+        "projection": "svd",
+        "proj_type": "std",
+    }
+
+    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+        super().__init__(params, **options)
         self._transforms: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
         """The cosine transform of each size: one matrix for all weights of that size."""
 
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        """Step the parameters that have a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_one(parameter, group)
-
-    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, grad, rank = self.state[parameter], parameter.grad, group["rank"]
-        assert grad is not None
+    def _step_one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state, rank = self.state[parameter], group["rank"]
         low_rank = rank is not None and parameter.dim() == 2 and rank < min(parameter.shape)
         left: Tensor | None = None
         right: Tensor | None = None
@@ -192,20 +172,26 @@ class GaLoreAdamW(torch.optim.Optimizer):
 
 
 class NaturalGaLoreAdamW(GaLoreAdamW):
-    """GaLore with the natural gradient of the last steps.
+    """GaLore with the natural gradient of the last steps (arXiv 2410.16029).
+
+    Its moments are of R multiplied by the inverse of the empirical Fisher matrix of the last projected gradients
+    r_1 ... r_s (as vectors, R the last of them), which Woodbury's identity gives by a system of s equations:
+
+        F = 1/s sum_i r_i r_i^T + lambda I,   lambda = damping * 1/s sum_i |r_i|^2
+        lambda F^-1 r = r - G^T (s lambda I + G G^T)^-1 G r,   with the rows r_i^T of G [s, m r], or [s, r^2]
+
+    The factor lambda keeps the size of a step where the damping is large: then it is GaLore's. The history begins anew
+    with each projection, whose columns mean something else.
 
     Args:
         params: Parameters, or groups of them.
-        history: s, the projected gradients that are remembered for each matrix, the latest among them.
-        damping: Part of the mean square of their norms that is added to the Fisher matrix.
-        options: Those of :class:`GaLoreAdamW`.
+        options: Options of :class:`GaLoreAdamW`, and:
+
+            - ``history``: s, the projected gradients that are remembered for each matrix, the latest among them.
+            - ``damping``: part of the mean square of their norms that is added to the Fisher matrix.
     """
 
-    def __init__(self, params: Iterable[Any], *, history: int = 8, damping: float = 1.0, **options: Any) -> None:
-        super().__init__(params, **options)
-        for group in self.param_groups:
-            group.setdefault("history", history)
-            group.setdefault("damping", damping)
+    DEFAULTS: ClassVar = {**GaLoreAdamW.DEFAULTS, "history": 8, "damping": 1.0}
 
     def _direction(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         """Return ``lambda F^-1 r`` of the projected gradient, and remember that one."""
@@ -248,3 +234,37 @@ def cosine_transform(size: int, dtype: torch.dtype, device: torch.device) -> Ten
     found = angle.to(torch.float32).mul_(math.pi / (2 * size)).cos_().mul_(math.sqrt(2 / size))
     found[:, 0] /= math.sqrt(2)
     return found.to(dtype)
+
+
+class SinkGD(EachWeight):
+    """Gradient descent whose gradient is normalised by rows and columns in turn; it keeps no state.
+
+    With a gradient G ``[m, n]``, ``iterations`` times (Scetbon et al., arXiv 2502.06742, algorithm 3):
+
+        G <- sqrt(n) G / |rows of G|;   G <- sqrt(m) G / |columns of G|
+        W <- (1 - lr wd) W - lr scale G
+
+    so that rows and columns have the same norms, and a value of G is about 1, as a value of AdamW's step is.
+    """
+
+    DEFAULTS: ClassVar = {"lr": 1e-3, "weight_decay": 0.0, "iterations": 5, "scale": 1.0}
+
+    def _step_one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        update = normalize_rows_and_columns(grad, group["iterations"])
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"] * group["scale"])
+
+
+def normalize_rows_and_columns(gradient: Tensor, iterations: int) -> Tensor:
+    """Return the normalised gradient, in float32 at least.
+
+    Args:
+        gradient: ``[m, n]``.
+        iterations: Times that the rows are normalised, and then the columns.
+    """
+    rows, columns = gradient.shape
+    x = gradient.float() if gradient.element_size() < 4 else gradient.clone()
+    for _ in range(iterations):
+        for dim, size in ((1, columns), (0, rows)):
+            x.mul_(math.sqrt(size) / torch.linalg.vector_norm(x, dim=dim, keepdim=True).clamp_(min=SMALLEST_NORM))
+    return x

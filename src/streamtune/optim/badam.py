@@ -1,4 +1,4 @@
-"""AdamW on one block of the weights at a time: block coordinate descent, BAdam (arXiv 2404.02827, algorithm 1).
+"""AdamW on a part of the weights at a time: block coordinate descent, BAdam (arXiv 2404.02827, algorithm 1).
 
 A block, such as a layer, is trained for ``switch_block_every`` steps by AdamW whose moments begin at zero, while all
 other weights are frozen. Then another block is. So gradients and moments are there for one block only:
@@ -17,20 +17,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from streamtune.base.patterns import find_matches
 from streamtune.errors import ArgumentError
-from streamtune.optim.narrow_states import adamw_step
+from streamtune.optim.weight_step import ADAMW, EachWeight, adamw_step, hash_of
 
 SwitchMode = Literal["random", "ascending", "descending", "fixed"]
 """The order of blocks: another random one in each pass, from the embedding on, from the last layer on, always one."""
 
 NUMBERED = re.compile(r"^(.*?\.)?(\d+)\.")
-"""The part of a parameter's name up to the first number: that of its layer."""
+"""The part of a parameter's name up to the first number: the name of its layer."""
 
 EVERY_NAME = "."
 """A pattern of a block of all parameters."""
@@ -43,7 +43,7 @@ class WeightBlock:
     """Weights that are trained together.
 
     Attributes:
-        name: Name of the module that they belong to, or of the first and last of several.
+        name: Name of their module, or of the first and last of several.
         parameters: Names of the parameters.
     """
 
@@ -62,12 +62,12 @@ def split_blocks(
     """Split parameters into blocks, in the order in which a forward uses them.
 
     Args:
-        names: Of the parameters, in the order of the model.
+        names: Names of the parameters, in the order of the model.
         layers_per_block: Layers that are trained together.
         include_embedding: The embeddings are a block too, the first one.
-        include_lm_head: All that belongs to neither a layer nor the embeddings is a block too, the last one.
+        include_lm_head: Parameters of neither a layer nor the embeddings are a block too, the last one.
         patterns: Regular expressions: each makes a block of the parameters in whose names it is found, in place of
-            layers. What none of them finds is not trained.
+            layers. Parameters that none of them finds are not trained.
 
     Raises:
         ArgumentError: A pattern finds nothing, or there are no layers.
@@ -108,90 +108,94 @@ def split_blocks(
     return found
 
 
-class BlockAdamW(torch.optim.Optimizer):
+@dataclass(frozen=True)
+class BlockOptions:
+    """Options of the blocks and of their order.
+
+    Attributes:
+        switch_block_every: Steps until another block is trained.
+        switch_mode: The order of the blocks.
+        start_block: Number of the first block; with ``fixed`` of the only one.
+        layers_per_block, include_embedding, include_lm_head, blocks: Arguments of :func:`split_blocks`.
+    """
+
+    switch_block_every: int = 50
+    switch_mode: SwitchMode = "random"
+    start_block: int | None = None
+    layers_per_block: int = 1
+    include_embedding: bool = False
+    include_lm_head: bool = False
+    blocks: Sequence[str] = ()
+
+    def split(self, names: Sequence[str]) -> list[WeightBlock]:
+        """Split parameters into blocks by :func:`split_blocks`."""
+        return split_blocks(
+            names,
+            layers_per_block=self.layers_per_block,
+            include_embedding=self.include_embedding,
+            include_lm_head=self.include_lm_head,
+            patterns=self.blocks,
+        )
+
+
+class BlockAdamW(EachWeight):
     """AdamW on one block at a time; it sets ``requires_grad`` of all its parameters, for the block and for the others.
 
     Its groups have the parameters of the block alone.
 
     Args:
         params: Groups of ``(name, parameter)``.
-        lr: The learning rate.
-        betas: Decay rates of the first and second moment.
-        eps: Added to the denominator.
-        weight_decay: Decoupled decay.
-        switch_block_every: Steps until another block is trained.
-        switch_mode: The order of the blocks.
-        start_block: Number of the first block; that of ``fixed``.
-        layers_per_block, include_embedding, include_lm_head, blocks: See :func:`split_blocks`.
-        seed: Of the random order.
+        seed: Seed of the random order.
+        options: Options of AdamW, and of :class:`BlockOptions`.
 
     Raises:
         ArgumentError: There are no such blocks.
     """
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        switch_block_every: int = 50,
-        switch_mode: SwitchMode = "random",
-        start_block: int | None = None,
-        layers_per_block: int = 1,
-        include_embedding: bool = False,
-        include_lm_head: bool = False,
-        blocks: Sequence[str] = (),
-        seed: int = 0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    DEFAULTS: ClassVar = ADAMW
+
+    def __init__(self, params: Iterable[dict[str, Any]], *, seed: int = 0, **options: Any) -> None:
+        super().__init__(params, **{key: options.pop(key) for key in ADAMW if key in options})
+        self.options, self.seed = BlockOptions(**options), seed
         self._everything = [
             list(zip(group["param_names"], group["params"], strict=True)) for group in self.param_groups
         ]
-        self.blocks = split_blocks(
-            [name for group in self._everything for name, _ in group],
-            layers_per_block=layers_per_block,
-            include_embedding=include_embedding,
-            include_lm_head=include_lm_head,
-            patterns=blocks,
-        )
-        self.switch_block_every, self.switch_mode, self.seed = switch_block_every, switch_mode, seed
+        self.blocks = self.options.split([name for group in self._everything for name, _ in group])
+        start_block = self.options.start_block
         if start_block is not None and not 0 <= start_block < len(self.blocks):
             raise ArgumentError(
                 f"there are {len(self.blocks)} blocks, 0 to {len(self.blocks) - 1}, and no block {start_block}",
                 where="optim_args.start_block",
             )
-        self._start = start_block
         self.steps_taken = 0
         self._train_block()
 
     @property
     def block(self) -> int:
         """Number of the block that the next step trains; a function of the steps taken and of the seed."""
-        count, turn = len(self.blocks), self.steps_taken // self.switch_block_every
-        if self.switch_mode == "random":
-            if turn == 0 and self._start is not None:
-                return self._start
+        mode, start = self.options.switch_mode, self.options.start_block
+        count, turn = len(self.blocks), self.steps_taken // self.options.switch_block_every
+        if mode == "random":
+            if turn == 0 and start is not None:
+                return start
             generator = torch.Generator().manual_seed((self.seed << 24) + turn // count)
             return int(torch.randperm(count, generator=generator)[turn % count])
-        first = self._start if self._start is not None else count - 1 if self.switch_mode == "descending" else 0
-        step = {"ascending": 1, "descending": -1, "fixed": 0}[self.switch_mode]
+        first = start if start is not None else count - 1 if mode == "descending" else 0
+        step = {"ascending": 1, "descending": -1, "fixed": 0}[mode]
         return (first + step * turn) % count
 
     @property
     def every_parameter(self) -> list[nn.Parameter]:
-        """The parameters of all blocks, and others that it was built over."""
+        """All parameters that it was built over, also those of no block."""
         return [parameter for group in self._everything for _, parameter in group]
 
     def train_together(self) -> None:
-        """Make one block of all that it was built over: to measure or to plan the step that takes the most."""
+        """Make one block of all parameters: to measure or to plan the step that takes the most."""
         self.blocks = [WeightBlock("all", frozenset(name for group in self._everything for name, _ in group))]
         self.go_to(0)
 
     def go_to(self, steps_taken: int) -> None:
-        """Train the block that comes after so many steps, with moments of zero."""
+        """Train the block whose turn is after so many steps, with moments of zero."""
         self.steps_taken = steps_taken
         self._train_block()
 
@@ -203,19 +207,16 @@ class BlockAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Step the block, and take the next one if it is its turn."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_one(parameter, group)
+        super().step()
         self.steps_taken += 1
-        if self.steps_taken % self.switch_block_every == 0:
+        if self.steps_taken % self.options.switch_block_every == 0:
             self._train_block()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of the block that is trained, in float32: torch would cast it to the dtype of the weight.
 
         Args:
-            state_dict: As ``state_dict`` returns it after as many steps.
+            state_dict: The ``state_dict`` of an optimizer that has taken as many steps.
         """
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -224,20 +225,18 @@ class BlockAdamW(torch.optim.Optimizer):
             if entry := state_dict["state"].get(number):
                 self.state[parameter] = {key: x.detach().to(parameter.device, copy=True) for key, x in entry.items()}
 
-    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, grad = self.state[parameter], parameter.grad
-        assert grad is not None
+    def _step_one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
         if not state:
-            state |= _fresh_state(parameter)
+            state |= _fresh_state(parameter, parameter.device)
         weight = state.get("float32", parameter)
-        grad = grad.to(weight.dtype)
-        adamw_step(weight, grad, state, group, fused=True)
+        adamw_step(weight, grad.to(weight.dtype), state, group, fused=True)
         if weight is not parameter:
             parameter.copy_(weight)
 
     @torch.no_grad()
     def _train_block(self) -> None:
-        """Freeze all weights but those of the block, and begin its moments at zero."""
+        """Freeze all weights outside of the block, and begin its moments at zero."""
         names = self.blocks[self.block].parameters
         self.state.clear()
         for group, everything in zip(self.param_groups, self._everything, strict=True):
@@ -250,43 +249,69 @@ class BlockAdamW(torch.optim.Optimizer):
             group["param_names"] = [name for name, _ in chosen]
 
 
-def _fresh_state(parameter: Tensor) -> dict[str, Tensor]:
+def _fresh_state(weight: Tensor, count_device: torch.device | str) -> dict[str, Tensor]:
     # Moments are float32, or wider if the weight is.
-    wide = torch.promote_types(parameter.dtype, torch.float32)
-    state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
-    state |= {key: torch.zeros_like(parameter, dtype=wide) for key in ("exp_avg", "exp_avg_sq")}
-    if parameter.dtype != wide:
-        state["float32"] = parameter.detach().to(wide)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    state = {"step": torch.zeros((), dtype=torch.float32, device=count_device)}
+    state |= {key: torch.zeros_like(weight, dtype=wide) for key in ("exp_avg", "exp_avg_sq")}
+    if weight.dtype != wide:
+        state["float32"] = weight.detach().to(wide)
     return state
 
 
-def train_largest_block(
-    model: nn.Module,
-    *,
-    layers_per_block: int = 1,
-    include_embedding: bool = False,
-    include_lm_head: bool = False,
-    blocks: Sequence[str] = (),
-    **_: Any,
-) -> None:
-    """Freeze all weights of a model but those of the block whose step takes the most memory and time.
+def train_largest_block(model: nn.Module, **options: Any) -> None:
+    """Freeze all weights of a model outside of the block whose step takes the most memory and time.
 
     The lowest block has the longest backward, and the largest the most gradients and moments. Where these are two,
     both are left, which takes a little more than either.
 
     Args:
         model: The model.
-        layers_per_block, include_embedding, include_lm_head, blocks: See :func:`split_blocks`; others do not matter.
+        options: Options of :class:`BlockOptions`.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = split_blocks(
-        list(trained),
-        layers_per_block=layers_per_block,
-        include_embedding=include_embedding,
-        include_lm_head=include_lm_head,
-        patterns=blocks,
-    )
+    found = BlockOptions(**options).split(list(trained))
     sizes = [sum(trained[name].numel() for name in block.parameters) for block in found]
     lowest, largest = found[0], found[max(range(len(found)), key=sizes.__getitem__)]
     for name, parameter in trained.items():
         parameter.requires_grad_(name in lowest.parameters | largest.parameters)
+
+
+# --- a part of each weight -------------------------------------------------------------------------------------------
+
+
+class RatioAdamW(EachWeight):
+    """AdamW on a part of each weight: the ratio form of BAdam (arXiv 2404.02827, appendix).
+
+    Of a weight with n values, k = max(1, ratio n) that lie next to each other are trained for ``switch_block_every``
+    steps by AdamW whose moments begin at zero, while all its others stay. Then k others are, at a place drawn at
+    random. The gradient is of all values: what is saved is state, 8 k bytes of a weight in place of 8 n.
+
+    Weights of 16 bits are stepped in float32: the part has a copy of them for as long as it is trained. The state of a
+    weight may begin with its number as ``seed``.
+    """
+
+    DEFAULTS: ClassVar = {**ADAMW, "update_ratio": 0.01, "switch_block_every": 50}
+
+    def _step_one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state, values = self.state[parameter], parameter.view(-1)
+        size = part_size(len(values), group["update_ratio"])
+        if "step" not in state or (not parameter.is_meta and int(state["step"]) == group["switch_block_every"]):
+            state["turn"] = state.get("turn", -1) + 1
+            state["start"] = part_start(len(values) - size, state.get("seed", 0), state["turn"])
+            state |= _fresh_state(values[state["start"] : state["start"] + size], "cpu")
+        part = slice(state["start"], state["start"] + size)
+        weight = state.get("float32", values[part])
+        adamw_step(weight, grad.reshape(-1)[part].to(weight.dtype), state, group, fused=False)
+        if "float32" in state:
+            values[part] = weight.to(parameter.dtype)
+
+
+def part_size(count: int, ratio: float) -> int:
+    """Return the number of values that are trained at a time, of ``count``."""
+    return min(count, max(1, round(ratio * count)))
+
+
+def part_start(last: int, seed: int, turn: int) -> int:
+    """Return the first value of a part, from 0 to ``last``: a function of the weight's number and of the turn."""
+    return hash_of(seed, turn) % (last + 1)
