@@ -29,7 +29,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3NextConfig, Qwen3Ne
 import streamtune
 from benchmarks.batching import CONFIG
 from streamtune import Schedule, train
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data import Tree
 from streamtune.engine import Branches, StreamHandle
 from streamtune.tasks import objectives

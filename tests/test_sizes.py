@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamtune.base.sizes import parse_size, show_size
+from streamtune.base.text import parse_size, show_size
 from streamtune.errors import ArgumentError
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from streamtune.base import versions
-from streamtune.base.versions import TESTED, lacks, untested
+from streamtune.base import libraries
+from streamtune.base.libraries import TESTED, lacks, untested
 from streamtune.cli import main
 from tests import canary
 from tests import versions as sets
@@ -25,7 +25,7 @@ def bounds(package: str) -> str:
 
 def install(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
     given = {"transformers": "5.24.0", "torch": "2.13.0+cpu"} | found
-    monkeypatch.setattr(versions, "installed", lambda name: given[name])
+    monkeypatch.setattr(libraries, "installed", lambda name: given[name])
 
 
 def test_the_bounds_of_the_package_are_the_tested_versions() -> None:
@@ -38,7 +38,7 @@ def test_the_bounds_of_the_package_are_the_tested_versions() -> None:
 def test_the_pinned_versions_are_among_them() -> None:
     pinned = dict(re.findall(r"^(\w+)==([0-9.]+)", (sets.ROOT / "constraints.txt").read_text(), re.MULTILINE))
     for package, (oldest, newest) in TESTED.items():
-        assert versions._minor(oldest) <= versions._minor(pinned[package]) <= versions._minor(newest)
+        assert libraries._minor(oldest) <= libraries._minor(pinned[package]) <= libraries._minor(newest)
     assert pinned["transformers"].startswith(f"{TESTED['transformers'][1]}."), "the newest that passed"
 
 
@@ -66,7 +66,7 @@ def test_two_newer_libraries_are_named_together(monkeypatch: pytest.MonkeyPatch)
     assert untested() == (
         "not tested with transformers 5.30.1 (tested: 5.17 to 5.24) and torch 3.0.0 (tested: 2.11 to 2.14)"
     )
-    assert versions.pip_install() == "pip install 'transformers<5.25' 'torch<2.15'"
+    assert libraries.pip_install() == "pip install 'transformers<5.25' 'torch<2.15'"
 
 
 @pytest.mark.parametrize(("version", "mend"), [("5.31.0", "'transformers<5.25'"), ("5.3.0", "'transformers>=5.17'")])

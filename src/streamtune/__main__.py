@@ -22,7 +22,7 @@ def main() -> None:
     keep_streams()
     interrupts.install(for_good=True)
     gc.disable()  # imports make no garbage
-    from streamtune.base.quiet import own_process
+    from streamtune.base.libraries import own_process
     from streamtune.cli import main as run
 
     gc.enable()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from streamtune.base.quiet import quiet_imports
+from streamtune.base.libraries import quiet_imports
 
 PROPERTY = "conformance"
 

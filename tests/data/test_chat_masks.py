@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from trained_tokenizers import read_template, train_bpe, wrap
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.rendering.tokens import Rendered
 from streamtune.data.row_types import Conversation
 from streamtune.errors import DataError

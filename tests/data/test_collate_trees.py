@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data import CollatedTrees, Tree, collate_trees
 from streamtune.data.batches import prefixes
 from streamtune.ops import BranchTable

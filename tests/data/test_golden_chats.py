@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fixed_tokenizer import SPECIAL, fixed_tokenizer
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.options import ChatOptions
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.render import RowRenderer

@@ -10,7 +10,7 @@ from fixed_tokenizer import fixed_tokenizer
 from preparing import prepare
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data import ChatOptions, Source
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.render import RowRenderer

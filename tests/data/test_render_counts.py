@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, processors
 from trained_tokenizers import read_template, wrap
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data import ChatOptions, Source
 from streamtune.data.templates import fix_date
 from streamtune.errors import ArgumentError, DataError, UserError

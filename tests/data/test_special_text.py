@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from trained_tokenizers import CORPUS, SPECIAL, read_template, train_bpe, wrap
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.options import ChatOptions
 from streamtune.data.preferences import normalise_preference
 from streamtune.data.reading.readers import Row

@@ -12,7 +12,7 @@ from list_renderer import ListRenderer
 from published import published
 from trained_tokenizers import read_template, wrap
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.options import ChatOptions
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.pool import Item

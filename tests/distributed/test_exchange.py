@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import streamtune
-from streamtune.base.network import OfflineError
+from streamtune.base.privacy import OfflineError
 from streamtune.errors import ArgumentError, DistributedError, RunError
 from streamtune.train.world import decode_value, describe_error, encode_value, remake_error
 from tests.distributed import exchange_cases
@@ -29,7 +29,7 @@ PICKLING = (
 READS_PICKLES = {
     "data/record_table.py",
     "data/rendering/pool.py",
-    "base/quiet.py",
+    "base/child.py",
     "data/templates/worker.py",
     "data/templates/__init__.py",
 }

@@ -284,7 +284,7 @@ if os.environ.get("RANK") and os.environ.get("PICKLES_SEEN"):
             frame = frame.f_back
         with open(os.environ["PICKLES_SEEN"] + "." + os.environ["RANK"], "a") as file:
             print(name, *frames, file=file)
-        if not frames[0].rpartition(":")[0].endswith(("/streamtune/data/prompt.py", "/streamtune/base/quiet.py")):
+        if not frames[0].rpartition(":")[0].endswith(("/streamtune/data/prompt.py", "/streamtune/base/child.py")):
             raise RuntimeError("a rank reads a pickle")
 
     class Unpickler(pickle.Unpickler):

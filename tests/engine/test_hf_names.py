@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 
 import streamtune
-from streamtune.base import versions
+from streamtune.base import libraries
 from streamtune.engine import hf_names
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.hf_names import cache_argument, cache_by_name
@@ -238,7 +238,7 @@ def test_what_is_missing_names_the_version_and_not_the_model(
 
 @pytest.fixture
 def newer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "installed", lambda name: {"transformers": "5.31.0"}.get(name, "2.13.0"))
+    monkeypatch.setattr(libraries, "installed", lambda name: {"transformers": "5.31.0"}.get(name, "2.13.0"))
 
 
 @pytest.mark.usefixtures("newer")

@@ -99,7 +99,7 @@ def test_offline_is_one_clear_error(folder: Path) -> None:
 def test_the_guard_holds_in_children_and_lets_this_machine_through(folder: Path) -> None:
     program = """
 import socket, subprocess, sys
-from streamtune.base.network import OfflineError, go_offline, is_offline
+from streamtune.base.privacy import OfflineError, go_offline, is_offline
 go_offline()
 server = socket.create_server(("127.0.0.1", 0))
 socket.create_connection(server.getsockname()).close()
@@ -115,7 +115,7 @@ for attempt in tries:
         assert "--offline" in error.what
         refused += 1
 print(refused)
-child = "from streamtune.base.network import is_offline; print(is_offline())"
+child = "from streamtune.base.privacy import is_offline; print(is_offline())"
 print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True).stdout.strip())
 """
     done = subprocess.run(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from streamtune.base import interrupts
-from streamtune.base.secrets import without_controls
+from streamtune.base.privacy import without_controls
 from streamtune.cli.machine import error_of_machine
 from streamtune.data.reading.files import local_file, open_bytes
 from streamtune.errors import ArgumentError, RunError

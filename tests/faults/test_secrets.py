@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from streamtune.base.secrets import find_secret, redact, redact_values
+from streamtune.base.privacy import find_secret, redact, redact_values
 from streamtune.errors import RecipeError
 from streamtune.recipe import load_recipe
 from tests.faults.figures import tell

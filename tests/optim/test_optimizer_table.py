@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from streamtune.base.optimizer_table import OPTIMIZERS, argument_mistakes, check_installed, state_bytes
-from streamtune.base.step_kind import PLAIN_STEP
+from streamtune.base.optimizer_table import OPTIMIZERS, PLAIN_STEP, argument_mistakes, check_installed, state_bytes
 from streamtune.errors import ArgumentError
 from streamtune.ops.simulated import simulating
 from streamtune.optim import OptimChoice, build_optimizer, set_learning_rate, state_tensors

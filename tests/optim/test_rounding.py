@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
-from streamtune.base.step_kind import PLAIN_STEP
+from streamtune.base.optimizer_table import OPTIMIZERS, PLAIN_STEP, state_bytes
 from streamtune.ops.simulated import simulating
 from streamtune.optim import OptimChoice, build_optimizer, set_learning_rate, state_tensors
 from streamtune.plan.simulate.memory import distinct_bytes

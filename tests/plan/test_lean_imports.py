@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from streamtune.base.quiet import QUANTISERS
+from streamtune.base.libraries import QUANTISERS
 from tests.plan.test_golden_plan import DEVICE, RECIPE
 
 ADAPTERS = {**RECIPE, "finetuning_type": "lora", "max_length": 4096}

@@ -9,7 +9,7 @@ import pytest
 from tools.model_shapes import SHAPES
 from tools.recipe_headers import PAGE, command_of, page, plan_shipped, planned_recipes, read_header
 
-from streamtune.base.sizes import parse_size
+from streamtune.base.text import parse_size
 from streamtune.plan.rates import find_device
 from streamtune.recipe import ShippedRecipe, load_recipe
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from streamtune.base.names import set_names
+from streamtune.base.text import set_names
 from streamtune.cli import main
 from streamtune.data import concat_squares
 from streamtune.recipe import load_recipe

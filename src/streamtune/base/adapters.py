@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from streamtune.base.names import Status
+from streamtune.base.text import Status
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from streamtune.base.quiet import packed_call, run_packed
+from streamtune.base.libraries import imports_are_quiet, quiet_imports
 from streamtune.base.safe_path import SafeChildren
 
 
@@ -55,3 +56,16 @@ def _interrupts_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def packed_call(function: Callable[..., None], *args: Any) -> tuple[bytes, bool]:
+    """Pack a call for :func:`run_packed` in another process, which logs as little on import as this one."""
+    return pickle.dumps((function, args)), imports_are_quiet()
+
+
+def run_packed(first: Any, packed: bytes, quiet: bool) -> None:
+    """Make the call, with ``first`` before its arguments. The modules it needs are imported here and not before."""
+    if quiet:
+        quiet_imports()
+    function, args = pickle.loads(packed)
+    function(first, *args)

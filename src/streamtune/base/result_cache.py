@@ -40,7 +40,7 @@ from typing import IO, Any
 import xxhash
 
 from streamtune.base.paths import cache_folder, open_at_once
-from streamtune.base.sizes import show_size
+from streamtune.base.text import show_size
 from streamtune.errors import StorageError
 
 Notify = Callable[[str], None]

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from streamtune.base import interrupts
-from streamtune.base.network import go_offline, is_offline, keep_private
+from streamtune.base.libraries import pip_install, quiet_imports, untested
 from streamtune.base.patterns import of_tokenizer
-from streamtune.base.quiet import quiet_imports
+from streamtune.base.privacy import go_offline, is_offline, keep_private
 from streamtune.base.streams import keep_streams, lost_output, reader_is_gone
-from streamtune.base.versions import pip_install, untested
 from streamtune.cli.app import app
 from streamtune.cli.console import is_needed, need_output, print_note
 from streamtune.cli.machine import check_directory, error_of_machine, grow_segments, name_locale, some_home

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from streamtune import __version__
 from streamtune.base.paths import open_at_once
-from streamtune.base.secrets import plain, redact_values
+from streamtune.base.privacy import plain, redact_values
 from streamtune.errors import ArgumentError, RecipeError, StreamTuneError, UserError
 
 if not os.environ.get("COLUMNS", "").strip("0"):  # rich would show nothing in no columns

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from streamtune.base.paths import cache_folder
-from streamtune.base.sizes import show_size
+from streamtune.base.text import show_size
 from streamtune.errors import ArgumentError
 
 from .console import err, loading_libraries, out, print_json, print_note, replace_page

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from streamtune.base.secrets import plain
+from streamtune.base.privacy import plain
 from streamtune.data.data_report import EPOCH_COLUMNS, SourceReport, epoch_table
 from streamtune.data.inspect_rows import RowPart, RowView, TokenGap, TokenRun
 

@@ -20,10 +20,9 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.text import Text
 
-from streamtune.base.network import is_offline
-from streamtune.base.secrets import plain
-from streamtune.base.sizes import show_size
-from streamtune.base.versions import TESTED, pip_install, untested
+from streamtune.base.libraries import TESTED, pip_install, untested
+from streamtune.base.privacy import is_offline, plain
+from streamtune.base.text import show_size
 
 from .console import err, loading_libraries, out, print_json
 from .env import environment

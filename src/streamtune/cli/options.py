@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from streamtune.base.network import stay_off_the_hub
+from streamtune.base.privacy import stay_off_the_hub
 from streamtune.recipe import LoadedRecipe, load_recipe, names_a_hub
 
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
+from streamtune.base.libraries import leave_out_quantisers, process_is_own
 from streamtune.base.optimizer_table import OPTIMIZERS
-from streamtune.base.quiet import leave_out_quantisers, process_is_own
 from streamtune.base.result_cache import read_cached, versions, write_cached
 from streamtune.cli.options import read_recipe
 from streamtune.cli.plan_screen import print_page, screen_texts

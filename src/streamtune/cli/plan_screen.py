@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Column, Table
 from rich.text import Text
 
-from streamtune.base.sizes import show_size
+from streamtune.base.text import show_size
 from streamtune.recipe.keys.preset import describe_preset
 
 from .console import make_table, out, print_rows, print_table, print_title

@@ -11,7 +11,7 @@ from rich.table import Column
 from rich.text import Text
 
 from streamtune.base.optimizer_table import OPTIMIZERS, OptimizerEntry, state_bytes
-from streamtune.base.secrets import plain
+from streamtune.base.privacy import plain
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.recipe import (
     DpoRecipe,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from streamtune.base.network import is_offline
-from streamtune.base.secrets import plain
+from streamtune.base.privacy import is_offline, plain
 from streamtune.errors import ArgumentError
 from streamtune.recipe import LoadedRecipe
 

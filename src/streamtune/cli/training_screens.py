@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from streamtune.base.adapters import base_of
-from streamtune.base.secrets import plain
-from streamtune.base.sizes import show_size
+from streamtune.base.privacy import plain
+from streamtune.base.text import show_size
 from streamtune.recipe import code_of
 from streamtune.recipe.keys.preset import describe_preset
 

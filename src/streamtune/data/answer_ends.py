@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.options import ChatOptions
 from streamtune.data.record_table import Example, Tree
 from streamtune.data.rendering.render import RowRenderer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.fit import Prepared
 from streamtune.data.record_table import Example, Prompt, Record, Tree
 from streamtune.data.rendering.renderings import common_prefix

@@ -24,9 +24,9 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.compute  # type: ignore[import-untyped]
 
 from streamtune.base import interrupts
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.base.result_cache import WatchedFile, new_checksum
-from streamtune.base.sizes import show_size
+from streamtune.base.text import show_size
 from streamtune.errors import StorageError
 
 IntArray = npt.NDArray[np.int32]

@@ -37,7 +37,7 @@ from streamtune import __version__
 from streamtune.base import interrupts
 from streamtune.base.paths import open_at_once
 from streamtune.base.result_cache import CacheFile, Notify, checksum_of, locked
-from streamtune.base.sizes import show_size
+from streamtune.base.text import show_size
 from streamtune.data.fit import LengthFit
 from streamtune.data.fit.length_fit import load_fit, save_fit
 from streamtune.data.reading.contents import FileHashes, StreamedFiles, fingerprint_rows, fingerprint_source

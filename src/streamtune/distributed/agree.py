@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from streamtune import __version__
-from streamtune.base.network import among_ranks
+from streamtune.base.privacy import among_ranks
 from streamtune.distributed.watch.failure import Failure
 from streamtune.distributed.wire import Admission
 from streamtune.errors import DistributedError

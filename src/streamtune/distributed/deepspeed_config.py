@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.base.paths import open_at_once
-from streamtune.base.secrets import find_secret, is_named_like_secret, redact
+from streamtune.base.privacy import find_secret, is_named_like_secret, redact
 from streamtune.errors import ArgumentError, did_you_mean
 
 COMMON: dict[str, Any] = {

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
-from streamtune.base.network import among_ranks
+from streamtune.base.privacy import among_ranks
 from streamtune.distributed.ports import LOOPBACK, check_host
 from streamtune.errors import ArgumentError
 

@@ -12,7 +12,7 @@ import secrets
 import socket
 from contextlib import suppress
 
-from streamtune.base.network import among_ranks
+from streamtune.base.privacy import among_ranks
 from streamtune.errors import ArgumentError
 
 SIDE_PORTS = 8

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamtune.base.network import among_ranks
+from streamtune.base.privacy import among_ranks
 from streamtune.errors import DistributedError
 
 from .environment import RankEnvironment

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine.evaluated import EvaluatedLogits, ReadableLogits
 from streamtune.engine.fused import is_linear_original
 from streamtune.engine.hf_names import CAUSAL_LOSS, LOSS, LOSSES, inside

@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from streamtune.base.versions import installed, lacks
+from streamtune.base.libraries import installed, lacks
 
 SAFE_FILE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 """The names of the files of weights in a folder, or of their index."""

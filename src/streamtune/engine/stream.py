@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.base.model_device import model_device
-from streamtune.base.versions import blamed, untested
+from streamtune.base.libraries import blamed, untested
+from streamtune.base.model_facts import model_device
 from streamtune.engine.context import CallContext
 from streamtune.engine.embeddings import StreamedEmbedding, read, token_embedding
 from streamtune.engine.head import StreamedHead, has_head

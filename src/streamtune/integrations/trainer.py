@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from streamtune.base.model_device import model_device
-from streamtune.base.sizes import show_size
+from streamtune.base.model_facts import model_device
+from streamtune.base.text import show_size
 from streamtune.engine import StreamHandle, stream
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.plan import Plan, plan_step

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from streamtune.base.network import is_offline
+from streamtune.base.privacy import is_offline
 from streamtune.engine.hf_names import CAUSAL_NAMES, inside
 from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
 from streamtune.models.adapters.loftq import QuantisationChange

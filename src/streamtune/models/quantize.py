@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from streamtune.base.sizes import show_size
+from streamtune.base.text import show_size
 from streamtune.engine.hf_names import QUANTIZERS, inside, kept_wide
 from streamtune.errors import ArgumentError
 from streamtune.models.adapters.loftq import LoftqStart, QuantisationChange

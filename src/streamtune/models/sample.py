@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from streamtune.base.model_device import model_device
+from streamtune.base.model_facts import model_device
 from streamtune.data import ChatOptions, PromptRenderer
 from streamtune.errors import ArgumentError, DataError
 from streamtune.models.tokens import end_tokens

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamtune.base.names import look_up
 from streamtune.base.optimizer_table import OPTIMIZERS, check_installed
+from streamtune.base.text import look_up
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.optim.badam import EVERY_NAME, BlockAdamW
 from streamtune.optim.narrow_states import NarrowStatesAdamW, Rounding, StatesDtype

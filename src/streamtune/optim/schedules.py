@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from streamtune.base.names import look_up
+from streamtune.base.text import look_up
 from streamtune.errors import ArgumentError, did_you_mean
 
 LearningRateSchedule = Callable[[int], float]

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.base.model_device import model_device
-from streamtune.base.sizes import parse_size, show_size
+from streamtune.base.model_facts import model_device
+from streamtune.base.text import parse_size, show_size
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from streamtune.base.sizes import show_size
+from streamtune.base.text import show_size
 from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from streamtune.base.paths import open_at_once
-from streamtune.base.secrets import find_secret, redact
+from streamtune.base.privacy import find_secret, redact
 from streamtune.errors import RecipeError, did_you_mean
 from streamtune.recipe.keys.adapters import unread_adapter_keys
 from streamtune.recipe.mistakes import leaf_paths

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from streamtune.base.sizes import SIZE_PATTERN
+from streamtune.base.text import SIZE_PATTERN
 from streamtune.errors import RecipeError, did_you_mean
 from streamtune.recipe.yaml import KeyPath, Marks, Mistake, parse_scalar, show_path
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from streamtune.base.optimizer_table import step_kind
-from streamtune.base.step_kind import StepKind
+from streamtune.base.optimizer_table import StepKind, step_kind
 from streamtune.recipe.keys import adapters, engine, loss
 from streamtune.recipe.keys.adapters import ADAPTER_RULES, QUANTIZATION_RULES, AdapterKeys
 from streamtune.recipe.keys.batching import BATCH_RULES, SELECTION_RULES, BatchKeys, StepKeys

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from streamtune.base.sizes import SIZE_PATTERN
+from streamtune.base.text import SIZE_PATTERN
 from streamtune.recipe.rules import Refusal, Rules, refusals_of
 
 TOO_LARGE = "too_large"
@@ -36,7 +36,7 @@ Rows = Annotated[int, Field(ge=1), at_most(10**6)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 Size = Annotated[str, Field(pattern=SIZE_PATTERN, json_schema_extra={"examples": ["80GiB"]})]
-"""Bytes, as people write them; ``streamtune.base.sizes.parse_size`` reads it."""
+"""Bytes, as people write them; ``streamtune.base.text.parse_size`` reads it."""
 
 
 class Spec(BaseModel):

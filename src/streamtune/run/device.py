@@ -17,7 +17,7 @@ import torch
 
 from streamtune import train
 from streamtune.base.adapters import base_of
-from streamtune.base.sizes import parse_size, show_size
+from streamtune.base.text import parse_size, show_size
 from streamtune.engine import RouterLoss, SequenceParallel, StreamHandle, balance_coefficient, balances_itself, stream
 from streamtune.engine.memory.host import total_host_bytes
 from streamtune.errors import ArgumentError, OutOfMemoryError, UnsupportedModelError, UserError

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, distributed
 
 from streamtune import models, train
-from streamtune.base.model_device import model_device
-from streamtune.base.sizes import parse_size, show_size
+from streamtune.base.model_facts import model_device
+from streamtune.base.text import parse_size, show_size
 from streamtune.engine import StreamHandle
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError

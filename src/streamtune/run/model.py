@@ -18,7 +18,7 @@ from torch import nn
 from streamtune import models, optim, train
 from streamtune.base.adapters import base_of
 from streamtune.base.optimizer_table import state_bytes
-from streamtune.base.sizes import parse_size, show_size
+from streamtune.base.text import parse_size, show_size
 from streamtune.engine import decoder_layers, keep_on_host
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.engine.weights.waiting import waiting_parameters

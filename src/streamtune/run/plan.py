@@ -19,7 +19,7 @@ from torch import nn
 
 from streamtune import models
 from streamtune.base.adapters import base_of
-from streamtune.base.sizes import parse_size
+from streamtune.base.text import parse_size
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.engine.weights.waiting import waiting_parameters

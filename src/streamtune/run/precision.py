@@ -15,7 +15,7 @@ import torch
 
 from streamtune import models
 from streamtune.base.optimizer_table import state_bytes
-from streamtune.base.sizes import show_size
+from streamtune.base.text import show_size
 from streamtune.errors import UserError
 from streamtune.recipe.schema import Recipe
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from streamtune import data, models, train
 from streamtune.base.adapters import base_of
-from streamtune.base.labels import IGNORE_INDEX
-from streamtune.base.secrets import redact_values
+from streamtune.base.model_facts import IGNORE_INDEX
+from streamtune.base.privacy import redact_values
 from streamtune.recipe.schema import Recipe
 from streamtune.tasks import Task
 from streamtune.tasks.task import Built, PreparedRows, chat_options

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from streamtune import train
-from streamtune.base.step_kind import PLAIN_STEP, StepKind
+from streamtune.base.optimizer_table import PLAIN_STEP, StepKind
 from streamtune.plan.budget import device_name
 from streamtune.plan.calibrate import correct_rates
 from streamtune.plan.planner import Plan

@@ -18,7 +18,7 @@ import torch
 
 from streamtune import data, models, train
 from streamtune.base.adapters import base_of
-from streamtune.base.secrets import redact, redact_values
+from streamtune.base.privacy import redact, redact_values
 from streamtune.base.streams import lost_output
 from streamtune.distributed import RankEnvironment, Watchdog, keep_log, read_environment
 from streamtune.errors import ArgumentError, NonFiniteError

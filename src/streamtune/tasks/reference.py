@@ -22,7 +22,7 @@ from streamtune import data, train
 from streamtune.base.adapters import is_of_adapters
 from streamtune.base.paths import cache_folder
 from streamtune.base.result_cache import CacheFile, Notify, hash_of, versions
-from streamtune.base.sizes import show_size
+from streamtune.base.text import show_size
 
 UNUSED = ("_name_or_path", "transformers_version", "architectures", "use_cache", "dtype", "torch_dtype")
 """Settings of a configuration that change no log-probability, or are known otherwise; ``*_token_id`` are others."""

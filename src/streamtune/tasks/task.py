@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from streamtune import data, optim, train
-from streamtune.base.model_device import model_device
+from streamtune.base.model_facts import model_device
 from streamtune.base.paths import cache_folder
 from streamtune.engine import StreamHandle, check_branches, stream
 from streamtune.engine.inspect_model import both_at_once

@@ -35,9 +35,9 @@ from safetensors import SafetensorError, safe_open
 
 from streamtune import data
 from streamtune.base import interrupts
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.base.result_cache import WatchedFile, checksum_of, is_open_at, try_lock
-from streamtune.base.sizes import show_size
+from streamtune.base.text import show_size
 from streamtune.errors import ArgumentError, StorageError
 from streamtune.ops import TopKTeacher
 

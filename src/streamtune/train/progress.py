@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from streamtune.base.names import set_names
 from streamtune.base.palette import drawn_plainly
-from streamtune.base.secrets import plain
+from streamtune.base.privacy import plain
+from streamtune.base.text import set_names
 from streamtune.train.records import read_records
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.staging import replace_file

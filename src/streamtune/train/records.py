@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from streamtune.base.secrets import redact_values
+from streamtune.base.privacy import redact_values
 from streamtune.errors import ArgumentError, CheckpointError
 from streamtune.train.staging import append_to, cut_file, rename_file, replace_file, write_error
 

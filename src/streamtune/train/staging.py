@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from streamtune.base.sizes import show_size
+from streamtune.base.text import show_size
 from streamtune.errors import ArgumentError, CheckpointError, RunError
 
 STAGING_PREFIX = ".tmp-"

@@ -24,7 +24,7 @@ import psutil
 import torch
 from torch import nn
 
-from streamtune.base.model_device import model_device
+from streamtune.base.model_facts import model_device
 from streamtune.engine import StreamHandle
 from streamtune.errors import NonFiniteError, OutOfMemoryError
 from streamtune.train.backend import Backend

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from streamtune.base.optimizer_table import OPTIMIZERS
-from streamtune.base.step_kind import PLAIN_STEP
+from streamtune.base.optimizer_table import OPTIMIZERS, PLAIN_STEP
 from streamtune.optim import OptimChoice, build_optimizer
 from streamtune.plan.simulate.partition import Holdings
 from tests.plan.simulate.test_simulate import allocated, build, workload

@@ -16,8 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
-from streamtune.base.step_kind import PLAIN_STEP
+from streamtune.base.optimizer_table import OPTIMIZERS, PLAIN_STEP, state_bytes
 from streamtune.engine import LossRequest, decoder_layers, stream
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.memory.host import is_host_storage

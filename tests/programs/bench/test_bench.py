@@ -16,7 +16,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from streamtune import Schedule
-from streamtune.base.quiet import LOGGERS, quiet_imports
+from streamtune.base.libraries import LOGGERS, quiet_imports
 from streamtune.cli.app import app
 from streamtune.errors import ArgumentError, RunError
 from streamtune.programs.bench.bench import BenchReport, run_bench

@@ -24,7 +24,7 @@ import pytest
 import yaml
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.models.tokenizer import set_chat_template
 from streamtune.programs.imports.importing import import_recipe
 from streamtune.recipe import load_recipe

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from streamtune import Schedule, stream
-from streamtune.base.sizes import show_size
+from streamtune.base.text import show_size
 from streamtune.errors import OutOfMemoryError
 from streamtune.plan.budget import Budget
 from streamtune.plan.search import Range

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.record_table import Example
 
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.batches.collate import Batch
 from streamtune.data.batches.sampler import Packs
 from streamtune.data.record_table import Example, Tree, common_beginning

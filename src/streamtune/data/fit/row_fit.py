@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.data_report import DataReport
 from streamtune.data.fit.length_fit import LengthFit, Notify, have
 from streamtune.data.options import SPLIT_AT, RowPolicy

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from streamtune.base.network import is_offline
+from streamtune.base.privacy import is_offline
 from streamtune.data.reading.cells import without_nulls
 from streamtune.data.reading.files import DataFile, format_of, local_file
 from streamtune.data.reading.folders import Chosen, choose_files

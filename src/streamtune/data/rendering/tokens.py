@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.options import SPLIT_AT, RowPolicy
 from streamtune.data.rendering.chat import ChatTurn
 from streamtune.data.rendering.long_text import PieceTokenizer, TokenPiece

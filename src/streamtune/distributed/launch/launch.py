@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from streamtune.base import interrupts
-from streamtune.base.network import among_ranks
+from streamtune.base.privacy import among_ranks
 from streamtune.base.safe_path import safe_environment
 from streamtune.base.streams import reader_is_gone
 from streamtune.distributed.environment import read_environment

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.base.labels import IGNORE_INDEX
-from streamtune.base.model_device import model_device
+from streamtune.base.model_facts import IGNORE_INDEX, model_device
 from streamtune.engine.call_parts import SharedKey
 from streamtune.engine.observe import RandomState
 from streamtune.engine.streamed_model import StreamedModel

@@ -19,8 +19,7 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 
-from streamtune.base.labels import IGNORE_INDEX
-from streamtune.base.model_device import model_device
+from streamtune.base.model_facts import IGNORE_INDEX, model_device
 from streamtune.engine.hf_names import CACHES, KERNEL_ROWS, MAKES_POSITIONS, POSITIONS, TOKEN_TYPES
 from streamtune.engine.inspect_model import carries_states, keeps_keys, own_attention
 from streamtune.engine.observe import RandomState

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.base.model_device import model_device
+from streamtune.base.model_facts import model_device
 from streamtune.engine.hf_names import kept_wide
 from streamtune.engine.inspect_model import base_model, decoder_layers
 from streamtune.engine.lazy_logits import LazyForward

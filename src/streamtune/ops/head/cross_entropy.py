@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.ops.first_order import first_order, hooks_held_back
 from streamtune.ops.head.kernels import Chunk, HeadShape, head_kernel, run_head
 from streamtune.ops.head.sweep import (

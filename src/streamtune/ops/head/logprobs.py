@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.ops.first_order import first_order, hooks_held_back
 from streamtune.ops.head.sweep import HeadGradients, Project, TargetRows, autocast_dtype, cast, loss_and_grad, scaled
 from streamtune.ops.launching import MAX_ELEMENTS, blocks

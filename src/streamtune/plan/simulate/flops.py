@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from streamtune.base.step_kind import PLAIN_STEP, StepKind
+from streamtune.base.optimizer_table import PLAIN_STEP, StepKind
 from streamtune.engine import decoder_layers
 from streamtune.models import count_weights
 from streamtune.plan.simulate.shard import WINDOWS, heads_of

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine import Branches, TokenScores
 from streamtune.engine.hf_names import set_checkpointing
 from streamtune.errors import ArgumentError

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from streamtune.base.adapters import base_of
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine import Branches, LazyLogits, LossRequest, StreamHandle, decoder_layers
 from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.memory.rooms import HostRooms

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from streamtune.base.step_kind import PLAIN_STEP, StepKind
+from streamtune.base.optimizer_table import PLAIN_STEP, StepKind
 from streamtune.errors import ArgumentError
 from streamtune.ops import TokenLoss
 from streamtune.plan.simulate.cluster import Cluster

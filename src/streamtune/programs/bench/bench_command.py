@@ -11,7 +11,7 @@ import typer
 from rich.table import Column, Table
 
 from streamtune.base import interrupts
-from streamtune.base.sizes import parse_size
+from streamtune.base.text import parse_size
 from streamtune.cli.console import err, make_table, out, print_json
 from streamtune.cli.options import JsonOption, RecipeArgument, SetOption, option, read_recipe
 from streamtune.errors import ArgumentError, did_you_mean

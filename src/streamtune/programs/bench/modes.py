@@ -18,8 +18,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.functional import cross_entropy, pad
 
 from streamtune.base.adapters import base_of
-from streamtune.base.labels import IGNORE_INDEX
-from streamtune.base.model_device import model_device
+from streamtune.base.model_facts import IGNORE_INDEX, model_device
 from streamtune.engine import StreamHandle, decoder_layers, stream
 from streamtune.engine.memory.placement import Tiers
 from streamtune.errors import UnsupportedModelError

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from streamtune.base.adapters import base_of
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.errors import UnsupportedModelError
 from streamtune.plan.simulate.scored import checkpointing
 

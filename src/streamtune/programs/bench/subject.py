@@ -27,8 +27,7 @@ import transformers
 from torch import Tensor, nn
 
 from streamtune.base.child import Child
-from streamtune.base.labels import IGNORE_INDEX
-from streamtune.base.model_device import model_device
+from streamtune.base.model_facts import IGNORE_INDEX, model_device
 from streamtune.engine import Branches, decoder_layers
 from streamtune.errors import RunError, StreamTuneError, UnsupportedModelError
 from streamtune.plan.simulate.memory import LiveBytes, held_bytes

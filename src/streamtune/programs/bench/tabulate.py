@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from streamtune.base import interrupts
-from streamtune.base.sizes import show_size
+from streamtune.base.text import show_size
 from streamtune.errors import ArgumentError, RunError
 from streamtune.plan.budget import Budget
 from streamtune.plan.search import Attempt, Range, search_largest

@@ -11,7 +11,7 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from streamtune.base.secrets import plain
+from streamtune.base.privacy import plain
 from streamtune.cli.console import err, loading_libraries, make_table, out, print_json, print_note
 from streamtune.cli.options import AllowCodeOption, JsonOption, SetOption, option, read_recipe
 from streamtune.cli.plan_screen import bar

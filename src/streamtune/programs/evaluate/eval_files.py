@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.base.palette import COLOURS, INK, drawn_plainly
-from streamtune.base.secrets import plain
+from streamtune.base.privacy import plain
 from streamtune.errors import ArgumentError, RunError
 from streamtune.train.staging import replace_file, write_durably
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from streamtune import data, train
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine import StreamHandle
 from streamtune.tasks import Task
 from streamtune.tasks.task import Built

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from streamtune import data, train
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.templates import render_chat
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError

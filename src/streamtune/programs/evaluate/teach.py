@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from streamtune import data, train
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.errors import ArgumentError
 from streamtune.ops import top_classes
 from streamtune.ops.head.sweep import TargetRows

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from streamtune.base.sizes import show_size
+from streamtune.base.text import show_size
 from streamtune.cli.console import err, loading_libraries, out, print_json, print_note
 from streamtune.cli.options import JsonOption, RecipeArgument, SetOption, option, read_recipe
 from streamtune.errors import ArgumentError

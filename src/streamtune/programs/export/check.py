@@ -33,7 +33,7 @@ from transformers import GenerationConfig
 
 from streamtune import data, models
 from streamtune.base.adapters import base_of
-from streamtune.base.model_device import model_device
+from streamtune.base.model_facts import model_device
 from streamtune.data.templates import fix_date
 from streamtune.errors import StreamTuneError
 from streamtune.models import with_generation

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.base import interrupts
-from streamtune.base.network import is_offline
+from streamtune.base.privacy import is_offline
 from streamtune.base.safe_path import safe_environment
 from streamtune.errors import ArgumentError, RunError, did_you_mean
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.text import Text
 
-from streamtune.base.sizes import parse_size, show_size
+from streamtune.base.text import parse_size, show_size
 from streamtune.cli.console import err, loading_libraries, out, print_json, print_note, print_rows, print_title
 from streamtune.cli.options import JsonOption, option, wait_passively
 

@@ -25,7 +25,7 @@ from streamtune import __version__, models, train
 from streamtune.base import interrupts
 from streamtune.base.adapters import base_of, is_of_adapters
 from streamtune.base.result_cache import is_open_at, try_lock
-from streamtune.base.sizes import show_size
+from streamtune.base.text import show_size
 from streamtune.errors import ArgumentError, RunError
 from streamtune.models.quantize import is_quantised, logical_size
 from streamtune.programs.export.check import Differences

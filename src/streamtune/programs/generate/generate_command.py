@@ -14,7 +14,7 @@ import typer
 from rich.text import Text
 
 from streamtune.base import interrupts
-from streamtune.base.secrets import plain, without_controls
+from streamtune.base.privacy import plain, without_controls
 from streamtune.cli.console import err, loading_libraries, out, print_error, print_json, print_note
 from streamtune.cli.options import JsonOption, option
 from streamtune.errors import ArgumentError, UserError

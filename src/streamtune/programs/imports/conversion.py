@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from streamtune.base.secrets import find_secret, redact
+from streamtune.base.privacy import find_secret, redact
 from streamtune.errors import RecipeError, did_you_mean
 from streamtune.recipe.aliases import ALIASES, VALUES
 from streamtune.recipe.kinds import RECIPES, objectives_with

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from streamtune.base.secrets import plain
+from streamtune.base.privacy import plain
 from streamtune.cli.console import err, out, print_json, print_note, print_rows
 from streamtune.cli.options import JsonOption, option
 from streamtune.cli.recipes import is_there, write_new

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamtune.base.secrets import redact
+from streamtune.base.privacy import redact
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.recipe.kinds import RECIPES
 from streamtune.recipe.mistakes import find_mistakes, to_error

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from streamtune import train
-from streamtune.base.model_device import model_device
+from streamtune.base.model_facts import model_device
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError
 from streamtune.optim import BlockAdamW

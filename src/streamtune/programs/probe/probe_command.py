@@ -10,7 +10,7 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from streamtune.base.sizes import parse_size, show_size
+from streamtune.base.text import parse_size, show_size
 from streamtune.cli.console import err, make_table, out, print_json, print_note, print_rows
 from streamtune.cli.options import JsonOption, NodesOption, RanksOption, RecipeArgument, SetOption, option, read_recipe
 from streamtune.cli.plan_screen import show_seconds, traffic_table

@@ -14,7 +14,7 @@ import torch
 
 from streamtune import models
 from streamtune.base.adapters import base_of
-from streamtune.base.sizes import parse_size, show_size
+from streamtune.base.text import parse_size, show_size
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.optim import check_optimizer

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from streamtune.base.sizes import show_size
+from streamtune.base.text import show_size
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits, device_name
 from streamtune.plan.planner import choose

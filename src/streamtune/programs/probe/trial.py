@@ -28,8 +28,8 @@ from torch import nn
 
 from streamtune.base import interrupts
 from streamtune.base.child import Child
-from streamtune.base.model_device import model_device
-from streamtune.base.sizes import show_size
+from streamtune.base.model_facts import model_device
+from streamtune.base.text import show_size
 from streamtune.engine import StreamHandle, decoder_layers
 from streamtune.engine.memory.host import Tally, reserved_host_bytes, usable_host_bytes
 from streamtune.errors import OutOfMemoryError, StorageError

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from streamtune.base.names import set_names
+from streamtune.base.text import set_names
 from streamtune.programs.report.charts import GIB, Curve, gib, line_chart, memory_chart, number
 from streamtune.programs.report.run_records import RunRecords
 

@@ -8,7 +8,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from streamtune.base.secrets import plain
+from streamtune.base.privacy import plain
 from streamtune.data.data_report import EPOCH_COLUMNS, SourceReport, epoch_table
 from streamtune.data.inspect_rows import RowPart, RowView, TokenGap
 from streamtune.run.inspect import Inspection

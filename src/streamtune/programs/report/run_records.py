@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamtune.base.secrets import redact_values, visible
+from streamtune.base.privacy import redact_values, visible
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.recipe.yaml import read_yaml
 

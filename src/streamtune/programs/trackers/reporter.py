@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from streamtune import train
-from streamtune.base.secrets import plain, redact_values
+from streamtune.base.privacy import plain, redact_values
 from streamtune.errors import StreamTuneError
 from streamtune.programs.trackers.tracker import Tracker, numbers
 from streamtune.train.listeners import Listener, Listeners, RunFacts

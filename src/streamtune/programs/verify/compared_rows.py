@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune import data, train
-from streamtune.base.labels import IGNORE_INDEX
-from streamtune.base.model_device import model_device
+from streamtune.base.model_facts import IGNORE_INDEX, model_device
 from streamtune.engine import StreamHandle, decoder_layers
 from streamtune.errors import DataError
 from streamtune.plan.simulate.memory import LiveBytes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.base.adapters import base_of
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine.hf_names import CAUSAL_LOSS, FIXED_LOSS, LOSS, inside
 
 FILLED = 1e-2

@@ -23,7 +23,7 @@ import torch
 
 from streamtune import data, models, train
 from streamtune.base.adapters import base_of
-from streamtune.base.model_device import model_device
+from streamtune.base.model_facts import model_device
 from streamtune.engine import LossRequest, RouterLoss, StreamHandle, balance_coefficient, balances_itself
 from streamtune.engine.rotary import as_alone
 from streamtune.errors import ArgumentError, DataError, OutOfMemoryError, RunError

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from streamtune import data, models, optim, train
-from streamtune.base.model_device import model_device
+from streamtune.base.model_facts import model_device
 from streamtune.engine import StreamHandle
 from streamtune.ops import TokenLoss
 from streamtune.plan.simulate.scored import Scored

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamtune.base.names import look_up
+from streamtune.base.text import look_up
 from streamtune.errors import ArgumentError, did_you_mean
 from streamtune.tasks.objectives.ragged import sum_by_row
 

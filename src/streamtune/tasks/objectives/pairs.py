@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from streamtune.base.names import look_up
+from streamtune.base.text import look_up
 from streamtune.errors import ArgumentError
 from streamtune.tasks.objectives.ragged import counts, sum_by_row
 

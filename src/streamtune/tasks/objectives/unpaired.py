@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamtune.base.names import look_up
+from streamtune.base.text import look_up
 from streamtune.errors import ArgumentError
 from streamtune.tasks.objectives.ragged import counts, sum_by_row
 

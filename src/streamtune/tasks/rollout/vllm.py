@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.base.adapters import base_of
-from streamtune.base.model_device import model_device
+from streamtune.base.model_facts import model_device
 from streamtune.errors import ArgumentError
 from streamtune.tasks.rollout.writer import Completion, Sampling, ended
 

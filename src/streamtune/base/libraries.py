@@ -1,10 +1,12 @@
-"""The versions of libraries with which this version was tested, and messages about others.
+"""Libraries that are installed: versions that were tested, messages about others, and what they log on import.
 
-This module is a leaf: it imports nothing heavy.
+None of them is imported here. :func:`quiet_imports` and :func:`leave_out_quantisers` are called before the first is.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -84,3 +86,44 @@ def _after(newest: str) -> str:
     """Return the minor version behind the newest tested one, for an upper bound."""
     major, minor = _minor(newest)
     return f"{major}.{minor + 1}"
+
+
+# --- imports ----------------------------------------------------------------------------------------------------------
+
+QUANTISERS = ("torchao", "bitsandbytes")
+LOGGERS = (*QUANTISERS, "torch.utils._pytree")
+
+
+def quiet_imports() -> None:
+    """Let the loggers of libraries that peft and transformers import log errors only."""
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def imports_are_quiet() -> bool:
+    """Return True if :func:`quiet_imports` was called."""
+    return logging.getLogger(LOGGERS[0]).level == logging.ERROR  # torch sets those of its own loggers anew
+
+
+_own = False
+
+
+def own_process() -> None:
+    """Note that this process runs one command and then ends."""
+    global _own
+    _own = True
+
+
+def process_is_own() -> bool:
+    """Return True if :func:`own_process` was called."""
+    return _own
+
+
+def leave_out_quantisers() -> None:
+    """Let imports from now on find no quantiser, as if none were installed.
+
+    peft and transformers import each one that they find, which takes a fourth of the time that all imports take. They
+    remember what they found, so this is for a process of its own in which nothing is quantised.
+    """
+    for name in QUANTISERS:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as documented, of a module that is not there

@@ -1,7 +1,4 @@
-"""The device on which a model computes, where some of its weights may wait on the host.
-
-This module is a leaf: it imports nothing of the package.
-"""
+"""The label of untrained tokens, and the device on which a model computes. Imports nothing of the package."""
 
 from __future__ import annotations
 
@@ -11,9 +8,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+IGNORE_INDEX = -100
+"""The label of a token that is not trained on; torch's and transformers' losses leave the same one out."""
+
 
 def model_device(model: nn.Module) -> torch.device:
-    """Return the device on which a model computes: that of its first weight which is not on the CPU, if there is one.
+    """Return the device on which a model computes: of the first weight
+     that is not on the CPU, if there is one.
 
     Weights that wait on the host are on the CPU beside an accelerator.
     """
