@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import streamtune
 from benchmarks.communication.traffic import Traffic, wire_bytes
 from streamtune import models, train
-from streamtune.distributed.backends.deepspeed import DeepSpeedBackend
+from streamtune.distributed.deepspeed import DeepSpeedBackend
 from streamtune.distributed.deepspeed_config import resolve_config
 from streamtune.recipe import Recipe
 from streamtune.run.model import make_optimizer

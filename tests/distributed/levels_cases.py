@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import streamtune
 from streamtune import models
-from streamtune.distributed.backends.deepspeed import DeepSpeedBackend
+from streamtune.distributed.deepspeed import DeepSpeedBackend
 from streamtune.distributed.deepspeed_config import resolve_config
 from streamtune.engine.observe import observed
 from streamtune.recipe import Recipe

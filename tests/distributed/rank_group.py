@@ -152,7 +152,7 @@ def _run_and_leave(work: Work) -> None:
 def _main(module: str, results: str, cases: str) -> None:
     import torch
 
-    from streamtune.distributed.process_group import join, leave
+    from streamtune.distributed.pytorch import join, leave
 
     join(torch.device("cpu"))
     run = importlib.import_module(module).run

@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from streamtune.distributed.launch.ranks import LocalRanks
-from streamtune.distributed.ports import free_port
-from streamtune.distributed.watch.failure import RankEnd
+from streamtune.distributed.failure import RankEnd
+from streamtune.distributed.hosts import free_port
+from streamtune.distributed.local_ranks import LocalRanks
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"

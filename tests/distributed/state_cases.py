@@ -25,9 +25,9 @@ from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
 from streamtune import models, train
-from streamtune.distributed.backends.deepspeed import share_module
-from streamtune.distributed.backends.pytorch import DdpBackend, share_layer
+from streamtune.distributed.deepspeed import share_module
 from streamtune.distributed.deepspeed_config import resolve_config
+from streamtune.distributed.pytorch import DdpBackend, share_layer
 from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError, CheckpointError
 from streamtune.models import save_gathered

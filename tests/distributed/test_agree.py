@@ -7,7 +7,7 @@ import json
 import pytest
 
 from streamtune.distributed.agree import compare_facts, describe_ranks
-from streamtune.distributed.watch.failure import RankEnd
+from streamtune.distributed.failure import RankEnd
 from tests.distributed.ranks_kit import start, wait
 
 ALIKE = {"data": "d1", "recipe seed": "42"}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from streamtune.distributed.backends.deepspeed import check_deepspeed
+from streamtune.distributed.deepspeed import check_deepspeed
 from streamtune.distributed.deepspeed_config import PRESETS, filled, resolve_config, stage_of
 from streamtune.errors import ArgumentError
 

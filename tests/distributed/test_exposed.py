@@ -21,10 +21,9 @@ import pytest
 
 from streamtune.distributed.agree import agree
 from streamtune.distributed.environment import RankEnvironment, read_environment
-from streamtune.distributed.launch.hostfile import read_hostfile
-from streamtune.distributed.launch.launch import launch
-from streamtune.distributed.launch.remote import SSH
-from streamtune.distributed.ports import free_port, listen_at, side_ports
+from streamtune.distributed.hosts import free_port, listen_at, read_hostfile, side_ports
+from streamtune.distributed.launcher import launch
+from streamtune.distributed.remote import SSH
 from streamtune.distributed.wire import MOST_WAITING, Admission, Line, dial, listen, prove
 from streamtune.errors import ArgumentError, DistributedError
 from tests.distributed.ranks_kit import SRC

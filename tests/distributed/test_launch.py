@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from streamtune.distributed.environment import expand_nodes, expand_tasks, read_environment
-from streamtune.distributed.launch.hostfile import Host, read_hostfile
-from streamtune.distributed.launch.launch import _check_devices, launch, without_launch_options
-from streamtune.distributed.watch.failure import Failure, RankEnd, first_failure
+from streamtune.distributed.failure import Failure, RankEnd, first_failure
+from streamtune.distributed.hosts import Host, read_hostfile
+from streamtune.distributed.launcher import _check_devices, launch, without_launch_options
 from streamtune.errors import ArgumentError, DataError, StreamTuneError
 from tests.distributed.ranks_kit import SRC
 from tests.distributed.running import Running, command

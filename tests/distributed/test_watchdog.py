@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from streamtune.distributed.environment import RankEnvironment
-from streamtune.distributed.launch.ranks import LocalRanks
-from streamtune.distributed.watch.failure import RankEnd, first_failure
-from streamtune.distributed.watch.verdict import (
+from streamtune.distributed.failure import RankEnd, first_failure
+from streamtune.distributed.local_ranks import LocalRanks
+from streamtune.distributed.verdict import (
     Beat,
     Peer,
     Stragglers,
@@ -24,8 +24,8 @@ from streamtune.distributed.watch.verdict import (
     find_failure,
     this_process,
 )
-from streamtune.distributed.watch.vitals import Vitals, computes
-from streamtune.distributed.watch.watchdog import Watchdog
+from streamtune.distributed.vitals import Vitals, computes
+from streamtune.distributed.watchdog import Watchdog
 from streamtune.errors import ArgumentError
 from tests.distributed.ranks_kit import start, wait
 from tests.distributed.running import Running, command

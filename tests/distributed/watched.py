@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.distributed import Watchdog, agree, die_with_launcher, read_environment
-from streamtune.distributed.watch.failure import Failure, write_failure
-from streamtune.distributed.watch.verdict import WatchLimits
+from streamtune.distributed.failure import Failure, write_failure
+from streamtune.distributed.verdict import WatchLimits
 from streamtune.errors import DataError, StreamTuneError
 
 QUICK = WatchLimits(silence=6.0, stillness=4.0, start=120.0, course=5.0)

@@ -23,8 +23,8 @@ PHASES: dict[str, tuple[str, str, int]] = {
     # module, what is called there, and which call of it
     "loading": ("streamtune.run.build", "make_model", 1),
     "forward": ("streamtune.train.objective", "SupervisedObjective.score", 3),
-    "backward": ("streamtune.distributed.backends.pytorch", "DdpBackend.backward", 3),
-    "optimizer": ("streamtune.distributed.backends.pytorch", "DdpBackend.step", 3),
+    "backward": ("streamtune.distributed.pytorch", "DdpBackend.backward", 3),
+    "optimizer": ("streamtune.distributed.pytorch", "DdpBackend.step", 3),
     "evaluating": ("streamtune.train.loop", "evaluate", 1),
     "saving": ("streamtune.train.saver", "_write_own", 1),
 }

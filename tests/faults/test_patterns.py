@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from streamtune.base.patterns import find_matches, is_found, wrong_pattern
 from streamtune.data.rendering.long_text import PieceTokenizer
 from streamtune.errors import ArgumentError
-from streamtune.models import load_tokenizer, train_tokenizer
-from streamtune.models.adapters.add import AdapterSpec, add_adapters
-from streamtune.models.adapters.saved import check_adapter_settings, check_saved_settings, start_from
+from streamtune.models import AdapterSpec, load_tokenizer, train_tokenizer
+from streamtune.models.adapters.attach import add_adapters, start_from
+from streamtune.models.folder import check_adapter_settings, check_saved_settings
 from streamtune.optim.badam import split_blocks
 from streamtune.tasks.rewards import load_rewards
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import streamtune
 from streamtune.errors import ArgumentError
 from streamtune.models import AdapterSpec, QuantisedBefore, add_adapters, load_lora, loftq_start, start_from
-from streamtune.models.adapters.loftq import LOFTQ_FILE
+from streamtune.models.adapters.start import LOFTQ_FILE
 from streamtune.models.adapters.targets import low_rank_layers
 from streamtune.models.export import save_pretrained
 from streamtune.models.quantize import PACKAGES, dequantised, is_quantised, quantize

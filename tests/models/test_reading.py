@@ -19,7 +19,8 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamtune.errors import ArgumentError
-from streamtune.models import add_lora, load_lora, load_model, reading, start_from
+from streamtune.models import add_lora, load_lora, load_model, start_from
+from streamtune.models import folder as reading
 
 MOE: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
        "intermediate_size": 48, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
@@ -168,8 +169,8 @@ def test_no_weight_or_buffer_follows_what_is_written_to_the_file_later(
 MAPPED = """
 import os, sys
 import transformers.modeling_utils as modeling
-from streamtune.models import load, reading
-reading.usable_host_bytes = lambda: 0
+from streamtune.models import folder, load
+folder.usable_host_bytes = lambda: 0
 check = load.check_report
 def cut(name, model, report):
     os.truncate(name + "/model.safetensors", 0)

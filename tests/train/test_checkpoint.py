@@ -381,7 +381,7 @@ def test_every_changed_key_is_named_where_the_change_may_be_allowed() -> None:
 
 def test_only_one_device_writes_whole_tensors() -> None:
     """A rank of several that passed for one device would write over the others' files."""
-    from streamtune.distributed.backends.deepspeed import DeepSpeedBackend
-    from streamtune.distributed.backends.pytorch import DdpBackend, FsdpBackend
+    from streamtune.distributed.deepspeed import DeepSpeedBackend
+    from streamtune.distributed.pytorch import DdpBackend, FsdpBackend
 
     assert [kind.whole for kind in (LocalBackend, DdpBackend, DeepSpeedBackend, FsdpBackend)] == [True, *[False] * 3]

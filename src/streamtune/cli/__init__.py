@@ -16,7 +16,7 @@ from streamtune.cli.app import app
 from streamtune.cli.console import is_needed, need_output, print_note
 from streamtune.cli.machine import check_directory, error_of_machine, grow_segments, name_locale, some_home
 from streamtune.cli.rank_process import note_failure, remember_arguments, report_failure
-from streamtune.distributed.launch.ranks import die_with_launcher
+from streamtune.distributed.local_ranks import die_with_launcher
 from streamtune.errors import RunError, StreamTuneError
 
 __all__ = ["app", "main"]

@@ -24,13 +24,11 @@ from typing import Any
 
 from streamtune import __version__
 from streamtune.base.privacy import among_ranks
-from streamtune.distributed.watch.failure import Failure
-from streamtune.distributed.wire import Admission
+from streamtune.distributed.environment import RankEnvironment, read_environment
+from streamtune.distributed.failure import Failure
+from streamtune.distributed.hosts import listen_at
+from streamtune.distributed.wire import Admission, Line, dial, listen
 from streamtune.errors import DistributedError
-
-from .environment import RankEnvironment, read_environment
-from .ports import listen_at
-from .wire import Line, dial, listen
 
 PURPOSE = "agree"
 PACKAGES = ("torch", "transformers", "deepspeed", "peft")

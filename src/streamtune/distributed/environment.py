@@ -17,7 +17,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
 from streamtune.base.privacy import among_ranks
-from streamtune.distributed.ports import LOOPBACK, check_host
+from streamtune.distributed.hosts import LOOPBACK, check_host
 from streamtune.errors import ArgumentError
 
 DEFAULT_PORT = 29500

@@ -27,10 +27,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamtune.base.privacy import among_ranks
+from streamtune.distributed.environment import RankEnvironment
+from streamtune.distributed.hosts import listen_at, side_ports
 from streamtune.errors import DistributedError
-
-from .environment import RankEnvironment
-from .ports import listen_at, side_ports
 
 MOST_BYTES = 1 << 20
 """Of one document. Ours have hundreds; a stranger's connection is not read beyond it."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from streamtune.base.adapters import AdapterSpec
-from streamtune.models.adapters.add import add_adapters, add_lora, loftq_start
-from streamtune.models.adapters.loftq import LOFTQ_FILE, QuantisationChange, QuantisedBefore, taken_of
-from streamtune.models.adapters.lora_ga import first_factors, start_from_factors, summed_bytes
-from streamtune.models.adapters.saved import check_saved_settings, load_adapters, load_lora, start_from
-from streamtune.models.adapters.start import started_values
-from streamtune.models.blueprint import blueprint, small_like
+from streamtune.models.adapters.attach import add_adapters, add_lora, load_adapters, load_lora, loftq_start, start_from
+from streamtune.models.adapters.start import (
+    LOFTQ_FILE,
+    QuantisationChange,
+    QuantisedBefore,
+    first_factors,
+    start_from_factors,
+    started_values,
+    summed_bytes,
+    taken_of,
+)
 from streamtune.models.checkpoint_files import (
     FileTimes,
     absolute_name,
@@ -30,40 +35,49 @@ from streamtune.models.export import (
     use_saved_ends,
     write_shards,
 )
+from streamtune.models.folder import adapter_base, check_saved_settings
+from streamtune.models.generation import (
+    Decoding,
+    add_ends,
+    encode_prompt,
+    end_tokens,
+    ends_of,
+    likeliest_tokens,
+    sample_text,
+    with_generation,
+)
 from streamtune.models.load import (
     ModelOptions,
     ParameterCount,
-    check_positions,
+    blueprint,
     count_parameters,
     count_weights,
-    describe_positions,
     init_model,
     left_out,
     load_model,
+    small_like,
 )
 from streamtune.models.older import add_old_names
 from streamtune.models.packed import PackedExperts, has_packed_experts
-from streamtune.models.positions import RopeChange, position_limit, pretrained_positions
+from streamtune.models.positions import (
+    RopeChange,
+    check_positions,
+    describe_positions,
+    position_limit,
+    pretrained_positions,
+)
 from streamtune.models.quantize import choose_quantization, divide_packed, left_whole, quantization
-from streamtune.models.reading import adapter_base
-from streamtune.models.sample import Decoding, encode_prompt, likeliest_tokens, sample_text
 from streamtune.models.tokenizer import (
     CHATML_TEMPLATE,
+    add_rows,
+    add_tokens,
     load_tokenizer,
+    new_tokens,
     read_trained_tokenizer,
     read_vocabulary,
     set_chat_template,
     train_tokenizer,
-)
-from streamtune.models.tokens import (
-    add_ends,
-    add_rows,
-    add_tokens,
-    end_tokens,
-    ends_of,
-    new_tokens,
     use_special_tokens,
-    with_generation,
 )
 
 __all__ = [

@@ -45,9 +45,8 @@ from streamtune.engine.hf_names import (
     inside,
 )
 from streamtune.errors import ArgumentError, StreamTuneError
-from streamtune.models.load import check_exists, is_memory_error, loading_error, read_config
-from streamtune.models.reading import READ, SETTLED_SECONDS
-from streamtune.models.safety import check_folder
+from streamtune.models.config import check_exists, is_memory_error, loading_error, read_config
+from streamtune.models.folder import READ, SETTLED_SECONDS, check_folder
 from streamtune.models.weights_check import check_dtypes, check_unused, is_finite, not_finite, size_error
 
 

@@ -31,10 +31,10 @@ from torch import Tensor
 from streamtune.base.adapters import base_of
 from streamtune.engine.hf_names import AS_IN_FILES, SAFE_FILE, SAFE_INDEX, inside, tied_weights
 from streamtune.errors import ArgumentError
-from streamtune.models.adapters.loftq import keep_taken
-from streamtune.models.adapters.saved import is_written_as_lora, written_adapters
+from streamtune.models.adapters.attach import is_written_as_lora, written_adapters
+from streamtune.models.adapters.start import keep_taken
+from streamtune.models.generation import add_ends, ends_of
 from streamtune.models.older import AS_TRANSFORMERS, TOKENIZER_CONFIG, add_old_names, old_tokenizer_config
-from streamtune.models.tokens import add_ends, ends_of
 
 SHARD_BYTES = 2 << 30
 """Most bytes that are collected on the host before a file of weights is written."""

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from streamtune.errors import ArgumentError
 
 ORIGINAL = "original_max_position_embeddings"
@@ -179,3 +181,61 @@ def _scalings(config: Any) -> list[Mapping[str, Any]]:
     kinds = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     nested = bool(kinds) and all(isinstance(kind, dict) for kind in kinds.values())
     return [kind for kind in (kinds.values() if nested else [kinds]) if kind.get("rope_type", "default") != "default"]
+
+
+def check_positions(model: Any, longest: int, *, training: bool = True) -> str | None:
+    """Refuse rows of ``longest`` tokens if they exceed the positions that ``model`` was made for.
+
+    Rotary and other computed positions go on past ``max_position_embeddings``, though the model was not trained on
+    them; a learnt table ends there.
+
+    Args:
+        model: Its configuration is read.
+        longest: Tokens of the longest row.
+        training: The rows are trained on. Others are measured on rotary positions that the model has never seen, with
+            the warning that is returned.
+
+    Raises:
+        ArgumentError: The rows are longer than the positions that the model reaches, its scaling included.
+    """
+    limit = position_limit(model.config)
+    if limit is None or longest <= limit:
+        return None
+    words = model.get_input_embeddings()
+    for name, module in model.named_modules():
+        table = isinstance(module, torch.nn.Embedding) and module is not words
+        if table and limit <= module.num_embeddings <= limit + 2:  # some keep two rows for padding
+            raise ArgumentError(
+                f"the longest row has {longest:,} tokens; the model's table of positions ({name}) ends at {limit:,}",
+                where="max_length",
+                mend=f"set max_length: {limit} and overlength: split, or choose a model with rotary positions",
+            )
+    what = f"the longest row has {longest:,} tokens; the model was made for {limit:,} (max_position_embeddings)"
+    original = pretrained_positions(model.config)
+    if original is not None and original < limit:
+        what = (
+            f"the longest row has {longest:,} tokens; the model was made for {original:,} positions, and the scaling "
+            f"of its configuration or of rope_scaling reaches {limit:,}"
+        )
+    if not training or not getattr(model.config.get_text_config(decoder=True), "rope_parameters", None):
+        return f"{what}: it goes on, at positions it has never seen"
+    factor = math.ceil(longest / (original or limit))
+    raise ArgumentError(
+        what,
+        where="max_length",
+        mend=f"extend its positions: rope_scaling: {{rope_type: yarn, factor: {factor}}}; or train "
+        f"at positions it has never seen: rope_scaling: {{rope_type: default}}; or set max_length: {limit}",
+    )
+
+
+def describe_positions(model: Any, longest: int) -> str | None:
+    """Return one line for rows of ``longest`` tokens over the positions of a model, with what to write; else None.
+
+    Args:
+        model: Its configuration is read, and its modules; it may have no weights.
+        longest: Tokens of the longest row.
+    """
+    try:
+        return check_positions(model, longest)
+    except ArgumentError as error:
+        return f"{error.what}: a run refuses such rows; {error.mend}"

@@ -32,7 +32,7 @@ from torch import nn
 from streamtune.base.text import show_size
 from streamtune.engine.hf_names import QUANTIZERS, inside, kept_wide
 from streamtune.errors import ArgumentError
-from streamtune.models.adapters.loftq import LoftqStart, QuantisationChange
+from streamtune.models.adapters.start import LoftqStart, QuantisationChange
 from streamtune.models.packed import PackedExperts, divide_experts, pack_experts
 
 if TYPE_CHECKING:

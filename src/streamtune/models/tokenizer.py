@@ -1,20 +1,25 @@
-"""Tokenizers: load one, or train a byte-level BPE from text."""
+"""Tokenizers: loaded or trained from text; tokens that a recipe adds, and their rows in embedding and head.
+
+A new row is the mean of the rows of the tokens that were there before: of a size that the layers of the model are
+used to, and the same on every rank and in every run. Rows of new tokens are trained with all others, or alone beside
+adapters.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from torch import nn
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from streamtune.base.patterns import check_splits
 from streamtune.errors import ArgumentError
-from streamtune.models.load import check_exists, loading_error
-from streamtune.models.safety import check_count, key_place
-from streamtune.models.tokens import add_tokens
+from streamtune.models.config import check_count, check_exists, key_place, loading_error
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
@@ -130,7 +135,7 @@ def load_tokenizer(
     Args:
         name_or_path: The tokenizer.
         trust_remote_code: Allow code that comes with it to run.
-        special_tokens: See :func:`streamtune.models.tokens.add_tokens`.
+        special_tokens: See :func:`streamtune.models.tokenizer.add_tokens`.
         added_tokens: See there.
 
     Raises:
@@ -227,3 +232,104 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None
         raise ArgumentError(f"{path} has more than {MAX_TEMPLATE:,} characters: this is no chat template",
                             where="chat_template", mend="name a Jinja file")  # fmt: skip
     tokenizer.chat_template = text
+
+
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any], added: Sequence[str]) -> None:
+    """Give a tokenizer its special tokens, and tokens of the user's own; those that it has keep their number.
+
+    Args:
+        tokenizer: Changed in place. Adding the same tokens twice changes nothing.
+        special: The tokens for ``bos_token`` and the like, and a list of ``additional_special_tokens``.
+        added: Tokens that are ordinary text when decoded, such as ``<think>``.
+    """
+    for name in SPECIAL:
+        if (text := special.get(name)) is not None:
+            tokenizer.add_special_tokens({name: AddedToken(text, special=True, normalized=False)})
+    more = [AddedToken(text, special=True, normalized=False) for text in special.get("additional_special_tokens") or ()]
+    tokenizer.add_tokens(more, special_tokens=True)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in added if text not in _named(special)])
+
+
+def new_tokens(
+    known: Collection[str], tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any], added: Sequence[str]
+) -> list[int]:
+    """Return the numbers of the tokens of a recipe that its tokenizer did not have before, ascending.
+
+    Args:
+        known: Tokens that it had.
+        tokenizer: With those of the recipe.
+        special: See :func:`add_tokens`.
+        added: See there.
+    """
+    vocabulary = tokenizer.get_vocab()
+    named = dict.fromkeys([*_named(special), *added])
+    return sorted(vocabulary[text] for text in named if text not in known and text in vocabulary)
+
+
+def _named(special: Mapping[str, Any]) -> list[str]:
+    single = [special[name] for name in SPECIAL if special.get(name) is not None]
+    return [*single, *(special.get("additional_special_tokens") or ())]
+
+
+@torch.no_grad()
+def add_rows(model: Any, size: int, new: Collection[int]) -> None:
+    """Make the embedding and the head as large as the vocabulary, and set the rows of new tokens to the mean row.
+
+    Args:
+        model: With its weights; not quantised, without adapters. Spare rows of its tables are used before new ones.
+        size: Tokens of the tokenizer.
+        new: Numbers of the tokens that were added, which are the last ones.
+
+    Raises:
+        ArgumentError: The model cannot have other rows.
+    """
+    if size > model.get_input_embeddings().weight.shape[0]:
+        try:
+            with torch.random.fork_rng():
+                model.resize_token_embeddings(size, mean_resizing=False)
+        except (NotImplementedError, AttributeError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"{type(model).__name__} cannot have rows for more tokens: {error}",
+                where="added_tokens",
+                mend="use tokens that its tokenizer has",
+            ) from error
+    rows = torch.tensor(sorted(new), device=model.device)
+    first = int(rows[0])
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tables: dict[int, Any] = {
+        id(module.weight): module.weight for module in (embedding, head) if isinstance(module, nn.Module)
+    }
+    for table in tables.values():
+        table[rows] = table[:first].float().mean(dim=0).to(table.dtype)
+    bias = getattr(head, "bias", None)
+    if isinstance(bias, torch.Tensor):
+        bias[rows] = bias[:first].float().mean().to(bias.dtype)
+
+
+def use_special_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any]) -> None:
+    """Write the numbers of changed special tokens into the configurations of a model, where generation reads them.
+
+    Args:
+        model: Its configurations are changed in place.
+        tokenizer: With the special tokens.
+        special: The tokens that the recipe names. A new end of text is added to those that generation stops at.
+    """
+    text = model.config.get_text_config(decoder=True)
+    generation = getattr(model, "generation_config", None)
+    for name in ("bos_token", "eos_token", "pad_token"):
+        if special.get(name) is None:
+            continue
+        key, number = f"{name}_id", getattr(tokenizer, f"{name}_id")
+        for config in (model.config, text):
+            setattr(config, key, number)
+        if generation is None:
+            continue
+        ends = getattr(generation, key, None)
+        if name == "eos_token" and ends is not None and ends != number:
+            others = [each for each in (ends if isinstance(ends, list) else [ends]) if each != number]
+            setattr(generation, key, [number, *others])
+        else:
+            setattr(generation, key, number)

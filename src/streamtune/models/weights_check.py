@@ -13,8 +13,8 @@ from torch import Tensor
 
 from streamtune.base.adapters import is_of_adapters
 from streamtune.errors import ArgumentError
-from streamtune.models.reading import READ
-from streamtune.models.safety import key_place, keys_of_size
+from streamtune.models.config import key_place, keys_of_size
+from streamtune.models.folder import READ
 
 FLOAT_NAMES = ("F64", "F32", "F16", "BF16")
 """As safetensors calls them."""

@@ -42,7 +42,7 @@ def device_of_rank(device: torch.device) -> torch.device:
 def leave_ranks() -> None:
     """Leave the process group, if there is one, when all ranks are done."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        from streamtune.distributed.process_group import leave
+        from streamtune.distributed.pytorch import leave
 
         leave()
 
@@ -62,7 +62,7 @@ def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) ->
     check_layout(recipe, size, shares_weights=shares_weights)
     if size == 1 and recipe.deepspeed is None and not recipe.fsdp:
         return train.World()
-    from streamtune.distributed.process_group import join
+    from streamtune.distributed.pytorch import join
 
     if size == 1:  # DeepSpeed on one device: its host offload
         for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
@@ -114,7 +114,7 @@ def sequence_ranks(recipe: Recipe, world: train.World) -> SequenceParallel | Non
     """Return the ranks that share this rank's sequences; None where each has its own. Called by all ranks together."""
     if world.sequence_size == 1:
         return None
-    from streamtune.distributed.process_group import sequence_group
+    from streamtune.distributed.pytorch import sequence_group
 
     return SequenceParallel(sequence_group(world.sequence_size), form=recipe.sequence_parallel)
 
@@ -138,7 +138,7 @@ def make_backend(
     if shares_weights(recipe) and models.quantization(model) == "nf4":
         models.divide_packed(model, keeps_objects=recipe.deepspeed is not None)
     if recipe.deepspeed is not None:
-        from streamtune.distributed.backends.deepspeed import DeepSpeedBackend, check_deepspeed, share_module
+        from streamtune.distributed.deepspeed import DeepSpeedBackend, check_deepspeed, share_module
         from streamtune.distributed.deepspeed_config import resolve_config
 
         check_deepspeed()
@@ -146,7 +146,7 @@ def make_backend(
         fill_model(model, layers, world, device, lambda module: share_module(module, config))
         return DeepSpeedBackend(model, make_optimizer(recipe, model), config, layers)
     if recipe.fsdp:
-        from streamtune.distributed.backends.pytorch import FsdpBackend, share_layer
+        from streamtune.distributed.pytorch import FsdpBackend, share_layer
 
         fill_model(model, layers, world, device, lambda module: share_layer(module, layers))
         return FsdpBackend(model, lambda sharded: make_optimizer(recipe, sharded), layers)
@@ -161,7 +161,7 @@ def make_backend(
     optimizer = make_optimizer(recipe, model)
     if isinstance(optimizer, optim.ZerothOrderSGD):
         return train.ForwardBackend(model, optimizer, layers, world)
-    from streamtune.distributed.backends.pytorch import DdpBackend
+    from streamtune.distributed.pytorch import DdpBackend
 
     return DdpBackend(model, optimizer)
 
@@ -202,7 +202,7 @@ def fill_model(
     source = models.deferred_of(model)
     if source is None:
         return
-    from streamtune.distributed.fill import fill
+    from streamtune.distributed.pytorch import fill
 
     assert device is not None, "weights that are to come go somewhere"
     fill(model, layers, source, device=device, main=world.main, share=share)
@@ -229,12 +229,12 @@ def share_reference(
     if recipe.deepspeed is None:
         from torch.distributed.fsdp import fully_shard
 
-        from streamtune.distributed.backends.pytorch import share_layer
+        from streamtune.distributed.pytorch import share_layer
 
         fill_model(model, layers, world, device, lambda module: share_layer(module, layers))
         fully_shard(model)
         return None
-    from streamtune.distributed.backends.deepspeed import share_frozen, share_module
+    from streamtune.distributed.deepspeed import share_frozen, share_module
     from streamtune.distributed.deepspeed_config import resolve_config
 
     config = resolve_config(recipe.deepspeed, config_values(recipe, model, world))
@@ -245,10 +245,10 @@ def share_reference(
 def whole_weights(recipe: Recipe, model: Any) -> Iterator[tuple[str, Tensor | None]]:
     """Iterate over the parameters of a sharded model, each whole on rank 0 until the next one. Called by all ranks."""
     if recipe.fsdp:
-        from streamtune.distributed.backends import pytorch
+        from streamtune.distributed import pytorch
 
         return pytorch.whole_weights(model)
-    from streamtune.distributed.backends import deepspeed as deepspeed_backend
+    from streamtune.distributed import deepspeed as deepspeed_backend
 
     return deepspeed_backend.whole_weights(model)
 

@@ -1,23 +1,47 @@
-"""First values of LoRA, and the constant adapter that takes away what the adapters start from.
+"""First values of LoRA: the leading part of each weight, of its gradient, or of its quantisation error.
 
-``pissa``, ``olora`` and ``lora_ga`` of their papers take the part ``B0 A0`` that the adapters start from away from the
-base, which then is another model in every checkpoint, as a reference, and to every reader of the adapters. Here the
+``pissa``, ``olora`` and ``lora_ga`` of their papers subtract ``B0 A0``, which the adapters start from, from the base.
+The base would then be another model in every checkpoint, as a reference, and to every reader of the adapters. Here the
 base stays, and ``- B0 A0`` is a second, constant adapter: the same function of the trained ``A`` and ``B``, without the
 rounding of the base.
+
+LoRA-GA (Wang et al., arXiv 2407.05000), of the gradient ``G = U S V'`` of a weight ``[out, in]`` (Algorithm 1):
+
+    A0 = c V'[1..r],   B0 = c U[r+1..2r],   c = out^(1/4) / sqrt(gamma)
+
+The first step of ``A`` and ``B`` by a small rate then moves the weight along ``B0 B0' G + G A0' A0``, which is ``c^2``
+times the best approximation of ``G`` by rank 2r (Theorem 3.1). LoRA moves it along ``G A' A`` of a random ``A``. A
+gradient is decomposed and freed when the backward hands it over. Over several micro-batches gradients are summed on the
+host in fp32.
+
+LoftQ (Li et al., arXiv 2310.08659), for a quantised layer with an adapter of rank r, scaled by s, alternates from
+``A = B = 0`` (Algorithm 1):
+
+    Q = quantised(W - s B A),    s B A = the r largest singular values of W - Q
+
+The iteration with the smallest ``|W - (Q + s B A)|`` is kept: beyond the first few the error may rise again. With one
+iteration Q is the quantised W, as in every other run. After more, Q is the quantised ``W - s B A`` with the ``s B A``
+of the iteration before, which is saved with the adapters (:data:`LOFTQ_FILE`): a resume and an export quantise the same
+weights again, and decompose nothing.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from streamtune.base.adapters import AdapterSpec
-from streamtune.errors import ArgumentError
+from streamtune.errors import ArgumentError, NonFiniteError
 from streamtune.models.adapters.targets import is_whole, low_rank_layers
+from streamtune.models.folder import READ
 
 START = "start"
 """Name of the constant adapter."""
@@ -91,3 +115,322 @@ def add_start(adapted: Any) -> None:
             part.register_buffer("weight", values)
         layer.set_adapter(["default", START])
     del adapted.peft_config[START]  # it is a part of the other one, in all that reads configurations
+
+
+Factors = dict[str, tuple[Tensor, Tensor]]
+"""Name of a layer in the base -> ``A0`` ``[r, in]`` and ``B0`` ``[out, r]``."""
+
+
+def first_factors(adapted: Any, losses: Sequence[Callable[[], Tensor]], *, gamma: float, seed: int) -> Factors:
+    """Return what the adapters of a model start from.
+
+    Args:
+        adapted: With adapters of kind ``lora_ga`` that change nothing yet; streamed or not. It is left as it was.
+        losses: Each computes the loss of a micro-batch. The gradient is that of their sum.
+        gamma: The smaller, the larger are both factors.
+        seed: Of dropout, and of the random start of each decomposition.
+
+    Raises:
+        NonFiniteError: A gradient has values that are no numbers.
+    """
+    layers = dict(low_rank_layers(adapted))
+    names = {id(layer.get_base_layer().weight): name for name, layer in layers.items()}
+    sums: dict[str, Tensor] = {}
+    found: Factors = {}
+
+    def on_gradient(weight: Tensor, last: bool) -> None:
+        name, grad = names[id(weight)], weight.grad
+        assert grad is not None, "it has just been accumulated"
+        weight.grad = None
+        if not last:
+            part = grad.detach().to("cpu", torch.promote_types(grad.dtype, torch.float32), copy=True)
+            sums[name] = sums[name].add_(part) if name in sums else part
+            return
+        if name in sums:
+            grad = sums.pop(name).to(grad.device).add_(grad)
+        layer = layers[name]
+        grad = grad.T if layer.fan_in_fan_out else grad
+        if not torch.isfinite(grad).all():
+            raise NonFiniteError(
+                f"the gradient of {name}, which adapter_type: lora_ga starts from, is not finite",
+                where="adapter_type",
+                mend="look at the rows; or write adapter_type: lora",
+            )
+        found[name] = leading_factors(grad, layer.r["default"], gamma, seed)
+
+    with torch.random.fork_rng(), torch.enable_grad(), _only_trained(adapted, names):
+        for number, loss in enumerate(losses):
+            torch.manual_seed(seed + number)
+            hook = partial(on_gradient, last=number == len(losses) - 1)
+            with _hooked([layer.get_base_layer().weight for layer in layers.values()], hook):
+                loss().backward()
+    for name in list(sums):  # the last micro-batch had no gradient for it
+        layer, grad = layers[name], sums.pop(name)
+        grad = grad.to(layer.get_base_layer().weight.device)
+        found[name] = leading_factors(grad.T if layer.fan_in_fan_out else grad, layer.r["default"], gamma, seed)
+    return found
+
+
+def leading_factors(grad: Tensor, rank: int, gamma: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Return ``A0`` and ``B0`` of a gradient ``[out, in]``, in fp32 or wider.
+
+    Singular vectors are those of a random projection to four times the rank (Halko et al.), as the authors' are.
+    """
+    wide = grad.detach().to(torch.promote_types(grad.dtype, torch.float32))
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        u, _, v = torch.svd_lowrank(wide, q=min(4 * rank, *wide.shape), niter=4)
+    scale = wide.shape[0] ** 0.25 / gamma**0.5
+    return (scale * v[:, :rank].T).contiguous(), (scale * u[:, rank : 2 * rank]).contiguous()
+
+
+@torch.no_grad()
+def start_from_factors(adapted: Any, factors: Factors) -> None:
+    """Start the adapters of a model from these factors. A layer without any, which had no gradient, stays as it is."""
+    for name, layer in low_rank_layers(adapted):
+        if name in factors:
+            set_start(layer, *factors[name])
+
+
+def summed_bytes(adapted: Any) -> int:
+    """Return the bytes on the host of the gradients' sums, where they are of several micro-batches."""
+    return sum(4 * layer.get_base_layer().weight.numel() for _, layer in low_rank_layers(adapted))
+
+
+@contextmanager
+def _only_trained(adapted: nn.Module, names: dict[int, str]) -> Iterator[None]:
+    """Train the weights below adapters, and nothing else, while inside."""
+    before = [(parameter, parameter.requires_grad) for parameter in adapted.parameters()]
+    for parameter, _ in before:
+        parameter.requires_grad_(id(parameter) in names)
+    try:
+        yield
+    finally:
+        for parameter, trained in before:
+            parameter.requires_grad_(trained)
+            if id(parameter) in names:
+                parameter.grad = None
+
+
+@contextmanager
+def _hooked(weights: Sequence[Tensor], hook: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call ``hook`` with each weight whose gradient has been accumulated, while inside."""
+    handles = [weight.register_post_accumulate_grad_hook(hook) for weight in weights]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+LOFTQ_FILE = "loftq.safetensors"
+"""What is taken from the weights before they are quantised, beside the adapters; absent where nothing is."""
+FACTORS = "_streamtune_loftq_factors"
+TAKEN = "_streamtune_loftq_taken"
+
+Quantise = Callable[[Tensor], tuple[Any, Tensor]]
+"""Returns the quantised weight, and the same written out in fp32, ``[out, in]``."""
+
+
+class QuantisationChange(Protocol):
+    """A change of weights before they are quantised."""
+
+    def quantised(self, name: str, weight: Tensor, quantise: Quantise) -> Any:
+        """Return the quantised weight of a layer.
+
+        Args:
+            name: Of the layer in the model.
+            weight: ``[out, in]``, on the device of the quantised one.
+            quantise: The model's quantiser.
+        """
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Note in the model what adapters and checkpoints need, once all layers are quantised."""
+
+
+class LoftqStart:
+    """Quantises layers by LoftQ and finds what their adapters start from.
+
+    Args:
+        layers: Finds the layers with adapters: name -> rank and scale.
+        iterations: T of the paper.
+        seed: Of the decompositions.
+    """
+
+    def __init__(
+        self,
+        layers: Callable[[PreTrainedModel], Mapping[str, tuple[int, float]]],
+        *,
+        iterations: int,
+        seed: int,
+    ) -> None:
+        self._find, self._iterations, self._seed = layers, iterations, seed
+        self._layers: Mapping[str, tuple[int, float]] = {}
+        self._factors: Factors = {}
+        self._taken: Factors = {}
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Find the layers, before any is quantised."""
+        self._layers = self._find(model)
+
+    @torch.no_grad()
+    def quantised(self, name: str, weight: Tensor, quantise: Quantise) -> Any:
+        if name not in self._layers:
+            return quantise(weight)[0]
+        rank, scale = self._layers[name]
+        wide = weight.float()
+        taken: tuple[Tensor, Tensor] | None = None
+        best: tuple[float, Any, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor]] | None = None
+        for _ in range(self._iterations):
+            packed, written = quantise(weight if taken is None else _less(weight, taken))
+            rest = wide - written
+            down, up = _leading(rest, rank, self._seed)
+            error = float((rest - up @ down).norm())
+            if best is None or error < best[0]:
+                best = error, packed, taken, (down, up)
+            taken = down, up
+        assert best is not None
+        _, packed, before, (down, up) = best
+        root = scale**0.5
+        self._factors[name] = (down / root).cpu(), (up / root).cpu()
+        if before is not None:
+            self._taken[name] = before[0].cpu(), before[1].cpu()
+        return packed
+
+    def finish(self, model: PreTrainedModel) -> None:
+        setattr(model, FACTORS, self._factors)
+        setattr(model, TAKEN, self._taken)
+
+
+class QuantisedBefore:
+    """Quantises layers as a run did, from what it took from the weights.
+
+    Args:
+        taken: Name of a layer -> ``A`` and ``s B``.
+    """
+
+    def __init__(self, taken: Factors) -> None:
+        self._taken = taken
+        self._left = set(taken)
+
+    @classmethod
+    def of(cls, folder: Path) -> QuantisedBefore | None:
+        """Return the change of the adapters in a folder; None where there is none.
+
+        Raises:
+            ArgumentError: The file is damaged.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        path = folder / LOFTQ_FILE
+        if not path.is_file():
+            return None
+        try:
+            saved = load_file(path, backend=READ)
+            names = {name.rpartition(".")[0] for name in saved}
+            return cls({name: (saved[f"{name}.A"], saved[f"{name}.B"]) for name in sorted(names)})
+        except (SafetensorError, KeyError) as error:
+            raise ArgumentError(
+                f"{path} is damaged, by which the base of its adapters was quantised: {error}",
+                mend="use another checkpoint of the run",
+            ) from error
+
+    @torch.no_grad()
+    def quantised(self, name: str, weight: Tensor, quantise: Quantise) -> Any:
+        taken = self._taken.get(name)
+        if taken is None:
+            return quantise(weight)[0]
+        if (taken[1].shape[0], taken[0].shape[1]) != weight.shape:
+            raise self._another(name)
+        self._left.discard(name)
+        return quantise(_less(weight, taken))[0]
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Check that all layers were quantised, and note what was taken from them.
+
+        Raises:
+            ArgumentError: The model lacks a layer.
+        """
+        if self._left:
+            raise self._another(min(self._left))
+        setattr(model, TAKEN, self._taken)
+
+    def _another(self, name: str) -> ArgumentError:
+        return ArgumentError(
+            f"the adapters (loftq_iter) were trained on another model: {name} is not the layer that was quantised for "
+            "them",
+            mend="name the model they were trained on",
+        )
+
+
+def first_values(model: PreTrainedModel) -> Factors:
+    """Return what the adapters start from, once; the model keeps it no longer.
+
+    Raises:
+        ArgumentError: The model was not quantised by :class:`LoftqStart`.
+    """
+    if not hasattr(model, FACTORS):
+        raise ArgumentError(
+            "adapters of kind loftq start from the difference between the weights and their quantised form, and this "
+            "model has not both",
+            where="adapter_type",
+            mend="write finetuning_type: qlora and name a checkpoint that is not quantised, or adapter_type: lora",
+        )
+    found: Factors = getattr(model, FACTORS)
+    delattr(model, FACTORS)
+    return found
+
+
+def start_from_quantisation(model: PreTrainedModel, layers: Iterable[tuple[str, Any]]) -> None:
+    """Start the adapters of quantised layers.
+
+    Args:
+        model: The base, quantised by :class:`LoftqStart`.
+        layers: Peft's layers, by the name of the module in the base.
+    """
+    factors = first_values(model)
+    for name, layer in layers:
+        if name in factors:  # what is not quantised has nothing to make up for
+            layer.lora_A["default"].weight.copy_(factors[name][0])
+            layer.lora_B["default"].weight.copy_(factors[name][1])
+
+
+def taken_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of :data:`LOFTQ_FILE` of a model without wrappers; none where nothing was taken."""
+    taken: Factors = getattr(model, TAKEN, {})
+    return {f"{name}.{key}": x for name, pair in taken.items() for key, x in zip("AB", pair, strict=True)}
+
+
+def keep_taken(model: nn.Module, folder: Path) -> None:
+    """Write :data:`LOFTQ_FILE` into a folder of saved adapters, where something was taken from the weights."""
+    from safetensors.torch import save_file
+
+    if taken := taken_of(model):
+        save_file({name: x.contiguous() for name, x in taken.items()}, folder / LOFTQ_FILE)
+
+
+def on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model without values."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for x in (*module._parameters.values(), *module._buffers.values()):
+            if x is not None and id(x) not in memo:
+                moved = torch.empty_like(x.detach(), device="meta")
+                memo[id(x)] = nn.Parameter(moved, requires_grad=False) if isinstance(x, nn.Parameter) else moved
+    return copy.deepcopy(model, memo)
+
+
+def _less(weight: Tensor, taken: tuple[Tensor, Tensor]) -> Tensor:
+    """Return ``W - B A`` in the dtype of W."""
+    down, up = (x.to(weight.device) for x in taken)
+    return (weight.float() - up @ down).to(weight.dtype)
+
+
+def _leading(rest: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return ``A`` ``[r, in]`` and ``B`` ``[out, r]`` whose product has the largest singular values of ``rest``."""
+    with torch.random.fork_rng(devices=[rest.device] if rest.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        u, s, v = torch.svd_lowrank(rest, q=min(2 * rank, *rest.shape), niter=8)
+    root = s[:rank].sqrt()
+    return root[:, None] * v[:, :rank].T, u[:, :rank] * root

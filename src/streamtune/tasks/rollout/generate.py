@@ -25,7 +25,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Stoppi
 from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import model_device
 from streamtune.engine.hf_names import LINEAR_CACHE, cache_by_name, inside, is_stateful
-from streamtune.models.tokens import with_generation
+from streamtune.models.generation import with_generation
 from streamtune.tasks.rollout.writer import Completion, Sampling, WritingStopped, ended
 
 

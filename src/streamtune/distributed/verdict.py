@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.distributed.agree import describe_ranks
-from streamtune.distributed.watch.failure import Failure
-from streamtune.distributed.watch.vitals import computes
+from streamtune.distributed.failure import Failure
+from streamtune.distributed.vitals import computes
 
 LOOK_SECONDS = 0.5
 RAN_SECONDS = 5.0

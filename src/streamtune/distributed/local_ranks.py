@@ -21,7 +21,7 @@ from typing import IO
 
 from streamtune.base.interrupts import blocked, remove_too
 from streamtune.distributed.environment import RankEnvironment, usable_cpus
-from streamtune.distributed.watch.failure import ERROR_FILE_VARIABLE, RankEnd, log_tail, read_failure
+from streamtune.distributed.failure import ERROR_FILE_VARIABLE, RankEnd, log_tail, read_failure
 from streamtune.errors import ArgumentError
 
 PARENT_VARIABLE = "STREAMTUNE_LAUNCHER_PID"

@@ -24,8 +24,8 @@ from types import TracebackType
 from typing import Any
 
 from streamtune.distributed.environment import RankEnvironment
-from streamtune.distributed.watch.failure import Failure, write_failure
-from streamtune.distributed.watch.verdict import (
+from streamtune.distributed.failure import Failure, write_failure
+from streamtune.distributed.verdict import (
     Beat,
     Peer,
     Stragglers,
@@ -35,7 +35,7 @@ from streamtune.distributed.watch.verdict import (
     find_failure,
     this_process,
 )
-from streamtune.distributed.watch.vitals import Vitals
+from streamtune.distributed.vitals import Vitals
 from streamtune.distributed.wire import Admission, Line, dial, listen
 from streamtune.errors import ArgumentError, StreamTuneError
 

@@ -23,11 +23,10 @@ from streamtune.base.privacy import among_ranks
 from streamtune.base.safe_path import safe_environment
 from streamtune.base.streams import reader_is_gone
 from streamtune.distributed.environment import read_environment
-from streamtune.distributed.launch.hostfile import MOST_SLOTS, Host, read_hostfile
-from streamtune.distributed.launch.ranks import LocalRanks, count_devices
-from streamtune.distributed.launch.remote import HELLO_SECONDS, RemoteRanks, passed_on
-from streamtune.distributed.ports import check_host, free_port, is_free
-from streamtune.distributed.watch.failure import RankEnd, first_failure
+from streamtune.distributed.failure import RankEnd, first_failure
+from streamtune.distributed.hosts import MOST_SLOTS, Host, check_host, free_port, is_free, read_hostfile
+from streamtune.distributed.local_ranks import LocalRanks, count_devices
+from streamtune.distributed.remote import HELLO_SECONDS, RemoteRanks, passed_on
 from streamtune.errors import ArgumentError
 
 LAUNCH_OPTIONS = ("--nproc", "--hostfile")

@@ -1,4 +1,4 @@
-"""The ranks of another machine, started over ssh; :mod:`ranks` does the same for this machine."""
+"""The ranks of another machine, started over ssh; ``local_ranks`` does the same for this machine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.base.safe_path import safe_environment
-from streamtune.distributed.launch.agent import PING_SECONDS
-from streamtune.distributed.launch.hostfile import Host
-from streamtune.distributed.watch.failure import Failure, RankEnd
+from streamtune.distributed.agent import PING_SECONDS
+from streamtune.distributed.failure import Failure, RankEnd
+from streamtune.distributed.hosts import Host
 from streamtune.errors import DistributedError
 
 SSH = (
@@ -29,7 +29,7 @@ SSH = (
 """The host comes behind it, whatever it begins with."""
 SSH_VARIABLE = "STREAMTUNE_SSH"
 """Another command than that; it is given the host and a line for its shell."""
-AGENT = "streamtune.distributed.launch.agent"
+AGENT = "streamtune.distributed.agent"
 HELLO_SECONDS = 25.0
 NEEDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 """Needed to start Python at all, so written into the command; everything else goes through the connection."""

@@ -1,4 +1,4 @@
-"""``python -m streamtune.distributed.launch.agent``: starts the ranks of its machine for a launcher on another one.
+"""``python -m streamtune.distributed.agent``: starts the ranks of its machine for a launcher on another one.
 
 Started over ssh, it exchanges JSON documents, one a line. It reads
 
@@ -24,9 +24,9 @@ from typing import IO, Any
 
 from streamtune import __version__
 from streamtune.base.safe_path import safe_environment
-from streamtune.distributed.launch.ranks import LocalRanks, count_devices
-from streamtune.distributed.ports import free_port
-from streamtune.distributed.watch.failure import Failure
+from streamtune.distributed.failure import Failure
+from streamtune.distributed.hosts import free_port
+from streamtune.distributed.local_ranks import LocalRanks, count_devices
 from streamtune.errors import StreamTuneError
 
 PING_SECONDS = 2.0

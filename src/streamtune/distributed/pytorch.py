@@ -1,28 +1,211 @@
-"""PyTorch's own engines for several ranks: ``DistributedDataParallel`` and FSDP2.
+"""PyTorch's part of several ranks: the process group, the weights of a model on ``meta``, DDP and FSDP2.
+
+Numbers on the CPU travel over gloo and tensors of an accelerator over NCCL, in one group: messages of the training
+loop never wait for a kernel. The group is joined before the model is made, and left before the process ends.
 
 DDP keeps a whole model and optimizer on every rank and averages gradients once a step. FSDP2 shards weights, gradients
 and optimizer, a decoder layer at a time: ``fully_shard`` puts hooks around a decoder layer's call, and the engine's
 autograd node runs inside that call. So a layer is gathered once for the forward and once for the backward, and its
-gradient is reduced once, on any number of chunks.
+gradient is reduced once, for any number of chunks.
 """
 
 from __future__ import annotations
 
+import errno
+import gc
+import hashlib
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
+from streamtune.distributed.environment import RankEnvironment, read_environment
+from streamtune.distributed.hosts import LOOPBACK, listen_at
+from streamtune.errors import DistributedError
 from streamtune.optim import pack_number, unpack_number
 from streamtune.train.backend import TorchBackend
 from streamtune.train.slices import MASTER, Slice, SliceReader, share_out_whole
+
+PATIENCE = timedelta(hours=2)
+"""Timeout of a collective: a rank may compute that long. Ranks that are gone are noticed by the watchdog."""
+
+
+def join(device: torch.device) -> None:
+    """Join the default process group by ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
+
+    Args:
+        device: This rank's.
+
+    Raises:
+        DistributedError: Another program has the port that rank 0 is to listen at.
+    """
+    if distributed.is_initialized():
+        return
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    environment = read_environment()
+    if environment.world_size == 1 or environment.master_addr in LOOPBACK:
+        environment.choose_interface()
+    distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        timeout=PATIENCE,
+        store=_store(environment),
+        rank=environment.rank,
+        world_size=environment.world_size,
+        device_id=device if cuda else None,
+    )
+
+
+def _store(environment: RankEnvironment) -> Store:
+    """Return the store of the ranks' addresses: a server in rank 0, at the address the others call and no other.
+
+    PyTorch's own would listen on all interfaces. It authenticates nobody; keys begin with a hash that only the ranks
+    of a run know, so that runs that call each other's address by mistake do not mix.
+    """
+    if environment.world_size == 1:
+        return HashStore()
+    host, port = environment.master_addr, environment.master_port
+    # torchrun has started a server already, and its ranks only call it.
+    serves = environment.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    descriptor = None
+    if serves:
+        try:
+            descriptor = listen_at(host, port).detach()
+        except OSError as error:
+            why = "another program has it" if error.errno == errno.EADDRINUSE else str(error.strerror or error)
+            raise DistributedError(
+                f"rank 0 on {environment.host} cannot listen at port {port} of {host}: {why}",
+                where="MASTER_PORT",
+                mend=f"unset it: a free one is chosen; or see who has it: `ss -ltnp 'sport = :{port}'`",
+            ) from None
+    server = TCPStore(
+        host, port, is_master=serves, timeout=PATIENCE, wait_for_workers=False, master_listen_fd=descriptor
+    )
+    prefix = hashlib.sha256(f"{environment.run_id}/store".encode()).hexdigest()[:32]
+    return PrefixStore(prefix, server)
+
+
+def sequence_group(sequence_size: int) -> distributed.ProcessGroup | None:
+    """Return the group of the ranks that share this rank's sequences; None if each rank has its own.
+
+    Consecutive ranks share. All ranks must call it together.
+    """
+    if sequence_size == 1:
+        return None
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    groups = [
+        distributed.new_group(list(range(start, start + sequence_size))) for start in range(0, size, sequence_size)
+    ]
+    return groups[rank // sequence_size]
+
+
+def leave() -> None:
+    """Leave the process group after all ranks are done: its threads abort a process whose objects they outlive."""
+    if not distributed.is_initialized():
+        return
+    gc.collect()
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+class LayerSource(Protocol):
+    """Weights that are not loaded yet: ``streamtune.models.Deferred``."""
+
+    def names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
+        """Return the names of a module's parameters that this source has loaded or is to load."""
+        ...
+
+    def awaits(self, name: str) -> bool:
+        """Return True if it is still to be loaded; a parameter that is used in several places is loaded once."""
+        ...
+
+    def shape(self, name: str) -> nn.Parameter:
+        """Return a parameter with its shape and dtype."""
+        ...
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the values of parameters, on the CPU."""
+        ...
+
+    def place(self, name: str, values: Tensor) -> None:
+        """Set the values of a parameter wherever it is used."""
+        ...
+
+    def close(self) -> None:
+        """Finish loading: all values are placed."""
+        ...
+
+
+def fill(
+    model: nn.Module,
+    layers: Iterable[nn.Module],
+    source: LayerSource,
+    *,
+    device: torch.device,
+    main: Callable[[Callable[[], Any]], Any],
+    share: Callable[[nn.Module], None],
+) -> None:
+    """Load the weights of ``model``, shared among the ranks.
+
+    Args:
+        model: On ``meta``, buffers on the CPU.
+        layers: Its decoder layers.
+        source: The weights.
+        device: The device on which a layer is whole, before it is shared.
+        main: Calls a function on rank 0, and raises its error on all ranks.
+        share: Called by all ranks with a module that has weights on rank 0, uninitialised tensors on the others.
+    """
+    layers = list(layers)
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    # From the last to the first: a module comes after those below it.
+    others = [module for module in reversed(list(model.modules())) if id(module) not in inside]
+    for module, names in (
+        *((layer, source.names_in(layer)) for layer in layers),
+        *((module, source.names_in(module, recurse=False)) for module in others),
+    ):
+        _place(source, [name for name in names if source.awaits(name)], device, main)
+        if names:
+            _move(module, device)
+            share(module)
+    source.close()
+    _move(model, device)
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                moved = module._buffers[key] = buffer.to(device)
+                distributed.broadcast(moved, 0)
+
+
+def _place(
+    source: LayerSource, names: list[str], device: torch.device, main: Callable[[Callable[[], Any]], Any]
+) -> None:
+    """Place the values on rank 0, and uninitialised tensors for them on the others."""
+    found: dict[str, Tensor] = {}
+    main(lambda: found.update(source.read(names)))
+    for name in names:
+        like = source.shape(name)
+        values = found.pop(name).to(like.dtype) if distributed.get_rank() == 0 else torch.empty_like(like, device="cpu")
+        source.place(name, values.detach().to(device))
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Move parameters that came with the model and are not shared yet, such as adapters, to ``device``."""
+    for parameter in module.parameters():
+        shared = hasattr(parameter, "ds_id") or isinstance(parameter, DTensor)
+        if not shared and parameter.device.type not in (device.type, "meta"):
+            parameter.data = parameter.data.to(device)
 
 
 class DdpBackend(TorchBackend):

@@ -1,4 +1,4 @@
-"""A callback that streams the model of a Hugging Face ``Trainer`` while it trains."""
+"""Trainers of others: streaming as a callback of the Hugging Face ``Trainer`` and of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.plan import Plan, plan_step
 from streamtune.schedule import Schedule
 from streamtune.train.step import GIB, peak_memory_bytes, reset_peak_memory
+
+__all__ = ["StreamTuneCallback"]
 
 
 class StreamTuneCallback(TrainerCallback):

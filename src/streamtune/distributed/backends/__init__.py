@@ -1,1 +1,0 @@
-"""Backends of several ranks: DDP, FSDP2, DeepSpeed ZeRO."""

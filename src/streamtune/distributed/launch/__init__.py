@@ -1,1 +1,0 @@
-"""Start the ranks of a run, here or on other machines, and end them together."""

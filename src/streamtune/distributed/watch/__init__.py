@@ -1,1 +1,0 @@
-"""Watch the ranks while they train, and name the one that is at fault."""

@@ -1,0 +1,434 @@
+"""Configurations of models: read from a checkpoint, made of a recipe's keys, and checked before a model is made.
+
+Transformers makes a model of numbers that no model can have: one of width 0 trains to its end and learns nothing, a
+dropout of 1.5 is never applied, and the rest fails later with an error about tensors. An attention kernel of the hub,
+which is code, is never taken from a configuration.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+)
+
+from streamtune.base.privacy import is_offline
+from streamtune.engine.hf_names import CAUSAL_NAMES, inside
+from streamtune.errors import ArgumentError, StreamTuneError, did_you_mean
+from streamtune.models.folder import pickles_in
+
+
+def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
+    """Read the configuration of a checkpoint, without kernels of a hub; return None for adapters, which have none.
+
+    Raises:
+        ArgumentError: There is no configuration, it is not valid, or no model can have its numbers.
+    """
+    folder = Path(name_or_path)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        return None
+    keys, place = key_place(name_or_path)
+    check_count(keys, place)
+    try:
+        found = without_hub_kernels(AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code))
+    except Exception as error:  # the validators of each configuration class raise types of their own
+        raise loading_error("model", name_or_path, error) from error
+    check_config(found, keys, place)
+    return found
+
+
+def wanted_vocabulary(config: Mapping[str, Any], smallest: int) -> int:
+    """Return the size of the vocabulary that a configuration asks for; that of the tokenizer where it does not say.
+
+    Raises:
+        ArgumentError: It asks for one that is no number, or smaller than the tokenizer's.
+    """
+    wanted = config.get("vocab_size", smallest)
+    where, mend = place_in_init("vocab_size"), "leave vocab_size out: it follows the tokenizer"
+    if isinstance(wanted, bool) or not isinstance(wanted, int):
+        raise ArgumentError(f"'vocab_size: {str(wanted)[:60]}' is no whole number", where=where, mend=mend)
+    if wanted < smallest:
+        raise ArgumentError(
+            f"a vocabulary of {wanted:,} is smaller than the tokenizer's {smallest:,} tokens", where=where, mend=mend
+        )
+    return wanted
+
+
+@contextmanager
+def making_model(keys: Mapping[str, Any]) -> Iterator[None]:
+    """Report a model that cannot be made from a configuration as an error of the configuration.
+
+    Args:
+        keys: The configuration as the recipe has it.
+
+    Raises:
+        ArgumentError: Making it failed, and not for lack of memory.
+    """
+    try:
+        yield
+    except StreamTuneError:
+        raise
+    except Exception as error:  # classes of models check little of what they are given
+        if is_memory_error(error):
+            raise
+        raise ArgumentError(
+            f"no model of type '{keys.get('model_type')}' can be made of these values: {first_words(error)}",
+            where="model.init",
+            mend="mend the value; the config.json of a published model of that type shows which belong together",
+        ) from error
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Return True for the ways in which Python and torch report that memory ran out."""
+    texts = ("can't allocate memory", "out of memory", "not enough memory")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    )
+
+
+def first_words(error: BaseException) -> str:
+    """Return the first sentence of an error of a library, without the stack that torch adds to some."""
+    if isinstance(error, KeyError):
+        return f"there is no {error}"
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    if text.endswith(":") and len(lines) > 1:
+        text = f"{text} {lines[1]}"
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
+    """Turn plain keys into a transformers configuration; refuse unknown keys, which the library itself would keep.
+
+    Raises:
+        ArgumentError: An unknown model type or key, or a value its class does not take.
+    """
+    known_types = sorted(name for name in inside(CAUSAL_NAMES) if name in CONFIG_MAPPING)
+    model_type = str(keys.get("model_type", ""))
+    if model_type not in known_types:
+        hint = did_you_mean(model_type, known_types)
+        raise ArgumentError(
+            f"transformers has no causal language model of type '{model_type}'"
+            if model_type
+            else "no model type given",
+            where="model.init.model_type",
+            mend=hint
+            or "choose the model_type of a causal language model, as its config.json has it: qwen3, llama ...",
+        )
+    check_kernels(keys)
+    config_class = CONFIG_MAPPING[model_type]
+    check_count(keys, place_in_init)
+    arguments = {key: value for key, value in keys.items() if key != "model_type"}
+    try:
+        config = config_class(**arguments)
+    except Exception as error:  # The validators of each configuration class raise types of their own.
+        reason = " ".join(str(error).split())
+        raise ArgumentError(
+            f"{config_class.__name__} does not accept these values: {reason}", where="model.init", mend="mend the value"
+        ) from error
+    known = {*config_class().to_dict(), *config_class.attribute_map}
+    for key in arguments:
+        if key not in known and key in config.to_dict() and not _reads(config_class, key):
+            raise ArgumentError(
+                f"{config_class.__name__} has no key '{key}'",
+                where=f"model.init.{key}",
+                mend=did_you_mean(key, known) or "remove it",
+            )
+    check_config(config, keys, place_in_init)
+    return config
+
+
+def _reads(config_class: type[Any], key: str) -> bool:
+    """Return True if the code of a model reads a key that its configuration class does not name (``head_dim``)."""
+    try:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+        source = inspect.getsource(sys.modules[model_class.__module__])
+    except (ImportError, OSError, RuntimeError):  # of a package that it needs, or without its source
+        return False
+    return re.search(rf"""config(\.|,\s*["']){re.escape(key)}\b""", source) is not None
+
+
+def check_exists(name_or_path: str) -> None:
+    """Refuse a name that is spelled like a local path and does not exist, before a hub is asked for it.
+
+    Raises:
+        ArgumentError: There is no such folder, or it is that of a run; the message names one to use if there is one.
+    """
+    path = Path(name_or_path).expanduser()
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ArgumentError(f"'{_short(name_or_path)}' cannot be looked at: {reason}", where="model_name_or_path",
+                            mend="give a folder that holds a model, or a name on the model hub") from error  # fmt: skip
+    for file in (path / "config.json", path / "adapter_config.json"):
+        if file.is_fifo() or file.is_char_device():  # reading it would not end
+            raise ArgumentError(f"{file} is a pipe or a device, and no file", where="model_name_or_path",
+                                mend="use a whole copy of the model")  # fmt: skip
+    _check_no_run(path)
+    if path.is_dir() or not (name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1):
+        return
+    siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+    raise ArgumentError(
+        f"there is no folder {path}",
+        where="model_name_or_path",
+        mend=did_you_mean(path.name, siblings) or "give a folder that holds a model, or a name on the model hub",
+    )
+
+
+def _check_no_run(path: Path) -> None:
+    """Refuse the directory of a run, or of a run's checkpoint, given in place of the model in it.
+
+    Raises:
+        ArgumentError: ``path`` is such a directory; the message names the folder that holds the model.
+    """
+    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
+        return
+    for what, mark, inner in (("a run", "run.json", "final"), ("a checkpoint of a run", "manifest.json", "model")):
+        if (path / mark).is_file():
+            there = (path / inner).is_dir()
+            raise ArgumentError(
+                f"{path} is the directory of {what}, and not a model",
+                where="model_name_or_path",
+                mend=f"write {path / inner}, which is the model"
+                if there
+                else f"the run is not done: its checkpoints hold a model each, {path / 'checkpoints'}/step-.../model",
+            )
+
+
+def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentError:
+    """Return an error that gives the cause of a loader's failure in one sentence, and what to do about it."""
+    first_line, where = first_words(error), "model_name_or_path"
+    mend = "check the name or folder; a gated model needs `hf auth login`; offline, give a local folder"
+    if isinstance(error, UnpicklingError):  # torch advises to run it
+        first_line = "its pickle holds more than tensors, which is code"
+        mend = "use a copy with safetensors"
+    elif "trust_remote_code" in str(error):
+        mend = "set trust_remote_code: true if you trust the code that comes with it"
+    elif _lacks_weights(error, name_or_path):
+        first_line = "there are no weights in it"
+        mend = "use a whole copy of the checkpoint, with its model.safetensors or all of its shards and their index"
+    elif "safetensors" in str(error) and isinstance(error, OSError):
+        first_line = "it has no safetensors weights; a pickle runs code when it is read"
+        mend = "use a copy with safetensors; or, if you trust who made it, set allow_pickle: true"
+    elif "alidation error" in str(error):  # transformers' of a config.json, which a tokenizer reads too
+        _, place = key_place(name_or_path)
+        field = re.search(r"field '(\w+)'", str(error))
+        first_line, where = f"its config.json is not valid: {first_line}", place(field[1] if field else "")
+        mend = "mend the value, or use a whole copy of the checkpoint"
+    elif Path(name_or_path).expanduser().is_dir():
+        mend = "use a whole copy of the checkpoint: a file in this folder is damaged, missing or of another kind"
+    elif is_offline():
+        mend = "--offline reads local folders and the cache only; run it once without, or give a local folder"
+    return ArgumentError(f"cannot load the {kind} '{_short(name_or_path)}': {first_line}", where=where, mend=mend)
+
+
+def _lacks_weights(error: Exception, name_or_path: str) -> bool:
+    """Return True if a loader found no safetensors in a folder that has no pickle either."""
+    folder = Path(name_or_path).expanduser()
+    return "safetensors" in str(error) and isinstance(error, OSError) and folder.is_dir() and not pickles_in(folder)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def check_kernels(keys: Any) -> None:
+    """Refuse a configuration in a recipe that names an attention or experts kernel of a hub.
+
+    Raises:
+        ArgumentError: It names one.
+    """
+    for key in ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"):
+        if _names_kernel(keys.get(key)):
+            raise ArgumentError(
+                f"'{key}: {keys[key]}' names a kernel of a hub, which is code",
+                where=f"model.init.{key}",
+                mend="delete the line; the engine picks the attention kernel, see `streamtune env`",
+            )
+
+
+def without_hub_kernels(config: Any) -> Any:
+    """Remove kernels of a hub from a configuration and return it; transformers chooses its own in their place."""
+    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())):
+        for key in ("_attn_implementation", "_experts_implementation"):
+            if part is not None and _names_kernel(getattr(part, key, None)):
+                setattr(part, key, None)
+    return config
+
+
+def _names_kernel(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_names_kernel, value.values()))
+    return isinstance(value, str) and ("/" in value or ":" in value)
+
+
+SIZES = (
+    "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size",
+)  # fmt: skip
+"""Keys that count something a model has at least one of. Configurations with other names for them map them to these."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+LARGEST = {"num_hidden_layers": 10_000}
+"""More layers than this would be built one by one until the memory is full."""
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+LARGEST_SIZE = 2**31 - 1
+DROPOUT = re.compile(r"(dropout(_p|_prob|_rate)?|pdrop|layerdrop)$")
+
+Where = Callable[[str], str]
+"""The place of a key, for an error."""
+
+
+def check_config(config: Any, given: Mapping[str, Any], where: Where) -> None:
+    """Refuse sizes, heads, experts, dropouts and numbers that no model can have.
+
+    Args:
+        config: A configuration of transformers; of a model with several parts the one of the text is checked.
+        given: The keys as the user or the file has them; other keys of ``config`` were derived or are defaults.
+        where: Returns the place at which a key is written.
+
+    Raises:
+        ArgumentError: A key is wrong; the message names the first such key and its place.
+    """
+    text = config.get_text_config(decoder=True)
+    names: Mapping[str, str] = getattr(text, "attribute_map", None) or {}
+    flat = given.get("text_config") if isinstance(given.get("text_config"), Mapping) else given
+    assert isinstance(flat, Mapping)
+
+    def refuse(key: str, what: str, mend: str) -> ArgumentError:
+        written = names.get(key, key) if key not in flat else key
+        return ArgumentError(f"'{written}: {_show(_value(text, key))}' {what}", where=where(written), mend=mend)
+
+    for key in SIZES:
+        value = _value(text, key)
+        for size in value if isinstance(value, list | tuple) else () if value is None else (value,):
+            if isinstance(size, bool) or not isinstance(size, int) or size < (0 if isinstance(value, list) else 1):
+                raise refuse(key, "is no size of a model: it takes a whole number of at least 1", "mend the number")
+            if size > LARGEST.get(key, LARGEST_SIZE):
+                most = LARGEST.get(key, LARGEST_SIZE)
+                raise refuse(key, f"is more than any model has: at most {most:,}", "mend the number")
+    _check_heads(text, flat, names, refuse)
+    chosen = _count(text, "num_experts_per_tok")
+    if chosen is not None and chosen < 1 and any(_count(text, key) for key in EXPERTS):
+        raise refuse("num_experts_per_tok", "leaves every token without an expert", "use at least 1")
+    for key, value in _numbers(text):
+        if math.isnan(value):
+            raise refuse(key, "is not a number", "mend the number")
+        if DROPOUT.search(key) and not 0 <= value < 1:
+            raise refuse(key, "is no probability: it takes a number of at least 0 and below 1", "mend the number")
+
+
+def check_count(given: Mapping[str, Any], where: Where) -> None:
+    """Refuse a number of layers that no model has, before a configuration makes a list of as many entries.
+
+    Args:
+        given: The keys as the user or the file has them.
+        where: Returns the place at which a key is written.
+
+    Raises:
+        ArgumentError: The number is too large; the message names its place.
+    """
+    text = given.get("text_config")
+    for keys in (given, text if isinstance(text, Mapping) else {}):
+        for key in LAYERS:
+            count = keys.get(key)
+            if isinstance(count, int) and count > LARGEST["num_hidden_layers"]:
+                raise ArgumentError(
+                    f"'{key}: {_show(count)}' is more than any model has: at most {LARGEST['num_hidden_layers']:,}",
+                    where=where(key),
+                    mend="mend the number",
+                )
+
+
+def _check_heads(
+    text: Any, given: Mapping[str, Any], names: Mapping[str, str], refuse: Callable[[str, str, str], ArgumentError]
+) -> None:
+    """Refuse key heads that do not divide the query heads, and query heads that do not divide the hidden size."""
+    heads, shared, width = (_count(text, key) for key in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    if heads and shared and heads % shared:
+        raise refuse("num_key_value_heads", f"does not divide the {heads} attention heads",
+                     f"use a divisor of {heads}")  # fmt: skip
+    each = _count(text, "head_dim")
+    derived = "head_dim" not in given and names.get("head_dim", "head_dim") not in given
+    by_layer = isinstance(_value(text, "head_dim"), list)
+    if heads and width and width % heads and derived and not by_layer and each in (None, width // heads):
+        name = names.get("hidden_size", "hidden_size")
+        raise refuse("num_attention_heads", f"does not divide '{name}: {width}'",
+                     f"use a divisor of {width}, or give head_dim where the model has one")  # fmt: skip
+
+
+def _value(text: Any, key: str) -> Any:
+    """Return a value of a configuration: None where it has none, and a list where each layer has its own."""
+    try:
+        return getattr(text, key, None)
+    except Exception:  # of transformers, where layers differ and nothing was said of all of them
+        return [_value(layer, key) for layer in getattr(text, "per_layer_config", None) or ()]
+
+
+def _count(text: Any, key: str) -> int | None:
+    value = _value(text, key)
+    return value if isinstance(value, int) else None
+
+
+def _numbers(text: Any) -> Iterable[tuple[str, float]]:
+    """Yield each number of the configuration with its key."""
+    for key, value in vars(text).items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield key, value if isinstance(value, float) or abs(value) < 2**63 else math.inf
+
+
+def _show(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def place_in_init(key: str) -> str:
+    """Return the place of a key in a recipe's own configuration."""
+    return f"model.init.{key}"
+
+
+def key_place(name_or_path: str) -> tuple[dict[str, Any], Where]:
+    """Return the keys of a folder's ``config.json``, and a function that gives file and line of each.
+
+    Args:
+        name_or_path: A folder. For a model on a hub the keys are empty and each place is ``model_name_or_path``.
+    """
+    path = Path(name_or_path).expanduser() / "config.json"
+    try:
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""  # to read a pipe would wait
+        keys = json.loads(text)
+    except (OSError, ValueError, RecursionError):
+        text, keys = "", {}
+    if not isinstance(keys, dict):
+        text, keys = "", {}
+
+    def where(key: str) -> str:
+        found = re.search(rf'"{re.escape(key)}"\s*:', text)
+        if not text:
+            return "model_name_or_path"
+        return f"{path}:{text.count(chr(10), 0, found.start()) + 1}" if found else str(path)
+
+    return keys, where
+
+
+def keys_of_size(config: Any, size: int) -> list[str]:
+    """Return the keys of a configuration that have this value, among those that determine sizes of weights."""
+    text = config.get_text_config(decoder=True)
+    names: Mapping[str, str] = getattr(text, "attribute_map", None) or {}
+    return [names.get(key, key) for key in SIZES if _count(text, key) == size]

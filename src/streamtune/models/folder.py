@@ -1,0 +1,371 @@
+"""A folder with a model or adapters: checked before libraries read it, and read while others may write to it.
+
+- Weights are safetensors. A pickle is a program: it is refused unless the recipe says ``allow_pickle``, and is then
+  read by torch's restricted unpickler.
+- Names of files in an index are of files in that folder.
+- Adapters do not choose their base among the models of a hub, and their settings are checked before peft follows them.
+
+:func:`unchanged` compares size and times of the files before and after, so what was read is of one state of the folder.
+:func:`unmapped` has libraries read safetensors into memory. A mapped file that is cut, as ``cp`` over it does, ends the
+process with SIGBUS; a file that is read raises an error. Only weights that take more than half of the host's free
+memory, in all ranks of the host, and pickles stay mapped: a process that ends with SIGBUS prints where it was.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from streamtune.base.paths import escape_of
+from streamtune.base.patterns import find_matches
+from streamtune.base.result_cache import checksum_of
+from streamtune.engine.hf_names import SAFE_OPEN, inside, replace_inside
+from streamtune.engine.memory.host import usable_host_bytes
+from streamtune.errors import ArgumentError
+from streamtune.models.adapters.targets import PEFT_FORM
+
+if TYPE_CHECKING:  # it imports every quantiser there is: two seconds that only adapters are worth
+    pass
+
+
+SAFE = ("model.safetensors", "model.safetensors.index.json")
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
+INDEX_BYTES = 64 << 20
+WHERE = "model_name_or_path"
+
+
+def check_folder(name_or_path: str, *, allow_pickle: bool = False, reads_weights: bool = True) -> bool:
+    """Check a local folder with a model or adapters. A name on a hub is not checked.
+
+    Args:
+        name_or_path: As the recipe has it.
+        allow_pickle: Allow weights in a pickle.
+        reads_weights: True if weights are read, and so have to exist.
+
+    Returns:
+        True if weights have to be safetensors. False, where pickles are allowed, for a folder that has only those, for
+        adapters without a model, and for a name on a hub.
+
+    Raises:
+        ArgumentError: The weights are a pickle, a name in a file leads out of the folder, or adapters name a base that
+            the recipe does not.
+    """
+    folder = Path(name_or_path).expanduser()
+    if not folder.is_dir():
+        return not allow_pickle
+    for index in sorted(folder.glob("*.index.json")):
+        _check_index(index, shards=reads_weights)
+    config = _read(folder / "config.json")
+    explicit = config.get("transformers_weights")
+    if explicit is not None and (escape_of(explicit) or not str(explicit).endswith((".safetensors", ".json"))):
+        raise ArgumentError(
+            f"{folder / 'config.json'} names weights that are no safetensors in its folder: {str(explicit)[:80]!r}",
+            where=WHERE,
+            mend="delete transformers_weights there",
+        )
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():
+        _check_adapter(folder, _read(adapter), allow_pickle=allow_pickle, reads_weights=reads_weights)
+        if not (folder / "config.json").is_file():
+            return not allow_pickle
+    if any((folder / name).is_file() for name in SAFE) or (isinstance(explicit, str) and (folder / explicit).is_file()):
+        return True
+    found = pickles_in(folder)
+    if found and not allow_pickle:
+        raise _pickle(folder, found[0])
+    return not found
+
+
+def pickles_in(folder: Path) -> list[str]:
+    """Return the names of the files in a folder that have a pickle's extension."""
+    return sorted(path.name for pattern in PICKLES for path in folder.glob(pattern) if path.is_file())
+
+
+def _check_index(path: Path, *, shards: bool) -> None:
+    """Check the names in an index of shards and, with ``shards``, that these files exist."""
+    found = _read(path)
+    listed = found.get("weight_map")
+    if not isinstance(listed, dict) or not isinstance(found.get("metadata", {}), dict):
+        raise ArgumentError(f"{path} lists no weights", where=WHERE, mend="use a whole copy of the checkpoint")
+    for name in listed.values():
+        if why := escape_of(name):
+            raise ArgumentError(
+                f"{path} names a file that {why}: {str(name)[:80]!r}",
+                where=WHERE,
+                mend="this checkpoint is broken, or means harm; use another copy",
+            )
+    whole = path.name.replace(".index.json", "")
+    missing = sorted(name for name in set(listed.values()) if not (path.parent / name).is_file())
+    if shards and missing and not (path.parent / whole).is_file():
+        raise ArgumentError(
+            f"{path} names {missing[0]}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}, and there is no "
+            "such file beside it",
+            where=WHERE,
+            mend="use a whole copy of the checkpoint: a download may have been cut off",
+        )
+
+
+def _check_adapter(folder: Path, config: dict[str, Any], *, allow_pickle: bool, reads_weights: bool) -> None:
+    """Check adapters, their settings and the name of their base."""
+    if config:
+        check_adapter_settings(config, folder / "adapter_config.json", where=WHERE)
+    if not (folder / "adapter_model.safetensors").is_file():
+        found = [name for name in pickles_in(folder) if name.startswith("adapter_model")]
+        if reads_weights and not found and not (folder / "config.json").is_file():
+            raise ArgumentError(
+                f"{folder} has an adapter_config.json and no adapter_model.safetensors",
+                where=WHERE,
+                mend="use a whole copy of the adapters",
+            )
+        if found and not allow_pickle:
+            raise _pickle(folder, found[0])
+    base = config.get("base_model_name_or_path")
+    if not (folder / "config.json").is_file() and not (isinstance(base, str) and Path(base).expanduser().is_dir()):
+        raise ArgumentError(
+            f"{folder} holds adapters, whose base {str(base)[:80]!r} is no folder here",
+            where=WHERE,
+            mend="merge them into their base first, and name that folder; nothing is fetched that no recipe names",
+        )
+    if isinstance(base, str) and Path(base).expanduser().is_dir() and Path(base).resolve() != folder.resolve():
+        check_folder(base, allow_pickle=allow_pickle, reads_weights=reads_weights)
+
+
+def _pickle(folder: Path, name: str) -> ArgumentError:
+    return ArgumentError(
+        f"the weights in {folder} are a pickle ({name}), which runs code when it is read",
+        where=WHERE,
+        mend="use a copy with safetensors; or, if you trust who made it, set allow_pickle: true: tensors only are read",
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a JSON object; return an empty one where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > INDEX_BYTES:
+            raise ValueError(f"it has more than {INDEX_BYTES >> 20} MiB")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArgumentError(
+            f"{path} cannot be read: {error}", where=WHERE, mend="use a whole copy of the checkpoint"
+        ) from error
+    if not isinstance(found, dict):
+        raise ArgumentError(f"{path} holds no JSON object", where=WHERE, mend="use a whole copy of the checkpoint")
+    return found
+
+
+ENDS = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.experts.down_proj", "input_layernorm"]
+USUAL = [f"model.layers.{layer}.{end}" for layer in range(32) for end in ENDS]
+"""Names to try patterns on where there is no model yet."""
+MOST_RANK = 10**5
+
+
+def check_saved_settings(
+    folder: Path, names: Sequence[str], *, where: str, mend: str = "use a whole copy of it"
+) -> None:
+    """Read the settings of a folder with adapters, and refuse what peft would trip over or match for minutes.
+
+    Args:
+        folder: The folder.
+        names: Names of the modules that the patterns are matched with.
+        where: The key or the argument that named the folder, for errors.
+        mend: The way out where the file cannot be read.
+
+    Raises:
+        ArgumentError: A setting is of another type, or a pattern takes too long.
+    """
+    path = folder / "adapter_config.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArgumentError(f"{path} cannot be read: {error}", where=where, mend=mend) from error
+    check_adapter_settings(settings, path, names, where=where)
+
+
+def check_adapter_settings(settings: Any, path: Path, names: Sequence[str] = USUAL, *, where: str) -> None:
+    """Refuse settings of adapters of another type than peft's, and patterns that take too long on ``names``.
+
+    Args:
+        settings: The content of ``adapter_config.json``.
+        path: The file.
+        names: Names of modules.
+        where: The key or the argument that named the folder.
+
+    Raises:
+        ArgumentError: It names the setting.
+    """
+
+    def refuse(key: str, wanted: str) -> ArgumentError:
+        shown = json.dumps(settings.get(key))[:60] if isinstance(settings, Mapping) else ""
+        return ArgumentError(
+            f"'{key}' in {path} is {shown}, and must be {wanted}", where=where, mend="correct the file"
+        )
+
+    if not isinstance(settings, Mapping):
+        raise ArgumentError(f"{path} is not a mapping of settings", where=where, mend="use a whole copy of it")
+    for key in ("r", "oft_block_size"):
+        if key in settings and not (_is_number(settings[key], whole=True) and 0 <= settings[key] <= MOST_RANK):
+            raise refuse(key, f"a whole number up to {MOST_RANK:,}")
+    for key in ("lora_alpha", "lora_dropout", "alpha"):
+        if key in settings and not _is_number(settings[key]):
+            raise refuse(key, "a number")
+    for key in ("rank_pattern", "alpha_pattern"):
+        given = settings.get(key) or {}
+        if not isinstance(given, Mapping) or not all(_is_number(value) for value in given.values()):
+            raise refuse(key, "a mapping of patterns to numbers")
+        find_matches(list(given), names, where=f"{key} in {path}", how="match", form=PEFT_FORM)
+    for key in ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "target_parameters"):
+        given = settings.get(key)
+        if given is not None and not isinstance(given, str) and not _are_texts(given):
+            raise refuse(key, "a text or a list of texts")
+        if isinstance(given, str):
+            find_matches([given], names, where=f"{key} in {path}", how="fullmatch")
+    layers = settings.get("layers_pattern") or []
+    forms = [layers] if isinstance(layers, str) else list(layers)
+    find_matches(forms, names, where=f"layers_pattern in {path}", how="match", form=r".*\.{}\.(\d+)\.")
+
+
+def _is_number(value: Any, *, whole: bool = False) -> bool:
+    return isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+READ = "pread"
+"""The way in which safetensors reads a file without mapping it. Each slice of a tensor reads all of the tensor."""
+SETTINGS_BYTES = 1 << 20
+SETTLED_SECONDS = 3.0
+"""A file that changed so recently may change again without another time."""
+FILES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".py")
+"""Endings of the files that a model is made of."""
+PEFT_READS = "peft.utils.save_and_load", "safe_load_file"
+
+State = tuple[int, int, int, int, str]
+"""Size, times and inode of a file, and the checksum of one that changed only just."""
+
+
+@contextmanager
+def unchanged(name_or_path: str | Path, *, where: str = "model_name_or_path") -> Iterator[None]:
+    """Refuse a folder whose files are written to while they are read inside, also where they are put back.
+
+    Args:
+        name_or_path: The folder of a model or of adapters, whose base is watched as well. Of a name on a hub, whose
+            files do not change, nothing is watched.
+        where: The key or the argument that names it, for the error.
+
+    Raises:
+        ArgumentError: A file was written to, in place of any error that this made.
+    """
+    folders = [name for name in (str(name_or_path), adapter_base(str(name_or_path))) if name is not None]
+    before = _states(folders)
+
+    def check(cause: Exception | None) -> None:
+        after = _states(folders, recent={path for path, state in before.items() if state[-1]})
+        for path in sorted(before.keys() | after.keys()):
+            if before.get(path) != after.get(path):
+                raise ArgumentError(
+                    f"{path} was written to while it was read",
+                    where=where,
+                    mend="wait until it is written, and start again",
+                ) from cause
+
+    try:
+        yield
+    except Exception as error:
+        check(error)
+        raise
+    check(None)
+
+
+def _states(folders: list[str], recent: set[Path] | None = None) -> dict[Path, State]:
+    """Return the states of the files in folders.
+
+    Args:
+        folders: The folders.
+        recent: The files that are read for their checksum; None for those that changed only just.
+    """
+    found: dict[Path, State] = {}
+    for folder in folders:
+        with suppress(OSError, ValueError, RuntimeError):  # no folder, which loading it says
+            for path in Path(folder).expanduser().iterdir():
+                with suppress(OSError):
+                    if path.suffix in FILES and stat.S_ISREG((facts := path.stat()).st_mode):
+                        changed = max(facts.st_mtime, facts.st_ctime)
+                        new = time.time() - changed < SETTLED_SECONDS if recent is None else path in recent
+                        content = _checksum(path) if new else ""
+                        found[path] = (facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino, content)
+    return found
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return checksum_of(file)
+
+
+@contextmanager
+def unmapped(name_or_path: str | Path) -> Iterator[None]:
+    """Have transformers and peft read safetensors without mapping them, if the weights fit into half of free memory.
+
+    Args:
+        name_or_path: The folder whose weights are read inside.
+    """
+    with ExitStack() as stack:
+        if _ranks_here() * _weights_bytes(name_or_path) <= usable_host_bytes() // 2:
+            opens = inside(SAFE_OPEN)
+            stack.callback(replace_inside, SAFE_OPEN, opens)
+            replace_inside(SAFE_OPEN, partial(_open, opens))
+            with suppress(ImportError):
+                module = importlib.import_module(PEFT_READS[0])
+                loads = getattr(module, PEFT_READS[1])
+                stack.callback(setattr, module, PEFT_READS[1], loads)
+                setattr(module, PEFT_READS[1], partial(loads, backend=READ))
+        if not faulthandler.is_enabled():
+            with suppress(OSError, ValueError, RuntimeError, AttributeError):  # stderr has no file descriptor
+                faulthandler.enable(all_threads=False)
+                stack.callback(faulthandler.disable)
+        yield
+
+
+def _open(opens: Any, filename: Any, framework: str, device: Any = "cpu", *, backend: str = "") -> Any:
+    """Open a file of safetensors, as ``safe_open`` does, without mapping it."""
+    return opens(filename, framework=framework, device=device, backend=READ)
+
+
+def _ranks_here() -> int:
+    """Return the number of ranks on this machine, which load at once: they share the pages of a mapped file."""
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(given)) if given.isascii() and given.isdecimal() else 1
+
+
+def _weights_bytes(name_or_path: str | Path) -> int:
+    folders = [name for name in (str(name_or_path), adapter_base(str(name_or_path))) if name is not None]
+    total = 0
+    for folder in folders:
+        with suppress(OSError, ValueError, RuntimeError):
+            total += sum(path.stat().st_size for path in Path(folder).expanduser().glob("*.safetensors"))
+    return total
+
+
+def adapter_base(name_or_path: str) -> str | None:
+    """Return the folder of the base that adapters at ``name_or_path`` name; None where they name none."""
+    try:
+        folder = Path(name_or_path).expanduser()
+        settings = folder / "adapter_config.json"
+        if not settings.is_file() or settings.stat().st_size > SETTINGS_BYTES:
+            return None
+        found = Path(json.loads(settings.read_text(encoding="utf-8"))["base_model_name_or_path"]).expanduser()
+        return str(found) if found.is_dir() and found.resolve() != folder.resolve() else None
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+        return None
