@@ -25,7 +25,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from streamtune.data.reading.passkey import passkey_rows
+from streamtune.data.reading.builtin import passkey_rows
 from streamtune.recipe import load_recipe
 
 SEEDS = (1, 2, 3)

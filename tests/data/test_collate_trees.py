@@ -11,7 +11,7 @@ from torch import Tensor
 
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data import CollatedTrees, Tree, collate_trees
-from streamtune.data.batches import prefixes
+from streamtune.data.batches import collate as batching
 from streamtune.ops import BranchTable
 
 TREES = [
@@ -108,10 +108,10 @@ def seen(batch: CollatedTrees) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("least", [1, 3, prefixes.LEAST_SAVED])
+@pytest.mark.parametrize("least", [1, 3, batching.LEAST_SAVED])
 @pytest.mark.parametrize("letters", [2, 3, 100])
 def test_both_layouts_hold_the_same_predictions(letters: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "LEAST_SAVED", least)
+    monkeypatch.setattr(batching, "LEAST_SAVED", least)
     draw = random.Random(letters)
     for _ in range(60):
         trees = [random_tree(draw, letters) for _ in range(draw.randint(1, 4))]
@@ -148,7 +148,7 @@ def test_first_turns_that_a_pair_shares_are_there_once() -> None:
 
 def test_short_beginnings_are_computed_for_each_of_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of its own costs more than it saves; one that grows long enough by it stays."""
-    monkeypatch.setattr(prefixes, "LEAST_SAVED", 32)
+    monkeypatch.setattr(batching, "LEAST_SAVED", 32)
     beginnings = {7: [], 8: [5] * 8, 20: [5] * 8 + [6] * 12}
     for tokens, common in beginnings.items():
         trees = [Tree([100 * tokens + 1, *common, 7 + number, 9], [[8]]) for number in range(3)]

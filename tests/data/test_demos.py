@@ -14,19 +14,22 @@ from transformers import PreTrainedTokenizerFast
 
 from streamtune.data import Source, iter_texts
 from streamtune.data.reading.builtin import (
+    ANIMALS,
     COLOURS,
+    KEY_COLOURS,
+    MOST_LINES,
     NUM_PREFERENCES,
     NUM_TASKS,
     PLACES,
     POLITE,
+    SHORT_LINES,
     TASKS,
     THINGS,
     arithmetic_rows,
     keeps_the_rule,
+    passkey_rows,
     preference_rows,
 )
-from streamtune.data.reading.passkey import ANIMALS, MOST_LINES, SHORT_LINES, passkey_rows
-from streamtune.data.reading.passkey import COLOURS as KEY_COLOURS
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import read_rows
 from streamtune.errors import DataError

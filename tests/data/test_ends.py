@@ -11,7 +11,7 @@ from fixed_tokenizer import fixed_tokenizer
 from test_golden_chats import ROWS, WITHOUT_TOOLS
 from transformers import PreTrainedTokenizerFast
 
-from streamtune.data.answer_ends import trained_ends
+from streamtune.data.inspect_rows import trained_ends
 from streamtune.data.options import ChatOptions
 from streamtune.data.reading.readers import Row
 from streamtune.data.record_table import Example, Prompt, Tree

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from streamtune.data import Choice, choose_rows, small_sources
-from streamtune.data.batches.medoids import medoids
+from streamtune.data.batches.optimizer_steps import medoids
 
 RANDOM = np.random.RandomState
 

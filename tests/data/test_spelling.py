@@ -11,8 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.data.rendering.chat import ChatTurn
-from streamtune.data.rendering.spelling import ByteSpeller
-from streamtune.data.rendering.tokens import MarkedText, MaskTokenizer, _cover, _extents, _pairs
+from streamtune.data.rendering.tokens import ByteSpeller, MarkedText, MaskTokenizer, _cover, _extents, _pairs
 
 WORDS = ("one", " two", "  ", "\n", "é", "e\u0301", "日本", "🙂", "👩‍👩‍👧", "<|end|>", "ß", "\u0958", " x", "\t", "a1")
 

@@ -16,7 +16,7 @@ from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.options import ChatOptions
 from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.pool import Item
-from streamtune.data.rendering.turns import TurnRenderer
+from streamtune.data.rendering.render import TurnRenderer
 from streamtune.data.row_types import normalise
 
 Message = dict[str, Any]

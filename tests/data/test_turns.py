@@ -11,7 +11,7 @@ import torch
 from preparing import prepare
 
 from streamtune.data import ChatOptions, Example, collate_prefixes
-from streamtune.data.batches.prefixes import PrefixTree, pack_turns
+from streamtune.data.batches.collate import PrefixTree, pack_turns
 from streamtune.data.reading.sources import Source
 from streamtune.errors import DataError
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import streamtune
 from streamtune import RouterLoss, Schedule, SequenceParallel, StreamHandle
-from streamtune.data.batches import prefixes
+from streamtune.data.batches import collate as batching
 from streamtune.engine import check_packing
 from streamtune.errors import StreamTuneError
 from streamtune.models import add_lora
@@ -234,7 +234,7 @@ def check_pairs(case: Case) -> dict[str, float]:
     """Pairs that share turns, in a tree of four levels, and a loss that reads common tokens of both by themselves."""
     model, trees_of_pairs, recipe = model_of(case), conversations(), dpo.recipe_of(loss_type="orpo")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefixes, "LEAST_SAVED", 1)
+        patch.setattr(batching, "LEAST_SAVED", 1)
         pairs = PreferenceBatch(**tree_batch(trees_of_pairs, pad_token_id=0, share=True))
 
     def plain(model: nn.Module, inputs: dict[str, Any]) -> Tensor:

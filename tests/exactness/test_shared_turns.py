@@ -17,7 +17,7 @@ import torch
 
 from streamtune import Schedule, data, stream
 from streamtune.data import Tree
-from streamtune.data.batches import prefixes
+from streamtune.data.batches import collate as batching
 from streamtune.tasks.grpo.groups import Group, micro_batches, remember_logprobs
 from streamtune.tasks.grpo.objective import PolicyObjective
 from streamtune.tasks.grpo.shared_rollout import SharedLogprobs
@@ -72,10 +72,10 @@ def _fields(tree: Tree) -> dict[str, Any]:
     return {name: getattr(tree, name) for name in names}
 
 
-@pytest.fixture(params=[1, prefixes.LEAST_SAVED], ids=["deep", "long"])
+@pytest.fixture(params=[1, batching.LEAST_SAVED], ids=["deep", "long"])
 def least(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Tokens that a common beginning saves at least: 1 makes trees of four levels of these rows."""
-    monkeypatch.setattr(prefixes, "LEAST_SAVED", request.param)
+    monkeypatch.setattr(batching, "LEAST_SAVED", request.param)
     return int(request.param)
 
 
@@ -150,7 +150,7 @@ def test_under_every_schedule(family: str, choices: dict[str, Any]) -> None:
     recipe = dpo.recipe_of(loss_type="orpo")
     models = dpo.with_reference(built)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefixes, "LEAST_SAVED", 1)
+        patch.setattr(batching, "LEAST_SAVED", 1)
         schedule = Schedule(chunk_size=6, head_chunk_size=5, **choices)
         dpo.compare_models(*models, conversations(), recipe, "shared", (4,), [schedule])
 

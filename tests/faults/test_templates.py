@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from streamtune.data import templates
-from streamtune.data.templates import TemplateLimitError, TemplateLimits, TemplateRefusalError, render_chat
+from streamtune.data.templates import (
+    ChatRequest,
+    TemplateLimitError,
+    TemplateLimits,
+    TemplateRefusalError,
+    render_chat,
+)
 from streamtune.errors import ArgumentError, DataError
 from streamtune.models import Decoding, sample_text, set_chat_template, train_tokenizer
 from tests.faults.figures import tell
@@ -70,10 +76,10 @@ def test_a_rendering_is_that_of_transformers(tokenizer: Any) -> None:
             for generation in (False, True):
                 options: dict[str, Any] = {"tools": tools, "add_generation_prompt": generation}
                 expected = tokenizer.apply_chat_template(CHAT, tokenize=False, **options)
-                assert render_chat(tokenizer, CHAT, **options) == expected
+                assert render_chat(tokenizer, ChatRequest(CHAT, tools, generation)) == expected
     tokenizer.chat_template = {"default": "one {{ bos_token }}", "tool_use": "two {{ tools|length }}"}
-    assert render_chat(tokenizer, CHAT).startswith("one")
-    assert render_chat(tokenizer, CHAT, tools=TOOLS) == "two 1"
+    assert render_chat(tokenizer, ChatRequest(CHAT)).startswith("one")
+    assert render_chat(tokenizer, ChatRequest(CHAT, TOOLS)) == "two 1"
 
 
 @pytest.mark.full
@@ -84,10 +90,10 @@ def test_what_takes_too_much_is_an_error(tokenizer: Any) -> None:
         for name, template in TOO_MUCH.items():
             started = time.monotonic()
             with pytest.raises(TemplateLimitError) as caught:
-                render_chat(tokenizer, CHAT, template=template, limits=TemplateLimits(seconds=1))
+                render_chat(tokenizer, ChatRequest(CHAT), template=template, limits=TemplateLimits(seconds=1))
             slowest, done = max(slowest, time.monotonic() - started), done + 1
             assert caught.value.where == "chat_template", name
-            assert render_chat(tokenizer, CHAT, template="{{ messages|length }}") == "2"
+            assert render_chat(tokenizer, ChatRequest(CHAT), template="{{ messages|length }}") == "2"
     taken = round(peak())
     tell("hostile_templates_limited", done, len(TOO_MUCH), slowest_seconds=round(slowest, 1), peak_mib=taken)
     assert taken < 400  # 256 MiB and what python itself takes
@@ -97,7 +103,7 @@ def test_what_the_sandbox_refuses_is_an_error(tokenizer: Any) -> None:
     written = {}
     for name, template in REFUSED.items():
         try:
-            written[name] = render_chat(tokenizer, CHAT, template=template)
+            written[name] = render_chat(tokenizer, ChatRequest(CHAT), template=template)
         except TemplateRefusalError:
             continue
     tell("hostile_templates_refused", len(REFUSED) - len(written), len(REFUSED))
@@ -109,7 +115,7 @@ def test_the_process_that_renders_has_no_secrets_and_writes_no_file(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_" + "c" * 34)
     templates._WORKERS.close()
-    assert render_chat(tokenizer, CHAT, template="x") == "x"
+    assert render_chat(tokenizer, ChatRequest(CHAT), template="x") == "x"
     worker = templates._WORKERS._worker
     assert worker is not None
     folder = Path("/proc") / str(worker.process.pid)

@@ -12,7 +12,7 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from streamtune.data.templates import render_chat
+from streamtune.data.templates import ChatRequest, render_chat
 from streamtune.models import end_tokens, train_tokenizer
 from streamtune.programs.export.export import ExportOptions, export_model
 from streamtune.programs.export.source import find_trained, load_trained
@@ -109,7 +109,7 @@ def test_generation_stops_where_the_trained_turns_end(folder: Path, kind: str) -
     assert (samples[-1]["completion"], samples[-1]["right"]) == ("ok", True)
     export_model("run", folder / "out", ExportOptions(check=False))
     model = AutoModelForCausalLM.from_pretrained("out")
-    asked = render_chat(tokenizer, [{"role": "user", "content": "Say it."}], add_generation_prompt=True)
+    asked = render_chat(tokenizer, ChatRequest([{"role": "user", "content": "Say it."}], generation=True))
     ids = torch.tensor([tokenizer(asked, add_special_tokens=False)["input_ids"]])
     written = model.generate(ids, do_sample=False, max_new_tokens=9)[0, ids.shape[1] :].tolist()
     assert written[-1] == tokenizer.convert_tokens_to_ids(TURN_END)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from streamtune.data.reading.passkey import passkey_rows
+from streamtune.data.reading.builtin import passkey_rows
 from streamtune.train import StopRequest
 from tests.distributed.rank_group import run_ranks
 from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe, write_rows

@@ -1,10 +1,11 @@
 """Data: from files, the hub or the standard library to token ids, labels and batches.
 
     options: what a recipe says about its rows, passed whole to all that reads them
-    reading -> row_types, preferences -> rendering -> fit -> record_table, data_report   (prepare)
+    reading -> row_types, preferences -> rendering -> fit -> record_table, data_report   (prepare, row_stream)
     row_cache: rows prepared before, from the same contents                              (prepare)
     batches                                                                              (every step)
     inspect_rows, length_measures: prepared rows as text; what other lengths would lose  (streamtune data)
+    texts: the texts alone, for training a tokenizer
 
 ``faults`` collects the rows that cannot be read or trained on, ``counts`` what rendering finds in the others.
 Import order is that of the arrows, right to left; nothing here knows a model or a recipe.
@@ -12,21 +13,30 @@ Import order is that of the arrows, right to left; nothing here knows a model or
 
 from __future__ import annotations
 
-from streamtune.data.answer_ends import trained_ends
-from streamtune.data.batches.bucket_pieces import Pieces, cut_rows
 from streamtune.data.batches.collate import (
     Batch,
+    CollatedTrees,
     PackedBatch,
     collate,
     collate_packed,
+    collate_prefixes,
+    collate_trees,
 )
-from streamtune.data.batches.medoids import Choice, choose_rows, small_sources
-from streamtune.data.batches.optimizer_steps import EpochSteps, StepSampler, assign_rows, bucket_steps, token_steps
-from streamtune.data.batches.prefixes import CollatedTrees, collate_prefixes, collate_trees
-from streamtune.data.batches.sampler import Mixture, Packs, ResumableSampler, pack_rows
+from streamtune.data.batches.optimizer_steps import (
+    Choice,
+    EpochSteps,
+    StepSampler,
+    assign_rows,
+    bucket_steps,
+    choose_rows,
+    small_sources,
+    token_steps,
+)
+from streamtune.data.batches.sampler import Mixture, Packs, Pieces, ResumableSampler, cut_rows, pack_rows
 from streamtune.data.data_report import CompletionReport as CompletionReport
 from streamtune.data.data_report import DataReport
 from streamtune.data.fit.parts import EvalSet
+from streamtune.data.inspect_rows import trained_ends
 from streamtune.data.length_measures import BatchFacts, EpochLayout, concat_squares, lay_out
 from streamtune.data.options import (
     COMPLETION_OVERLENGTH,
@@ -38,15 +48,9 @@ from streamtune.data.options import (
 )
 from streamtune.data.preferences import PREFERENCE_TYPES
 from streamtune.data.prepare import (
-    ChatFrame,
     PreparedData,
     PreparedPrompts,
     PreparedTrees,
-    RowStream,
-    StreamPosition,
-    first_frame,
-    holds_messages,
-    iter_texts,
     prepare,
     prepare_preferences,
     prepare_prompts,
@@ -57,7 +61,9 @@ from streamtune.data.reading.sources import Source
 from streamtune.data.record_table import Example, Prompt, Tree, gather_columns, measure_trees
 from streamtune.data.rendering.render import TRAIN_ON, PromptRenderer
 from streamtune.data.row_cache import RowCache, fingerprint_stream
+from streamtune.data.row_stream import RowStream, StreamPosition
 from streamtune.data.row_types import PROMPT_TYPES, ROW_TYPES
+from streamtune.data.texts import ChatFrame, first_frame, holds_messages, iter_texts
 
 __all__ = [
     "ARITHMETIC_PATH",

@@ -1,16 +1,36 @@
-"""Examples to a padded batch, one or several to a sequence. Labels are shifted here and nowhere else."""
+"""Examples and trees as padded or shared batches of tensors. Labels are shifted here and nowhere else.
+
+Rows that begin alike may be laid in one sequence with their common beginnings once: a prefix tree of any depth. The
+turns of a conversation whose template drops earlier reasoning are such rows, and the completions of a prompt. A token
+of the sequence predicts one token at most, so rows branch behind a token that they continue differently.
+
+    a loss on the sequence     rows also branch where two of them train what a common token predicts: each token of the
+                               sequence counts once
+    scores of each row         (``scored``) a token that predicts the same in several rows is scored once for all of
+                               them; the sum over a row reads that score for each
+
+:class:`streamtune.engine.Branches` streams such a sequence, with the gradient of each row alone.
+
+Shape suffixes: B sequences, T positions, K targets, N completions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, NotRequired, TypedDict
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from streamtune.base.model_facts import IGNORE_INDEX
-from streamtune.data.record_table import Example
+from streamtune.data.batches.sampler import Numbers, Packs
+from streamtune.data.record_table import Example, Tree, common_beginning
+
+Ids = npt.NDArray[np.int32]
 
 
 class Batch(TypedDict):
@@ -109,3 +129,359 @@ def _write(batch: Batch, row: int, start: int, example: Example) -> None:
     if example.weight != 1:
         weights = batch.setdefault("weights", torch.ones(batch["input_ids"].shape))
         weights[row, start : start + size] = example.weight
+
+
+# ----------------------------------------------------------------------------------------------- common beginnings
+
+
+@dataclass(eq=False)
+class _Node:
+    """A run of tokens that the same rows have in common."""
+
+    ids: Ids
+    targets: Ids
+    """[n] the token that each is to predict, -100 for none"""
+    children: list[_Node] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    """the rows that go through it, in the order they were added; some may end in a node before it"""
+
+    def split(self, length: int) -> None:
+        """Keep the first tokens, and give the others to a child."""
+        rest = _Node(self.ids[length:], self.targets[length:], self.children, list(self.rows))
+        self.ids, self.targets, self.children = self.ids[:length], self.targets[:length], [rest]
+
+    def taken_over(self) -> list[_Node]:
+        """Return the children, each with a copy of this node's tokens before its own."""
+        ended = [row for row in self.rows if not any(row in child.rows for child in self.children)]
+        for number, child in enumerate(self.children):
+            child.ids, child.targets = np.append(self.ids, child.ids), np.append(self.targets, child.targets)
+            child.rows += [] if number else ended
+        return self.children
+
+
+class PrefixTree:
+    """Rows, each token of a common beginning once.
+
+    Args:
+        scored: A token that predicts the same in several rows may be common to them.
+    """
+
+    def __init__(self, *, scored: bool = False) -> None:
+        self.scored = scored
+        self._root = _Node(np.empty(0, np.int32), np.empty(0, np.int32))
+        self._lengths: list[int] = []
+        self.tokens = 0
+        """Tokens of the sequence."""
+
+    def room_for(self, example: Example) -> int:
+        """Return the tokens that a row would add."""
+        return len(example.input_ids) - sum(shared for _, shared in self._path(*_row(example)))
+
+    def add(self, example: Example) -> None:
+        self.add_row(*_row(example))
+
+    def add_row(self, ids: Ids, targets: Ids) -> None:
+        """Add a row of tokens [T], and what each is to predict [T], -100 for none."""
+        row = len(self._lengths)
+        self._lengths.append(len(ids))
+        node, place = self._root, 0
+        for child, shared in self._path(ids, targets):
+            if shared < len(child.ids):
+                child.split(shared)
+            own = targets[place : place + shared]
+            child.targets = np.where(own == IGNORE_INDEX, child.targets, own)
+            child.rows.append(row)
+            node, place = child, place + shared
+        if place < len(ids):
+            rest = _Node(ids[place:], targets[place:], rows=[row])
+            if node is self._root or node.children:
+                node.children.append(rest)
+            else:  # the row goes on where another ends
+                node.ids, node.targets = np.append(node.ids, rest.ids), np.append(node.targets, rest.targets)
+            self.tokens += len(ids) - place
+
+    def drop_short(self, least: int, kept: Callable[[int, int, Sequence[int]], bool]) -> None:
+        """Compute beginnings that save less than ``least`` tokens once for each of the parts that continue them.
+
+        A part costs calls of its own in every layer, and a chunk's end in layers with a state.
+
+        Args:
+            least: Tokens that a common part saves at least.
+            kept: Given the first place of a part in its rows, the place behind its last and the numbers of its rows,
+                returns True if it is to stay common however little it saves.
+        """
+        waiting = [(0, self._root)]
+        while waiting:
+            start, node = waiting.pop()
+            stop, children = start + len(node.ids), node.children
+            node.children = []
+            while children:
+                child = children.pop(0)
+                others, end = len(child.children) - 1, stop + len(child.ids)
+                if others < 0:
+                    node.children.append(child)
+                elif not others or (others * len(child.ids) < least and not kept(stop, end, child.rows)):
+                    self.tokens += others * len(child.ids)
+                    children = child.taken_over() + children
+                else:
+                    node.children.append(child)
+                    waiting.append((stop, child))
+
+    def places(self) -> list[Numbers]:
+        """Return the places of each row's tokens in the sequence, in the order in which rows were added."""
+        found: list[list[Numbers]] = [[] for _ in self._lengths]
+        start = 0
+        for _, node in self.nodes():
+            stop = start + len(node.ids)
+            for row in node.rows:
+                found[row].append(np.arange(start, stop))
+            start = stop
+        return [np.concatenate(parts)[:length] for parts, length in zip(found, self._lengths, strict=True)]
+
+    def _path(self, ids: Ids, targets: Ids) -> list[tuple[_Node, int]]:
+        """Return the nodes that a row goes through, each with the tokens that it shares: the path that shares most."""
+        best: tuple[int, list[tuple[_Node, int]]] = (0, [])
+        waiting: list[tuple[int, list[tuple[_Node, int]], _Node]] = [(0, [], self._root)]
+        while waiting:
+            place, path, node = waiting.pop()
+            for child in node.children:
+                shared = common_beginning(
+                    child.ids, child.targets, ids[place:], targets[place:], same_target=self.scored
+                )
+                if not shared:
+                    continue
+                longer = (place + shared, [*path, (child, shared)])
+                best = max(best, longer, key=lambda found: found[0])
+                if shared == len(child.ids):
+                    waiting.append((*longer, child))
+        return best[1]
+
+    def nodes(self) -> list[tuple[int, _Node]]:
+        """Return the nodes with the index of the one that each continues, or -1; the longest child follows its parent.
+
+        The parts of a long row so lie end to end, and are few rectangles for attention.
+        """
+        found: list[tuple[int, _Node]] = []
+        waiting = [(-1, child) for child in sorted(self._root.children, key=_size)]
+        while waiting:
+            parent, node = waiting.pop()
+            found.append((parent, node))
+            waiting += [(len(found) - 1, child) for child in sorted(node.children, key=_size)]
+        return found
+
+    @property
+    def squares(self) -> int:
+        """Twice the pairs of a token and one that it sees, about: what attention computes."""
+        total, stops = 0, list[int]()
+        for parent, node in self.nodes():
+            start = stops[parent] if parent >= 0 else 0
+            stops.append(start + len(node.ids))
+            total += stops[-1] ** 2 - start**2
+        return total
+
+
+def _size(node: _Node) -> int:
+    """Return the tokens of the longest row through a node."""
+    longest, waiting = 0, [(0, node)]
+    while waiting:
+        start, each = waiting.pop()
+        longest = max(longest, start + len(each.ids))
+        waiting += [(start + len(each.ids), child) for child in each.children]
+    return longest
+
+
+def _row(example: Example) -> tuple[Ids, Ids]:
+    """Return the tokens of a row and what each is to predict."""
+    targets = np.full(len(example.input_ids), IGNORE_INDEX, np.int32)
+    targets[:-1] = np.asarray(example.labels, np.int32)[1:]
+    return np.asarray(example.input_ids, np.int32), targets
+
+
+class CollatedPrefixes(Batch):
+    """One sequence [1, T] of rows that share their beginnings; no padding."""
+
+    nodes: list[tuple[int, int]]
+    """of each part the index of the part that it continues, or -1, and its tokens"""
+
+
+def collate_prefixes(examples: Sequence[Example]) -> CollatedPrefixes:
+    """Lay rows in one sequence with their common beginnings once; labels are shifted.
+
+    Args:
+        examples: At least one.
+    """
+    tree = PrefixTree()
+    for example in examples:
+        tree.add(example)
+    nodes = tree.nodes()
+    ids = np.concatenate([node.ids for _, node in nodes]).astype(np.int64)
+    targets = np.concatenate([node.targets for _, node in nodes]).astype(np.int64)
+    collated = CollatedPrefixes(
+        input_ids=torch.as_tensor(ids)[None],
+        attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+        shift_labels=torch.as_tensor(targets)[None],
+        nodes=[(parent, len(node.ids)) for parent, node in nodes],
+    )
+    if any(example.weight != 1 for example in examples):
+        weights = torch.ones(1, len(ids))
+        for example, places in zip(examples, tree.places(), strict=True):  # a target is of one row
+            weights[0, places[:-1][np.asarray(example.labels[1:]) != IGNORE_INDEX]] = example.weight
+        collated["weights"] = weights
+    return collated
+
+
+def pack_turns(examples: Sequence[Example], bounds: Sequence[int], max_length: int) -> tuple[Packs, list[int]]:
+    """Put the turns of each conversation in one sequence; return these, and the first of each part.
+
+    Turns are rows of one origin, one after another. Where they do not fit they go on in a further sequence.
+
+    Args:
+        examples: The rows, none longer than ``max_length``.
+        bounds: [parts + 1] the first row of each part, and the number of all rows.
+        max_length: Tokens a sequence holds.
+    """
+    starts, sizes, squares, firsts = [0], [], [], [0]
+    for first, stop in pairwise(bounds):
+        tree, origin = PrefixTree(), ""
+        for row in range(first, stop):
+            example = examples[row]
+            if row > first and (example.origin != origin or tree.tokens + tree.room_for(example) > max_length):
+                starts.append(row)
+                sizes.append(tree.tokens)
+                squares.append(tree.squares)
+                tree = PrefixTree()
+            tree.add(example)
+            origin = example.origin
+        if stop > first:
+            starts.append(stop)
+            sizes.append(tree.tokens)
+            squares.append(tree.squares)
+        firsts.append(len(sizes))
+    rows = np.arange(bounds[-1], dtype=np.int64)
+    measured = (np.array(values, dtype=np.int64) for values in (sizes, squares))
+    return Packs(rows, np.array(starts, dtype=np.int64), sum(sizes), *measured), firsts
+
+
+class CollatedTrees(TypedDict):
+    """Tensors are int64 on the CPU; those of [B, T] are [1, T] with shared beginnings, [N, L] without."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    """1 on tokens, 0 on padding"""
+    shift_labels: Tensor
+    """the token that a position is to predict, -100 where there is none or it does not count"""
+    place_K: Tensor
+    """[K] the place of each target among all positions, B x T: completion by completion, then by position"""
+    row_K: Tensor
+    """[K] number of the completion that the target belongs to"""
+    position_ids: Tensor
+    """position of a token in its own conversation: a branch goes on counting from its trunk; 0 on padding"""
+    num_rows: int
+    """N"""
+    nodes: list[tuple[int, int]] | None
+    """of each part the index of the part that it continues, or -1, and its tokens; None without shared beginnings"""
+    origins: list[str]
+    """N: the row of the data that a completion comes from"""
+
+
+LEAST_SAVED = 128
+"""Tokens that a common beginning saves at least, where it makes a part of the sequence of its own: of completions of
+which others begin differently, or of the prompts of several trees."""
+
+
+def collate_trees(
+    trees: Sequence[Tree],
+    *,
+    pad_token_id: int,
+    share: bool,
+    padding_side: Literal["right", "left"] = "right",
+) -> CollatedTrees:
+    """Lay trees out for a forward pass, their targets shifted by one.
+
+    With ``share`` what rows ``[*prompt, *completion]`` begin with is there once, and so is its target, which belongs to
+    each of them. A position predicts one token at most, so the last token of what is common stands before every
+    branch: that of the prompt, where completions begin differently. What several trees begin with is there once as
+    well. The last position of a row predicts nothing.
+
+    Without it each completion is a row ``[*prompt, *completion]``, padded to the longest.
+
+    Args:
+        trees: At least one.
+        pad_token_id: What to pad with; masked, so any id of the vocabulary does. The shared layout has no padding.
+        share: True if rows share what they begin with.
+        padding_side: Where the padding of separate rows goes.
+    """
+    assert trees, "a batch holds at least one tree"
+    origins = [tree.origin for tree in trees for _ in tree.completions]
+    if share:
+        return _shared(trees, origins)
+    return _separate(trees, origins, pad_token_id, padding_side)
+
+
+def _shared(trees: Sequence[Tree], origins: list[str]) -> CollatedTrees:
+    tree, rows, common = PrefixTree(scored=True), list[Ids](), list[range]()
+    for each in trees:
+        prompt = np.array(each.prompt[:-1], np.int32)
+        for index in range(len(each.completions)):
+            ids, targets = each.branch(index)
+            targets = np.concatenate([np.full_like(prompt, IGNORE_INDEX), targets])
+            tree.add_row(np.concatenate([prompt, ids]), targets)
+            rows.append(targets)
+            # From the prompt's last token, which predicts for all of them, to the last one that all completions have.
+            several = len(each.completions) > 1
+            common.append(range(max(0, len(prompt) - 1), len(prompt) + each.num_common) if several else range(0))
+
+    def kept(start: int, stop: int, among: Sequence[int]) -> bool:
+        return any(start < common[row].stop and common[row].start < stop for row in among)
+
+    tree.drop_short(LEAST_SAVED, kept)
+    nodes, places = tree.nodes(), tree.places()
+    counted = [targets != IGNORE_INDEX for targets in rows]
+    at = np.concatenate([where[kept] for where, kept in zip(places, counted, strict=True)])
+    labels = np.full(tree.tokens, IGNORE_INDEX, np.int64)
+    labels[at] = np.concatenate([targets[kept] for targets, kept in zip(rows, counted, strict=True)])
+    positions = np.empty(tree.tokens, np.int64)
+    for where in places:
+        positions[where] = np.arange(len(where))
+    input_ids = torch.as_tensor(np.concatenate([node.ids for _, node in nodes]).astype(np.int64))[None]
+    return CollatedTrees(
+        input_ids=input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        shift_labels=torch.as_tensor(labels)[None],
+        place_K=torch.as_tensor(at),
+        row_K=torch.arange(len(rows)).repeat_interleave(torch.tensor([int(kept.sum()) for kept in counted])),
+        position_ids=torch.as_tensor(positions)[None],
+        num_rows=len(rows),
+        nodes=[(parent, len(node.ids)) for parent, node in nodes],
+        origins=origins,
+    )
+
+
+def _separate(
+    trees: Sequence[Tree], origins: list[str], pad_token_id: int, padding_side: Literal["right", "left"]
+) -> CollatedTrees:
+    branches = [(tree, index) for tree in trees for index in range(len(tree.completions))]
+    shape = (len(branches), max(len(tree.prompt) + len(tree.completions[index]) for tree, index in branches))
+    batch = CollatedTrees(
+        input_ids=torch.full(shape, pad_token_id),
+        attention_mask=torch.zeros(shape, dtype=torch.int64),
+        shift_labels=torch.full(shape, IGNORE_INDEX),
+        place_K=torch.empty(0, dtype=torch.int64),
+        row_K=torch.empty(0, dtype=torch.int64),
+        position_ids=torch.zeros(shape, dtype=torch.int64),
+        num_rows=len(branches),
+        nodes=None,
+        origins=origins,
+    )
+    for row, (tree, index) in enumerate(branches):
+        size = len(tree.prompt) + len(tree.completions[index])
+        start = 0 if padding_side == "right" else shape[1] - size
+        held = slice(start, start + size)
+        batch["input_ids"][row, held] = torch.tensor([*tree.prompt, *tree.completions[index]])
+        batch["attention_mask"][row, held] = 1
+        batch["position_ids"][row, held] = torch.arange(size)
+        targets = torch.as_tensor(tree.branch(index)[1].astype(np.int64))
+        batch["shift_labels"][row, held][len(tree.prompt) - 1 :] = targets
+    batch["place_K"] = (batch["shift_labels"].flatten() != IGNORE_INDEX).nonzero()[:, 0]
+    batch["row_K"] = batch["place_K"] // shape[1]
+    return batch

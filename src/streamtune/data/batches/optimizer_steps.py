@@ -1,14 +1,21 @@
-"""The rows of an optimizer step that is counted in tokens, and the assignment of a step's rows to ranks.
+"""The rows of an optimizer step: counted in tokens, assigned to ranks, or chosen among many.
+
+Steps in tokens::
 
     tokens     rows in the order of the sampler, until the next one would be over the budget
     buckets    as many pieces of one length as the budget holds; lengths follow one another as a curriculum says
 
 Where an epoch is cut is a function of the rows, the seed and the epoch, so that a run can be resumed at any step.
 
-Ranks go through their micro-batches in lockstep: where weights are shared they wait for each other in every layer, so
-a micro-step takes as long as its slowest batch; where each rank has all weights they wait at the end of the step. Rows
-of a like cost are therefore computed at the same time, and a rank that has had more gets the cheaper batch next. A step
-trains on the same rows for any number of ranks.
+Ranks. They go through their micro-batches in lockstep: with sharded weights they wait for each other in every layer,
+so a micro-step takes as long as its slowest batch; with replicated weights they wait at the end of the step. So rows
+of similar cost are computed at the same time, and a rank that has had more gets the cheaper batch next. A step trains
+on the same rows for any number of ranks.
+
+Medoids. Of n points with distances D, the set S of b points that is nearest to all of them minimises
+``sum_i min_{s in S} D_is``. That is the facility location ``sum_i max_{s in S} (C - D_is)`` maximised, a monotone
+submodular function: the greedy algorithm is within 1 - 1/e of the best. All rows of small sources are kept, for a
+medoid is seldom one of them (CoLM, arXiv 2407.19580, section 4).
 """
 
 from __future__ import annotations
@@ -22,10 +29,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamtune.data.batches.sampler import ResumableSampler, place_in
+from streamtune.data.batches.sampler import Numbers, ResumableSampler, place_in, seeded_random
 from streamtune.errors import CheckpointError
 
-Numbers = npt.NDArray[np.int64]
+Points = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,8 +151,7 @@ def bucket_steps(buckets: Numbers, budget: int, *, curriculum: str, cycles: int,
 
 
 def _draw_epoch(buckets: Numbers, budget: int, curriculum: str, cycles: int, seed: int, epoch: int) -> EpochSteps:
-    # RandomState's streams are frozen by numpy's compatibility policy; Generator's may change with a release.
-    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, epoch, len(buckets)))))
+    random = seeded_random(seed, epoch, len(buckets))
     sizes = [int(size) for size in np.unique(buckets)]
     waiting: list[list[list[Numbers]]] = []  # by bucket and cycle
     for size in sizes:
@@ -263,3 +269,103 @@ def _deal(rows: Sequence[int], costs: dict[int, float], sizes: Sequence[int], *,
         batches[index].append(row)
         loads[index] += costs[row]
     return batches
+
+
+# ----------------------------------------------------------------------------------------------------------- medoids
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Rows that were chosen among others."""
+
+    places: tuple[int, ...]
+    """their places among all, ascending"""
+    kept: int
+    """rows of them that were kept because their source is small"""
+    gap: float
+    """||mean of the chosen points - mean of all|| / ||mean of all||, of the points that are finite"""
+    chance: float
+    """the root mean square of the same over all choices of as many rows, small sources or not"""
+
+
+def small_sources(sizes: Sequence[int]) -> frozenset[int]:
+    """Return the sources that are smaller than the mean of those that have rows.
+
+    Args:
+        sizes: [sources] rows.
+    """
+    present = [size for size in sizes if size > 0]
+    return frozenset(source for source, size in enumerate(sizes) if 0 < size * len(present) < sum(present))
+
+
+def choose_rows(points: Points, sources: Sequence[int], count: int, small: frozenset[int] = frozenset()) -> Choice:
+    """Choose ``count`` rows: all of the small sources, and of each other one its medoids, as many as its share.
+
+    Where the small sources alone have ``count`` rows here or more, none is kept for being small. A row whose point is
+    not finite is chosen only where the others are too few.
+
+    Args:
+        points: [rows, dimensions]
+        sources: [rows] the source of each.
+        count: Rows to choose, at most all.
+        small: The small sources.
+    """
+    rows = len(points)
+    assert rows == len(sources) >= count > 0, "there are rows to choose from"
+    finite = np.isfinite(points).all(axis=1)
+    usable = [int(row) for row in np.flatnonzero(finite)]
+    if len(usable) < count:
+        more = np.flatnonzero(~finite)[: count - len(usable)]
+        return Choice(tuple(sorted((*usable, *more.tolist()))), 0, 0.0, 0.0)
+    kept = [row for row in usable if sources[row] in small]
+    if len(kept) >= count:
+        kept = []
+    by_source: dict[int, list[int]] = {}
+    for row in sorted(set(usable) - set(kept)):
+        by_source.setdefault(sources[row], []).append(row)
+    candidates = [by_source[source] for source in sorted(by_source)]
+    chosen = list(kept)
+    for places, budget in zip(candidates, _budgets([len(own) for own in candidates], count - len(kept)), strict=True):
+        chosen += [places[index] for index in medoids(points[places], budget)]
+    chosen.sort()
+    return Choice(tuple(chosen), len(kept), *_gaps(points[chosen], points[usable]))
+
+
+def medoids(points: Points, count: int) -> list[int]:
+    """Return ``count`` points, the first that are found by the greedy algorithm; of equal gains the first point.
+
+    Args:
+        points: [n, dimensions] finite; distances are Euclidean.
+        count: At most n.
+    """
+    if count == 0:
+        return []
+    squares_n = (points**2).sum(axis=1)
+    distances_nn = np.sqrt(np.maximum(squares_n[:, None] + squares_n - 2 * points @ points.T, 0))
+    np.fill_diagonal(distances_nn, 0)
+    nearest_n = np.full(len(points), distances_nn.max() + 1)
+    chosen: list[int] = []
+    for _ in range(count):
+        gains_n = np.maximum(nearest_n[:, None] - distances_nn, 0).sum(axis=0)
+        gains_n[chosen] = -1
+        chosen.append(int(gains_n.argmax()))
+        nearest_n = np.minimum(nearest_n, distances_nn[:, chosen[-1]])
+    return chosen
+
+
+def _budgets(sizes: Sequence[int], count: int) -> list[int]:
+    """Divide ``count`` in proportion to sizes, the remainder by the largest fractions; none is above its size."""
+    total = sum(sizes)
+    budgets = [count * size // total for size in sizes]
+    by_fraction = sorted(range(len(sizes)), key=lambda index: (-(count * sizes[index] % total), index))
+    for index in by_fraction[: count - sum(budgets)]:
+        budgets[index] += 1
+    return budgets
+
+
+def _gaps(chosen: Points, every: Points) -> tuple[float, float]:
+    """Return :attr:`Choice.gap` and :attr:`Choice.chance`; the variance is that of draws without replacement."""
+    whole, rows, count = every.mean(axis=0), len(every), len(chosen)
+    length = max(float(np.linalg.norm(whole)), 1e-30)
+    variance = float(((every - whole) ** 2).sum()) / max(1, rows - 1) * (1 - count / rows) / count
+    return float(np.linalg.norm(chosen.mean(axis=0) - whole)) / length, float(np.sqrt(variance)) / length

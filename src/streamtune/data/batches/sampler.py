@@ -1,30 +1,39 @@
-"""The order in which rows are visited, the mixture of their sources, and the packing of rows.
+"""Order of an epoch's rows: mixture of sources, packs of rows, and pieces of rows.
 
-Order. A function of seed and epoch, so that it can be resumed anywhere.
+Order. A function of seed and epoch, so that a run can be resumed anywhere.
 
-Mixture. A source has a weight. Its share of an epoch is its weight divided by the sum of all weights, counted in rows
-or in tokens. An epoch is as long as all sources together, so weights change shares and not the length of a run. A
-source is gone through in passes, each in an order drawn from the seed, and an epoch goes on where the one before it
-stopped: where it takes a third of a source, three epochs visit each row once; where it takes three times the rows of
-one, each is visited three times.
+Mixture. The share of a source in an epoch is its weight divided by the sum of all weights, in rows or in tokens. An
+epoch is as long as all sources together. Each source is gone through in passes, each in an order drawn from the seed,
+and an epoch goes on where the one before it stopped: with a third of a source in each, three epochs visit every row
+once.
 
 Packing. Best fit, longest first, a function of the lengths and the seed. Packs are made once, when the data is
-prepared, and are what the sampler shuffles: a run resumes at a pack as it would at a row, and each epoch visits the
-same packs in another order. The rows of a pack never attend to one another, so packing changes which rows make up a
-step and nothing else.
+prepared, and are what the sampler shuffles: each epoch visits the same packs in another order. The rows of a pack
+never attend to one another, so packing changes which rows make up a step and nothing else.
+
+Pieces. Rows cut into pieces of power-of-two length, so that all rows of a batch have one length (dataset
+decomposition, Pouransari et al., arXiv 2405.13226)::
+
+    a row of 1,500 tokens, the smallest bucket 64      1,024 + 256 + 128 + 64 + 28
+
+The rest below the smallest bucket is a shorter piece of that bucket; a rest of a single token is left out, as nothing
+predicts it or is predicted by it. A piece begins without context: nothing predicts its first token. A piece without
+trained tokens is left out and counted.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from streamtune.base.model_facts import IGNORE_INDEX
+from streamtune.data.record_table import Example, Stored
 from streamtune.errors import CheckpointError
 
 MIX_BY = ("rows", "tokens")
@@ -58,7 +67,7 @@ class Mixture:
         parts = [self._part(source, epoch, seed, shuffle) for source in range(len(self.visits))]
         units: Numbers = np.concatenate(parts)
         if shuffle:
-            return units[_random(seed, epoch, len(parts)).permutation(len(units))]
+            return units[seeded_random(seed, epoch, len(parts)).permutation(len(units))]
         places = [(np.arange(len(part)) + 0.5) / max(1, len(part)) for part in parts]
         return units[np.argsort(np.concatenate(places), kind="stable")]
 
@@ -70,14 +79,15 @@ class Mixture:
             return np.empty(0, dtype=np.int64)
         passes = range(start // size, (start + count - 1) // size + 1)
         orders = [
-            _random(seed, source, number, 1).permutation(size) if shuffle else np.arange(size) for number in passes
+            seeded_random(seed, source, number, 1).permutation(size) if shuffle else np.arange(size)
+            for number in passes
         ]
         skipped = start - passes[0] * size
         return first + np.concatenate(orders)[skipped : skipped + count].astype(np.int64)
 
 
-def _random(*seeds: int) -> np.random.RandomState:
-    # RandomState's streams are frozen by numpy's compatibility policy; Generator's may change with a release.
+def seeded_random(*seeds: int) -> np.random.RandomState:
+    """Return a random stream that no numpy release changes: its policy freezes RandomState's, not Generator's."""
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seeds)))
 
 
@@ -126,15 +136,13 @@ class ResumableSampler:
         self.position = 0
         """rows of this epoch that were handed out"""
 
-    def order(self, epoch: int) -> npt.NDArray[np.int64]:
+    def order(self, epoch: int) -> Numbers:
         """Return the rows of an epoch in the order they are visited, [num_rows]."""
         if self.mixture is not None:
             return self.mixture.order(epoch, seed=self.seed, shuffle=self.shuffle)
         if not self.shuffle:
             return np.arange(self.num_rows, dtype=np.int64)
-        # RandomState's streams are frozen by numpy's compatibility policy; Generator's may change with a release.
-        random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((self.seed, epoch))))
-        return random.permutation(self.num_rows).astype(np.int64)
+        return seeded_random(self.seed, epoch).permutation(self.num_rows).astype(np.int64)
 
     def batches(self, batch_size: int) -> Iterator[list[int]]:
         """Yield the batches that are left of the current epoch, then move on to the next epoch and stop.
@@ -201,15 +209,15 @@ def place_in(state: Mapping[str, Any], units: int) -> tuple[int, int]:
 class Packs:
     """A partition of rows into sequences."""
 
-    rows: npt.NDArray[np.int64]
+    rows: Numbers
     """[rows] row numbers, pack after pack"""
-    starts: npt.NDArray[np.int64]
+    starts: Numbers
     """[packs + 1] where each pack begins in ``rows``"""
     tokens: int
     """tokens of all sequences"""
-    sizes: npt.NDArray[np.int64] | None = None
+    sizes: Numbers | None = None
     """[packs] tokens of each sequence where rows share their beginnings; None: those of its rows"""
-    squares: npt.NDArray[np.int64] | None = None
+    squares: Numbers | None = None
     """[packs] twice the pairs of tokens that see each other there; None: the squares of its rows' lengths"""
 
     def __len__(self) -> int:
@@ -230,7 +238,7 @@ class Packs:
         return self.tokens / (len(self) * max_length) if len(self) else 1.0
 
 
-def pack_rows(lengths: Sequence[int] | npt.NDArray[np.int64], max_length: int, *, seed: int) -> Packs:
+def pack_rows(lengths: Sequence[int] | Numbers, max_length: int, *, seed: int) -> Packs:
     """Pack rows into sequences of at most ``max_length`` tokens.
 
     Longest first, each into the fullest sequence it fits in (best fit decreasing: at most 11/9 of the fewest sequences
@@ -244,8 +252,7 @@ def pack_rows(lengths: Sequence[int] | npt.NDArray[np.int64], max_length: int, *
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     assert not len(sizes) or 0 < sizes.min() <= sizes.max() <= max_length, "rows are cut to the length before"
-    # RandomState's streams are frozen by numpy's compatibility policy; Generator's may change with a release.
-    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, len(sizes)))))
+    random = seeded_random(seed, len(sizes))
     drawn = random.permutation(len(sizes))
     order = drawn[np.argsort(-sizes[drawn], kind="stable")]
     packs = _best_fit(order.tolist(), sizes, max_length)
@@ -256,9 +263,7 @@ def pack_rows(lengths: Sequence[int] | npt.NDArray[np.int64], max_length: int, *
     return Packs(rows, starts, int(sizes.sum()))
 
 
-def pack_parts(
-    lengths: npt.NDArray[np.int64], bounds: Sequence[int], max_length: int, *, seed: int
-) -> tuple[Packs, list[int]]:
+def pack_parts(lengths: Numbers, bounds: Sequence[int], max_length: int, *, seed: int) -> tuple[Packs, list[int]]:
     """Pack the rows of each part by themselves; return the packs, part after part, and the first pack of each part.
 
     Args:
@@ -276,7 +281,7 @@ def pack_parts(
     return Packs(np.concatenate(rows), np.concatenate(starts), int(lengths.sum())), firsts
 
 
-def _best_fit(order: Sequence[int], sizes: npt.NDArray[np.int64], max_length: int) -> list[list[int]]:
+def _best_fit(order: Sequence[int], sizes: Numbers, max_length: int) -> list[list[int]]:
     """Pack rows in the given order, each into the sequence with the least room that still holds it."""
     packs: list[list[int]] = []
     with_room: dict[int, list[int]] = {}  # packs by the tokens they have left
@@ -299,3 +304,116 @@ def _best_fit(order: Sequence[int], sizes: npt.NDArray[np.int64], max_length: in
                 insort(rooms, left)
             with_room.setdefault(left, []).append(pack)
     return packs
+
+
+# ------------------------------------------------------------------------------------------------ pieces of buckets
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Parts of rows, each of the bucket of its length."""
+
+    rows: Numbers
+    """[pieces] row that a piece is of"""
+    starts: Numbers
+    """[pieces] its first token in the row"""
+    stops: Numbers
+    """[pieces] one behind its last token"""
+    buckets: Numbers
+    """[pieces] tokens of the longest pieces of its bucket, a power of two"""
+    sequence_length: int | None = None
+    """tokens of a sequence in which pieces of a bucket lie end to end; None where each is a sequence"""
+    dropped: int = 0
+    """pieces left out, in which no token is trained"""
+    tokens_lost: int = 0
+    """tokens of rows that are in no piece"""
+    targets_lost: int = 0
+    """trained tokens that are predicted in their row and in no piece: most of them are the first of a piece"""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def lengths(self) -> Numbers:
+        """Return the tokens of each piece, [pieces]."""
+        return self.stops - self.starts
+
+    def by_bucket(self) -> dict[int, int]:
+        """Return the number of pieces of each bucket, by its length."""
+        sizes, counts = np.unique(self.buckets, return_counts=True)
+        return dict(zip(sizes.tolist(), counts.tolist(), strict=True))
+
+    def per_sequence(self) -> Numbers:
+        """Return the number of pieces of a piece's bucket that one sequence holds, [pieces]."""
+        return np.ones_like(self.buckets) if self.sequence_length is None else self.sequence_length // self.buckets
+
+    def cut(self, examples: Stored[Example], piece: int) -> Example:
+        """Return a piece as an example; its first token is not trained on."""
+        row, start, stop = int(self.rows[piece]), int(self.starts[piece]), int(self.stops[piece])
+        example = examples[row]
+        labels = np.array(example.labels[start:stop], dtype=np.int32)
+        if start:
+            labels[0] = IGNORE_INDEX
+        return replace(example, input_ids=example.input_ids[start:stop], labels=labels)
+
+
+def cut_rows(examples: Stored[Example], *, max_length: int, min_length: int, packing: bool) -> Pieces:
+    """Cut rows into pieces.
+
+    Args:
+        examples: Rows of at most ``max_length`` tokens.
+        max_length: No bucket is longer, and no sequence that pieces share.
+        min_length: Tokens of the smallest bucket, a power of two.
+        packing: Pieces of a bucket share sequences.
+    """
+    lengths = examples.lengths()
+    rows, starts, stops, buckets = _decompose(lengths, max_length, min_length)
+    targets = _count_targets(examples, rows, starts, stops)
+    every = np.arange(len(lengths))
+    possible = _count_targets(examples, every, np.zeros_like(lengths), lengths)
+    kept = targets > 0
+    return Pieces(
+        rows=rows[kept],
+        starts=starts[kept],
+        stops=stops[kept],
+        buckets=buckets[kept],
+        sequence_length=max_length if packing else None,
+        dropped=int((~kept).sum()),
+        tokens_lost=int(lengths.sum() - (stops - starts)[kept].sum()),
+        targets_lost=int(possible.sum() - targets[kept].sum()),
+    )
+
+
+def _decompose(lengths: Numbers, longest: int, shortest: int) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """Return rows, starts, stops and buckets of the pieces, row by row; pieces of a single token are not among them."""
+    assert not len(lengths) or lengths.max() <= longest, "rows are fitted to the length before"
+    done = np.zeros_like(lengths)
+    found: list[tuple[Numbers, Numbers, Numbers, Numbers]] = []
+    size = 1 << (longest.bit_length() - 1)
+    while size >= shortest:
+        rows = np.flatnonzero(lengths - done >= size)
+        found.append((rows, done[rows], done[rows] + size, np.full(len(rows), size)))
+        done[rows] += size
+        size //= 2
+    rows = np.flatnonzero(lengths - done > 1)
+    found.append((rows, done[rows], lengths[rows], np.full(len(rows), shortest)))
+    rows, starts, stops, buckets = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    order = np.lexsort((starts, rows))
+    return rows[order], starts[order], stops[order], buckets[order]
+
+
+def _count_targets(examples: Stored[Example], rows: Numbers, starts: Numbers, stops: Numbers) -> Numbers:
+    """Return the trained tokens behind the first of each part of a row, [parts], without decoding rows one by one."""
+    places = examples.numbers()[rows]
+    order = np.argsort(places, kind="stable")
+    counts = np.zeros(len(rows), dtype=np.int64)
+    first = 0
+    for chunk in examples.cells("labels").chunks:
+        low, high = np.searchsorted(places[order], (first, first + len(chunk)))
+        inside = order[low:high]
+        if len(inside):
+            trained = chunk.values.to_numpy() != IGNORE_INDEX
+            before = np.concatenate([[0], np.cumsum(trained)])
+            begin = chunk.offsets.to_numpy()[places[inside] - first].astype(np.int64)
+            counts[inside] = before[begin + stops[inside]] - before[begin + starts[inside] + 1]
+        first += len(chunk)
+    return counts

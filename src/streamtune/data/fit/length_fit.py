@@ -22,8 +22,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from streamtune.data.batches.bucket_pieces import Pieces
-from streamtune.data.batches.sampler import Mixture, Packs
+from streamtune.data.batches.sampler import Mixture, Packs, Pieces
 from streamtune.data.data_report import CompletionReport, DataReport, SourceReport, length_percentiles
 from streamtune.data.fit.parts import (
     Digests,

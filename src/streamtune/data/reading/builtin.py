@@ -1,26 +1,42 @@
-"""Small data sets that every machine has: preferences with a rule, and sums and sequences with an answer to check.
+"""Built-in data sets: demos with a rule or an answer to check, logs with a pass key, and the standard library.
 
-Both are drawn from a seed, need no file, and have a vocabulary of a few dozen words, so that a model with random
-weights learns them in minutes on a processor. No prompt occurs twice: held-out rows ask what was never trained on.
+All but the last are drawn from a seed and need no file. Their vocabularies have a few dozen words, so that a model with
+random weights learns them in minutes on a CPU.
 
-**demo-preferences** (type ``preference``). Somebody asks where a thing is::
+**demo-preferences** (type ``preference``). Somebody asks where a thing is; no prompt occurs twice::
 
     prompt      I am in the hall. Where is the red lamp?
     chosen      Sure, the red lamp is in the attic.
     rejected    Sure, the blue lamp is in the attic.
 
-The rule: an answer is preferred if it names the very thing that was asked for and is polite. A rejected answer
-breaks it in one way, a third of them each: it names another colour, or another thing, or it is rude (``Go and find the
-red lamp.``). So two thirds can only be rejected by reading the prompt. :func:`keeps_the_rule` checks if an answer
-keeps it.
+An answer is preferred if it names the very thing that was asked for and is polite. A third of the rejected answers
+each names another colour, or another thing, or is rude (``Go and find the red lamp.``). So two thirds can only be
+rejected by reading the prompt.
 
 **demo-arithmetic** (types ``prompts`` and ``prompt_completion``). One of three tasks on digits, with its answer in the
-column ``answer`` for reward functions and as ``completion`` for supervised training::
+column ``answer`` for reward functions and as ``completion`` for supervised training; no prompt occurs twice::
 
     prompt      copy 3142        sort 3142        add 3142
     answer      3142             1234             10
 
-The dataset's ``name`` chooses one of them: ``copy``, ``sort`` or ``add``; without it they take turns.
+The dataset's ``name`` chooses ``copy``, ``sort`` or ``add``; without it they take turns.
+
+**demo-passkey** (type ``messages``). One line of a log names two words, at a place drawn at random; the question comes
+after the log::
+
+    user         storage: merged batch 481
+                 vault: the pass key is amber otter
+                 parser: skipped record 902
+                 ...
+
+                 What is the pass key?
+    assistant    The pass key is amber otter.
+
+Passkey retrieval (Mohtashami & Jaggi 2023, arXiv 2305.16300), made easier: each of the two words comes from a list of
+its own. Rows come from easy to hard: the first logs have at most 16 lines, the last up to 400, about 5,000 tokens. A
+new model learns from the short logs what to look for. With ``shuffle: false`` a recipe keeps this order.
+
+**python-stdlib** (type ``messages``). Documented functions, classes and whole modules of the running Python.
 """
 
 from __future__ import annotations
@@ -41,19 +57,19 @@ from pathlib import Path
 from streamtune.data.reading.readers import Row
 
 PREFERENCES_PATH = "demo-preferences"
-"""The dataset path that names the preferences."""
 
 ARITHMETIC_PATH = "demo-arithmetic"
-"""The dataset path that names the tasks on digits."""
+
+PASSKEY_PATH = "demo-passkey"
+
+STDLIB_PATH = "python-stdlib"
 
 SEED = 0
-"""Seed of both: a recipe's seed chooses what is held out and the order, not the rows."""
+"""Seed of all sets: a recipe's seed chooses what is held out and the order, not the rows."""
 
 NUM_PREFERENCES = 4_000
-"""Pairs, unless fewer are asked for."""
 
 NUM_TASKS = 6_000
-"""Tasks, unless fewer are asked for."""
 
 PLACES = ("hall", "attic", "kitchen", "garden", "cellar", "office", "garage", "studio", "bedroom", "library")
 COLOURS = ("red", "blue", "green", "black", "white", "yellow")
@@ -77,7 +93,7 @@ def _message(role: str, content: str) -> list[dict[str, str]]:
 
 
 def _pick(draw: random.Random, items: tuple[str, ...]) -> str:
-    """Return one of the items, by ``random()``: the one method whose numbers Python guarantees not to change."""
+    """Return an item by ``random()``, the one method whose numbers Python guarantees not to change."""
     return items[int(draw.random() * len(items))]
 
 
@@ -86,12 +102,6 @@ def _at_most(wanted: int | None, there: int) -> int:
 
 
 def preference_rows(*, max_rows: int | None = None, seed: int = SEED) -> Iterator[Row]:
-    """Yield pairs of answers, one of which keeps the rule.
-
-    Args:
-        max_rows: Yield so many rows at most; fewer are the first of more.
-        seed: Seed of everything.
-    """
     draw = random.Random(seed)
     asked = list(product(PLACES, QUESTIONS, COLOURS, THINGS))
     asked.sort(key=lambda _: draw.random())
@@ -115,17 +125,12 @@ def preference_rows(*, max_rows: int | None = None, seed: int = SEED) -> Iterato
 
 
 def keeps_the_rule(question: str, answer: str) -> bool:
-    """Return True if an answer is polite and names the very thing that was asked for.
-
-    Args:
-        question: A prompt of ``demo-preferences``.
-        answer: An answer to it.
-    """
+    """Return True if an answer to a prompt of ``demo-preferences`` is polite and names the thing that was asked for."""
     asked = re.search(rf"the ({'|'.join(COLOURS)}) ({'|'.join(THINGS)})\b", question)
     if asked is None:
         return False
     thing = asked.group().removeprefix("the ")
-    return any(answer == form.format(thing=thing, place=place) for form in POLITE for place in PLACES)
+    return answer in {form.format(thing=thing, place=place) for form in POLITE for place in PLACES}
 
 
 # -------------------------------------------------------------------------------------------------------- arithmetic
@@ -151,17 +156,10 @@ def _add(draw: random.Random) -> tuple[str, str]:
 
 
 TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {"copy": _copy, "sort": _sort, "add": _add}
-"""Draws a prompt and its answer, by the name of the task."""
+"""Functions that draw a prompt and its answer, by the name of the task."""
 
 
 def arithmetic_rows(*, task: str | None = None, max_rows: int | None = None, seed: int = SEED) -> Iterator[Row]:
-    """Yield tasks on digits with their answers.
-
-    Args:
-        task: One of :data:`TASKS`; they take turns unless given.
-        max_rows: Yield so many rows at most; fewer are the first of more.
-        seed: Seed of everything.
-    """
     draw = random.Random(seed)
     tasks = list(TASKS) if task is None else [task]
     seen: set[str] = set()
@@ -178,8 +176,57 @@ def arithmetic_rows(*, task: str | None = None, max_rows: int | None = None, see
         yield Row(f"{ARITHMETIC_PATH}:row {len(seen)}", columns)
 
 
-STDLIB_PATH = "python-stdlib"
-"""The dataset path that names this corpus."""
+# ---------------------------------------------------------------------------------------------------------- pass keys
+
+NUM_LOGS = 4_000
+
+SHORT_LINES, MOST_LINES = 16, 400
+"""Most lines of the first logs, and of the longest log."""
+
+SHORT_ROWS = 0.6
+"""Part of the rows with at most ``SHORT_LINES`` lines; from there on the longest log grows by the same factor a row."""
+
+SERVICES = ("scheduler", "storage", "network", "cache", "worker", "mailer", "parser", "index")
+DID = ("started", "finished", "retried", "queued", "skipped", "merged", "checked", "wrote")
+OBJECTS = ("job", "block", "page", "request", "batch", "record", "table", "file")
+KEY_COLOURS = (
+    *("amber", "cobalt", "ebony", "garnet", "hazel", "indigo", "jade", "khaki"),
+    *("lilac", "mauve", "ochre", "pearl", "ruby", "saffron", "topaz", "umber"),
+)
+ANIMALS = (
+    *("badger", "camel", "dingo", "eagle", "ferret", "gibbon", "heron", "ibis"),
+    *("jackal", "koala", "lemur", "marten", "otter", "panda", "raven", "walrus"),
+)
+
+
+def passkey_rows(*, max_rows: int | None = None, seed: int = SEED) -> Iterator[Row]:
+    draw = random.Random(seed)
+    count = NUM_LOGS if max_rows is None else max_rows
+    for number in range(1, count + 1):
+        lines = _num_log_lines(draw, number / count)
+        key = " ".join(_pick(draw, words) for words in (KEY_COLOURS, ANIMALS))
+        log = [_log_line(draw) for _ in range(lines)]
+        log.insert(int(draw.random() * (lines + 1)), f"vault: the pass key is {key}")
+        messages = [
+            {"role": "user", "content": "\n".join(log) + "\n\nWhat is the pass key?"},
+            {"role": "assistant", "content": f"The pass key is {key}."},
+        ]
+        yield Row(f"{PASSKEY_PATH}:row {number}", {"messages": messages})
+
+
+def _num_log_lines(draw: random.Random, part: float) -> int:
+    """Return the number of log lines of the row at ``part`` (0 to 1) of all rows."""
+    if part < SHORT_ROWS:
+        return int(draw.random() * SHORT_LINES)
+    most = SHORT_LINES * (MOST_LINES / SHORT_LINES) ** ((part - SHORT_ROWS) / (1 - SHORT_ROWS))
+    return int(most * (0.4 + 0.6 * draw.random()))
+
+
+def _log_line(draw: random.Random) -> str:
+    return f"{_pick(draw, SERVICES)}: {_pick(draw, DID)} {_pick(draw, OBJECTS)} {int(draw.random() * 1000)}"
+
+
+# --------------------------------------------------------------------------------------------------- standard library
 
 SKIPPED_FOLDERS = frozenset(
     {
@@ -188,45 +235,36 @@ SKIPPED_FOLDERS = frozenset(
         *("encodings", "pydoc_data"),
     }
 )
-"""Tests, bundled tools, what pip installed, and tables of data are not what we want a model to learn."""
+"""Tests, bundled tools, installed packages and tables of data: not what a model is to learn."""
 
 SHORTEST = 120
-"""Characters of source below which a definition teaches nothing."""
+"""Fewest characters of a definition."""
 
 LONGEST = 20_000
-"""Characters of source in a row at most: about 6,000 to 7,000 tokens of a vocabulary of 4,096."""
+"""Most characters of a row's source: 6,000 to 7,000 tokens of a vocabulary of 4,096."""
 
 LONG_FROM = 6_000
-"""Characters from which a whole module makes a long row."""
+"""Fewest characters of a module that makes a long row."""
 
 LONG_EVERY = 12
-"""One row in so many is a whole module, so that a capped corpus still has long rows."""
+"""One row in so many is a whole module, also with ``max_rows``."""
 
 SPARE = 3
-"""A capped corpus is drawn from so many times the short rows it needs: parsing the whole library takes seconds."""
+"""With ``max_rows``, short rows are drawn from so many times as many: parsing the whole library takes seconds."""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True)
 class _Module:
-    """A parsed module of the standard library."""
-
     name: str
-    """``json.decoder``"""
     file: str
-    """``json/decoder.py``"""
     source: str
     tree: ast.Module
 
 
 def stdlib_rows(*, max_rows: int | None = None, root: Path | None = None) -> Iterator[Row]:
-    """Yield the corpus as rows of type ``messages``.
-
-    Args:
-        max_rows: Yield so many rows at most; one in twelve is a whole module with any cap.
-        root: The library's folder; that of the running interpreter unless given.
-    """
+    """Yield the corpus as rows of type ``messages``; ``root`` is the library's folder, default: this interpreter's."""
     short: list[Row] = []
     long: list[Row] = []
     wanted = math.inf if max_rows is None else max_rows
@@ -242,12 +280,12 @@ def stdlib_rows(*, max_rows: int | None = None, root: Path | None = None) -> Ite
 
 
 def _spread(name: str) -> bytes:
-    """Return a sort key that mixes the library: in alphabetical order a capped corpus would end at c."""
+    """Return a sort key that mixes the library: in alphabetical order ``max_rows`` would end at the letter c."""
     return hashlib.sha256(name.encode()).digest()
 
 
 def _interleave(short: list[Row], long: list[Row]) -> Iterator[Row]:
-    """Yield one long row in every twelve for as long as there are both kinds; then the rest."""
+    """Yield one long row in every twelve while there are both kinds; then the rest."""
     rest_short, rest_long = iter(short), iter(long)
     while True:
         group = [*islice(rest_long, 1), *islice(rest_short, LONG_EVERY - 1)]
@@ -257,7 +295,7 @@ def _interleave(short: list[Row], long: list[Row]) -> Iterator[Row]:
 
 
 def _modules(root: Path) -> Iterator[_Module]:
-    """Yield every module below ``root`` that can be read and parsed, in a mixed order that is always the same."""
+    """Yield every readable module below ``root`` in a mixed order that is always the same."""
     for path in sorted(_files(root), key=lambda path: _spread(path.relative_to(root).as_posix())):
         relative = path.relative_to(root)
         try:
@@ -274,7 +312,6 @@ def _modules(root: Path) -> Iterator[_Module]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the Python files below ``folder``, without those in skipped folders."""
     for child in folder.iterdir():
         if child.is_dir():
             if child.name not in SKIPPED_FOLDERS:
@@ -290,7 +327,6 @@ def _module_row(module: _Module) -> Row:
 
 
 def _definition_rows(module: _Module) -> Iterator[Row]:
-    """Yield one row for each documented function, class and method of a module."""
     lines = [f"{line}\n" for line in module.source.split("\n")]  # splitlines() would count form feeds as line breaks
     for qualified, node in _definitions(module.tree.body, ""):
         docstring = ast.get_docstring(node)
@@ -305,7 +341,6 @@ def _definition_rows(module: _Module) -> Iterator[Row]:
 
 
 def _definitions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Definition]]:
-    """Yield the functions and classes of a module body, and the methods of its classes, with their qualified names."""
     for node in body:
         if isinstance(node, Definition):
             yield f"{prefix}{node.name}", node
@@ -324,7 +359,6 @@ def _header(node: Definition) -> str:
 
 
 def _dedent(lines: list[str]) -> str:
-    """Remove the first line's indentation from every line that has it."""
     indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())]
     return "".join(line.removeprefix(indent) for line in lines).rstrip() + "\n"
 

@@ -1,19 +1,20 @@
-"""Cells of a row of any type: text, chat messages, JSON text, prompts and answers; checked one by one."""
+"""Validate the fields of a row: text, chat messages, JSON text, prompts and answers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 from streamtune.errors import DataError, did_you_mean
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles a message may have; ``assistant`` is the one that is trained unless ``roles_to_train`` names others."""
+"""Roles of messages; only ``assistant`` is trained unless ``roles_to_train`` names others."""
 
 FLAGS = ("train", "training", "loss", "weight")
-"""Fields of a message that say whether it is trained; all mean the same. A checked message has ``weight`` alone."""
+"""Synonymous fields of a message that say if it is trained. A checked message has ``weight`` alone."""
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -32,14 +33,14 @@ SHAREGPT_ROLES = {
 """Speaker of a sharegpt turn -> role in chat templates."""
 
 _ANSWER_FIELDS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
-"""Fields that stand in for an assistant's content."""
+"""Fields that may take the place of an assistant's content."""
 
 
 def text_field(columns: Mapping[str, Any], name: str, origin: str) -> str:
     """Return the string in a column.
 
     Raises:
-        DataError: It is missing, no string, or no valid Unicode.
+        DataError: The column is missing, not a string, or not valid Unicode.
     """
     value = columns.get(name)
     if not isinstance(value, str):
@@ -49,15 +50,15 @@ def text_field(columns: Mapping[str, Any], name: str, origin: str) -> str:
 
 
 def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
-    """Check a message and return it in the form templates expect: content a string, tool arguments an object.
+    """Check a message and return it in the form that templates expect: content a string, tool arguments an object.
 
     Args:
-        message: A message as the row has it.
-        place: Where in the row, ``messages[2]``.
+        message: Message as the row has it.
+        place: Place in the row, ``messages[2]``.
         origin: The row, for errors.
 
     Raises:
-        DataError: It is no object, its role is unknown, or its content is missing or no text.
+        DataError: It is not an object, its role is unknown, or its content is missing or not text.
     """
     if not isinstance(message, dict):
         pairs = isinstance(message, (list, tuple)) and all(isinstance(each, (list, tuple)) for each in message)
@@ -83,7 +84,7 @@ def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
 
 
 def _trained_flag(message: Mapping[str, Any], place: str, origin: str) -> bool | None:
-    """Return whether a message says that it is trained; None if it does not say."""
+    """Return True or False if a message says that it is trained or not; None if it does not say."""
     if message.keys().isdisjoint(FLAGS):
         return None
     given: dict[str, bool] = {}
@@ -107,7 +108,7 @@ def from_sharegpt(turn: Any, place: str, origin: str) -> dict[str, Any]:
     """Convert ``{"from": "human", "value": "..."}`` to a message.
 
     Raises:
-        DataError: It is no such object, or the speaker is unknown.
+        DataError: It is not such an object, or the speaker is unknown.
     """
     if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
         raise DataError(f"{place} must be an object with 'from' and 'value'", where=origin)
@@ -125,7 +126,7 @@ def from_sharegpt(turn: Any, place: str, origin: str) -> dict[str, Any]:
 
 
 def _sharegpt_calls(value: Any, place: str, origin: str) -> list[dict[str, Any]]:
-    """Return the calls in a ``function_call`` turn, whose value is JSON: one call or a list of them."""
+    """Return the calls in a ``function_call`` turn, whose value is JSON: a call or a list of calls."""
     try:
         calls = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -171,15 +172,13 @@ def _tool_call(call: Any, place: str, origin: str) -> dict[str, Any]:
 
 
 def _filled(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that have a value."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 def without_nulls(value: Any) -> Any:
     """Drop keys whose value is None, at every depth.
 
-    Arrow gives every struct of a column the same keys and fills the ones a row never had with nulls; a chat template
-    would print them.
+    Arrow gives every struct of a column the same keys and fills missing ones with nulls, which a template would print.
     """
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -189,7 +188,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _unicode(text: str, place: str, origin: str) -> str:
-    """Return the text; raise if it holds half a surrogate pair, which is no character and no tokenizer takes."""
+    """Return the text; raise if it holds half a surrogate pair, which no tokenizer takes."""
     if not text.isascii():
         try:
             text.encode()
@@ -201,18 +200,16 @@ def _unicode(text: str, place: str, origin: str) -> str:
 
 
 def column_names(columns: Mapping[str, Any]) -> str:
-    """Return the columns of a row, quoted, for a message."""
     return ", ".join(f"'{name}'" for name in columns) or "no column"
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a JSON value, for a message."""
     kinds = {str: "a string", dict: "an object", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
     return kinds.get(type(value), "null")
 
 
 def parsed_cell(value: Any) -> Any:
-    """Return the list or object that a CSV or Parquet cell holds as JSON text; any other value as it is."""
+    """Return the list or object that a CSV or Parquet cell holds as JSON text; any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -234,24 +231,21 @@ def has_roles(turns: Any) -> bool:
 
 
 def tools_of(value: Any, origin: str) -> list[dict[str, Any]] | None:
-    """Return the tools of a row in the form that chat templates read; None if it has none.
+    """Return the tools of a row in the form that chat templates read; None without tools.
 
     Raises:
-        DataError: They are not a list of objects.
+        DataError: The tools are not a list of objects.
     """
     return tools_and_form(value, origin)[0]
 
 
 def tools_and_form(value: Any, origin: str) -> tuple[list[dict[str, Any]] | None, bool]:
-    """Return the tools of a row as ``{"type": "function", "function": {...}}``; None if it has none.
+    """Return the tools of a row as ``{"type": "function", "function": {...}}``, and True if a tool was a bare schema.
 
-    That is the form that transformers' ``apply_chat_template`` documents, and in which servers hand on tools.
-
-    Returns:
-        The tools, and True if one of them was the function's schema alone.
+    ``apply_chat_template`` documents that form, and servers pass tools on in it. Without tools the list is None.
 
     Raises:
-        DataError: They are not a list of objects.
+        DataError: The tools are not a list of objects.
     """
     value = parsed_cell(value)
     if value is None or value in ("", []):
@@ -264,7 +258,7 @@ def tools_and_form(value: Any, origin: str) -> tuple[list[dict[str, Any]] | None
 
 
 def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a function, with a name and parameters, in the form of a tool; another tool as it is."""
+    """Return a tool in the form ``{"type": "function", ...}``, also if it is the schema of a function alone."""
     bare = isinstance(tool.get("name"), str) and "parameters" in tool and tool.get("type", "function") == "function"
     if not bare or "function" in tool:
         return tool
@@ -272,21 +266,21 @@ def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 _MAY_BE_NULL = ("default", "const", "example")
-"""Keys of a JSON schema whose value may be null."""
+"""Keys of a JSON schema that may be null."""
 
 
 def _has_filler(schema: Any) -> bool:
-    """Return True if a key of a schema is null that no schema has so: it comes from a table, as others may."""
+    """Return True if a key is null that cannot be null in a schema: a table filled it, and perhaps other keys."""
     if isinstance(schema, dict):
         return any(name not in _MAY_BE_NULL if value is None else _has_filler(value) for name, value in schema.items())
     return isinstance(schema, list) and any(map(_has_filler, schema))
 
 
 def variables_of(value: Any, origin: str) -> dict[str, Any]:
-    """Return the variables that a row gives to the chat template, without those that are null.
+    """Return the chat template variables of a row, without nulls.
 
     Raises:
-        DataError: They are no object.
+        DataError: They are not an object.
     """
     value = parsed_cell(value)
     if value is None or value == "":
@@ -301,7 +295,6 @@ def variables_of(value: Any, origin: str) -> dict[str, Any]:
 
 
 def has_system(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if one of the messages is of the role ``system`` or ``developer``."""
     return any(message.get("role") in ("system", "developer") for message in messages)
 
 
@@ -311,10 +304,10 @@ def with_system(
     """Put the text of a row's column ``system`` before its messages, unless they have a system message.
 
     Returns:
-        The messages, and True if the column says something else than the system message they have.
+        The messages, and True if the column differs from the system message that they have.
 
     Raises:
-        DataError: The column is no text.
+        DataError: The column is not text.
     """
     if not columns.get("system"):
         return messages, False
@@ -329,12 +322,7 @@ TextOrMessages = str | list[dict[str, Any]]
 
 
 def text_or_messages(columns: Mapping[str, Any], name: str, origin: str) -> TextOrMessages:
-    """Return the content of a column: its text, or its messages, checked. A single message needs no list around it.
-
-    Args:
-        columns: The columns of the row.
-        name: The column, which must be there.
-        origin: The row, for errors.
+    """Return a column's text, or its checked messages. A single message needs no list around it.
 
     Raises:
         DataError: It is neither, a message is wrong, or it is empty.
@@ -363,35 +351,28 @@ def _has_speakers(turns: list[Any]) -> bool:
 
 
 def check_order(messages: Sequence[Mapping[str, Any]], name: str, origin: str) -> None:
-    """Raise if two messages of the user, or of the assistant, follow each other.
-
-    Args:
-        messages: Checked messages.
-        name: The column, for the error.
-        origin: The row, for the error.
+    """Raise if two messages of the user, or of the assistant, follow each other; ``name`` is their column.
 
     Raises:
         DataError: They do not alternate.
     """
-    after = None
-    for index, message in enumerate(messages):
+    for index, (before, message) in enumerate(pairwise(messages), start=1):
         role = message["role"]
-        if role == after and role in ("user", "assistant"):
+        if role == before["role"] and role in ("user", "assistant"):
             raise DataError(
                 f"{name}[{index}] is a second '{role}' message in a row: user and assistant must alternate",
                 where=origin,
                 mend="join the two messages, or remove one",
             )
-        after = role
 
 
 def texts_of(value: TextOrMessages) -> list[str]:
-    """Return the text of a prompt or an answer, message by message."""
+    """Return the texts of a prompt or an answer, message by message."""
     if isinstance(value, str):
         return [value]
     return [message["content"] for message in value if message.get("content")]
 
 
 def prompt_digest(prompt: TextOrMessages, tools: Any) -> bytes:
-    """Return a hash of a prompt: rows with the same one are held out together."""
+    """Return a 16-byte hash of a prompt: rows with the same prompt are held out together."""
     return blake2b(json.dumps([prompt, tools], sort_keys=True, default=repr).encode(), digest_size=16).digest()

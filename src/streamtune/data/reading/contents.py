@@ -1,9 +1,9 @@
-"""Fingerprint what a source holds, so that rows that were prepared from the same contents are found again.
+"""Fingerprint the contents of sources, so that rows prepared from the same contents are found again.
 
-A file of this machine is known by the hash of its bytes. Reading a file of a terabyte takes an hour, so its hash is
-remembered with its size, its times of change and its inode, as git does it, and a file that was changed within
-:data:`RACY` seconds before it was hashed is hashed again: its clock may not tell two changes apart. The time of change
-that programs set (``cp -p``, ``rsync -t``) is not enough: the system's own, which none can set, is compared as well.
+A file of this machine is known by the hash of its bytes. Hashing a terabyte takes an hour, so the hash is remembered
+with the file's size, its times of change and its inode, as git does it. A file that was changed within :data:`RACY`
+seconds before it was hashed is hashed again: its clock may not tell two changes apart. Programs can set the time of
+change (``cp -p``, ``rsync -t``), so the system's own time, which none can set, is compared as well.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ from streamtune.data.reading.sources import BUILT_IN, Source
 from streamtune.errors import DataError
 
 RACY = 2.0
-"""Seconds between the last change of a file and its hashing below which the hash is not remembered."""
+"""Fewest seconds between a file's last change and its hashing for the hash to be remembered."""
 _BLOCK = 1 << 20
 
 
 @dataclass
 class FileHashes:
-    """Hashes of files, remembered in a JSON file by path, size, times of change and inode."""
+    """Hashes of files, remembered in a JSON file by path, size, times of change and inode.
+
+    Args:
+        path: The JSON file; it is made if it is missing, and anew if it is damaged.
+        notify: Called if it is damaged.
+    """
 
     path: Path
-    """the JSON file; it may not exist yet, and is made anew where it is damaged"""
     notify: Notify = log.warning
-    """called if it is damaged"""
     _known: dict[str, Any] = field(default_factory=dict)
     _new: dict[str, Any] = field(default_factory=dict)
     _read: dict[Path, list[int]] = field(default_factory=dict)
@@ -48,11 +51,7 @@ class FileHashes:
         self._known = self._file().read_json(self.notify)
 
     def of(self, path: Path) -> str:
-        """Return the hash of the bytes of a regular file, in hexadecimal.
-
-        Raises:
-            OSError: It cannot be read.
-        """
+        """Return the hash of a regular file's bytes in hexadecimal, or raise ``OSError``."""
         status = path.stat()
         facts = _facts(status)
         self._read.setdefault(path, facts)
@@ -68,11 +67,11 @@ class FileHashes:
         return digest
 
     def touched(self) -> list[Path]:
-        """Return the files that are not as they were when they were first hashed, by size, times and inode."""
+        """Return the files whose size, times or inode changed since they were first hashed."""
         return [path for path, facts in self._read.items() if _facts_at(path) != facts]
 
     def is_same(self, path: Path) -> bool:
-        """Return whether a file has the bytes that were first hashed; it is read again only if it was touched.
+        """Return True if a file has the bytes that were first hashed; only a touched file is read again.
 
         Raises:
             OSError: It cannot be read.
@@ -85,7 +84,7 @@ class FileHashes:
         return True
 
     def save(self) -> None:
-        """Write the hashes; where that fails they are computed again another time."""
+        """Write the new hashes; if that fails they are computed again another time."""
         if self._new:
             with suppress(OSError):
                 self._file().update(lambda known: {**known, **self._new})
@@ -96,24 +95,24 @@ class FileHashes:
 
 
 _Entry = tuple[str, str, str | None, str]
-"""An entry of ``datasets``: its path, split, configuration and place in the recipe."""
+"""Path, split, configuration and place in the recipe of an entry of ``datasets``."""
 
 
 @dataclass
 class StreamedFiles:
-    """The files of rows that are streamed: an error where one is another file than when the run began.
+    """Files of streamed rows: raises if one differs from the file that the run began with.
 
-    A file is compared before it is opened, and while it is read after every step's rows are. So no row is trained on
-    that was read from a file that changed.
+    A file is compared before it is opened, and after the rows of every step while it is read. So no row of a changed
+    file is trained on.
     """
 
     hashes: FileHashes
-    """hashes of the files of this machine, as the run began"""
+    """hashes of the local files as the run began"""
     _versions: dict[_Entry, list[tuple[str, str | None]]] = field(default_factory=dict)
     _reading: dict[_Entry, tuple[Source, Path]] = field(default_factory=dict)
 
     def listed(self, source: Source, files: Sequence[DataFile]) -> None:
-        """Compare the names of the files, and the versions of those elsewhere, with the first list of them.
+        """Compare the names of the files, and the versions of remote ones, with the first list of them.
 
         Raises:
             DataError: A file was added, removed or replaced.
@@ -125,7 +124,7 @@ class StreamedFiles:
             raise _replaced(", ".join(names[:MOST_NAMED]), "was added, removed or replaced", source)
 
     def opens(self, source: Source, file: DataFile) -> None:
-        """Compare a file that is read next.
+        """Compare the file that is read next.
 
         Raises:
             DataError: It was replaced.
@@ -139,7 +138,7 @@ class StreamedFiles:
         """Compare the files that are being read.
 
         Raises:
-            DataError: One was replaced.
+            DataError: A file was replaced.
         """
         for source, path in list(self._reading.values()):
             self._check(source, path)
@@ -158,7 +157,7 @@ def _entry(source: Source) -> _Entry:
 
 
 MOST_NAMED = 3
-"""Files that a message names."""
+"""Most files that a message names."""
 
 
 def _replaced(what: str, how: str, source: Source) -> DataError:
@@ -190,13 +189,13 @@ def _facts_at(path: Path) -> list[int] | None:
 
 
 _AFTERWARDS = ("where", "watch", "seed", "repeat", "weight", "mix_by", "evaluates", "streamed")
-"""Fields of a source that decide nothing of its rows, but for the seed of rows that are drawn."""
+"""Fields of a source that do not decide its rows; the seed does if rows are drawn."""
 
 
 def fingerprint_source(source: Source, hashes: FileHashes) -> Mapping[str, Any] | None:
-    """Return all that decides the rows of a source, as plain values; None where its contents cannot be known.
+    """Return all that decides the rows of a source, as plain values; None if its contents cannot be known.
 
-    Errors of reading are left to the reader, which names them better: they make the contents unknown.
+    A read error makes the contents unknown: the reader names it better.
     """
     try:
         contents = _contents(source, hashes)
@@ -210,7 +209,7 @@ def fingerprint_source(source: Source, hashes: FileHashes) -> Mapping[str, Any] 
 
 
 def fingerprint_rows(source: Source, hashes: FileHashes) -> Mapping[str, Any] | None:
-    """Return what decides the rows of a streamed source, wherever its files are; None where that cannot be known.
+    """Return what decides the rows of a streamed source, wherever its files are; None if that cannot be known.
 
     A dataset on the hub is not loaded for it.
     """
@@ -239,7 +238,7 @@ def _contents(source: Source, hashes: FileHashes) -> Any:
 
 
 def _version(file: DataFile, hashes: FileHashes) -> str | None:
-    """Return the hash of a file of this machine, or what its place gives as the version of one elsewhere."""
+    """Return the hash of a local file, or the version that a remote file's storage gives."""
     if file.path is None:
         return file.version
     with open_bytes(file, text=False):  # as a reader opens it: no pipe is read, no device
@@ -248,7 +247,7 @@ def _version(file: DataFile, hashes: FileHashes) -> str | None:
 
 
 def _library_files() -> str:
-    """Return a hash of names, sizes and times of the files of the standard library."""
+    """Return a hash of the names, sizes and times of the standard library's files."""
     digest = hashlib.blake2b(digest_size=20)
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = sorted(name for name in folders if name not in ("__pycache__", "site-packages", "dist-packages"))

@@ -1,7 +1,7 @@
-"""Files as bytes and lines of text: compression, encodings, and everything that is no text.
+"""Files as bytes and lines of text: compression, encodings, and refusal of all that is not text.
 
-A file is opened only if it is a regular one: a pipe or a device would block, or never end. Its first bytes show what it
-is where its name says otherwise: an archive, a page of HTML, a pointer that Git LFS left in the file's place.
+Only a regular file is opened: a pipe or a device would block, or never end. The first bytes show a kind that the name
+does not tell: an archive, an HTML page, a Git LFS pointer.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from streamtune.data.faults import BadRows
 from streamtune.errors import DataError
 
 MAX_LINE_BYTES = 256 << 20
-"""Of one line: tens of millions of tokens."""
+"""Most bytes of a line: tens of millions of tokens."""
 MAX_DOCUMENT = 1 << 30
-"""Characters of a file that is read at once: .json, .txt, .md."""
+"""Most characters of a file that is read at once: .json, .txt, .md."""
 
 
 def _open_zstd(file: IO[bytes]) -> IO[bytes]:
@@ -42,7 +42,7 @@ COMPRESSED: dict[str, tuple[str, Callable[[IO[bytes]], Any]]] = {
     ".bz2": ("bzip2", bz2.BZ2File),
     ".xz": ("xz", lzma.LZMAFile),
 }
-"""Extension -> name of the compression, and a function that unpacks."""
+"""Extension -> name of the compression, and the function that unpacks."""
 
 _MAGIC: dict[bytes, tuple[str, str]] = {
     b"\x1f\x8b": ("gzip", "rename it to {name}.gz"),
@@ -64,7 +64,7 @@ _MAGIC: dict[bytes, tuple[str, str]] = {
     b"\x80\x04\x95": ("a Python pickle", "write its rows as .jsonl"),
     b"\x80\x05\x95": ("a Python pickle", "write its rows as .jsonl"),
 }
-"""First bytes of files that are no text: what they are, and how to mend it."""
+"""First bytes of files that are not text -> their kind, and the fix."""
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _HTML = (b"<!doctype html", b"<html", b"<?xml")
@@ -75,19 +75,19 @@ class DataFile:
     """A file of rows, on this machine or elsewhere."""
 
     name: str
-    """its name without folders, whose extension says how it is read"""
+    """name without folders; its extension decides how the file is read"""
     shown: str
-    """its name in origins and messages, usually as the user wrote it"""
+    """name in origins and messages, usually as the user wrote it"""
     open: Callable[[], IO[bytes]]
-    """Opens it for reading, with ``peek``; raises ``DataError`` where it is no regular file"""
+    """opens the file for reading, with ``peek``; raises ``DataError`` if it is not a regular file"""
     path: Path | None = None
-    """where it is on this machine"""
+    """path of a local file"""
     version: str | None = None
-    """of a file elsewhere: what changes when its bytes do, if its place tells such a thing"""
+    """version of a remote file, if its storage gives one: it changes when the bytes do"""
 
 
 def format_of(name: str) -> str:
-    """Return the extension that decides how a file is read, in lower case, before that of a compression: ``.jsonl``."""
+    """Return the extension that decides how a file is read, in lower case and without the compression's: ``.jsonl``."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -99,11 +99,6 @@ def local_file(path: Path, shown: str) -> DataFile:
 
 
 def _open_local(path: Path, shown: str) -> IO[bytes]:
-    """Open a regular file.
-
-    Raises:
-        DataError: It is none, or it cannot be opened.
-    """
     try:
         _check_regular(path.stat().st_mode, shown)  # before it is opened: a device may do something then
         file = open(path, "rb", opener=open_at_once)  # noqa: SIM115 - whoever reads it closes it
@@ -137,11 +132,11 @@ def _kind_of_node(mode: int) -> str:
 
 @contextmanager
 def open_bytes(file: DataFile, *, text: bool = True) -> Iterator[IO[bytes]]:
-    """Open a file, unpacked where its name says that it is compressed.
+    """Open a file, unpacked if its name says that it is compressed.
 
     Args:
         file: The file.
-        text: Refuse files that are no text by their first bytes; without it, only what no format begins with.
+        text: Refuse binary files by their first bytes; if False, refuse only LFS pointers and HTML.
 
     Raises:
         DataError: It cannot be read, or is another kind of file.
@@ -174,22 +169,17 @@ _FETCH = "fetch or write the file anew"
 
 
 def _is_damage(error: OSError, suffix: str) -> bool:
-    """Return True if an error comes from unpacking: those of the system have a number."""
+    """Return True if an error comes from unpacking: only errors of the system have a number."""
     return suffix in COMPRESSED and error.errno is None
 
 
 def _peek(raw: Any, size: int) -> bytes:
-    """Return the first bytes of a buffer, which stay in it: some files cannot be rewound."""
+    """Return the first bytes of a buffer without taking them: some files cannot be rewound."""
     found: bytes = raw.peek(size)[:size]
     return found
 
 
 def _refuse_foreign(start: bytes, file: DataFile, *, text: bool) -> None:
-    """Raise if a file's first bytes are those of another kind of file.
-
-    Raises:
-        DataError: They are.
-    """
     if start.startswith(_POINTER):
         raise DataError(
             "the file is a Git LFS pointer: its content was not downloaded",
@@ -221,17 +211,16 @@ _WIDE = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-"""Marks at the start of a file -> encoding; UTF-32 first, whose mark begins with that of UTF-16."""
+"""Byte order mark -> encoding; UTF-32 first, whose mark begins with UTF-16's."""
 
 
 def iter_lines(file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, decoded line with its line break); a byte order mark is dropped.
+    """Yield (line number from 1, decoded line with its line break) without the byte order mark.
 
-    UTF-16 and UTF-32 are read where the file begins with their mark. The error of a line is reported, and the line left
-    out.
+    UTF-16 and UTF-32 need their mark. A faulty line is reported and left out.
 
     Raises:
-        DataError: The file cannot be read, or is no text.
+        DataError: The file cannot be read, or is not text.
     """
     with open_bytes(file) as raw:
         buffered = raw if hasattr(raw, "peek") else io.BufferedReader(cast(Any, raw))
@@ -312,7 +301,7 @@ def _nul(where: str) -> DataError:
 
 
 def _not_utf8(line: bytes, error: UnicodeDecodeError, where: str) -> DataError:
-    """Return the error for bytes that are no UTF-8, with the encoding that they look like."""
+    """Return the error for bytes that are not UTF-8, with the encoding that they look like."""
     what = f"not valid UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}"
     high = [byte for byte in line[:4096] if byte >= 0x80] or [line[error.start]]
     if any(byte in (0x81, 0x8D, 0x8F, 0x90, 0x9D) for byte in high) or line[error.start] == 0xFF:
@@ -325,7 +314,7 @@ def read_whole(file: DataFile) -> str:
     """Return the text of a file that is read at once.
 
     Raises:
-        DataError: It is no text, or larger than any such file should be; a small compressed file may unpack to that.
+        DataError: It is not text, or has more than ``MAX_DOCUMENT`` characters: a small file may unpack to that.
     """
     parts, size = [], 0
     for number, line in iter_lines(file, BadRows()):

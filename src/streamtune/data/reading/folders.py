@@ -1,6 +1,6 @@
-"""Folders of data files, read as the ``datasets`` library reads them: by split, and without what is no data.
+"""Folders of data files, read as the ``datasets`` library reads them: by split, without files that are not data.
 
-The split of a file is found in this order, and the first that names a split for any file decides for all:
+These rules are tried in order; the first that gives any file a split decides for all files::
 
     README.md     its ``configs:``, with patterns of files for each split
     shards        data/NAME-00000-of-00002.parquet, with any name
@@ -31,7 +31,7 @@ KEYWORDS = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Split -> words for it in names of files and folders, between the signs ``-._ 0-9`` or the ends of the name."""
+"""Split -> its words in names of files and folders, between the signs ``-._ 0-9`` or the ends of the name."""
 
 _WORD = {
     split: re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(words)})(?:[-._ 0-9]|$)") for split, words in KEYWORDS.items()
@@ -43,7 +43,7 @@ DOCUMENTS = re.compile(
     r"(?:[-._].*)?",
     re.IGNORECASE,
 )
-"""Names of files about a dataset."""
+"""Names of files about a dataset, such as README."""
 NOT_ROWS = {
     "config.json",
     "dataset_info.json",
@@ -52,21 +52,19 @@ NOT_ROWS = {
     "state.json",
     "croissant.json",
 }
-"""Files about a dataset that have the extension of data."""
+"""JSON files about a dataset."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The files of a folder that are read."""
+    """Files of a folder that are read, relative to it and in order, and data files that are left out."""
 
     names: list[str]
-    """relative to the folder, in order"""
     left_out: list[str]
-    """data files of other splits, and files about the dataset"""
 
 
 def is_data_name(name: str) -> bool:
-    """Return True if a file of a folder is data by its name: not hidden, of a known format, not about the dataset."""
+    """Return True if a file is data by its name: not hidden, of a known format, not about the dataset."""
     path = PurePosixPath(name)
     if any(part.startswith((".", "__")) for part in path.parts):
         return False
@@ -80,11 +78,11 @@ def choose_files(
 
     Args:
         names: All files below the folder, relative to it, with ``/``.
-        read: Returns the text of one of them.
-        split: The split that is asked for.
-        config: The configuration, of those in README.md.
+        read: Function that returns the text of a file.
+        split: The split.
+        config: Configuration of README.md.
         shown: The folder, for an error.
-        where: The place that an error names.
+        where: Place in the recipe, for an error.
 
     Raises:
         DataError: There is no data file, no such split or no such configuration.
@@ -119,8 +117,8 @@ def _no_split(split: str, splits: Iterable[str], shown: str, where: str) -> Data
 
 
 def _split_names(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the files of each split, by the first rule that finds one."""
-    for rule in (_of_shard, _of_folder, _of_file):
+    """Return the files of each split, by the first rule that finds a split."""
+    for rule in (_of_shard, lambda path: _word_of(path.parent.parts), lambda path: _word_of([path.name])):
         found: dict[str, list[str]] = {}
         for name in names:
             for split in rule(PurePosixPath(name)):
@@ -136,16 +134,8 @@ def _of_shard(path: PurePosixPath) -> list[str]:
     return [match["split"]] if match else []
 
 
-def _of_folder(path: PurePosixPath) -> list[str]:
-    return _word_of(path.parent.parts)
-
-
-def _of_file(path: PurePosixPath) -> list[str]:
-    return _word_of([path.name])
-
-
 def _word_of(parts: Sequence[str]) -> list[str]:
-    """Return the split that the last of some names has a word for; none or one."""
+    """Return the split that the last of some names has a word for, as a list of none or one."""
     for part in reversed(parts):
         for split, pattern in _WORD.items():
             if pattern.search(part.lower()):
@@ -159,11 +149,7 @@ def _word_of(parts: Sequence[str]) -> list[str]:
 def _configured(
     names: Sequence[str], read: Callable[[str], str], config: str | None, shown: str, where: str
 ) -> dict[str, list[str]] | None:
-    """Return the files of each split by the ``configs`` of README.md; None without any.
-
-    Raises:
-        DataError: There is no such configuration, or the folder has none.
-    """
+    """Return the files of each split by the ``configs`` of README.md; None without ``configs``."""
     configs = _configs(read("README.md")) if "README.md" in names else {}
     if not configs:
         if config is not None:
@@ -205,7 +191,7 @@ def _configs(readme: str) -> dict[str, dict[str, Any]]:
 
 
 def _patterns(entry: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the patterns of each split of one configuration, below its ``data_dir``."""
+    """Return the patterns of each split of a configuration, below its ``data_dir``."""
     files = entry.get("data_files")
     if isinstance(files, list) and any(isinstance(item, dict) for item in files):
         files = {item.get("split", "train"): item.get("path", ()) for item in files if isinstance(item, dict)}
@@ -222,7 +208,7 @@ def _patterns(entry: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return True if a name matches a pattern, in which ``*`` stands for no slash and ``**`` for any folders."""
+    """Return True if a name matches a pattern: ``*`` matches no slash, ``**`` any folders."""
     parts = re.split(r"(\*\*/?|\*|\?)", pattern)
     signs = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return re.fullmatch("".join(signs.get(part) or re.escape(part) for part in parts), name) is not None
@@ -232,11 +218,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _saved(names: Sequence[str], read: Callable[[str], str], split: str, shown: str, where: str) -> Chosen:
-    """Choose the files that ``save_to_disk`` wrote of a split.
-
-    Raises:
-        DataError: There is no such split, or one of the files that it lists is missing or malformed.
-    """
+    """Return the files that ``save_to_disk`` wrote for a split."""
     folder = ""
     if "dataset_dict.json" in names:
         splits = [str(item) for item in _json(read, "dataset_dict.json", shown).get("splits") or ()]

@@ -1,6 +1,4 @@
-"""Places of data: files on this machine, files behind an address that ``fsspec`` knows (``s3://``, ``hf://`` ...), and
-datasets on the hub or in its local cache, through the ``datasets`` library.
-"""
+"""Places of data: local files, addresses that ``fsspec`` knows (``s3://``, ``hf://``), and datasets on the hub."""
 
 from __future__ import annotations
 
@@ -22,14 +20,13 @@ from streamtune.data.reading.readers import READERS, Row
 from streamtune.errors import DataError, did_you_mean
 
 Found = tuple[list[DataFile], Chosen | None]
-"""Files, and what was left out of a folder."""
+"""Files, and the choice that was made in a folder."""
 
 MOST_LISTED = 1_000_000
-"""Files of a folder: more are a mistake, such as the root of a disk."""
+"""Most files of a folder: more are a mistake, such as the root of a disk."""
 
 
 def is_address(path: str) -> bool:
-    """Return True if a path begins as an address: ``s3://``, ``https://``."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", path) is not None
 
 
@@ -38,7 +35,7 @@ def local_files(path: str, *, split: str, config: str | None, where: str) -> Fou
 
     Raises:
         DataError: There is no such file, folder or split.
-        OSError: The system does not let the path be looked at.
+        OSError: The system refuses to look at the path.
     """
     local = Path(path).expanduser()
     if local.is_dir():
@@ -72,12 +69,7 @@ def _refuse_split(path: str, split: str, config: str | None, where: str) -> None
 
 
 def _walk(folder: Path, shown: str, where: str) -> Iterator[str]:
-    """Yield the files below a folder, relative to it; links are followed, each folder once, hidden ones never.
-
-    Raises:
-        DataError: There are too many.
-        OSError: A folder cannot be listed.
-    """
+    """Yield the files below a folder, relative to it; links are followed, each folder once, hidden ones never."""
     seen: set[tuple[int, int]] = set()
     waiting, count = [folder], 0
     while waiting:
@@ -106,7 +98,6 @@ def _is_folder(path: Path) -> bool:
 
 
 def _read(file: DataFile) -> str:
-    """Return the text of a small file about a dataset."""
     with file.open() as opened:
         return opened.read(1 << 24).decode("utf-8", "replace")
 
@@ -118,12 +109,12 @@ def _glob(pattern: Path) -> Iterator[Path]:
 
 
 def _looks_like_hub_name(path: str) -> bool:
-    """Return True if ``path`` can be ``name`` or ``owner/name`` on the hub and is no file name of a known format."""
+    """Return True if a path can be ``name`` or ``owner/name`` on the hub, and not a file name of a known format."""
     return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path)) and format_of(path) not in READERS
 
 
 def _nearest(path: Path) -> str:
-    """Return a hint at the existing file or folder the user may have meant."""
+    """Return a hint at the file or folder that the user may have meant."""
     folder = path.parent
     if not folder.is_dir():
         existing = next((parent for parent in folder.parents if parent.is_dir()), Path())
@@ -140,7 +131,7 @@ _PACKAGES = {
     "http": "aiohttp requests", "https": "aiohttp requests", "hf": "huggingface_hub", "oci": "ocifs",
     "sftp": "paramiko", "ssh": "paramiko", "dropbox": "dropboxdrivefs", "gdrive": "gdrivefs", "smb": "smbprotocol",
 }  # fmt: skip
-"""Protocol -> the package that fsspec needs for it."""
+"""Protocol -> package that fsspec needs for it."""
 _OWN_MACHINE = ("file", "local", "memory")
 
 
@@ -148,7 +139,7 @@ def remote_files(address: str, *, split: str, config: str | None, where: str) ->
     """Return the files behind an address: a file, a folder, or a pattern.
 
     Raises:
-        DataError: Its kind is not known or its package not installed, it cannot be reached, or nothing is there.
+        DataError: The protocol is unknown or its package not installed, it cannot be reached, or nothing is there.
     """
     import fsspec  # type: ignore[import-untyped]
 
@@ -208,11 +199,11 @@ def _remote_file(system: Any, path: str, shown: str) -> DataFile:
 
 
 _VERSIONS = ("ETag", "etag", "blob_id", "checksum", "md5Hash", "sha256", "mtime", "LastModified", "last_modified")
-"""Names under which storage systems tell the version of a file."""
+"""Names under which storage systems give the version of a file."""
 
 
 def _version(system: Any, path: str) -> str | None:
-    """Return the version of a file that is elsewhere; None where its place tells none."""
+    """Return the version of a remote file; None if its storage gives none."""
     try:
         info = system.info(path)
         found = {name: str(info[name]) for name in _VERSIONS if info.get(name)}
@@ -232,10 +223,10 @@ def _one_line(error: Exception) -> str:
 
 
 def hub_rows(name: str, config: str | None, split: str, where: str, *, streamed: bool = False) -> Iterator[Row]:
-    """Yield the rows of a dataset; see :func:`load_hub`.
+    """Yield the rows of a dataset on the hub.
 
     Raises:
-        DataError: It cannot be loaded, or the hub cannot be read from any further.
+        DataError: It cannot be loaded, or the hub cannot be read any further.
     """
     shown, number = f"{name}[{split}]", 0
     rows = iter(load_hub(name, config, split, where, streamed=streamed))
@@ -261,9 +252,9 @@ def load_hub(name: str, config: str | None, split: str, where: str, *, streamed:
 
     Args:
         name: ``name`` or ``owner/name``.
-        config: Its configuration, or None.
+        config: Configuration of the dataset.
         split: The split.
-        where: The place that an error names.
+        where: Place in the recipe, for an error.
         streamed: Return an ``IterableDataset``, which reads from the hub and keeps nothing.
 
     Raises:
@@ -280,7 +271,7 @@ def load_hub(name: str, config: str | None, split: str, where: str, *, streamed:
 
 
 def _cannot_load(name: str, config: str | None, split: str, error: Exception, where: str) -> DataError:
-    """Return the error of a dataset that is not loaded; it lists the splits where only the split is wrong."""
+    """Return the error of a dataset that is not loaded; it lists the splits if only the split is wrong."""
     import datasets
 
     if isinstance(error, ValueError) and "split" in str(error):
@@ -299,7 +290,7 @@ def _cannot_load(name: str, config: str | None, split: str, error: Exception, wh
 
 
 def _refuse_formats(name: str, where: str) -> None:
-    """Raise if the path names a file format, for which ``datasets`` would read files of the working directory."""
+    """Raise if the path is a file format's name: ``datasets`` would read files of the working directory for it."""
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
     if name in _PACKAGED_DATASETS_MODULES or "::" in name:
@@ -317,7 +308,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _quiet_without_terminal() -> Iterator[Any]:
-    """Switch the ``datasets`` progress bars off while stderr is no terminal."""
+    """Switch the progress bars of ``datasets`` off unless stderr is a terminal."""
     import datasets
 
     if sys.stderr.isatty() or not datasets.is_progress_bar_enabled():

@@ -1,8 +1,7 @@
-"""Files of rows, one row at a time, each with the place it came from.
+"""Read files of rows, one row at a time, each with the place it came from.
 
-A reader yields :class:`Row`: the columns as plain Python values and an origin, ``file:line`` where the format has lines
-and ``file:row N`` (counted from 1) where it has none. The fault of a row is reported to :class:`BadRows`, that of a
-whole file is a ``DataError`` at its place.
+A reader yields :class:`Row`: columns as plain Python values and an origin, ``file:line`` if the format has lines, else
+``file:row N`` (from 1). A faulty row is reported to :class:`BadRows`; a faulty file raises ``DataError``.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,30 +27,28 @@ from streamtune.data.reading.files import (
     open_bytes,
     read_whole,
 )
-from streamtune.data.reading.padding import unpadded
 from streamtune.errors import DataError
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row as the file has it."""
+    """A row as its file has it."""
 
     origin: str
-    """``file:line`` or ``file:row N``: what an error names"""
+    """``file:line`` or ``file:row N``, named in errors"""
     columns: dict[str, Any]
     separator: str = "\n\n"
     """text between ``instruction`` and ``input`` of an alpaca row"""
 
 
-def read_file(path: Path, shown: str) -> Iterator[Row]:
-    """Read a local file row by row.
+Reader = Callable[[DataFile, BadRows], Iterator[Row]]
 
-    Args:
-        path: The file; its extension chooses the reader.
-        shown: The file's name in origins and messages, usually as the user wrote it.
+
+def read_file(path: Path, shown: str) -> Iterator[Row]:
+    """Read a local file row by row; its extension chooses the reader, ``shown`` names it in origins and messages.
 
     Raises:
-        DataError: The format is not known, or the file or one of its rows is malformed.
+        DataError: The format is unknown, or the file or a row is malformed.
     """
     return read_data_file(local_file(path, shown), BadRows())
 
@@ -60,7 +57,7 @@ def read_data_file(file: DataFile, bad: BadRows) -> Iterator[Row]:
     """Read a file row by row; malformed rows are reported and left out.
 
     Raises:
-        DataError: The format is not known, or the file is malformed.
+        DataError: The format is unknown, or the file is malformed.
     """
     reader = READERS.get(format_of(file.name))
     if reader is None:
@@ -73,7 +70,6 @@ def read_data_file(file: DataFile, bad: BadRows) -> Iterator[Row]:
 
 
 def _object(value: Any, origin: str) -> Row:
-    """Return a JSON value as a row; raise unless it is an object."""
     if not isinstance(value, dict):
         raise DataError(
             f"a row must be a JSON object, this one is {kind_of(value)}",
@@ -106,9 +102,9 @@ def _json_fault(error: ValueError | RecursionError, origin: str, place: str) -> 
     """Return the error for JSON that the decoder refuses.
 
     Args:
-        error: What the decoder raised.
-        origin: Where the object begins.
-        place: Where the decoder stopped, for malformed JSON.
+        error: Error of the decoder.
+        origin: Place where the object begins.
+        place: Place where the decoder stopped.
     """
     if isinstance(error, _DuplicateKeyError):
         return DataError(f"the key '{error}' appears twice in one object", where=origin, mend="keep one of the two")
@@ -124,7 +120,7 @@ def _json_fault(error: ValueError | RecursionError, origin: str, place: str) -> 
 
 
 def _read_jsonl(file: DataFile, bad: BadRows) -> Iterator[Row]:
-    """Yield one row for each line, a JSON object; blank lines are skipped."""
+    """Yield a row for each line, a JSON object; blank lines are skipped."""
     first = True
     for number, line in iter_lines(file, bad):
         if not line or line.isspace():
@@ -201,7 +197,7 @@ def _skip_blank(text: str, position: int) -> int:
 
 
 def _next_item(text: str, position: int, shown: str) -> int:
-    """Return the position after a list item: of the next item behind a comma, or of the closing bracket."""
+    """Return the position behind a list item: of the next item, or of the closing bracket."""
     if text.startswith(",", position):
         following = _skip_blank(text, position + 1)
         if not text.startswith("]", following):
@@ -286,7 +282,7 @@ _QUOTED = re.compile(r'"(?:[^"]|"")*"')
 
 
 def _find_delimiter(header: str) -> str:
-    """Return the character that separates the columns of a header line: a comma, unless there is only another."""
+    """Return the delimiter of a header line: a comma, unless there is only another."""
     bare = _QUOTED.sub("", header)
     return next((mark for mark in (",", ";", "\t", "|") if mark in bare), ",")
 
@@ -305,7 +301,6 @@ def _unique_columns(names: Sequence[str], origin: str) -> list[str]:
 
 
 def _read_parquet(file: DataFile, bad: BadRows) -> Iterator[Row]:
-    """Yield the rows of a Parquet file, a few at a time."""
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     def batches(raw: Any) -> Iterator[Any]:
@@ -345,11 +340,7 @@ def _slices(batches: Any) -> Iterator[Any]:
 
 
 def _arrow_rows(file: DataFile, batches: Callable[[Any], Iterator[Any]], kind: str) -> Iterator[Row]:
-    """Yield the rows of Arrow batches of an open file.
-
-    Raises:
-        DataError: The file is damaged.
-    """
+    """Yield the rows of Arrow batches; raise ``DataError`` if the file is damaged."""
     import pyarrow as pa
 
     number = 0
@@ -378,10 +369,92 @@ def _read_text(file: DataFile, bad: BadRows) -> Iterator[Row]:
         yield Row(f"{file.shown}:1", {"text": text})
 
 
-READERS: dict[str, Callable[[DataFile, BadRows], Iterator[Row]]] = {
-    ".jsonl": unpadded(_read_jsonl),
-    ".ndjson": unpadded(_read_jsonl),
-    ".json": unpadded(_read_json),
+def _unpadded(read: Reader) -> Reader:
+    """Return a reader that leaves out null arguments of tool calls if a table made them; the user is told.
+
+    ``datasets`` keeps the arguments of all tool calls of a column in one struct, and ``to_json`` writes every key of it
+    in every row. But a call may also say null itself. So nulls are left out only if all calls of a file have the same
+    keys. A file with a null argument is read a second time to compare the keys.
+    """
+
+    def rows(file: DataFile, bad: BadRows) -> Iterator[Row]:
+        padded: bool | None = None
+        for row in read(file, bad):
+            held = [row]  # a long row is held by its reader alone
+            del row
+            if any(map(_has_null, _arguments(held[0].columns))):
+                if padded is None:
+                    padded = _have_same_keys(read(file, BadRows("skip", sys.maxsize)))
+                    bad.notify(f"{file.shown}: {_PADDED if padded else _NULL}")
+                if padded:
+                    _leave_out_nulls(held[0].columns)
+            yield held.pop()
+
+    return rows
+
+
+_PADDED = (
+    "arguments of tool calls that are null are left out: all calls have the same keys, as a table fills them up; write "
+    "arguments as JSON text to keep a null"
+)
+_NULL = (
+    "arguments of tool calls that are null are trained as null: the calls of the file have different keys, so no table "
+    "filled them up"
+)
+
+
+def _arguments(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of a row's tool calls that are objects."""
+    for messages in columns.values():
+        for message in messages if isinstance(messages, list) else ():
+            calls = message.get("tool_calls") if isinstance(message, dict) else None
+            for call in calls if isinstance(calls, list) else ():
+                function = call.get("function") or call if isinstance(call, dict) else None
+                found = function.get("arguments") if isinstance(function, dict) else None
+                if isinstance(found, dict):
+                    yield found
+
+
+def _has_null(value: Any) -> bool:
+    """Return True if a key of an object is null, at any depth."""
+    if isinstance(value, dict):
+        return any(item is None or _has_null(item) for item in value.values())
+    return isinstance(value, list) and any(map(_has_null, value))
+
+
+def _have_same_keys(rows: Iterator[Row]) -> bool:
+    """Return True if there are several calls, and the objects at each place of their arguments have the same keys."""
+    keys: dict[tuple[str, ...], frozenset[str]] = {}
+    count = 0
+    for row in rows:
+        for arguments in _arguments(row.columns):
+            count += 1
+            if not _agrees(arguments, (), keys):
+                return False
+    return count > 1
+
+
+def _agrees(value: Any, place: tuple[str, ...], keys: dict[tuple[str, ...], frozenset[str]]) -> bool:
+    """Return True if the objects of a value have the keys known at their place; unknown places are added."""
+    if isinstance(value, list):
+        return all(_agrees(item, (*place, "[]"), keys) for item in value)
+    if not isinstance(value, dict):
+        return True
+    same = keys.setdefault(place, frozenset(value)) == value.keys()
+    return same and all(_agrees(item, (*place, name), keys) for name, item in value.items())
+
+
+def _leave_out_nulls(columns: Mapping[str, Any]) -> None:
+    for arguments in _arguments(columns):
+        left = without_nulls(arguments)
+        arguments.clear()
+        arguments.update(left)
+
+
+READERS: dict[str, Reader] = {
+    ".jsonl": _unpadded(_read_jsonl),
+    ".ndjson": _unpadded(_read_jsonl),
+    ".json": _unpadded(_read_json),
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
     ".csv": _read_csv,
@@ -389,4 +462,3 @@ READERS: dict[str, Callable[[DataFile, BadRows], Iterator[Row]]] = {
     ".txt": _read_text,
     ".md": _read_text,
 }
-"""Extension -> reader."""

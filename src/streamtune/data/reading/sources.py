@@ -12,16 +12,17 @@ from typing import Protocol, TypeVar
 from streamtune.data.faults import BadRows
 from streamtune.data.reading.builtin import (
     ARITHMETIC_PATH,
+    PASSKEY_PATH,
     PREFERENCES_PATH,
     STDLIB_PATH,
     TASKS,
     arithmetic_rows,
+    passkey_rows,
     preference_rows,
     stdlib_rows,
 )
 from streamtune.data.reading.cells import column_names
 from streamtune.data.reading.files import DataFile
-from streamtune.data.reading.passkey import PASSKEY_PATH, passkey_rows
 from streamtune.data.reading.places import hub_rows, is_address, local_files, remote_files
 from streamtune.data.reading.readers import Row, read_data_file
 from streamtune.errors import DataError, did_you_mean
@@ -32,24 +33,24 @@ READ_BY = {
     **dict.fromkeys(("preference", "unpaired"), "streamtune dpo"),
     "prompts": "streamtune grpo",
 }
-"""Row type -> the commands that read it, for the error of the others."""
+"""Row type -> the commands that read it, for an error of other commands."""
 
 
 class SourceWatch(Protocol):
-    """Compares the files of a source that is read again with what they were."""
+    """Compares the files of a source that is read again with the files that were read first."""
 
     def listed(self, source: Source, files: Sequence[DataFile]) -> None:
-        """Compare the list of files. Raises ``DataError`` where it is another one."""
+        """Compare the list of files; raise ``DataError`` if it differs."""
         ...
 
     def opens(self, source: Source, file: DataFile) -> None:
-        """Compare a file that is read next. Raises ``DataError`` where it is another one."""
+        """Compare the file that is read next; raise ``DataError`` if it differs."""
         ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of a recipe's ``datasets``."""
+    """An entry of a recipe's ``datasets``."""
 
     path: str
     """a file, a folder or a glob of files, an address, a dataset on the hub, or one of :data:`BUILT_IN`"""
@@ -65,41 +66,41 @@ class Source:
     columns: Mapping[str, str] | None = None
     """name of a column here -> its name in the files"""
     max_rows: int | None = None
-    """use so many rows"""
+    """most rows to use"""
     shuffle: bool = False
-    """draw ``max_rows`` among all rows by the seed, in place of the first ones; they stay in their order"""
+    """draw ``max_rows`` among all rows by the seed instead of taking the first; they stay in their order"""
     repeat: int = 1
-    """times that each training row is visited in an epoch"""
+    """visits of each training row in an epoch"""
     weight: float | None = None
-    """share of an epoch, relative to the weights of the other sources; None where no source has one"""
+    """share of an epoch, relative to the other sources' weights; None if no source has a weight"""
     mix_by: str = "rows"
-    """unit of that share: ``rows`` or ``tokens``; the same of all sources"""
+    """unit of that share, of all sources: ``rows`` or ``tokens``"""
     evaluates: str | None = None
-    """name of the eval set that the rows belong to; None trains on them. Sources of eval sets come after the others"""
+    """name of the eval set of the rows; None trains on them. Sources of eval sets come last"""
     seed: int = 42
-    """seed of that draw"""
+    """seed of ``shuffle``"""
     watch: SourceWatch | None = None
-    """told of the files of rows that are streamed, before they are read"""
+    """compares the files of streamed rows before they are read"""
     streamed: bool = False
-    """read a dataset on the hub from there, row by row, without keeping a copy"""
+    """read a dataset on the hub row by row, without keeping a copy"""
     where: str = ""
-    """place of this entry in the recipe, ``file:line``; named when the path is wrong"""
+    """place of this entry in the recipe, ``file:line``, for errors"""
 
     @property
     def place(self) -> str:
-        """Return the place that an error names: ``where``, or the path of a source that no recipe names."""
+        """Place that an error names: ``where``, or the path of a source that no recipe names."""
         return self.where or self.path
 
 
 def read_rows(source: Source, bad: BadRows | None = None) -> Iterator[Row]:
-    """Read the rows of a source, ``max_rows`` of them at most, with the columns renamed.
+    """Read the rows of a source, at most ``max_rows``, with the columns renamed.
 
     Args:
         source: The source.
-        bad: Takes malformed rows and messages for the user; without it the first malformed row is raised.
+        bad: Receives malformed rows and messages for the user; without it the first malformed row raises.
 
     Raises:
-        DataError: There is no such file or dataset, it holds no row, or a file is malformed.
+        DataError: There is no such file or dataset, it has no row, or a file is malformed.
     """
     bad = bad or BadRows()
     empty, before = True, bad.count
@@ -111,7 +112,7 @@ def read_rows(source: Source, bad: BadRows | None = None) -> Iterator[Row]:
 
 
 def _drawn(source: Source, bad: BadRows) -> Iterator[Row]:
-    """Yield the rows of a source: all, the first ones, or some that are drawn by the seed."""
+    """Yield the rows of a source: all, the first ones, or rows drawn by the seed."""
     if not source.shuffle or source.max_rows is None:
         yield from islice(_all_rows(source, bad), source.max_rows)
         return
@@ -126,11 +127,7 @@ def _drawn(source: Source, bad: BadRows) -> Iterator[Row]:
 
 
 def _renamed(rows: Iterable[Row], source: Source, bad: BadRows) -> Iterator[Row]:
-    """Yield the rows with the columns named as ``columns`` says.
-
-    Raises:
-        DataError: The first row has no column that the map names.
-    """
+    """Yield the rows with columns renamed by ``columns``; raise ``DataError`` if the first row lacks a named column."""
     if not source.columns:
         yield from rows
         return
@@ -157,16 +154,16 @@ def typed_rows(
     detect: Callable[[Row], str],
     bad: BadRows,
 ) -> Iterator[tuple[Row, str]]:
-    """Yield every row of every source with its type: the one its source names, or that of the source's first row.
+    """Yield every row with its type: the type that its source names, or the type detected from the source's first row.
 
     Args:
-        sources: Where the rows come from, in order.
-        known: The types a source may name, besides ``auto``.
-        detect: Returns the type a row looks like.
-        bad: Takes malformed rows, and is notified of the type that was detected, source by source.
+        sources: Sources of the rows, in order.
+        known: Types that a source may name, besides ``auto``.
+        detect: Function that returns the type a row looks like.
+        bad: Receives malformed rows, and is notified of each detected type.
 
     Raises:
-        DataError: As :func:`read_rows` and ``detect``, or a source names a type that is not known.
+        DataError: As :func:`read_rows` and ``detect``, or a source names an unknown type.
     """
     for source in sources:
         row_type = source.type
@@ -216,7 +213,7 @@ def _all_rows(source: Source, bad: BadRows) -> Iterator[Row]:
 
 
 MOST_LISTED = 20
-"""Files that a message lists by name."""
+"""Most files that a message lists by name."""
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -225,11 +222,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _check_choices(source: Source, names: Sequence[str]) -> None:
-    """Check the split and the part that a source names of a built-in dataset.
-
-    Raises:
-        DataError: It has no such split or no such part.
-    """
     if source.split != "train":
         raise DataError(
             f"'{source.path}' is built in and has no split '{source.split}'",
@@ -247,7 +239,7 @@ BUILT_IN: dict[str, Callable[[Source], Iterator[Row]]] = {
     ARITHMETIC_PATH: lambda source: arithmetic_rows(task=source.name, max_rows=source.max_rows),
     PASSKEY_PATH: lambda source: passkey_rows(max_rows=source.max_rows),
 }
-"""Datasets that every machine has, by the path that names them."""
+"""Path that names a built-in dataset -> its rows."""
 
 
 Item = TypeVar("Item")

@@ -28,21 +28,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from streamtune.data.options import DEFAULT_CHAT, ChatOptions
-from streamtune.data.rendering.reasoning import as_last_answer, dropped_answers, reasoning_of
 from streamtune.data.rendering.renderings import (
     Message,
     Renderings,
+    as_last_answer,
     common_prefix,
+    dropped_answers,
     has_marks,
     opened_reasoning,
+    reasoning_of,
     render_messages,
-    request_of,
+    special_names,
+    without_flags,
 )
-from streamtune.data.rendering.spelling import special_names
 from streamtune.data.templates import ChatRequest
 from streamtune.errors import DataError
 
@@ -96,30 +98,27 @@ class ChatRenderer:
 
     def render(
         self,
-        messages: list[Message],
-        tools: Any,
+        request: ChatRequest,
         trained: Sequence[int],
         origin: str,
         *,
-        variables: Mapping[str, Any] | None = None,
         reasoned: Sequence[int] | None = None,
         find_exchanges: bool = False,
     ) -> RenderedChat:
         """Render a conversation.
 
         Args:
-            messages: The conversation.
-            tools: JSON schemas of tools, or None.
+            request: The conversation.
             trained: Indices of the messages to train on.
             origin: The row, for errors.
-            variables: Variables of the template.
             reasoned: Indices of the answers whose reasoning matters; ``trained`` unless given.
             find_exchanges: Find where exchanges begin.
 
         Raises:
             DataError: The template refuses the conversation, or rewrites it so that a turn cannot be located exactly.
         """
-        chat = Renderings(self._tokenizer, messages, tools, origin, variables)
+        messages = request.messages
+        chat = Renderings(self._tokenizer, request, origin)
         answers = [index for index in trained if messages[index]["role"] == "assistant"]
         turns = self._marked_turns(chat, answers)
         if turns is None:
@@ -150,18 +149,22 @@ class ChatRenderer:
         prompt = chat.prompt(printed[-1]) if printed else None
         return len(printed) if prompt is not None and _CLOSED_REASONING.search(prompt[-_NEAR:]) else 0
 
-    def head(
-        self, messages: list[Message], tools: Any, text: str, origin: str, variables: Mapping[str, Any] | None
-    ) -> int:
-        """Return the characters of a rendered conversation that its first messages take, which are of the system.
+    def head(self, request: ChatRequest, text: str, origin: str) -> int:
+        """Return how many characters of a rendered conversation its system messages take.
 
-        0 unless the template prints them alone as it prints them in the conversation.
+        Args:
+            request: The system messages alone.
+            text: The rendered conversation.
+            origin: The row, for errors.
+
+        Returns:
+            0 unless the template prints them alone as it prints them in the conversation.
         """
         try:
-            alone = render_messages(self._tokenizer, ChatRequest(messages, tools, False, variables or {}), origin)
+            alone = render_messages(self._tokenizer, request, origin)
         except DataError:  # some templates refuse a conversation without a user
             return 0
-        content = messages[0].get("content", "").strip()
+        content = request.messages[0].get("content", "").strip()
         return len(alone) if text.startswith(alone) and content in alone else 0
 
     def _answered(self, chat: Renderings, own: Mapping[int, ChatTurn]) -> list[ChatTurn]:
@@ -174,18 +177,16 @@ class ChatRenderer:
                 answers = [index for index in answers if index in own]
         return [own[index] for index in answers]
 
-    def requests(
-        self, messages: list[Message], tools: Any, trained: Sequence[int], variables: Mapping[str, Any]
-    ) -> list[ChatRequest]:
+    def requests(self, request: ChatRequest, trained: Sequence[int]) -> list[ChatRequest]:
         """Return the renderings that :meth:`render` is going to ask for, unless the conversation is a special one."""
-        wanted = [request_of(messages, tools, variables)]
-        if not has_marks(self._tokenizer, tools):
+        shown = without_flags(request)
+        wanted = [shown]
+        if not has_marks(self._tokenizer, request.tools):
             for index in trained:
-                wanted.append(request_of(messages[: index + 1], tools, variables))
+                wanted.append(replace(shown, messages=shown.messages[: index + 1]))
                 if index:
-                    wanted += [
-                        request_of(messages[:index], tools, variables, generation=each) for each in (True, False)
-                    ]
+                    before = replace(shown, messages=shown.messages[:index])
+                    wanted += [replace(before, generation=True), before]
         return wanted
 
     def _located_turns(self, chat: Renderings, answers: Sequence[int]) -> list[ChatTurn]:

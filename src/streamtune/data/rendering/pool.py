@@ -85,8 +85,8 @@ class RowOutcome:
         return self.value
 
 
-Rendered = Iterator[tuple[Item[ItemT], RowOutcome]]
-Render = Callable[[Iterable[Item[Any]]], Rendered[Any]]
+RenderedItems = Iterator[tuple[Item[ItemT], RowOutcome]]
+Render = Callable[[Iterable[Item[Any]]], RenderedItems[Any]]
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def batches(items: Iterable[Item[ItemT]], rows: int, characters: int) -> Iterato
         yield batch
 
 
-def _here(renderer: Renderer, items: Iterable[Item[ItemT]], rows_at_once: int) -> Rendered[ItemT]:
+def _here(renderer: Renderer, items: Iterable[Item[ItemT]], rows_at_once: int) -> RenderedItems[ItemT]:
     for batch in batches(items, rows_at_once, BATCH_CHARACTERS):
         renderer.log.begin(batch[0].path)
         renderer.render_ahead(batch)
@@ -167,7 +167,7 @@ def _outcome(renderer: Renderer, item: Item[Any]) -> RowOutcome:
 
 def _elsewhere(
     children: Sequence[Child], threads: ThreadPoolExecutor, log: RenderLog, items: Iterable[Item[ItemT]]
-) -> Rendered[ItemT]:
+) -> RenderedItems[ItemT]:
     free: SimpleQueue[Child] = SimpleQueue()
     for child in children:
         free.put(child)
@@ -190,7 +190,7 @@ def _elsewhere(
 
     waiting: deque[tuple[list[Item[ItemT]], Future[Any]]] = deque()
 
-    def take() -> Rendered[ItemT]:
+    def take() -> RenderedItems[ItemT]:
         batch, future = waiting.popleft()
         outcomes, counts, messages, failure = future.result()
         if failure is not None:

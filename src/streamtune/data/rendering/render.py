@@ -37,13 +37,17 @@ from streamtune.data.rendering.chat import ChatRenderer, ChatTurn, RenderedChat
 from streamtune.data.rendering.counts import RenderLog
 from streamtune.data.rendering.long_text import PieceTokenizer
 from streamtune.data.rendering.pool import Item
-from streamtune.data.rendering.reasoning import reasoning_of
-from streamtune.data.rendering.renderings import Message, check_unicode, render_messages, require_template
+from streamtune.data.rendering.renderings import (
+    Message,
+    check_unicode,
+    reasoning_of,
+    render_messages,
+    require_template,
+)
 from streamtune.data.rendering.specials import SpecialText
 from streamtune.data.rendering.tokens import MarkedText, MaskTokenizer, Rendered, TextTokens
-from streamtune.data.rendering.variables import TemplateVariables
 from streamtune.data.row_types import Content, Conversation, Document, PromptCompletion, size_of
-from streamtune.data.templates import ChatRequest, render_ahead
+from streamtune.data.templates import ChatRequest, TemplateVariables, render_ahead
 from streamtune.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
@@ -125,7 +129,8 @@ class RowRenderer:
                         content = self._shielded(content, "")
                 trained = self._answers(content)
                 variables = {**self._options.variables, **(content.variables or {})}
-                requests += self._chat.requests(content.messages, content.tools, trained, variables)
+                request = ChatRequest(content.messages, content.tools, variables=variables)
+                requests += self._chat.requests(request, trained)
         if requests:
             self._renders_ahead = render_ahead(self._tokenizer, requests)
 
@@ -173,12 +178,11 @@ class RowRenderer:
         if self._train_on != "all" and not trained:
             names = ", ".join(self._options.roles_to_train)
             raise DataError(f"no {names} message of the row is trained on", where=origin, mend="remove the row")
+        variables = self._variables(content.variables, content.tools, origin)
         chat = self._chat.render(
-            content.messages,
-            content.tools,
+            ChatRequest(content.messages, content.tools, variables=variables),
             trained if self._train_on != "all" else off,
             origin,
-            variables=self._variables(content.variables, content.tools, origin),
             reasoned=[index for index in trained if index in answers],
             find_exchanges=self._policy is not None and self._policy.splits_at_turns,
         )
@@ -245,7 +249,7 @@ class RowRenderer:
         if policy is None or not cuts or not count or chat.system != "printed" or not policy.may_exceed(chat.text):
             return None
         variables = self._variables(content.variables, content.tools, origin)
-        return self._chat.head(messages[:count], content.tools, chat.text, origin, variables)
+        return self._chat.head(ChatRequest(messages[:count], content.tools, variables=variables), chat.text, origin)
 
     def _count(
         self, content: Conversation, trained: Sequence[int], answers: Sequence[int], system: str, origin: str
@@ -356,6 +360,47 @@ def _begins_twice(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[i
     """Return True if a text begins with the tokenizer's first token, and the tokenizer put another before it."""
     begin = tokenizer.bos_token
     return begin is not None and text.startswith(begin) and list(ids[:2]) == [tokenizer.bos_token_id] * 2
+
+
+class TurnRenderer:
+    """Renders rows turn by turn; a row that is no conversation is rendered as it is.
+
+    Args:
+        tokenizer: The model's tokenizer, with its chat template.
+        notify: Called once with each thing a user should know.
+        chat: Options of rendering. Reasoning that the template drops even from a last answer is put back.
+        policy: The length of rows, and what becomes of longer ones.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        notify: Callable[[str], None],
+        chat: ChatOptions = DEFAULT_CHAT,
+        policy: RowPolicy | None = None,
+    ) -> None:
+        chat = replace(chat, reasoning="keep")
+        self._rows = RowRenderer(tokenizer, train_on="last", notify=notify, chat=chat, policy=policy)
+        self.log = self._rows.log
+
+    def render_item(self, item: Item[Content]) -> list[Rendered] | None:
+        """Return a row for every turn; None if all turns are left out for empty answers."""
+        turns = self._turns(item.take())
+        found = [self._rows(turn, item.origin) for turn in turns if not self._rows.leaves_out(turn, item.origin)]
+        return [replace(turn, weight=item.weight) for turn in found] or None
+
+    def render_ahead(self, items: Sequence[Item[Content]]) -> None:
+        contents = [item.row for item in items if item.row is not None]
+        self._rows.ask_ahead(turn for content in contents for turn in self._turns(content))
+
+    def _turns(self, content: Content) -> list[Content]:
+        """Return the conversation up to each of its trained turns."""
+        if not isinstance(content, Conversation):
+            return [content]
+        trained = self._rows.trainable(content)
+        # Without a turn to train on it is rendered as it is, and refused for that.
+        return [replace(content, messages=content.messages[: index + 1]) for index in trained] or [content]
 
 
 class TreeRenderer:

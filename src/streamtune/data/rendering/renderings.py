@@ -1,4 +1,8 @@
-"""Renderings of one conversation: whole, cut after a message, with a message replaced, with the template's marks."""
+"""Renderings of one conversation: whole, cut after a message, with a message replaced, with the template's marks.
+
+A row has reasoning in a field of its own, or as ``<think> ... </think>`` before the answer in ``content``. Many chat
+templates drop it from earlier answers, some from all of them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from streamtune.data.reading.cells import FLAGS
-from streamtune.data.templates import ChatRequest, TemplateRefusalError, render_request, rendered_ahead
+from streamtune.data.templates import ChatRequest, TemplateRefusalError, render_chat, rendered_ahead
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:
@@ -20,13 +24,18 @@ Message = dict[str, Any]
 _GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
 
-
 _KEPT_RENDERINGS = 4
 """A turn needs its prompt, its history, itself and the prompt behind the whole chat."""
 
-
 _LONG = 1 << 20
 """Characters of a rendering that are not kept where the whole conversation begins with them."""
+
+
+def special_names(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Return the special tokens of a tokenizer as text, the longest first."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    names = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+    return tuple(sorted(filter(None, names), key=lambda name: (-len(name), name)))
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase, noun: str, origin: str) -> None:
@@ -57,25 +66,15 @@ def render_messages(
         TemplateLimitError: The template takes too much time or memory.
     """
     try:
-        return _rendered(tokenizer, request, request.messages, template)
+        return render_chat(tokenizer, without_flags(request), template)
     except TemplateRefusalError as error:
-        messages = list(request.messages)
+        messages = request.messages
         filled = [message if "content" in message else {**message, "content": ""} for message in messages]
         if filled != messages:
             with suppress(DataError):  # the first refusal says more
                 return render_messages(tokenizer, replace(request, messages=filled), origin, template=template)
         index = _refused_at(tokenizer, request, template) if explain else None
         raise _refusal(messages, index, error.what, origin) from error
-
-
-def _rendered(
-    tokenizer: PreTrainedTokenizerBase,
-    request: ChatRequest,
-    messages: Sequence[Mapping[str, Any]],
-    template: str | None,
-) -> str:
-    """Return the text of some messages in place of the request's."""
-    return render_request(tokenizer, replace(request, messages=_seen(messages)), template)
 
 
 _MISSING = re.compile(r"has no attribute '(\w+)'")
@@ -88,7 +87,7 @@ def _refused_at(tokenizer: PreTrainedTokenizerBase, request: ChatRequest, templa
     messages = request.messages
     for count in range(len(messages) - 1, max(0, len(messages) - _MOST_TRIED), -1):
         with suppress(TemplateRefusalError):
-            _rendered(tokenizer, request, messages[:count], template)
+            render_chat(tokenizer, without_flags(replace(request, messages=messages[:count])), template)
             return count
     return 0 if len(messages) == 1 else None
 
@@ -105,16 +104,10 @@ def _refusal(messages: Sequence[Mapping[str, Any]], index: int | None, what: str
     return DataError(f"the chat template refuses the conversation{at}: {what}", where=origin, mend=mend)
 
 
-def request_of(
-    messages: list[Message], tools: Any, variables: Mapping[str, Any], *, generation: bool = False
-) -> ChatRequest:
-    """Return the rendering that :func:`render_messages` asks for, to have it rendered ahead."""
-    return ChatRequest(_seen(messages), tools, generation, variables)
-
-
-def _seen(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return messages as a template sees them: without the flags that say what is trained."""
-    return [{name: value for name, value in message.items() if name not in FLAGS} for message in messages]
+def without_flags(request: ChatRequest) -> ChatRequest:
+    """Return a request as a template sees it: without the fields of messages that say what is trained."""
+    messages = [{name: value for name, value in message.items() if name not in FLAGS} for message in request.messages]
+    return replace(request, messages=messages)
 
 
 def has_marks(tokenizer: PreTrainedTokenizerBase, tools: Any) -> bool:
@@ -139,42 +132,26 @@ class Renderings:
     """One conversation, rendered in every way that helps to find the assistant's turns in it.
 
     Args:
-        tokenizer: Its chat template renders.
-        messages: The conversation.
-        tools: JSON schemas of tools, or None.
+        tokenizer: Tokenizer with the chat template.
+        request: The conversation.
         origin: The row, for errors.
-        variables: Variables of the template.
 
     Raises:
         DataError: The template refuses the conversation.
         TemplateLimitError: The template takes too much time or memory.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        messages: list[Message],
-        tools: Any,
-        origin: str,
-        variables: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.messages = messages
-        self._tokenizer = tokenizer
-        self._tools = tools
-        self._origin = origin
-        self._variables = variables
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, request: ChatRequest, origin: str) -> None:
+        self.messages = messages = request.messages
+        self._tokenizer, self._request, self._origin = tokenizer, request, origin
         self._cache: dict[tuple[int, bool], str | int | None] = {}
         """renderings; of a long text that they begin, the number of characters alone"""
         self.system: Literal["printed", "late", "left out"] = "printed"
         """where the template prints the first message, if that is of the system: ``late`` is with the last message of
         the user, and only where a conversation ends with that message"""
-        ahead = rendered_ahead(tokenizer, _seen(messages), tools, variables)
+        ahead = rendered_ahead(tokenizer, without_flags(request))
         self._spans = None if ahead is None else ahead[1]
-        text = (
-            render_messages(tokenizer, ChatRequest(messages, tools, False, variables or {}), origin, explain=True)
-            if ahead is None
-            else ahead[0]
-        )
+        text = render_messages(tokenizer, request, origin, explain=True) if ahead is None else ahead[0]
         self.text = check_unicode(text, origin)
         if messages[0]["role"] == "system" and messages[0].get("content", "").strip() not in self.text:
             self._look_for_system()
@@ -190,7 +167,7 @@ class Renderings:
         return self._as_printed(messages, generation, template)
 
     def _as_printed(self, messages: list[Message], generation: bool, template: str | None = None) -> str:
-        request = ChatRequest(messages, self._tools, generation, self._variables or {})
+        request = replace(self._request, messages=messages, generation=generation)
         return render_messages(self._tokenizer, request, self._origin, template=template)
 
     def _look_for_system(self) -> None:
@@ -212,10 +189,8 @@ class Renderings:
 
     def _behind_its_prompt(self, messages: list[Message], template: str | None) -> str:
         """Render the prompt of the last answer, and that answer as it is printed behind the prompt without a system."""
-        shorter, whole = (
-            self._as_printed(messages[1:-1], True, template),
-            self._as_printed(messages[1:], False, template),
-        )
+        shorter = self._as_printed(messages[1:-1], True, template)
+        whole = self._as_printed(messages[1:], False, template)
         if not whole.startswith(shorter):
             return self._as_printed(messages, False, template)
         return self._as_printed(messages[:-1], True, template) + whole[len(shorter) :]
@@ -344,7 +319,7 @@ class Renderings:
         The blocks are made to print two unused characters at their ends. Whitespace control stays as it was, which is
         checked: without these characters the rendering must be the original.
         """
-        template: str = self._tokenizer.get_chat_template(tools=self._tools)
+        template: str = self._tokenizer.get_chat_template(tools=self._request.tools)
         if not _GENERATION.search(template):
             return None
         opening = self.unused_character()
@@ -427,3 +402,63 @@ def _common_suffix(first: str, second: str, limit: int) -> int:
         else:
             high = middle - 1
     return low
+
+
+# ---------------------------------------------------------------------------------------------------------- reasoning
+
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_MOST_REPLACED = 1000
+"""Answers of one chat whose reasoning is replaced by a mark: each takes a character that occurs nowhere."""
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    """Return the reasoning of a message without blanks around it; an empty string if it has none."""
+    for name in REASONING_FIELDS:
+        value = message.get(name)
+        if isinstance(value, str) and value.strip():
+            return value.strip()
+    content = message.get("content")
+    if not isinstance(content, str) or "</think>" not in content:
+        return ""
+    before = content.rpartition("</think>")[0]
+    return (before.partition("<think>")[2] if "<think>" in content else before).strip()
+
+
+def dropped_answers(chat: Renderings, answers: Sequence[int], turns: Mapping[int, str]) -> list[int]:
+    """Return the ``answers`` whose reasoning the rendering does not hold, in its own form or another one.
+
+    Where the text of a turn lacks it, the reasoning is replaced by a mark, which a template prints in any form.
+
+    Args:
+        chat: The conversation.
+        answers: Indices of messages that have reasoning.
+        turns: Texts of turns by the index of their message; for a missing turn the whole rendering is searched.
+    """
+    missing = [index for index in answers if reasoning_of(chat.messages[index]) not in turns.get(index, chat.text)]
+    marks: dict[int, str] = {}
+    after, messages = "\ue000", list(chat.messages)
+    for index in missing[:_MOST_REPLACED]:
+        marks[index] = chat.unused_character(after)
+        after = chr(ord(marks[index]) + 1)
+        messages[index] = _with_marked_reasoning(messages[index], marks[index])
+    changed = chat.try_render(messages) if missing else None
+    return [index for index in missing if changed is None or index not in marks or marks[index] not in changed]
+
+
+def _with_marked_reasoning(message: Message, mark: str) -> Message:
+    """Return the message with its reasoning replaced by ``mark``."""
+    text = reasoning_of(message)
+    if isinstance(message.get("content"), str) and not any(message.get(name) for name in REASONING_FIELDS):
+        return {**message, "content": message["content"].replace(text, mark, 1)}
+    return {**message, **{name: mark for name in REASONING_FIELDS if isinstance(message.get(name), str)}}
+
+
+def as_last_answer(chat: Renderings, index: int) -> list[list[Message]]:
+    """Return conversations that end with an answer, for a template that prints the reasoning of the last one.
+
+    The second has the reasoning under every name that templates read.
+    """
+    message, before = chat.messages[index], chat.messages[:index]
+    named = {**message, **dict.fromkeys(REASONING_FIELDS, reasoning_of(message))}
+    named["content"] = message.get("content", "").rpartition("</think>")[2].lstrip()
+    return [[*before, message], [*before, named]]

@@ -11,7 +11,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +20,7 @@ import numpy.typing as npt
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.options import SPLIT_AT, RowPolicy
 from streamtune.data.rendering.chat import ChatTurn
-from streamtune.data.rendering.long_text import PieceTokenizer, TokenPiece
-from streamtune.data.rendering.spelling import ByteSpeller
+from streamtune.data.rendering.long_text import PieceTokenizer, TokenPiece, component_parts
 from streamtune.errors import DataError
 
 if TYPE_CHECKING:
@@ -371,3 +370,80 @@ def _unclaimed_blanks(piece: str, extent: tuple[int, int]) -> int:
     """Return the number of blanks at the end of a token's piece that its extent does not cover yet."""
     blanks = len(piece) - len(piece.rstrip("Ġ"))
     return blanks - (extent[1] - extent[0]) if blanks == len(piece) else blanks
+
+
+# ------------------------------------------------------------------------------------------------ bytes of tokens
+
+
+class ByteSpeller:
+    """Finds the tokens that hold some characters of a text.
+
+    Args:
+        backend: The Rust tokenizer.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        parts = component_parts(backend.pre_tokenizer, "pretokenizers")
+        self._bytes = _TokenBytes(backend) if any(part["type"] == "ByteLevel" for part in parts) else None
+
+    def cover(
+        self, ids: Sequence[int], text: str, starts: Sequence[int], ends: Sequence[int]
+    ) -> npt.NDArray[np.bool_] | None:
+        """Return for each token True if it holds a character of a span, [T]; None if the tokens do not spell the text.
+
+        Args:
+            ids: [T] all tokens of the text.
+            text: The text.
+            starts: [spans] first character of each span, in order.
+            ends: [spans] character behind each span; no span begins before the end of another.
+        """
+        if self._bytes is None:
+            return None
+        try:
+            spelled = list(map(self._bytes.__getitem__, ids))
+        except KeyError:
+            return None
+        if b"".join(spelled) != text.encode():
+            return None
+        borders = list(accumulate(map(len, spelled), initial=0))
+        covered: npt.NDArray[np.bool_] = np.zeros(len(ids), dtype=np.bool_)
+        places = _byte_places(text, [place for span in zip(starts, ends, strict=True) for place in span])
+        for start, end in zip(places[::2], places[1::2], strict=True):
+            covered[bisect_right(borders, start) - 1 : bisect_left(borders, end)] = True
+        return covered
+
+
+def _byte_places(text: str, places: Sequence[int]) -> Sequence[int]:
+    """Return the number of bytes before each of some characters, which are in order."""
+    if text.isascii():
+        return places
+    return list(accumulate(len(text[start:end].encode()) for start, end in pairwise([0, *places])))
+
+
+class _TokenBytes(dict[int, bytes]):
+    """The bytes of tokens by id, found when they are first asked for: a vocabulary has many that no text of a run has.
+
+    Raises:
+        KeyError: A token does not stand for bytes.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self._name = backend.id_to_token
+        self._added = {number: token.content for number, token in backend.get_added_tokens_decoder().items()}
+
+    def __missing__(self, number: int) -> bytes:
+        if number in self._added:
+            spelled = self._added[number].encode()
+        else:
+            spelled = bytes(map(_BYTE_OF.__getitem__, self._name(number)))
+        if not spelled:
+            raise KeyError(number)
+        self[number] = spelled
+        return spelled
+
+
+_PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHER = (byte for byte in range(0x100) if byte not in _PRINTED)
+_BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {chr(0x100 + place): byte for place, byte in enumerate(_OTHER)}
+"""The byte of each character of a byte-level vocabulary: those that print stand for themselves."""

@@ -23,13 +23,13 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamtune.errors import ArgumentError
+from streamtune.errors import ArgumentError, DataError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,12 +39,12 @@ __all__ = [
     "TemplateLimitError",
     "TemplateLimits",
     "TemplateRefusalError",
+    "TemplateVariables",
     "fix_date",
     "fixed_date",
     "render_ahead",
     "render_chat",
     "rendered_ahead",
-    "template_variables",
 ]
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -77,47 +77,20 @@ class TemplateRefusalError(ArgumentError):
         super().__init__(what, where="chat_template", mend="set chat_template to a template that takes it")
 
 
-def render_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Any = None,
-    template: str | None = None,
-    add_generation_prompt: bool = False,
-    variables: Mapping[str, Any] | None = None,
-    limits: TemplateLimits = TemplateLimits(),
-) -> str:
-    """Return the text of ``tokenizer.apply_chat_template(..., tokenize=False)``.
-
-    Args:
-        tokenizer: Has the template and the special tokens.
-        messages: One conversation.
-        tools: JSON schemas of tools, or None.
-        template: In place of the tokenizer's own.
-        add_generation_prompt: Whether the header of an answer follows.
-        variables: Further variables of the template, such as ``enable_thinking``.
-        limits: What the rendering may use.
-
-    Raises:
-        TemplateLimitError: It uses more.
-        TemplateRefusalError: The template raises.
-    """
-    request = ChatRequest(messages, tools, add_generation_prompt, variables or {})
-    return render_request(tokenizer, request, template, limits)
-
-
 @dataclass(frozen=True)
 class ChatRequest:
-    """One rendering: a conversation with what the template reads beside it."""
+    """A conversation to render, with what the template reads beside it."""
 
-    messages: Sequence[Mapping[str, Any]]
-    tools: Any
-    generation: bool
+    messages: list[dict[str, Any]]
+    tools: Any = None
+    """JSON schemas of tools, or None"""
+    generation: bool = False
     """True if the header of an answer follows"""
-    variables: Mapping[str, Any]
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """further variables of the template, such as ``enable_thinking``"""
 
-    def request(self) -> dict[str, Any]:
-        """Return the arguments of transformers' function."""
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of ``render_jinja_template``, without fields of messages that are None."""
         messages = [{key: value for key, value in m.items() if value is not None} for m in self.messages]
         return {
             **self.variables,
@@ -127,16 +100,27 @@ class ChatRequest:
         }
 
 
-def render_request(
+def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     request: ChatRequest,
     template: str | None = None,
     limits: TemplateLimits = TemplateLimits(),
 ) -> str:
-    """Return the text of a conversation, as :func:`render_chat` does."""
+    """Return the text of ``tokenizer.apply_chat_template(..., tokenize=False)``.
+
+    Args:
+        tokenizer: Tokenizer with the template and the special tokens.
+        request: The conversation.
+        template: Template in place of the tokenizer's own.
+        limits: Limits on the rendering.
+
+    Raises:
+        TemplateLimitError: A limit is exceeded.
+        TemplateRefusalError: The template raises.
+    """
     if _renders_itself(tokenizer):
         return _by_itself(tokenizer, request)
-    shared, own = _shared(tokenizer, template, request.tools, limits), request.request()
+    shared, own = _shared(tokenizer, template, request.tools, limits), request.arguments()
     ready = _WORKERS.take(shared["chat_template"], own)
     return _WORKERS.render({**shared, **own}, limits) if ready is None else ready[0]
 
@@ -160,7 +144,7 @@ def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Cha
             by_template.setdefault(tokenizer.get_chat_template(None, each.tools), []).append(each)
         for some in by_template.values():
             _WORKERS.render_ahead(
-                _shared(tokenizer, None, some[0].tools, limits), [each.request() for each in some], limits
+                _shared(tokenizer, None, some[0].tools, limits), [each.arguments() for each in some], limits
             )
     except (ValueError, ArgumentError):
         return False
@@ -168,20 +152,17 @@ def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Cha
 
 
 def rendered_ahead(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Any,
-    variables: Mapping[str, Any] | None,
+    tokenizer: PreTrainedTokenizerBase, request: ChatRequest
 ) -> tuple[str, list[tuple[int, int]] | None] | None:
     """Return the text of a conversation, and the characters that its ``{% generation %}`` blocks print.
 
-    The latter are None if the template has no such blocks, or has them inside of what it collects; all is None unless
-    the conversation was rendered ahead.
+    Returns:
+        None unless the conversation was rendered ahead. The characters are None if the template has no such blocks, or
+        has them inside ``set``, ``macro`` or ``filter``, which collect text.
     """
     if not _WORKERS.has_ahead or _renders_itself(tokenizer):
         return None
-    own = ChatRequest(messages, tools, False, variables or {}).request()
-    ready = _WORKERS.take(tokenizer.get_chat_template(None, tools), own)
+    ready = _WORKERS.take(tokenizer.get_chat_template(None, request.tools), request.arguments())
     if ready is None:
         return None
     text, spans = ready
@@ -222,6 +203,55 @@ def template_variables(tokenizer: PreTrainedTokenizerBase, tools: Any) -> set[st
     except ValueError as error:
         raise TemplateRefusalError(str(error)) from error
     return set(_WORKERS.render({"read": text}, TemplateLimits()).split())
+
+
+_GIVEN = {"messages", "tools", "add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"}
+"""Variables that a rendering gives to the template itself."""
+
+
+class TemplateVariables:
+    """Variables of the chat template: those of the recipe, and those of a row, which come first.
+
+    Args:
+        tokenizer: Has the template.
+        shared: Variables for all rows.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, shared: Mapping[str, Any]) -> None:
+        self._tokenizer, self._shared = tokenizer, shared
+        self._read: dict[bool, set[str] | None] = {}
+
+    def __call__(self, own: Mapping[str, Any] | None, tools: Any, origin: str) -> dict[str, Any]:
+        """Return the variables for one conversation.
+
+        Raises:
+            ArgumentError: The template does not read a variable of the recipe.
+            DataError: It does not read one of the row.
+        """
+        if self._shared:
+            self._check(self._shared, tools, ArgumentError, "chat_template_kwargs")
+        if own:
+            self._check(own, tools, DataError, origin)
+        return {**self._shared, **(own or {})}
+
+    def _check(self, names: Mapping[str, Any], tools: Any, error: type[ArgumentError | DataError], where: str) -> None:
+        has_tools = bool(tools)
+        if has_tools not in self._read:
+            try:
+                self._read[has_tools] = template_variables(self._tokenizer, tools)
+            except TemplateRefusalError:
+                self._read[has_tools] = None  # rendering gives the error
+        read = self._read[has_tools]
+        if read is None:
+            return
+        known = sorted(read - _GIVEN - set(self._tokenizer.special_tokens_map))
+        for name in names:
+            if name not in known:
+                raise error(
+                    f"chat_template_kwargs has '{name}', which the chat template does not read",
+                    where=where,
+                    mend=f"{did_you_mean(name, known) or 'delete it'}; the template reads {', '.join(known) or 'none'}",
+                )
 
 
 def fix_date(date: str | None) -> None:

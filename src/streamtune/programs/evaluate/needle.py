@@ -25,7 +25,7 @@ import torch
 
 from streamtune import data, train
 from streamtune.base.model_facts import IGNORE_INDEX
-from streamtune.data.templates import render_chat
+from streamtune.data.templates import ChatRequest, render_chat
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError
 from streamtune.models import end_tokens
@@ -154,13 +154,8 @@ def _frame(
 ) -> tuple[list[int], list[int], bool]:
     """Return the tokens before and after the text of the user, and True if they are a chat template's."""
     if chat and tokenizer.chat_template:
-        rendered = render_chat(
-            tokenizer,
-            [*frame.system, {"role": "user", "content": MARK}],
-            tools=frame.tools,
-            add_generation_prompt=True,
-            variables=frame.variables,
-        )
+        messages = [*frame.system, {"role": "user", "content": MARK}]
+        rendered = render_chat(tokenizer, ChatRequest(messages, frame.tools, True, frame.variables))
         if rendered.count(MARK) == 1:
             head, _, tail = rendered.partition(MARK)
             return encode(head), encode(tail), True

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from streamtune.data.batches.sampler import seeded_random
 from streamtune.data.faults import BadRows
 from streamtune.data.fit import RowFit
 from streamtune.data.options import DataOptions
-from streamtune.data.prepare.examples import read_contents
-from streamtune.data.prepare.row_kind import Reading
+from streamtune.data.prepare import Reading, read_contents
 from streamtune.data.reading.contents import StreamedFiles
 from streamtune.data.reading.sources import Source
 from streamtune.data.record_table import Example, Record, TableWriter
@@ -215,7 +215,7 @@ class RowStream:
         items = self._by_weight(epoch, reading) if weighted else self._in_turn(reading)
         if self.options.shuffle_buffer == 1:
             return items
-        return _drawn(items, self.options.shuffle_buffer, _random(self.options.seed, epoch, 0))
+        return _drawn(items, self.options.shuffle_buffer, seeded_random(self.options.seed, epoch, 0))
 
     def _read(self, number: int, reading: Reading) -> Items:
         for item in read_contents(self.tokenizer, reading, replace(self.sources[number], watch=self.files)):
@@ -236,7 +236,7 @@ class RowStream:
         """
         chosen = [number for number, source in enumerate(self.sources) if source.weight]
         odds = np.cumsum([self.sources[number].weight for number in chosen])
-        random = _random(self.options.seed, epoch, 1)
+        random = seeded_random(self.options.seed, epoch, 1)
         reads, ended = [self._read(number, reading) for number in chosen], set[int]()
         while True:
             draw = min(int(np.searchsorted(odds, random.random_sample() * odds[-1], side="right")), len(odds) - 1)
@@ -303,8 +303,3 @@ def _draw(buffer: list[Item[Content]], random: np.random.RandomState) -> int:
     place = int(random.randint(len(buffer)))
     buffer[place], buffer[-1] = buffer[-1], buffer[place]
     return buffer[-1].size
-
-
-def _random(seed: int, epoch: int, use: int) -> np.random.RandomState:
-    # RandomState's streams are frozen by numpy's compatibility policy; Generator's may change with a release.
-    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence((seed, epoch, use))))
