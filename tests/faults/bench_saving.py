@@ -33,7 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from streamtune import models
 from streamtune.engine import stream
-from streamtune.optim import build_optimizer, build_schedule
+from streamtune.optim import OptimChoice, build_optimizer, build_schedule
 from streamtune.train import (
     LocalBackend,
     MicroBatch,
@@ -130,7 +130,7 @@ def costs(model: LlamaForCausalLM, every: int, saves: int, *, asynchronous: bool
     FOLDER.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=FOLDER) as folder, Noted(rows, total) as progress:
         job = TrainJob(
-            backend=LocalBackend(model, build_optimizer("adamw", model.named_parameters(), learning_rate=1e-4)),
+            backend=LocalBackend(model, build_optimizer(OptimChoice("adamw", 1e-4), model.named_parameters())),
             objective=SupervisedObjective(),
             learning_rate_at=build_schedule("constant", learning_rate=1e-4, total_steps=total, warmup_steps=0),
             steps=rows,

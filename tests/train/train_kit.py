@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from streamtune.optim import build_optimizer, build_schedule
+from streamtune.optim import OptimChoice, build_optimizer, build_schedule
 from streamtune.train import (
     Checkpoint,
     LocalBackend,
@@ -116,7 +116,7 @@ class Trainer:
         self.folder.mkdir(exist_ok=True)
         console = Console(file=self.output, width=100)
         with Progress(console, total_steps=steps) as progress:
-            optimizer = build_optimizer("adamw", model.named_parameters(), learning_rate=learning_rate)
+            optimizer = build_optimizer(OptimChoice("adamw", learning_rate), model.named_parameters())
             job = TrainJob(
                 backend=LocalBackend(model, optimizer),
                 objective=objective or SupervisedObjective(),
