@@ -17,9 +17,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import streamtune
 from streamtune import Schedule
-from streamtune.engine.last_call import LastLayerCall
 from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.norms import StreamedNorm, norms_outside
+from streamtune.engine.streamed_layer import ModelParts
 from streamtune.errors import ArgumentError
 from tests.conformance.reducer import build as build_any
 from tests.exactness.families import build
@@ -50,7 +50,7 @@ class RunningNorm(nn.Module):
 def streamed(norm: nn.Module, directory: Path, **more: Any) -> tuple[StreamedNorm, Tiers]:
     schedule = Schedule(chunk_size=CHUNK, offload_dir=str(directory), **more)
     tiers = Tiers(schedule)
-    return StreamedNorm(norm, schedule, tiers, LastLayerCall()), tiers
+    return StreamedNorm(norm, ModelParts(schedule, tiers)), tiers
 
 
 def run(function: Any, norm: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:

@@ -2,16 +2,18 @@
 
 Read ``vjp`` first (the one equation), then ``layer`` (the node that calls it), ``passes`` (one call of a layer:
 forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of those before it), ``head``, and
-``stream``, which puts them into a model. Besides:
+``streamed_model``, which puts them into a model. Besides:
 
+    stream, call_hooks              the handle; what happens before and after a call of the model
+    streamed_layer                  a layer and what its calls share; checks before a call
     call, call_parts                bind a layer's call, run it on a chunk, join its outputs
-    chain, kept_keys                the order of chunks: all layers of a chunk, then the chunk before
-    leaves                          a trainable tensor that a layer uses and its node does not know is refused
+    saved                           tensors that a layer call keeps until its backward
+    chain                           the order of chunks: all layers of a chunk, then the chunk before
     context                         state of a call and of a chunk that layers and attentions need and are not passed
     attention, masks, own_attention the attention and the mask a model asks for by name, or keeps
     rows, scan                      packed rows and rows that share their beginning; Mamba-1's state
-    lazy_logits, scores             logits that are not computed; per-token log-probabilities for any objective
-    losses                          another loss of calls with labels than the plain cross entropy
+    lazy_logits                     logits that are not computed
+    requests                        another loss than the cross entropy; log-probabilities for any objective
     routers                         the losses of a mixture's routers
     norms, rotary                   the norms outside the layers; rotary embeddings that depend on the length of a row
     fused                           linear modules, norms and rotary embeddings of a layer in fewer kernels
@@ -23,20 +25,17 @@ forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of
     hf_names                        what transformers calls its inside, in which version
     evaluated                       logits of an evaluation, computed when they are read
     model_call                      arguments of the model's call
-    plain_calls                     evaluation and generation that are the plain model's
     nested                          functions over nested arguments
-    streamed_model                  the handle's attributes, as scores, checks and calls of several ranks see them
     preflight/                      is this very model streamed exactly? asked before training
 """
 
 from streamtune.engine.inspect_model import decoder_layers
 from streamtune.engine.lazy_logits import LazyLogits
-from streamtune.engine.losses import LossRequest
 from streamtune.engine.observe import chunkwise
 from streamtune.engine.preflight import check_branches, check_packing
+from streamtune.engine.requests import LossRequest, TokenScores
 from streamtune.engine.routers import RouterLoss, balance_coefficient, balances_itself
 from streamtune.engine.rows import Branches
-from streamtune.engine.scores import TokenScores
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.stream import StreamHandle, stream
 from streamtune.engine.weights.waiting import keep_on_host

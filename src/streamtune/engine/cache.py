@@ -7,7 +7,7 @@ layer asks for the state after the prefix (``get_recurrent_state``, ``get_conv_s
 
     store    forward: write k_i, v_i and the state after chunk i, and return [prefix | own] and the state before i
     project  backward, first: write k_i, v_i again, and leave the layer after the last of them; its rest is not needed
-    again    backward in the order of chunks: the same as store for keys and values; states are there already
+    recompute  backward in the order of chunks: the same as store for keys and values; states are there already
     replay   backward: return [prefix | own] and the state before i, where prefix and state are leaves, so that their
              gradients can be computed
 
@@ -39,7 +39,7 @@ from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.simulated import autocast_kind
 
-Pass = Literal["store", "project", "again", "replay", "whole"]
+Pass = Literal["store", "project", "recompute", "replay", "whole"]
 
 
 class ProjectionDone(BaseException):
@@ -142,7 +142,7 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
             if self.met_states:
                 self.states.meet_keys()
             key_states, value_states = self.exchange.keys_and_values(key_states, value_states)
-        if self.pass_name in ("store", "project", "again"):
+        if self.pass_name in ("store", "project", "recompute"):
             self.kv.write(index, self.chunk, key_states, value_states)
             if self.pass_name == "project" and self.updates == self.kv.updates:
                 raise ProjectionDone

@@ -9,7 +9,7 @@ rule; those before it are freed with their outputs. For the chain f = f_L ... f_
     dx_(l-1)(i), dK_l, dV_l (prefix), dW_l  +=  vjp of layer l on chunk i        last to first
 
 with one step of ``vjp`` for each chunk and layer. It stores one input in place of L, and for every layer the keys and
-values (``kept_keys``) or the states at chunk borders, with their gradients. If the hidden states between two layers are
+values (``saved``) or the states at chunk borders, with their gradients. If the hidden states between two layers are
 used elsewhere too, the node that returned them runs as well, on the layers up to there, and autograd adds what both
 return: the gradient is exact, and these layers are computed twice.
 
@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,28 +31,19 @@ from torch import Tensor, nn
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.call import PAST, LayerCall
 from streamtune.engine.call_parts import SharedKey
-from streamtune.engine.leaves import check_leaves
 from streamtune.engine.memory.tiers import Source, StoredTensor
-from streamtune.engine.observe import may_bring_leaves, notify_chunk
-from streamtune.engine.passes import LayerOwner, LayerStream
+from streamtune.engine.observe import notify_chunk
+from streamtune.engine.passes import LayerStream
 from streamtune.engine.routers import RouterSums
+from streamtune.engine.saved import SavedTensors
 from streamtune.engine.sharded import Weights, is_sharded
+from streamtune.engine.streamed_layer import StreamedLayer
 from streamtune.engine.vjp import Along, GradientSum, chunk_vjp, part
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import first_order, graph_is_kept
 
 
-class ChainOwner(LayerOwner, Protocol):
-    """The streamed forward of a layer, as the chain uses it."""
-
-    layer: nn.Module
-    leaves_checked: bool
-
-    def check_in_place(self, length: int) -> None:
-        """Refuse a backward of a layer that is not streamed as it was."""
-
-
-def chained_call(owner: ChainOwner, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
+def chained_call(owner: StreamedLayer, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
     """Run a layer forward, as the next of a chain or the first of a new one, and return its output.
 
     Raises:
@@ -61,7 +52,8 @@ def chained_call(owner: ChainOwner, call: LayerCall, parameters: Sequence[Tensor
     """
     weights = Weights.now(owner.layer)
     _check(owner.layer, [name for name in call.shared if name[0] != PAST], weights)
-    before = owner.last_call.grad_target(call.hidden, owner.layer)
+    last_call = owner.parts.last_call
+    before = last_call.grad_target(call.hidden, owner.layer)
     chain = None if before is None or before.chain is None else before.chain()
     stream = LayerStream(call, owner)
     tensors = call.tensors()
@@ -75,15 +67,16 @@ def chained_call(owner: ChainOwner, call: LayerCall, parameters: Sequence[Tensor
     _check(owner.layer, list(stream.filled), weights)
     if chain is None or chain.chunks != stream.chunks:  # only now is it known that the layer carries states
         if stream.follows:
-            stream.follows, stream.z_in, stream.version = False, tensors[0].detach(), tensors[0]._version
+            stream.follows = False
+            stream.saved.keep_on_device(tensors[0])
         chain = LayerChain(stream, tensors[0])
     results = chain.add(owner, stream, weights, parameters, tensors[1:], outputs)
     own = len(stream.outputs.along)
-    owner.last_call.note(results[0], stream, owner.layer)
+    last_call.note(results[0], stream, owner.layer)
     stream.chain = weakref.ref(chain)
-    if stream.watch is not None and len(results) > own:  # these sums are of the whole chain so far
-        stream.watch.found = chain.found_before
-        stream.watch.add(results[own:])
+    if stream.routers is not None and len(results) > own:  # these sums are of the whole chain so far
+        stream.routers.found = chain.found_before
+        stream.routers.add(results[own:])
     return stream.outputs.restore(results[:own])
 
 
@@ -109,7 +102,7 @@ def _check(layer: nn.Module, shared: list[Any], weights: Weights) -> None:
 class _Link:
     """One layer call of a chain."""
 
-    owner: ChainOwner
+    owner: StreamedLayer
     stream: LayerStream
     weights: Weights
     parameters: tuple[Tensor, ...]
@@ -122,36 +115,40 @@ class _Link:
         return self.stream.call.layer
 
     @property
+    def saved(self) -> SavedTensors:
+        return self.stream.saved
+
+    @property
     def releases(self) -> bool:
         """True if keys and values leave the device between a chunk's forward and its backward."""
-        stream = self.stream
-        return stream.pieces is not None and (stream.schedule.levels, stream.schedule.keep_kv) == (1, "host")
+        schedule = self.stream.facts.schedule
+        return self.saved.kv is not None and (schedule.levels, schedule.keep_kv) == (1, "host")
 
     def begin(self) -> None:
         """Forget the sums of a backward that was interrupted."""
         stream = self.stream
         stream.kv.grads.clear()
         stream.states.grads.clear()
-        if stream.pieces is not None:
-            stream.pieces.free_sums()
-        if stream.kept is not None:
-            stream.kept.expect(stream.chunks[::-1])
+        if self.saved.kv is not None:
+            self.saved.kv.free_sums()
+        if self.saved.attention is not None:
+            self.saved.attention.expect(stream.chunks[::-1])
         self.sums = [GradientSum(p, stream.widen) for p in self.parameters]
 
     def load(self, chunk: slice) -> None:
         """Bring what the layer reads of earlier chunks, where it waits elsewhere."""
         self.stream.states.prefetch(chunk)
-        if self.stream.pieces is not None:
+        if self.saved.kv is not None:
             call = self.stream.call
             notify_chunk(self.layer, chunk, "load")
-            self.stream.pieces.load(call.keys(chunk), call.first_key(chunk))
+            self.saved.kv.load(call.keys(chunk), call.first_key(chunk))
 
-    def again(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
+    def recompute(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
         """Compute the layer's output on a chunk again, without a graph."""
         self.load(chunk)
-        z = self.stream.again_on(chunk, x_i)
-        if self.stream.pieces is not None:
-            self.stream.pieces.unload()
+        z = self.stream.recompute_chunk(chunk, x_i)
+        if self.saved.kv is not None:
+            self.saved.kv.unload()
         return z
 
     def graph(self, chunk: slice, x_i: list[Tensor]) -> _ChunkGraph:
@@ -159,21 +156,19 @@ class _Link:
         self.load(chunk)
         with torch.enable_grad():
             z_i, cache = self.stream.replay(chunk, x_i)
-        if not self.owner.leaves_checked or may_bring_leaves(self.layer):
-            check_leaves(self.layer, z_i[0], [*x_i, *cache.leaves, *self.parameters])
-            self.owner.leaves_checked = True
+        self.owner.check_leaves(z_i[0], [*x_i, *cache.leaves, *self.parameters])
         if self.releases:
-            assert self.stream.pieces is not None
-            self.stream.pieces.release()
+            assert self.saved.kv is not None
+            self.saved.kv.release()
         return _ChunkGraph(self, x_i, z_i, cache)
 
-    def free(self, again: bool) -> None:
+    def free(self, keep_graph: bool) -> None:
         """Free what the backward used; all but keys, values, states and input if another one may follow."""
         stream = self.stream
-        stream.kept, self.sums = None, []
-        if not again:
-            if stream.pieces is not None:
-                stream.pieces.free()
+        stream.saved.attention, self.sums = None, []
+        if not keep_graph:
+            if stream.saved.kv is not None:
+                stream.saved.kv.free()
             stream.free()
             return
         stream.kv.grads.clear()
@@ -189,16 +184,16 @@ class _ChunkGraph:
     z_i: list[Tensor]
     cache: ChunkCache
 
-    def backward(self, chunk: slice, grads_z: Sequence[Tensor | None], again: bool) -> list[Tensor | None]:
+    def backward(self, chunk: slice, grads_z: Sequence[Tensor | None], keep_graph: bool) -> list[Tensor | None]:
         """Add the chunk's terms to the sums, and return the gradients of its inputs."""
-        link = self.link
+        link, kept_kv = self.link, self.link.saved.kv
         keys = link.stream.call.keys(chunk)
-        if link.stream.pieces is not None:
+        if kept_kv is not None:
             if link.releases:
                 notify_chunk(link.layer, chunk, "refill")
-                link.stream.pieces.refill(keys, self.cache.own)
+                kept_kv.refill(keys, self.cache.own)
             notify_chunk(link.layer, chunk, "load sums")
-            link.stream.pieces.load_sums(keys)
+            kept_kv.load_sums(keys)
         notify_chunk(link.layer, chunk, "vjp")
         given = [(z, grad) for z, grad in zip(self.z_i, grads_z, strict=True) if grad is not None]
         leaves = [x for x in self.x_i if x.requires_grad]
@@ -207,9 +202,9 @@ class _ChunkGraph:
         self.cache.hand_back(grads)
         for total, grad in zip(link.sums, grads, strict=True):
             total.add(grad)
-        if link.stream.pieces is not None:
+        if kept_kv is not None:
             notify_chunk(link.layer, chunk, "save sums")
-            link.stream.pieces.save_sums(keys, again)
+            kept_kv.save_sums(keys, keep_graph)
         return found
 
 
@@ -222,7 +217,7 @@ class LayerChain:
     """
 
     def __init__(self, first: LayerStream, hidden: Tensor) -> None:
-        self.chunks, self.schedule = first.chunks, first.schedule
+        self.chunks, self.schedule = first.chunks, first.facts.schedule
         self.along: Along = first.call.inputs[first.call.hidden_name]
         self.links: list[_Link] = []
         self.extras: list[Tensor] = []
@@ -230,7 +225,7 @@ class LayerChain:
         self.extras_along: list[Along] = []
         self.totals: list[Tensor] = []
         """The sums of the routers of all layers so far."""
-        self.found_before: RouterSums | None = None if first.watch is None else first.watch.found
+        self.found_before: RouterSums | None = None if first.routers is None else first.routers.found
         self.nodes: list[weakref.ref[Any]] = []
         self.ran: set[tuple[int, int]] = set()
         """Backward and number of the nodes that ran in it."""
@@ -252,13 +247,13 @@ class LayerChain:
             not (self.freed or watched)
             and self.links[-1].stream is before
             and self.chunks == stream.chunks
-            and self.schedule == stream.schedule
+            and self.schedule == stream.facts.schedule
             and not any(id(x.grad_fn) in own for x in extras)
         )
 
     def add(
         self,
-        owner: ChainOwner,
+        owner: StreamedLayer,
         stream: LayerStream,
         weights: Weights,
         parameters: Sequence[Tensor],
@@ -295,11 +290,11 @@ class LayerChain:
         others = ((n, node) for n, ref in enumerate(self.nodes, 1) if (node := ref()) is not None)
         return any((task, n) not in self.ran and torch._C._will_engine_execute_node(node) for n, node in others)
 
-    def free(self, again: bool) -> None:
+    def free(self, keep_graph: bool) -> None:
         """Free what the backward used, but for what another one needs if it may follow."""
         for link in self.links:
-            link.free(again)
-        if not again:
+            link.free(keep_graph)
+        if not keep_graph:
             self.freed = True
             self.links, self.extras, self.totals = [], [], []
 
@@ -344,15 +339,15 @@ class _ChainedLayers(torch.autograd.Function):
                 "a streamed layer went backward a second time", mend="pass retain_graph=True to the backward before"
             )
         for link in chain.links[: ctx.count]:
-            link.owner.check_in_place(link.stream.length)
+            link.owner.check_in_place(link.stream.call.length)
             link.weights.check()
         extras = list(ctx.saved_tensors)
         needs_input, *needs_extras = ctx.needs_input_grad[3 : 4 + len(extras)]
-        again = graph_is_kept() or chain.is_needed(ctx.count)
-        step = _ChainBackward(chain, ctx.count, extras, (needs_input, *needs_extras), again)
+        keep_graph = graph_is_kept() or chain.is_needed(ctx.count)
+        step = _ChainBackward(chain, ctx.count, extras, (needs_input, *needs_extras), keep_graph)
         grad_extras, grad_parameters = step.run(grad_outputs)
-        chain.free(again)
-        if not again:
+        chain.free(keep_graph)
+        if not keep_graph:
             ctx.chain = None
         token = torch.zeros((), dtype=chain.token.dtype, device=chain.token.device) if needs_input else None
         return (None, None, None, token, *grad_extras, *grad_parameters)
@@ -366,13 +361,13 @@ class _ChainBackward:
         count: Number of the layers.
         extras: Its further inputs.
         needed: For the first input and each of the further ones, True if its gradient is wanted.
-        again: Another backward may follow.
+        keep_graph: Another backward may follow.
     """
 
     def __init__(
-        self, chain: LayerChain, count: int, extras: list[Tensor], needed: tuple[bool, ...], again: bool
+        self, chain: LayerChain, count: int, extras: list[Tensor], needed: tuple[bool, ...], keep_graph: bool
     ) -> None:
-        self.chain, self.links, self.extras, self.again = chain, chain.links[:count], extras, again
+        self.chain, self.links, self.extras, self.keep_graph = chain, chain.links[:count], extras, keep_graph
         self.needs_input, *self.needs_extras = needed
         widen = chain.schedule.grad_dtype == "float32"
         self.wholes = [
@@ -393,7 +388,7 @@ class _ChainBackward:
             for link in self.links:
                 notify_chunk(link.layer, slice(0, 0), "prepare")
                 link.begin()
-                stack.enter_context(link.weights.again())
+                stack.enter_context(link.weights.restored())
                 stack.enter_context(link.stream.walk(link.sums))
             grads_z = [last.grad_out(grad_outputs[0]), *grad_outputs[1:own]]
             for waiting in (source, grads_z[0]):
@@ -430,7 +425,7 @@ class _ChainBackward:
         x = x.detach()
         inputs = {0: x}
         for index, link in enumerate(self.links[: self.starts[-1]]):
-            x = link.again(chunk, [x, *self._extras_of(link, chunk)])
+            x = link.recompute(chunk, [x, *self._extras_of(link, chunk)])
             if index + 1 in self.starts:
                 inputs[index + 1] = x
         found: dict[int, Tensor] = {}
@@ -447,7 +442,7 @@ class _ChainBackward:
             while graphs:
                 graph = graphs.pop()
                 sums = grad_sums if graph.link.stream.sums else ()
-                grads = graph.backward(chunk, [*given, *sums], self.again)
+                grads = graph.backward(chunk, [*given, *sums], self.keep_graph)
                 self._add_extras(graph.link, grads[1:], found)
                 given = [grads[0]] + [None] * (len(graphs[-1].link.stream.outputs.along) - 1 if graphs else 0)
             if start:

@@ -194,7 +194,7 @@ class _Source:
         """
         self.weights.check("the call and the reading of its logits")
         for part in self.hidden.split(self.chunk_size, dim=-2):
-            with self.autocast.again(), self.weights.again():
+            with self.autocast.restored(), self.weights.restored():
                 logits = self.transform(self.head(part))
             yield logits
 
@@ -205,7 +205,7 @@ class _Source:
             ArgumentError: The weight of the head was changed since the call.
         """
         self.weights.check("the call and the reading of its logits")
-        with self.autocast.again(), self.weights.again():
+        with self.autocast.restored(), self.weights.restored():
             return self.transform(self.head(self.hidden))
 
 

@@ -32,7 +32,7 @@ from torch.nn.functional import linear
 from streamtune.engine.observe import Autocast, function_modes, restore_forward
 from streamtune.engine.sharded import is_sharded
 from streamtune.engine.vjp import GradientSum
-from streamtune.ops.fused import gains, norm_is_right, rms_norm, rotary
+from streamtune.ops.fused import norm_is_right, rms_norm, rotary
 from streamtune.ops.simulated import autocast_kind
 
 KINDS = (Tensor, nn.Parameter)
@@ -220,14 +220,11 @@ class FusedParts:
             seen.add(id(names))
 
     @contextmanager
-    def used(self, device: torch.device) -> Iterator[None]:
-        """Compute them by the fused operators inside, if ``device`` gains by it.
+    def used(self) -> Iterator[None]:
+        """Compute them by the fused operators inside.
 
         A norm or a function that somebody has replaced since is called as it is now.
         """
-        if not gains(device):
-            yield
-            return
         if "_norms" not in self.__dict__:
             self._find()
         norms = [norm for norm in self._norms if norm.is_as_written()]

@@ -24,8 +24,8 @@ from streamtune.engine.evaluated import EvaluatedLogits, ReadableLogits
 from streamtune.engine.fused import is_linear_original
 from streamtune.engine.hf_names import CAUSAL_LOSS, LOSS, LOSSES, inside
 from streamtune.engine.lazy_logits import LazyForward, LazyLogits, Step
-from streamtune.engine.losses import LossRequest
 from streamtune.engine.observe import foreign_hooks, refuse_hooks, restore_forward
+from streamtune.engine.requests import LossRequest
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.sharded import is_sharded
 from streamtune.engine.weights.waiting import WaitingWeights

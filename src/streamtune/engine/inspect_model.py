@@ -5,6 +5,7 @@ Layers are recognised by their class and the arguments of their forward, not by 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -32,8 +33,9 @@ from streamtune.engine.hf_names import (
 )
 from streamtune.engine.own_attention import FORMS, is_ours
 from streamtune.engine.scan import code_names
+from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.sharded import FlatParametersError
-from streamtune.errors import UnsupportedModelError
+from streamtune.errors import ArgumentError, UnsupportedModelError
 
 _GradientCheckpointingLayer = inside(CHECKPOINTED_LAYER)
 
@@ -218,3 +220,37 @@ def attention_configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[A
     for layer in layers:
         found += [m.config for m in layer.modules() if hasattr(m, "config") and names_attention(m.config)]
     return list({id(config): config for config in found}.values())
+
+
+def form_for(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head: bool) -> str:
+    """Return ``ulysses`` or ``ring`` for this model, whose head is streamed if ``head``.
+
+    Raises:
+        ArgumentError: ``ulysses`` is asked for, and ranks do not divide the heads evenly; or the head is not streamed.
+        UnsupportedModelError: Ranks cannot share its sequences.
+    """
+    name = type(model).__name__
+    if not head:
+        raise ArgumentError("ranks that share a sequence share its loss: the head must be streamed, head=True")
+    if (own := own_attention(model, layers)) is not None:
+        raise UnsupportedModelError(
+            f"{name} computes its attention itself ({own}), so ranks cannot share its sequence",
+            mend="set sequence_parallel_size: 1",
+        )
+    if "position_ids" not in inspect.signature(type(model).forward).parameters and not all(
+        carries_states(layer) and not keeps_keys(layer) for layer in layers
+    ):
+        raise UnsupportedModelError(
+            f"{name} takes no position_ids, so a rank cannot be told where its tokens are",
+            mend="set sequence_parallel_size: 1",
+        )
+    heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", 0)
+    divides = all(count % ranks.size == 0 for count in (heads if isinstance(heads, list | tuple) else [heads]))
+    if ranks.form == "ulysses" and not divides:
+        raise ArgumentError(
+            f"{heads} attention heads of {name} cannot be shared out to {ranks.size} ranks",
+            mend="set sequence_parallel: ring, or let sequence_parallel_size divide the heads",
+        )
+    if ranks.form == "auto":
+        return "ulysses" if divides else "ring"
+    return ranks.form

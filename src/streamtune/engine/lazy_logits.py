@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from streamtune.base.model_facts import IGNORE_INDEX
-from streamtune.engine.rows import Branches
-from streamtune.engine.sequence.shards import SequenceShards
+from streamtune.base.labels import IGNORE_INDEX
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import TeacherHead
 
@@ -240,49 +237,3 @@ def _refuse(operation: str, kind: type[UnsupportedModelError] = UnsupportedModel
         f"the model applies {operation!r} to its logits before the loss, which cannot be done chunk by chunk",
         mend="use stream(model, head=False): layers are streamed, the head is the model's own",
     )
-
-
-@dataclass
-class ScoreRequest:
-    """The request of a scored call, and the router loss of that call."""
-
-    targets: Tensor
-    """``[B, T]``"""
-    branches: Branches | None = None
-    temperature: float = 1.0
-    entropy: bool = False
-    router_loss: Tensor | None = None
-    shards: SequenceShards | None = None
-    """Of which tokens this rank has logits, where ranks share the sequence"""
-
-    def compute(self, model: nn.Module, output: Any) -> dict[str, Tensor]:
-        """Compute the scores of a call that returned ``output``: ``logprobs``, and ``entropy``, ``router_loss`` if any.
-
-        Raises:
-            UnsupportedModelError: It has no lazy logits of all tokens.
-        """
-        logits, targets = self.logits_of(model, output), self._own_targets()
-        if self.temperature != 1.0:
-            logits = logits / self.temperature
-        logprobs, entropy = logits.owner.scores(logits, targets.to(logits.hidden.device), entropy=self.entropy)
-        if self.shards is not None:
-            logprobs = self.shards.collect(logprobs)
-            entropy = None if entropy is None else self.shards.collect(entropy)
-        found = {"logprobs": logprobs, "entropy": entropy, "router_loss": self.router_loss}
-        return {name: value for name, value in found.items() if value is not None}
-
-    def logits_of(self, model: nn.Module, output: Any) -> LazyLogits:
-        """Return the lazy logits of a call that returned ``output``.
-
-        Raises:
-            UnsupportedModelError: It has none of all tokens.
-        """
-        logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
-        if not isinstance(logits, LazyLogits) or logits.hidden.shape[:-1] != self._own_targets().shape:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} does not return the logits of all its tokens, so they cannot be scored"
-            )
-        return logits
-
-    def _own_targets(self) -> Tensor:
-        return self.targets if self.shards is None else self.shards.cut(self.targets, 1, IGNORE_INDEX)

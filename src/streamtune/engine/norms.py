@@ -15,16 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.embeddings import take
-from streamtune.engine.last_call import LastLayerCall
-from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.memory.tiers import StoredTensor
 from streamtune.engine.observe import Autocast, notify_chunk
 from streamtune.engine.passes import LayerStream, placeholder
 from streamtune.engine.sharded import Weights
+from streamtune.engine.streamed_layer import ModelParts
 from streamtune.engine.vjp import streamed_vjp
 from streamtune.errors import ArgumentError
 from streamtune.ops import first_order, graph_is_kept
-from streamtune.schedule import Schedule
 
 
 def norms_outside(owner: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
@@ -47,15 +45,11 @@ class StreamedNorm:
 
     Args:
         norm: The module.
-        schedule: How to cut the sequence.
-        tiers: The memory that may store its input.
-        last_call: Remembers the last layer call.
+        parts: The parts of the model that it shares with the layers.
     """
 
-    def __init__(
-        self, norm: nn.Module, schedule: Schedule, tiers: Tiers, last_call: LastLayerCall[LayerStream]
-    ) -> None:
-        self.norm, self.schedule, self.tiers, self.last_call = norm, schedule, tiers, last_call
+    def __init__(self, norm: nn.Module, parts: ModelParts) -> None:
+        self.norm, self.parts, self.schedule = norm, parts, parts.schedule
         self.pointwise: bool | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +65,7 @@ class StreamedNorm:
         parameters = [p for p in self.norm.parameters() if p.requires_grad]
         if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, *parameters))):
             return self.forward(x, None)
-        return _StreamedNorm.apply(self, self.last_call.grad_target(x, self.norm), x, *parameters)
+        return _StreamedNorm.apply(self, self.parts.last_call.grad_target(x, self.norm), x, *parameters)
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward."""
@@ -111,7 +105,7 @@ class _StreamedNorm(torch.autograd.Function):
         if schedule.offload == "device" or schedule.device_layers:
             ctx.save_for_backward(x)
         else:
-            ctx.stored = StoredTensor(norm.tiers.of(schedule.offload, x.device), x, 1)
+            ctx.stored = StoredTensor(norm.parts.tiers.of(schedule.offload, x.device), x, 1)
         ctx.norm, ctx.parameters, ctx.autocast = norm, parameters, Autocast.now(x.device)
         ctx.weights = Weights.now(norm.norm)
         ctx.grad_target = maker if schedule.stream_grads and x.requires_grad else None
@@ -133,7 +127,7 @@ class _StreamedNorm(torch.autograd.Function):
 
         def run_chunk(chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], _Nothing]:
             notify_chunk(norm.norm, chunk, "replay")
-            with ctx.autocast.again(), ctx.weights.again():
+            with ctx.autocast.restored(), ctx.weights.restored():
                 return [own(x_i[0])], _Nothing()
 
         grad_target: LayerStream | None = ctx.grad_target

@@ -74,7 +74,7 @@ class Autocast:
         kind = device.type if device.type in ("cpu", "cuda") else "cpu"
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
-    def again(self) -> AbstractContextManager[None]:
+    def restored(self) -> AbstractContextManager[None]:
         """Return a context with these settings, but no cache of cast weights: it would outlive the chunk's graph."""
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
@@ -97,7 +97,7 @@ class Modes:
         return cls(tuple((module, module.training) for module in layer.modules()), function_modes())
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Set these modes inside the context, then restore those that ``train()`` or ``eval()`` has set since."""
         entered = function_modes()
         missing = [mode for mode in self.functions if not any(mode is each for each in entered)]

@@ -1,7 +1,7 @@
 """One call of one decoder layer, and its passes over the chunks of its sequence.
 
 forward   first to last chunk, no graph: computes the outputs, and keeps the tensors that the backward needs
-again     the same with the same random numbers, only for the hidden states: the input of the next layer, where that
+recompute the same with the same random numbers, only for the hidden states: the input of the next layer, where that
           was not stored; in the order of chunks, for one chunk
 project   first to last chunk, stops in each as soon as keys and values are made
 replay    one chunk with its graph, for the backward, which goes from the last to the first
@@ -12,56 +12,57 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
-from typing import Any, Protocol
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from streamtune.engine.attention import KeptAttention, SavedOutputs
 from streamtune.engine.cache import ChunkCache, Pass, ProjectionDone
 from streamtune.engine.call import LayerCall
 from streamtune.engine.call_parts import LayerOutputs
-from streamtune.engine.context import CallContext, ChunkContext
-from streamtune.engine.fused import FusedParts, Linears
+from streamtune.engine.context import ChunkContext
+from streamtune.engine.fused import Linears
 from streamtune.engine.inspect_model import keeps_keys
-from streamtune.engine.kept_keys import KeptKeys, kept_keys
 from streamtune.engine.kv import KeysAndValues, States
-from streamtune.engine.last_call import LastLayerCall
-from streamtune.engine.memory.placement import Placement, Tiers
 from streamtune.engine.memory.tiers import Source, StoredTensor, Tier
 from streamtune.engine.observe import Autocast, Modes, RandomState, notify_chunk
-from streamtune.engine.routers import RouterWatch
+from streamtune.engine.rows import PackedRows
+from streamtune.engine.saved import SavedTensors, keep_kv
 from streamtune.engine.scan import carried_scan
 from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.engine.sequence.states import MeetsStates, SharedStates
 from streamtune.engine.sharded import gathered
+from streamtune.engine.streamed_layer import Scope, StreamedLayer
 from streamtune.engine.vjp import Along, GradientSum, cut, part
-from streamtune.engine.weights.waiting import WaitingWeights
-from streamtune.errors import ArgumentError
 from streamtune.schedule import Schedule
 from streamtune.schedule import Tier as TierName
 
 
-class LayerOwner(Protocol):
-    """The streamed forward of a layer, and what its calls have in common."""
+@dataclass(frozen=True)
+class CallFacts:
+    """The state around a layer call at its forward, of which the backward may find another."""
 
     schedule: Schedule
-    context: CallContext
-    place: Placement
-    """The placement of the layer's input until the backward."""
-    tiers: Tiers
-    last_call: LastLayerCall[LayerStream]
-    watch: RouterWatch | None
-    bare_scans: list[nn.Module]
-    fused: FusedParts | None
-    carries_states: bool
-    """True if its chunks end where packed rows do: states must not pass from one to the next."""
-    narrow_states: bool
-    """True if its last call passed on a state in a narrower dtype than that of its hidden states."""
-    waiting: WaitingWeights | None
-    """The weights that wait on the host; None where all are on the device."""
+    device: torch.device
+    batch: int
+    rows: PackedRows | None
+    autocast: Autocast
+    modes: Modes
+    counted: Tensor | None
+    """``[B, T]``, nonzero for the tokens that its router counts; None for all."""
+
+    @classmethod
+    def now(cls, call: LayerCall, owner: StreamedLayer) -> CallFacts:
+        """Return the state at this moment."""
+        context, routers, device = owner.parts.context, owner.parts.routers, call.hidden.device
+        rows = call.shards.rows if call.shards is not None and context.rows is None else context.rows
+        counted_BT = routers.mask_BT if routers is not None and routers.active else None
+        schedule, batch = context.schedule or owner.schedule, call.hidden.shape[0]
+        return cls(schedule, device, batch, rows, Autocast.now(device), Modes.now(call.layer), counted_BT)
 
 
 class LayerStream:
@@ -69,62 +70,62 @@ class LayerStream:
 
     Args:
         call: The call.
-        owner: The layer's streamed forward.
+        owner: The layer.
         maker: The call that computed this one's hidden states, if it may compute them again.
     """
 
-    def __init__(self, call: LayerCall, owner: LayerOwner, maker: LayerStream | None = None) -> None:
-        schedule = owner.context.schedule or owner.schedule
-        self.call, self.length, self.owner, self.shards = call, call.length, owner, call.shards
-        self.batch = call.hidden.shape[0]
-        self.rows = owner.context.rows
-        if self.shards is not None and self.rows is None:
-            self.rows = self.shards.rows
-        self.chained, self.follows = schedule.order == "chunk", False
-        """In the order of chunks; the layer before then computes this one's input in the backward."""
+    def __init__(self, call: LayerCall, owner: StreamedLayer, maker: LayerStream | None = None) -> None:
+        self.call, self.owner, self.maker = call, owner, maker
+        self.facts, self.saved = CallFacts.now(call, owner), SavedTensors()
+        self.widen = self.facts.schedule.grad_dtype == "float32"
         self.chain: weakref.ref[Any] | None = None
-        """The chain it belongs to."""
-        self.schedule, self.device = schedule, call.hidden.device
-        with_rows = owner.carries_states or (self.chained and owner.last_call.ends_with_rows)
-        self.states = self._new_states(with_rows)
-        self.chunks = self._chunks_with_rows() if self.rows and with_rows else call.chunks(schedule)
-        if owner.context.whole:
-            self.chunks = [slice(0, self.length)]
-        self.widen = schedule.grad_dtype == "float32"
-        self.kv = KeysAndValues(self._keys_length, self.widen, call.past)
-        self.pieces: KeptKeys | None = None
-        """Keys and values until the backward, in the order of chunks; None where ``kv`` keeps them."""
-        self.kept: KeptAttention | None = None
-        self.linears: Linears | None = None
-        self.maker = maker
-        self.z_in: Tensor | StoredTensor | None = None
-        """The layer's input, wherever it waits; None as long as it is to be computed again."""
-        self.version = 0
+        """The chain it belongs to, in the order of chunks."""
+        self.follows = False
+        """True if the layer before it in the chain computes its input in the backward."""
         self.grad_target: LayerStream | None = None
         """The call whose output this one reads and whose gradient it leaves there, where gradients are streamed."""
-        self.grad_z: Source | None = None
-        """The gradient of this call's hidden states, where they left it."""
-        self.grad_task = -1
-        """The backward that stored it. One that leaves out this layer stores a gradient that the next must not use."""
-        self.must_recompute_kv = False
-        """True while states, keys or values freed after the forward are still to be computed again for the backward."""
+        self.grad_left = _LeftGradient()
+        self.outputs, self.sums = LayerOutputs(owner.name, call.inputs[call.hidden_name]), 0
+        routers = owner.parts.routers
+        self.routers = routers if routers is not None and routers.active else None
+        listening: list[Scope] = [] if self.routers is None else [self.routers.listening]
+        self.scopes = [*owner.scopes(self.facts.device), *listening]
+        self._begin(owner.carries_states or (self.chained and owner.parts.last_call.ends_with_rows))
+
+    def _begin(self, with_rows: bool) -> None:
+        """Choose the chunks, which end where packed rows do if ``with_rows``; nothing is kept or sent yet."""
+        facts, shards = self.facts, self.call.shards
+        self.states = States(facts.rows)
+        if shards is not None:
+            self.states = SharedStates(shards, facts.rows, with_rows, facts.device)
+        if self.owner.parts.context.whole:
+            self.chunks = [slice(0, self.call.length)]
+        elif facts.rows is None or not with_rows:
+            self.chunks = self.call.chunks(facts.schedule)
+        elif isinstance(self.states, SharedStates):
+            self.chunks = self.states.pieces
+        else:
+            self.chunks = facts.rows.chunks(facts.schedule)
+        if shards is None:
+            kept = self.call.keys(slice(0, self.call.length)).stop
+        else:
+            kept = self.call.length if shards.form == "ring" else shards.total
+        self.kv = KeysAndValues(kept, self.widen, self.call.past)
         self.filled: dict[Any, int] = {}
-        self.autocast, self.modes = Autocast.now(self.device), Modes.now(call.layer)
+        """For each entry of the shared keys and values that the layer fills, the update that it holds."""
         self.random: dict[int, RandomState] = {}
-        self.outputs = LayerOutputs(type(call.layer).__name__, call.inputs[call.hidden_name])
-        self.bare_scans, self.sums = owner.bare_scans, 0
-        self.watch = owner.watch if owner.watch is not None and owner.watch.active else None
-        self.tokens = self.watch.mask_BT if self.watch else None  # at the time of its backward there may be others
 
-    def _new_states(self, with_rows: bool) -> States:
-        if self.shards is None:
-            return States(self.rows)
-        return SharedStates(self.shards, self.rows, with_rows, self.device)
+    @property
+    def chained(self) -> bool:
+        """True in the order of chunks."""
+        return self.facts.schedule.order == "chunk"
 
-    def _chunks_with_rows(self) -> list[slice]:
-        """Return chunks that end where rows do."""
-        assert self.rows is not None
-        return self.states.pieces if isinstance(self.states, SharedStates) else self.rows.chunks(self.schedule)
+    @property
+    def hidden_along(self) -> int:
+        """The dimension along which the hidden states follow the sequence."""
+        along = self.outputs.hidden_along
+        assert along is not None
+        return along
 
     @property
     def along(self) -> list[Along]:
@@ -132,45 +133,38 @@ class LayerStream:
         return [*self.outputs.along, *[None] * self.sums]
 
     @property
-    def _keys_length(self) -> int:
-        """Number of tokens whose keys and values this rank keeps, with those before the call."""
-        shards = self.shards
-        if shards is None:
-            return self.call.keys(slice(0, self.length)).stop
-        return self.length if shards.form == "ring" else shards.total
-
-    @property
     def repeatable(self) -> bool:
         """True if its output can be computed again from its input hidden states alone."""
         return len(self.call.inputs) == 1
 
     def run(self, chunk: slice, pass_name: Pass, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
-        """Run the layer on one chunk; return its outputs ``z(i)``, the first ``[B, T_i, C]``, and the cache it used."""
+        """Compute ``z(i) = f_W(x(i), prefix)`` by the layer's own forward, inside the scopes of its parts.
+
+        Return the outputs, the first ``[B, T_i, C]``, and the cache that the layer used.
+        """
         notify_chunk(self.call.layer, chunk, pass_name)
         ran = self.states.widened(chunk)
         if ran != chunk:
             x_i = [_followed_by_itself(x, along) for x, along in zip(x_i, self.call.inputs.values(), strict=True)]
-        exchange = None if self.shards is None else ChunkExchange(self.shards, chunk)
-        seen = self.call.keys(chunk) if exchange is None else exchange.keys
-        cache = ChunkCache(self.kv, self.states, seen, self.call.first_key(chunk), pass_name, exchange)
+        shards = self.call.shards
+        exchange = None if shards is None else ChunkExchange(shards, chunk)
+        keys = self.call.keys(chunk) if exchange is None else exchange.keys
+        cache = ChunkCache(self.kv, self.states, keys, self.call.first_key(chunk), pass_name, exchange)
         if exchange is not None:
             exchange.first_key = cache.first_key
-        given = dict(zip(self.call.inputs, x_i, strict=True))
-        listening: AbstractContextManager[list[Tensor]] = self.watch.listening() if self.watch else nullcontext([])
-        saved = SavedOutputs(self.kept, chunk.start, last=pass_name == "replay") if self.kept else None
-        linears = nullcontext() if self.linears is None else self.linears.used()
-        fused = nullcontext() if self.owner.fused is None else self.owner.fused.used(self.device)
-        with (
-            linears,
-            fused,
-            carried_scan(self.bare_scans, cache),
-            ChunkContext(exchange, saved).entered(),
-            listening as heard,
-        ):
-            out, filled = self.call.run(ran, cache, given)
+        attention = self.saved.attention
+        saved = SavedOutputs(attention, chunk.start, last=pass_name == "replay") if attention is not None else None
+        of_chunk: list[Scope] = [
+            ChunkContext(exchange, saved).entered,
+            partial(carried_scan, self.owner.bare_scans, cache),
+        ]
+        with ExitStack() as stack:
+            for scope in (*self.scopes, *of_chunk):
+                stack.enter_context(scope())
+            out, filled = self.call.run(ran, cache, dict(zip(self.call.inputs, x_i, strict=True)))
+            sums = [] if self.routers is None else self.routers.sums(self._counted(chunk, ran))
         cache.close()
         self.filled |= filled
-        sums = self.watch.sums(heard, self._counted(chunk, ran)) if self.watch else []
         self.sums = len(sums)
         outputs = self.outputs.take(out, ran, keep=pass_name in ("store", "whole"))
         if ran != chunk:
@@ -179,27 +173,28 @@ class LayerStream:
 
     def _counted(self, chunk: slice, ran: slice) -> Tensor | None:
         """Return the mask of the tokens that a router counts, of those that the layer ran on; None for all of them."""
+        counted_BT = self.facts.counted
         if ran == chunk:
-            return None if self.tokens is None else self.tokens[:, chunk]
-        counted = torch.zeros(self.batch, ran.stop - ran.start, device=self.device)
-        counted[:, : chunk.stop - chunk.start] = 1 if self.tokens is None else self.tokens[:, chunk]
+            return None if counted_BT is None else counted_BT[:, chunk]
+        counted = torch.zeros(self.facts.batch, ran.stop - ran.start, device=self.facts.device)
+        counted[:, : chunk.stop - chunk.start] = 1 if counted_BT is None else counted_BT[:, chunk]
         return counted
 
     @contextmanager
     def walk(self, sums: Sequence[GradientSum] = ()) -> Iterator[None]:
-        """Do once, for the passes over several chunks inside, what does not depend on the chunk.
+        """Open a context for one pass over all chunks: weights are fetched, and linear weights cast, once.
 
         Args:
             sums: The sums of the parameters' gradients, in a backward.
         """
-        waiting, outer = self.owner.waiting, self.linears
-        with nullcontext() if waiting is None else waiting.used(self.call.layer, then=1):
-            if outer is None and len(self.chunks) > 1:
-                self.linears = Linears(self.call.layer, self.autocast, sums)
+        waiting, scopes = self.owner.parts.waiting, self.scopes
+        with nullcontext() if waiting is None else waiting.used(self.call.layer, prefetch=1):
+            if len(self.chunks) > 1:
+                self.scopes = [*scopes, Linears(self.call.layer, self.facts.autocast, sums).used]
             try:
                 yield
             finally:
-                self.linears = outer
+                self.scopes = scopes
 
     # The forward.
 
@@ -210,51 +205,45 @@ class LayerStream:
         Behind them come the keys and values that the layer shares with others.
         """
         z: list[Tensor] = []
-        begin = RandomState.now(self.device) if self.rows else None
+        begin = RandomState.now(self.facts.device) if self.facts.rows else None
         if for_backward:
             self._keep_input(inputs[0])
-        if for_backward and self.chained and self.schedule.keep_kv == "host" and len(self.chunks) > 1:
+        if for_backward and self.chained and self.facts.schedule.keep_kv == "host" and len(self.chunks) > 1:
             self.states.tier = self._tier("host")
         self.states.begin(backward=False)
         for chunk in self.chunks:
             if for_backward:
-                self.random[chunk.start] = RandomState.now(self.device)
+                self.random[chunk.start] = RandomState.now(self.facts.device)
             x_i = [cut(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
-            if isinstance(self.z_in, StoredTensor):
-                self.z_in.put(chunk, x_i[0])
+            if isinstance(self.saved.z_in, StoredTensor):
+                self.saved.z_in.put(chunk, x_i[0])
             # Known from the first chunk on: a layer with states runs again, in chunks that end where packed rows do.
             try:
                 z_i, cache = self.run(chunk, "store", x_i)
-                again = cache.met_states and not self.owner.carries_states
+                met_states = cache.met_states and not self.owner.carries_states
             except MeetsStates:
-                again = True
-            if begin is not None and again:
+                met_states = True
+            if begin is not None and met_states:
                 begin.restore()
                 self._end_with_rows()
                 return self.forward(inputs, for_backward)
             if not z:
-                z = [_room(piece, along, self.length) for piece, along in zip(z_i, self.along, strict=True)]
-            for whole, piece, along in zip(z, z_i, self.along, strict=True):
-                whole.add_(piece) if along is None else cut(whole, along, chunk).copy_(piece)
-        for waiting in (self.z_in, self.kept):
-            if isinstance(waiting, StoredTensor | KeptAttention):
-                waiting.tier.settle()
+                z = [_room(out, along, self.call.length) for out, along in zip(z_i, self.along, strict=True)]
+            for whole, out, along in zip(z, z_i, self.along, strict=True):
+                whole.add_(out) if along is None else cut(whole, along, chunk).copy_(out)
+        self.saved.settle()
         self.owner.narrow_states = self.states.narrower_than(inputs[0].dtype)
         self.states.end()
         shared = [buffer for index in self.filled.values() for buffer in self.kv.pairs[index]]
-        self._keep_rest(for_backward, again=False, shared=bool(shared))
+        self._keep_rest(for_backward, recomputed=False, shared=bool(shared))
         return z + shared
 
     def _end_with_rows(self) -> None:
-        """Let this layer's chunks end where packed rows do, from now on; nothing was kept or sent yet."""
+        """Let this layer's chunks end where packed rows do, from now on."""
         if keeps_keys(self.call.layer):
             self.states.meet_keys()
-        self.owner.carries_states = self.owner.last_call.ends_with_rows = True
-        self.states, self.random = self._new_states(with_rows=True), {}
-        if self.rows is not None:
-            self.chunks = self._chunks_with_rows()
-        self.kv = KeysAndValues(self._keys_length, self.widen, self.call.past)
-        self.filled = {}
+        self.owner.carries_states = self.owner.parts.last_call.ends_with_rows = True
+        self._begin(with_rows=True)
 
     def whole(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
         """Compute the outputs with autograd's own graph and all activations, and the keys and values that are shared.
@@ -262,15 +251,15 @@ class LayerStream:
         Return None for a layer whose states must not pass from one packed row to the next, or which pass from rank to
         rank: it is streamed all the same.
         """
-        begin = RandomState.now(self.device) if self.rows or self.shards else None
-        again = begin is not None and self.owner.carries_states
-        if not again:
+        begin = RandomState.now(self.facts.device) if self.facts.rows or self.call.shards else None
+        met_states = begin is not None and self.owner.carries_states
+        if not met_states:
             try:
-                z, cache = self.run(slice(0, self.length), "whole", list(inputs))
-                again = begin is not None and cache.met_states
+                z, cache = self.run(slice(0, self.call.length), "whole", list(inputs))
+                met_states = begin is not None and cache.met_states
             except MeetsStates:
-                again = True
-        if begin is not None and again:
+                met_states = True
+        if begin is not None and met_states:
             begin.restore()
             self._end_with_rows()
             return None
@@ -279,8 +268,8 @@ class LayerStream:
     def restore(self, outputs: list[Tensor], sharing: Any) -> Any:
         """Return the output in the form the layer gives it; put shared keys and values into ``sharing``."""
         own, count = len(self.outputs.along), len(self.along)
-        if self.watch:
-            self.watch.add(outputs[own:count])
+        if self.routers is not None:
+            self.routers.add(outputs[own:count])
         for place, key in enumerate(self.filled):
             sharing[key] = tuple(outputs[count + 2 * place : count + 2 * place + 2])
         return self.outputs.restore(outputs[:own])
@@ -288,49 +277,48 @@ class LayerStream:
     # What is kept in between.
 
     def _tier(self, name: TierName) -> Tier:
-        return self.owner.tiers.of(name, self.device)
+        return self.owner.parts.tiers.of(name, self.facts.device)
 
     def _keep_input(self, hidden: Tensor) -> None:
         """Choose where the input is kept for the backward; the forward stores each chunk there as it runs."""
-        place, kept = self.owner.place, self.schedule.keep_attention
-        if kept != "no":
-            self.kept = KeptAttention(self._tier(kept))
+        place, keep_attention = self.owner.place, self.facts.schedule.keep_attention
+        if keep_attention != "no":
+            self.saved.attention = KeptAttention(self._tier(keep_attention))
         if self.maker is not None or self.follows:
-            self.z_in = None
+            self.saved.z_in = None
         elif place.tier == "device":
-            self.z_in, self.version = hidden.detach(), hidden._version
+            self.saved.keep_on_device(hidden)
         else:
-            self.z_in = self._store(place.tier, hidden)
+            self.saved.z_in = self._store(place.tier, hidden)
 
     def _store(self, name: TierName, like: Source) -> StoredTensor:
-        along = self.call.inputs[self.call.hidden_name]
-        assert along is not None, "hidden states follow the sequence"
-        return StoredTensor(self._tier(name), like, along)
+        return StoredTensor(self._tier(name), like, self.hidden_along)
 
-    def _keep_rest(self, for_backward: bool, again: bool, shared: bool = False) -> None:
+    def _keep_rest(self, for_backward: bool, recomputed: bool, shared: bool = False) -> None:
         """Free keys, values and states that the backward does not need, or that will be computed again for it."""
         if self.chained and for_backward:
-            self._keep_pieces()
+            self._cut_kv()
             return
-        self.must_recompute_kv = for_backward and not again and not self.owner.place.ends and self.repeatable
-        wanted = for_backward and not self.must_recompute_kv
-        if not (for_backward and shared) and not (wanted and self.schedule.keep_kv != "no"):
+        keep_kv, recompute = self.facts.schedule.keep_kv, not self.owner.place.ends and self.repeatable
+        self.saved.must_recompute_kv = for_backward and not recomputed and recompute
+        wanted = for_backward and not self.saved.must_recompute_kv
+        if not (for_backward and shared) and not (wanted and keep_kv != "no"):
             self.kv.free_kv()
-        elif self.schedule.keep_kv == "host" and not shared:
+        elif keep_kv == "host" and not shared:
             self.kv.offload(self._tier("host"))
         if not wanted:
             self.states.free()
 
-    def _keep_pieces(self) -> None:
+    def _cut_kv(self) -> None:
         """Keep what chunks read of earlier ones until the backward comes to them."""
         keys = [self.call.keys(chunk) for chunk in self.chunks]
         if len(keys) == 1:
             self.kv.free_kv()
             return
         first = {own.start: self.call.first_key(chunk) for own, chunk in zip(keys, self.chunks, strict=True)}
-        tier = self._tier("host" if self.schedule.keep_kv == "host" else "device")
+        tier = self._tier("host" if self.facts.schedule.keep_kv == "host" else "device")
         notify_chunk(self.call.layer, self.chunks[-1], "keep")
-        self.pieces = kept_keys(self.kv, keys, lambda own: first[own.start], tier)
+        self.saved.kv = keep_kv(self.kv, keys, lambda own: first[own.start], tier)
 
     # The backward.
 
@@ -344,47 +332,36 @@ class LayerStream:
         """
         todo: list[LayerStream] = []
         stream = self
-        while stream.z_in is None:
+        while stream.saved.z_in is None:
             assert stream.maker is not None
             todo.append(stream)
             stream = stream.maker
         for later in reversed(todo):
             source = stream.stored_input()
-            later.z_in = later._store(later.owner.place.tier, source)
+            later.saved.z_in = into = later._store(later.owner.place.tier, source)
             with gathered(stream.call.layer, during=self.call.layer, next_backward=later is self), stream.walk():
-                stream.again(source, later.z_in)
+                stream.recompute(source, into)
             later.maker = None
             stream = later
         return self.stored_input()
 
     def stored_input(self) -> Source:
-        """Return the layer's input as it was stored.
-
-        Raises:
-            ArgumentError: It was changed since the forward.
-        """
-        assert self.z_in is not None
-        if isinstance(self.z_in, Tensor) and self.z_in._version != self.version:
-            raise ArgumentError(
-                f"the input of {type(self.call.layer).__name__} was changed in place after it had been read",
-                mend="change a copy of the hidden states",
-            )
-        return self.z_in
+        """Return the layer's input as it was stored, as :meth:`SavedTensors.input`."""
+        return self.saved.input(self.owner.name)
 
     def grad_out(self, incoming: Tensor | None) -> Source | None:
-        """Return the gradient of the hidden states: autograd's, plus the one that the next layer stored here."""
-        left, self.grad_z = self.grad_z if self.grad_task == torch._C._current_graph_task_id() else None, None
+        """Return the gradient of the hidden states: autograd's, plus the one that the next layer left here."""
+        left = self.grad_left.take()
         if left is None or incoming is None:
             return left if incoming is None else incoming
         if is_placeholder(incoming):
             return left
-        along = self.outputs.hidden_along  # something besides the next layer read them
-        assert along is not None
-        whole = torch.cat([part(left, along, chunk) for chunk in self.chunks], along)
+        # Something besides the next layer read them.
+        whole = torch.cat([part(left, self.hidden_along, chunk) for chunk in self.chunks], self.hidden_along)
         return whole.add_(incoming)
 
     def room_for_grad(self, z: Source, grad_after: Source | None) -> Source:
-        """Return the memory in which the next layer stores the gradient of this call's hidden states ``z``.
+        """Return the memory in which the next layer leaves the gradient of this call's hidden states ``z``.
 
         That is a tier if layer inputs are offloaded, else ``grad_after`` if its shape and dtype fit, else a new tensor.
 
@@ -392,53 +369,48 @@ class LayerStream:
             z: The hidden states.
             grad_after: The gradient of the next layer's output, if it may be overwritten.
         """
-        along, self.grad_task = self.outputs.hidden_along, torch._C._current_graph_task_id()
-        assert along is not None
-        if self.schedule.offload != "device":
-            self.grad_z = StoredTensor(self._tier(self.schedule.offload), z, along)
-        elif isinstance(grad_after, Tensor) and grad_after.shape == z.shape and grad_after.dtype == z.dtype:
-            self.grad_z = grad_after
-        else:
-            self.grad_z = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-        return self.grad_z
+        offload, room = self.facts.schedule.offload, grad_after
+        if offload != "device":
+            room = self._store(offload, z)
+        elif not (isinstance(room, Tensor) and room.shape == z.shape and room.dtype == z.dtype):
+            room = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+        self.grad_left.put(room)
+        return room
 
-    def prepare(self, inputs: Sequence[Source], again: bool = False) -> None:
+    def prepare(self, inputs: Sequence[Source], keep_graph: bool = False) -> None:
         """Provide the keys, values and states that the replay of any chunk reads of those before it.
 
         Args:
             inputs: The layer's inputs.
-            again: Another backward may follow. Shared keys and values are then copied, so that this backward does not
-                overwrite those that other layers read in the next one.
+            keep_graph: Another backward may follow. Shared keys and values are then copied, so that this backward does
+                not overwrite those that other layers read in the next one.
         """
         self.kv.grads.clear()  # of a backward that was interrupted
         self.states.grads.clear()
-        if self.must_recompute_kv and (self.states.met or self.schedule.keep_kv != "no"):
-            self.again(inputs[0], None)
+        if self.saved.must_recompute_kv and (self.states.met or self.facts.schedule.keep_kv != "no"):
+            self.recompute(inputs[0], None)
         self.states.begin(backward=True)
         self.kv.fetch()
-        if again and self.filled:
+        if keep_graph and self.filled:
             self.kv.copy()
         self.project(inputs)
-        for kept in (inputs[0], self.kept):
-            if isinstance(kept, StoredTensor | KeptAttention):
-                kept.expect(self.chunks[::-1])
+        self.saved.expect(self.chunks[::-1])
 
     @torch.no_grad()
-    def again(self, z_in: Source, into: StoredTensor | None) -> None:
+    def recompute(self, z_in: Source, into: StoredTensor | None) -> None:
         """Run the forward again with the same input and random numbers; store its hidden states in ``into``."""
         if isinstance(z_in, StoredTensor):
             z_in.expect(self.chunks)
-        along = self.call.inputs[self.call.hidden_name]
         self.states.begin(backward=False)
         for chunk in self.chunks:
-            with self._as_before(chunk):
-                z_i, _ = self.run(chunk, "store", [part(z_in, along, chunk)])
+            with self._restored(chunk):
+                z_i, _ = self.run(chunk, "store", [part(z_in, self.hidden_along, chunk)])
             if into is not None:
                 into.put(chunk, z_i[0])
         if into is not None:
             into.tier.settle()
         self.states.end()
-        self._keep_rest(for_backward=True, again=True)
+        self._keep_rest(for_backward=True, recomputed=True)
 
     @torch.no_grad()
     def project(self, inputs: Sequence[Source]) -> None:
@@ -449,45 +421,59 @@ class LayerStream:
             inputs[0].expect(self.chunks)
         for chunk in self.chunks if self.filled else self.chunks[:-1]:  # gradients of shared ones come before replay
             x_i = [part(x, along, chunk) for x, along in zip(inputs, self.call.inputs.values(), strict=True)]
-            with self._as_before(chunk):
+            with self._restored(chunk):
                 try:
                     self.run(chunk, "project", x_i)
                 except ProjectionDone:
                     continue
 
     @torch.no_grad()
-    def again_on(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
+    def recompute_chunk(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
         """Return the hidden states of one chunk, computed again with the forward's random numbers."""
-        with self._as_before(chunk):
-            return self.run(chunk, "again", x_i)[0][0]
+        with self._restored(chunk):
+            return self.run(chunk, "recompute", x_i)[0][0]
 
     def replay(self, chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
         """Run the layer on one chunk with its graph, drawing the forward's random numbers again."""
-        with self._as_before(chunk):
+        with self._restored(chunk):
             return self.run(chunk, "replay", x_i)
 
     @contextmanager
-    def _as_before(self, chunk: slice) -> Iterator[None]:
+    def _restored(self, chunk: slice) -> Iterator[None]:
         """Set the random numbers, autocast and modes of the forward inside the context."""
-        with self.random[chunk.start].replayed(), self.autocast.again(), self.modes.again():
+        with self.random[chunk.start].replayed(), self.facts.autocast.restored(), self.facts.modes.restored():
             yield
 
-    def free(self, again: bool = False) -> None:
-        """Free the tensors that the backward used.
-
-        Args:
-            again: Another backward may follow: keep the input and the states, which it cannot compute again.
-        """
+    def free(self, keep_graph: bool = False) -> None:
+        """Free the tensors that the backward used; input and states stay if another one may follow (``keep_graph``)."""
         self.kv.free_all()
         self.states.end()
-        if again:
-            self.kept = None  # the next one computes its attention again
+        if keep_graph:
+            self.saved.attention = None  # the next one computes its attention again
             self.states.grads.clear()
             return
         self.states.free()
-        if isinstance(self.z_in, StoredTensor):
-            self.z_in.free()
-        self.z_in = self.maker = self.grad_target = self.kept = None
+        self.saved.free()
+        self.maker = self.grad_target = None
+
+
+class _LeftGradient:
+    """The gradient of a call's hidden states, where the next layer left it, and the backward that did.
+
+    One that leaves out this layer leaves a gradient that the next must not use.
+    """
+
+    def __init__(self) -> None:
+        self._grad: Source | None = None
+        self._task = -1
+
+    def put(self, grad: Source) -> None:
+        self._grad, self._task = grad, torch._C._current_graph_task_id()
+
+    def take(self) -> Source | None:
+        """Return the gradient that this backward left, if any."""
+        grad, self._grad = self._grad, None
+        return grad if self._task == torch._C._current_graph_task_id() else None
 
 
 def placeholder(like: Source) -> Tensor:

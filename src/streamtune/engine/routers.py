@@ -186,20 +186,19 @@ class RouterWatch:
             self.counted_BT = before
 
     @contextmanager
-    def listening(self) -> Iterator[list[Tensor]]:
-        """Collect the logits of every router that runs inside the context."""
-        heard: list[Tensor] = []
-        self._heard = heard
+    def listening(self) -> Iterator[None]:
+        """Collect the logits of every router that runs inside the context, for :meth:`sums`."""
+        self._heard = []
         try:
-            yield heard
+            yield
         finally:
             self._heard = None
 
-    def sums(self, heard: list[Tensor], mask_BT: Tensor | None) -> list[Tensor]:
-        """Return the sums of a chunk, as outputs of the layer; an empty list if it has no router."""
+    def sums(self, mask_BT: Tensor | None) -> list[Tensor]:
+        """Return the sums of the chunk that is listened to, as outputs of the layer; an empty list without a router."""
         mask_N = None if mask_BT is None else mask_BT.flatten()
         found: RouterSums | None = None
-        for logits in heard:
+        for logits in self._heard or ():
             logits_NE = logits.flatten(0, -2)
             if mask_N is not None and len(mask_N) != len(logits_NE):
                 raise UnsupportedModelError(f"a router of {type(self.model).__name__} sees other tokens than the batch")

@@ -246,7 +246,7 @@ class Weights:
                 )
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Put these tensors into the layer while inside: ``torch.func.functional_call`` has restored its own by now."""
         places = [(*_owner(self.layer, name), tensor) for name, tensor, *_ in self.held]
         swapped = [(table, key, tensor) for table, key, tensor in places if table[key] is not tensor]

@@ -1,61 +1,186 @@
-"""A streamed model, as the checks and the calls of several ranks see it: the attributes of its handle."""
+"""A model with the engine put into it: what is changed in place, and how it is removed again completely.
+
+Extension points of ``transformers`` are used, and no modeling file is patched: the ``forward`` of decoder layers and of
+the embedding (on the instance), the cache that a layer updates, and the attention and the mask function that its config
+names.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from streamtune.engine.context import CallContext
-from streamtune.engine.head import StreamedHead
-from streamtune.engine.lazy_logits import ScoreRequest
+from streamtune.engine.embeddings import StreamedEmbedding, token_embedding
+from streamtune.engine.head import StreamedHead, has_head
+from streamtune.engine.inspect_model import (
+    attention_configs,
+    base_model,
+    check_streamable,
+    decoder_layers,
+    form_for,
+    own_attention,
+    owners,
+)
+from streamtune.engine.layer import StreamedForward
+from streamtune.engine.memory.placement import Tiers, place_layers
+from streamtune.engine.norms import StreamedNorm, norms_outside
 from streamtune.engine.own_attention import CallNames
-from streamtune.engine.routers import RouterWatch
+from streamtune.engine.requests import ScoreRequest
+from streamtune.engine.rotary import LengthRotary, RowLengths
+from streamtune.engine.routers import RouterLoss, RouterWatch
 from streamtune.engine.sequence.shards import SequenceParallel
+from streamtune.engine.sharded import gather_whole, need_gradient, ungather_whole
+from streamtune.engine.streamed_layer import ModelParts
+from streamtune.engine.weights.waiting import WaitingWeights
+from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.schedule import Schedule
 
 
-class StreamedModel(Protocol):
-    """The attributes of :class:`streamtune.engine.stream.StreamHandle` that other modules use."""
+class StreamedModel:
+    """A streamed model: its parts, and what was put into it.
 
-    model: Any
-    """The model of ``transformers``, without wrappers."""
-    layers: list[nn.Module]
-    schedule: Schedule
-    head: StreamedHead | None
-    """None where the head is not streamed."""
-    context: CallContext
-    routers: RouterWatch
-    scored: ScoreRequest | None
-    """The scores that the current call is asked for."""
-    sequence_parallel: SequenceParallel | None
-    """The ranks that share each sequence; None where there is only this one."""
-    form: str
-    """The form of their exchange, ``ulysses`` or ``ring``."""
-    names: CallNames
-    """The attention that its configurations name, in calls and outside of them."""
-    own_attention: str | None
-    """The implementation that layers which compute their attention themselves keep."""
+    Args:
+        model: A causal language model, with or without wrappers; changed in place.
+        schedule: How to cut its sequences.
+        head: Stream the language-model head as well.
+        router_loss: Losses on its routers; None is the model's own.
+        sequence_parallel: The ranks that share each sequence.
+
+    Raises:
+        ArgumentError: It is streamed already, or the arguments contradict each other.
+        UnsupportedModelError: It cannot be streamed exactly.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: Schedule,
+        head: bool,
+        router_loss: RouterLoss | None,
+        sequence_parallel: SequenceParallel | None,
+    ) -> None:
+        self.model: Any = base_model(model)
+        """The model of ``transformers``, without wrappers."""
+        if head:
+            _refuse_own_loss(model)
+        self.schedule = schedule
+        self.layers = decoder_layers(self.model)
+        if any(isinstance(layer.__dict__.get("forward"), StreamedForward) for layer in self.layers):
+            raise ArgumentError(
+                f"this {type(self.model).__name__} is streamed already",
+                mend="call StreamHandle.of(model).remove() first",
+            )
+        check_streamable(self.model, self.layers)
+        self.sequence_parallel = None if sequence_parallel is None or sequence_parallel.size == 1 else sequence_parallel
+        """The ranks that share each sequence; None where there is only this one."""
+        if self.sequence_parallel is not None and schedule.order == "chunk":
+            raise ArgumentError(
+                "order='chunk' is for whole sequences, and ranks are to share each of them",
+                mend="set order: layer (Schedule(order='layer')), or sequence_parallel_size: 1",
+            )
+        self.form = ""
+        """The form of their exchange, ``ulysses`` or ``ring``."""
+        if self.sequence_parallel is not None:
+            self.form = form_for(self.sequence_parallel, self.model, self.layers, head)
+        self.head = StreamedHead(self.model, schedule) if head and has_head(self.model) else None
+        """None where the head is not streamed."""
+        self._gathered = gather_whole(self.layers)
+        self.routers = RouterWatch(self.model, self.layers, router_loss)
+        self.scored: ScoreRequest | None = None
+        """The scores that the current call is asked for."""
+        self.own_attention = own_attention(self.model, self.layers)
+        """The implementation that layers which compute their attention themselves keep; None where ours is used."""
+        self.names = CallNames(attention_configs(self.model, self.layers), self.own_attention)
+        """The attention that its configurations name, in calls and outside of them."""
+        self.context, self.tiers = CallContext(), Tiers(schedule)
+        self.waiting: WaitingWeights | None = None
+        """The weights that wait on the host; None where all are on the device."""
+        if schedule.weights == "host":  # last of what may be refused: it moves the weights
+            dtype = torch.bfloat16 if schedule.fetch_dtype == "bfloat16" else None
+            self.waiting = WaitingWeights(self.model, self.layers, self.tiers, dtype)
+            if self.head is not None:
+                self.head.waiting = self.waiting
+        self._put_in()
+
+    def _put_in(self) -> None:
+        """Replace the ``forward`` of layers, norms and embedding."""
+        parts = ModelParts(self.schedule, self.tiers, self.context, self.routers, waiting=self.waiting)
+        for layer, place in zip(self.layers, place_layers(self.schedule, len(self.layers)), strict=True):
+            layer.forward = StreamedForward(layer, parts, self.own_attention, place)
+        self._norms = norms_outside(owners(self.model, self.layers)[-1], self.layers)
+        for norm in self._norms:
+            norm.forward = StreamedNorm(norm, parts)
+        self._embedding = token_embedding(self.model)
+        if self._embedding is not None:
+            self._embedding.forward = StreamedEmbedding(self._embedding)  # type: ignore[method-assign]
+        self._rotations = LengthRotary.install(self.model, partial(_lengths_of, self.context))
+        self._checkpointing: set[Any] = set()
+        """Modules whose gradient checkpointing is off meanwhile."""
+        self._hooks = [
+            layer.register_forward_pre_hook(need_gradient, with_kwargs=True, prepend=True) for layer in self.layers
+        ]
+
+    def remove(self) -> None:
+        """Take out what was put in; weights that wait on the host stay there."""
+        for hook in self._hooks:
+            hook.remove()
+        if self.head is not None:
+            self.head.close()
+        self.routers.remove()
+        if self.waiting is not None:
+            self.waiting.remove()
+        for layer in self.layers:
+            if isinstance(forward := layer.__dict__.get("forward"), StreamedForward):
+                forward.removed = True
+                del layer.forward
+        for module in (*self._norms, self._embedding):
+            if module is not None:
+                del module.forward
+        for rotation in self._rotations:
+            rotation.remove()
+        self.names.end(0)
+        for module in self._checkpointing:
+            module.gradient_checkpointing = True
+        ungather_whole(self._gathered)
+        self.tiers.close()
+        self._hooks, self._norms, self._rotations, self._embedding = [], [], [], None
+        self.layers, self._checkpointing = [], set()
 
     @property
     def streams_head(self) -> bool:
         """True if the language-model head is streamed too."""
-        ...
+        return self.head is not None
 
     @property
     def rotates_by_length(self) -> bool:
-        """True if rotary embeddings of the model depend on the longest position."""
-        ...
+        """True if rotary embeddings of the model depend on the longest position (``dynamic``, ``longrope``)."""
+        return bool(self._rotations)
 
     def layer_on_device(self, layer: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context inside of which a layer holds its weights on the device, wherever they wait."""
-        ...
+        """Return a context in which the layer's weights are on the device, also if they wait on the host."""
+        return nullcontext() if self.waiting is None else self.waiting.used(layer)
 
-    def scoring(self, scored: ScoreRequest) -> AbstractContextManager[None]:
-        """Make a call inside the context return the requested scores in place of its output."""
-        ...
 
-    def logprobs(self, input_ids: Tensor, targets: Tensor, **options: Any) -> Any:
-        """Return log-probabilities of target tokens."""
-        ...
+def _lengths_of(context: CallContext, position_ids: Tensor) -> RowLengths | None:
+    lengths = context.lengths
+    return None if lengths is None else lengths.to(position_ids.device)
+
+
+def _refuse_own_loss(model: nn.Module) -> None:
+    """Refuse adapters that compute their loss from logits themselves.
+
+    Raises:
+        UnsupportedModelError: The adapters are of such a kind (context-aware prompt tuning).
+    """
+    configs: Any = getattr(model, "peft_config", None)
+    kinds = [getattr(config, "peft_type", None) for config in configs.values()] if isinstance(configs, dict) else []
+    if "CPT" in kinds:
+        raise UnsupportedModelError(
+            "context-aware prompt tuning (CPT) computes its own loss from whole logits, which are not built",
+            mend="use stream(model, head=False): layers are streamed, head and loss are the model's own",
+        )

@@ -20,7 +20,11 @@ from torch import Tensor, nn
 
 from streamtune.base.model_facts import IGNORE_INDEX, model_device
 from streamtune.engine.call_parts import SharedKey
+from streamtune.engine.context import CallContext
+from streamtune.engine.layer import StreamedForward
+from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.observe import RandomState
+from streamtune.engine.streamed_layer import ModelParts
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.schedule import Schedule
 
@@ -153,6 +157,14 @@ def widened(value: Any, dtype: torch.dtype) -> Any:
 
 ROWS, LENGTH, PADDED = 2, 24, 5
 SCHEDULE = Schedule(chunk_size=7, head_chunk_size=11)
+
+
+def streamed_forward(
+    layer: nn.Module, own: str | None, context: CallContext | None = None, schedule: Schedule = SCHEDULE
+) -> StreamedForward:
+    """Return the streamed forward of a layer alone, by itself: it shares nothing with other layers but ``context``."""
+    parts = ModelParts(schedule, Tiers(schedule), CallContext() if context is None else context)
+    return StreamedForward(layer, parts, own)
 
 
 def trial_batch(model: Any) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from streamtune.engine.call import LayerCall
 from streamtune.engine.head import StreamedHead
-from streamtune.engine.layer import StreamedForward
-from streamtune.engine.leaves import strange_leaves
 from streamtune.engine.own_attention import OwnAttention
 from streamtune.engine.preflight.common import (
     LENGTH,
@@ -35,10 +33,12 @@ from streamtune.engine.preflight.common import (
     kind_of,
     outputs_of,
     replaced,
+    streamed_forward,
     trial_batch,
 )
 from streamtune.engine.preflight.layer import MEND, DiffersError, LayerCheck, without_self
 from streamtune.engine.routers import not_balanced
+from streamtune.engine.streamed_layer import strange_leaves
 from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 
@@ -213,7 +213,7 @@ class _Preflight:
             if not error <= bound_input:
                 raise self.layer_check.differs(index, "input", error, bound_input)
         used = replaced(arguments, {name: _leaf(call.inputs[name]) for name in call.wanted})
-        out, outputs = outputs_of(without_self(StreamedForward(layer, SCHEDULE, self.own)), used)
+        out, outputs = outputs_of(without_self(streamed_forward(layer, self.own)), used)
         self.streamed.append(replaced(arguments, {}))  # a shared dictionary as it was before the call
         self.layer_check.same_output(outputs, call, self.streamed[-1])
         self.at = None

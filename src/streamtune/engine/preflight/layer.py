@@ -25,7 +25,6 @@ from streamtune.engine.memory.placement import Placement
 from streamtune.engine.own_attention import CallNames
 from streamtune.engine.preflight.common import (
     BOUND,
-    SCHEDULE,
     Arguments,
     RecordedCall,
     aliased,
@@ -36,6 +35,7 @@ from streamtune.engine.preflight.common import (
     outputs_of,
     ratio,
     replaced,
+    streamed_forward,
     trial_batch,
     widened,
 )
@@ -115,7 +115,7 @@ class LayerCheck:
                 leaves = {name: call.inputs[name].detach().clone().requires_grad_() for name in call.wanted}
                 arguments = replaced(call.arguments if plain else streamed, leaves, layer)
                 with self.names.using(self.reference if plain else self.names.ours):
-                    forward = type(layer).forward if plain else without_self(StreamedForward(layer, SCHEDULE, self.own))
+                    forward = type(layer).forward if plain else without_self(streamed_forward(layer, self.own))
                     _, outputs = outputs_of(forward, arguments)
                     live = [n for n, z in enumerate(outputs) if z.requires_grad]
                     inputs = [*leaves.values(), *parameters.values()]
@@ -162,9 +162,7 @@ class LayerCheck:
                 with self.names.using(self.reference):
                     _, reference = outputs_of(type(wide).forward, replaced(plain, inputs))
                 with self.names.using(self.names.ours):
-                    _, outputs = outputs_of(
-                        without_self(StreamedForward(wide, SCHEDULE, self.own)), replaced(chunked, inputs)
-                    )
+                    _, outputs = outputs_of(without_self(streamed_forward(wide, self.own)), replaced(chunked, inputs))
             wide_call = RecordedCall(call.index, replaced(plain, inputs), inputs, call.wanted, reference)
             errors = {"output": self._output_error(outputs, wide_call)}
             if what != "output":

@@ -39,10 +39,8 @@ from torch import Tensor
 from streamtune.engine.context import CallContext
 from streamtune.engine.hf_names import KEPT_WINDOW
 from streamtune.engine.inspect_model import both_at_once
-from streamtune.engine.layer import StreamedForward
 from streamtune.engine.preflight.common import (
     BOUND,
-    SCHEDULE,
     Arguments,
     LayerStep,
     bind,
@@ -52,6 +50,7 @@ from streamtune.engine.preflight.common import (
     kind_of,
     norm_of,
     ordinary_tokens,
+    streamed_forward,
     trial_batch,
 )
 from streamtune.engine.routers import not_balanced
@@ -199,7 +198,7 @@ class _Trial:
         return logits
 
     def _streamed(self, index: int, bound: Arguments) -> Any:
-        forward = StreamedForward(self.layers[index], SCHEDULE, self.own, context=self.context)
+        forward = streamed_forward(self.layers[index], self.own, self.context)
         return forward(*bound.args[1:], **bound.kwargs)
 
     def _record(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -337,7 +336,7 @@ class _Forwards:
 
     def _compare(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self.layers[index]
-        forward = StreamedForward(layer, self.schedule, self.handle.own_attention, context=self.handle.context)
+        forward = streamed_forward(layer, self.handle.own_attention, self.handle.context, self.schedule)
         noted = self.noted.get(index)
         arguments = bind(layer, args, kwargs)
         if noted is not None:

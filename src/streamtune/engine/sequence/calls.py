@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from streamtune.base.model_facts import IGNORE_INDEX, model_device
 from streamtune.engine.hf_names import CACHES, KERNEL_ROWS, MAKES_POSITIONS, POSITIONS, TOKEN_TYPES
-from streamtune.engine.inspect_model import carries_states, keeps_keys, own_attention
+from streamtune.engine.inspect_model import carries_states
 from streamtune.engine.observe import RandomState
 from streamtune.engine.rotary import RowLengths
 from streamtune.engine.rows import Branches
@@ -32,38 +32,6 @@ from streamtune.errors import ArgumentError, UnsupportedModelError
 TOKENS = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "position_ids": -1, "shift_labels": 1}
 """Arguments that follow the tokens, and along which dimension."""
 UNSHARED = "set sequence_parallel_size: 1"
-
-
-def form_for(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head: bool) -> str:
-    """Return ``ulysses`` or ``ring`` for this model, whose head is streamed if ``head``.
-
-    Raises:
-        ArgumentError: ``ulysses`` is asked for, and ranks do not divide the heads evenly; or the head is not streamed.
-        UnsupportedModelError: Ranks cannot share its sequences.
-    """
-    name = type(model).__name__
-    if not head:
-        raise ArgumentError("ranks that share a sequence share its loss: the head must be streamed, head=True")
-    if (own := own_attention(model, layers)) is not None:
-        raise UnsupportedModelError(
-            f"{name} computes its attention itself ({own}), so ranks cannot share its sequence", mend=UNSHARED
-        )
-    if "position_ids" not in inspect.signature(type(model).forward).parameters and not all(
-        carries_states(layer) and not keeps_keys(layer) for layer in layers
-    ):
-        raise UnsupportedModelError(
-            f"{name} takes no position_ids, so a rank cannot be told where its tokens are", mend=UNSHARED
-        )
-    heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", 0)
-    divides = all(count % ranks.size == 0 for count in (heads if isinstance(heads, list | tuple) else [heads]))
-    if ranks.form == "ulysses" and not divides:
-        raise ArgumentError(
-            f"{heads} attention heads of {name} cannot be shared out to {ranks.size} ranks",
-            mend="set sequence_parallel: ring, or let sequence_parallel_size divide the heads",
-        )
-    if ranks.form == "auto":
-        return "ulysses" if divides else "ring"
-    return ranks.form
 
 
 class Sharing:

@@ -207,12 +207,12 @@ class WaitingWeights:
         self._hooks, self._ahead = [], None
 
     @contextmanager
-    def used(self, layer: nn.Module, then: int = 0) -> Iterator[dict[int, Tensor]]:
+    def used(self, layer: nn.Module, prefetch: int = 0) -> Iterator[dict[int, Tensor]]:
         """Let a layer hold copies of its weights on the device inside.
 
         Args:
             layer: The layer.
-            then: 1 if the layer behind it comes next, -1 if the one before it does: its copies are begun. 0: neither.
+            prefetch: The layer whose copies are begun meanwhile: 1 the one behind it, -1 the one before, 0 neither.
 
         Yields:
             The copy of each parameter by the parameter's identity: a leaf that needs a gradient where that does.
@@ -220,7 +220,7 @@ class WaitingWeights:
         unit = self._units[id(layer)]
         if not unit.depth:
             unit.leaves = self._leaves(unit)
-            self._begin_next(unit, then)
+            self._begin_next(unit, prefetch)
             self._put(unit, unit.leaves)
         unit.depth += 1
         try:
@@ -288,10 +288,10 @@ class WaitingWeights:
                 copies.append(self._fetch_one(parameter))
         return _Fetched(unit.versions(), copies)
 
-    def _begin_next(self, unit: _Unit, then: int) -> None:
-        if not then or unit.following is None:
+    def _begin_next(self, unit: _Unit, prefetch: int) -> None:
+        if not prefetch or unit.following is None:
             return
-        place = unit.following if then > 0 else unit.following - 2
+        place = unit.following if prefetch > 0 else unit.following - 2
         if 0 <= place < len(self._layers):
             self._ahead = self._layers[place], self._fetch(self._layers[place])
 

@@ -10,7 +10,7 @@ them:
 
 A piece of keys and values is freed when its own chunk is done; one of dK, dV exists from the first chunk that adds to
 it until its own chunk has read it. On the device the pieces of a layer without a window would be copies of all that its
-buffers hold, so these stay as they are (:func:`kept_keys` returns None).
+buffers hold, so these stay as they are (:func:`keep_kv` returns None).
 
 Shape suffixes: B batch, G key/value heads, S tokens of a piece, D head dimension.
 """
@@ -23,17 +23,71 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from streamtune.engine.attention import KeptAttention
 from streamtune.engine.kv import KeysAndValues
-from streamtune.engine.memory.tiers import Block, DeviceTier, Tier
+from streamtune.engine.memory.tiers import Block, DeviceTier, Source, StoredTensor, Tier
 from streamtune.engine.observe import notify_resized, notify_tensors
+from streamtune.errors import ArgumentError
+
+
+class SavedTensors:
+    """The tensors of one layer call between its forward and its backward, besides keys, values and states."""
+
+    def __init__(self) -> None:
+        self.z_in: Source | None = None
+        """The layer's input, wherever it waits; None as long as it is to be computed again."""
+        self._version = 0
+        self.attention: KeptAttention | None = None
+        """The attention outputs; None where they are computed again."""
+        self.kv: KeptKV | None = None
+        """Keys and values in the order of chunks; None where the buffers keep them."""
+        self.must_recompute_kv = False
+        """True while states, keys or values freed after the forward are still to be computed again for the backward."""
+
+    def keep_on_device(self, hidden: Tensor) -> None:
+        """Keep the input where it is."""
+        self.z_in, self._version = hidden.detach(), hidden._version
+
+    def input(self, layer: str) -> Source:
+        """Return the input as it was stored.
+
+        Raises:
+            ArgumentError: It was changed since the forward.
+        """
+        assert self.z_in is not None
+        if isinstance(self.z_in, Tensor) and self.z_in._version != self._version:
+            raise ArgumentError(
+                f"the input of {layer} was changed in place after it had been read",
+                mend="change a copy of the hidden states",
+            )
+        return self.z_in
+
+    def settle(self) -> None:
+        """Wait for copies to other tiers."""
+        if isinstance(self.z_in, StoredTensor):
+            self.z_in.tier.settle()
+        if self.attention is not None:
+            self.attention.tier.settle()
+
+    def expect(self, chunks: Sequence[slice]) -> None:
+        """Set the order in which chunks are read: while one is worked on, the next is fetched."""
+        if isinstance(self.z_in, StoredTensor):
+            self.z_in.expect(chunks)
+        if self.attention is not None:
+            self.attention.expect(chunks)
+
+    def free(self) -> None:
+        """Free the input and the attention outputs."""
+        if isinstance(self.z_in, StoredTensor):
+            self.z_in.free()
+        self.z_in = self.attention = None
+
 
 WORTH = 0.5
 """Pieces on the device that hold more than this part of the tokens are not worth a copy of them."""
 
 
-def kept_keys(
-    kv: KeysAndValues, chunks: Sequence[slice], first_key: Callable[[slice], int], tier: Tier
-) -> KeptKeys | None:
+def keep_kv(kv: KeysAndValues, chunks: Sequence[slice], first_key: Callable[[slice], int], tier: Tier) -> KeptKV | None:
     """Cut the keys and values of a layer's forward into pieces, and free its buffers.
 
     Args:
@@ -55,10 +109,10 @@ def kept_keys(
     held = sum(piece.stop - piece.start for piece in pieces)
     if kv.past is not None or not kv.pairs or (isinstance(tier, DeviceTier) and held > WORTH * chunks[-1].start):
         return None
-    return KeptKeys(kv, dict(zip((chunk.start for chunk in chunks), pieces, strict=False)), tier)
+    return KeptKV(kv, dict(zip((chunk.start for chunk in chunks), pieces, strict=False)), tier)
 
 
-class KeptKeys:
+class KeptKV:
     """The pieces of one layer call, and the part of them that a chunk is given.
 
     Args:
@@ -121,19 +175,19 @@ class KeptKeys:
             self.kv.grads = self._buffers(chunk, lambda like, shape: self.kv.zeros(like.new_empty(shape)))
             self._fill(self.sums, within, self.kv.grads)
 
-    def save_sums(self, chunk: slice, again: bool) -> None:
+    def save_sums(self, chunk: slice, keep_graph: bool) -> None:
         """Store dK, dV of what the chunk saw of earlier ones, and free all of its own that waits.
 
         Args:
             chunk: The chunk, whose backward is done.
-            again: Another backward may follow, which needs its keys and values once more.
+            keep_graph: Another backward may follow, which needs its keys and values once more.
         """
         if self.kv.grads:
             for start, piece in self.pieces.items():
                 if self.kv.offset <= piece.start < piece.stop and start < chunk.start:
                     self._store(self.sums, start, piece, self.kv.grads)
             self.tier.settle()
-        for kept in (self.sums,) if again else (self.sums, self.blocks):
+        for kept in (self.sums,) if keep_graph else (self.sums, self.blocks):
             for key in [key for key in kept if key[0] == chunk.start]:
                 kept.pop(key).free()
         self.unload()
