@@ -17,8 +17,8 @@ import torch.cuda._sanitizer
 
 import streamtune
 from streamtune import Schedule
+from streamtune.engine import waiting
 from streamtune.engine.memory import disk, tiers
-from streamtune.engine.weights import waiting
 from tests.cuda_host.measure import decide_without_values, make
 
 BASE = {"chunk_size": 256, "head_chunk_size": 512}

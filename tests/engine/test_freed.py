@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import streamtune
 from streamtune import RouterLoss, Schedule, StreamHandle
 from streamtune.engine import Branches, LossRequest
-from streamtune.engine.nested import map_nested
+from streamtune.engine.evaluated import map_nested
 from streamtune.ops import Divergence, TokenLoss
 from tests.exactness.families import FAMILIES as FAMILY_SHAPES
 from tests.exactness.families import SMALL, build

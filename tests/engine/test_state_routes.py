@@ -8,8 +8,7 @@ import torch
 from streamtune import Schedule
 from streamtune.engine.inspect_model import both_at_once
 from streamtune.engine.rows import Branches, PackedRows
-from streamtune.engine.sequence.layout import chunks_between_rows
-from streamtune.engine.sequence.shards import SequenceShards
+from streamtune.engine.sequence.shards import SequenceShards, chunks_between_rows
 from streamtune.engine.sequence.states import StateRoutes
 from streamtune.errors import UnsupportedModelError
 from tests.conformance.reducer import build

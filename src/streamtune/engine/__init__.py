@@ -38,7 +38,7 @@ from streamtune.engine.routers import RouterLoss, balance_coefficient, balances_
 from streamtune.engine.rows import Branches
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.stream import StreamHandle, stream
-from streamtune.engine.weights.waiting import keep_on_host
+from streamtune.engine.waiting import keep_on_host
 from streamtune.schedule import Schedule
 
 __all__ = [

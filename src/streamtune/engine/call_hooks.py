@@ -225,7 +225,7 @@ class StreamedCalls(StreamedModel):
         """Turn gradient checkpointing off, in whose place the node stands; both would recompute twice."""
         for module in [*owners(self.model, self.layers), *(m for layer in self.layers for m in layer.modules())]:
             if getattr(module, "gradient_checkpointing", False):  # not an image tower's
-                module.gradient_checkpointing = False  # type: ignore[assignment]
+                module.gradient_checkpointing = False
                 self._checkpointing.add(module)  # once, however often a trainer turns it on again
 
     def _leave_out_cache(self, call: ModelCall, with_labels: bool) -> None:
@@ -237,7 +237,7 @@ class StreamedCalls(StreamedModel):
             call.put("use_cache", False)
 
     def _set_context(self, call: ModelCall, with_labels: bool) -> None:
-        """Tell the layers of the call's rows and lengths, and whether it runs whole or by the schedule of few tokens."""
+        """Set the rows of the call and their lengths for the layers, and if they run whole or by the short schedule."""
         rows, self._length = call.size
         self.context.whole = with_labels and self._sees_everything(call)
         self.context.schedule = self._short if 0 < rows * self._length <= SHORT.chunk_size else None

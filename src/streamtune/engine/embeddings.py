@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from streamtune.engine.nested import map_nested
-from streamtune.engine.weights.waiting import WaitingWeights
+from streamtune.engine.evaluated import map_nested
+from streamtune.engine.waiting import WaitingWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
 KNOWN = ("torch.", "transformers.")

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.nested import map_nested
 from streamtune.engine.observe import Autocast
 from streamtune.engine.sharded import Weights
 
@@ -216,3 +215,19 @@ def _computed(value: Any) -> Any:
 def _is_last(logits: Tensor, args: Any, kwargs: dict[str, Any]) -> bool:
     dim = args[0] if args else kwargs.get("dim")
     return dim in (-1, logits.dim() - 1)
+
+
+def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return ``value`` with ``function`` applied to each item in nested dicts, lists and tuples, named ones too.
+
+    ``torch.utils._pytree.tree_map`` makes closures that refer to themselves: a hundred and more in each step would stay
+    in memory until Python's collector runs.
+    """
+    if isinstance(value, dict):
+        return {key: map_nested(function, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [map_nested(function, item) for item in value]
+    if isinstance(value, tuple):
+        items = [map_nested(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return function(value)

@@ -28,7 +28,7 @@ from streamtune.engine.observe import foreign_hooks, refuse_hooks, restore_forwa
 from streamtune.engine.requests import LossRequest
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.engine.sharded import is_sharded
-from streamtune.engine.weights.waiting import WaitingWeights
+from streamtune.engine.waiting import WaitingWeights
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import (
     MEASURED,

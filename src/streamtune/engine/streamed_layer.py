@@ -20,7 +20,7 @@ from streamtune.engine.own_attention import OwnAttention, refuse_another
 from streamtune.engine.routers import RouterWatch
 from streamtune.engine.scan import mixers_with_a_bare_scan
 from streamtune.engine.sharded import FlatParametersError
-from streamtune.engine.weights.waiting import WaitingWeights
+from streamtune.engine.waiting import WaitingWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops.fused import gains
 from streamtune.schedule import Schedule

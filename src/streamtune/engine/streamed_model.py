@@ -36,7 +36,7 @@ from streamtune.engine.routers import RouterLoss, RouterWatch
 from streamtune.engine.sequence.shards import SequenceParallel
 from streamtune.engine.sharded import gather_whole, need_gradient, ungather_whole
 from streamtune.engine.streamed_layer import ModelParts
-from streamtune.engine.weights.waiting import WaitingWeights
+from streamtune.engine.waiting import WaitingWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.schedule import Schedule
 

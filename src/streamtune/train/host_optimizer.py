@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.memory.host import is_host_storage
-from streamtune.engine.memory.rooms import HostRooms
+from streamtune.engine.memory.host import HostPool, is_host_storage
 
 
 class HostOptimizer(torch.optim.Optimizer):
@@ -37,7 +36,7 @@ class HostOptimizer(torch.optim.Optimizer):
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = type(optimizer)
         self.inner = make([{**g, "params": [self._stand_ins[p] for p in g["params"]]} for g in groups])
         self.state = _States(self._stand_ins, self.inner)  # type: ignore[assignment]
-        self.rooms = HostRooms()
+        self.pool = HostPool()
         device = next((p.device for p in every if p.device.type == "cuda"), None)
         self.stream = None if device is None else torch.cuda.Stream(device)
         """The stream of copies for a caller that steps beside the computation."""
@@ -107,7 +106,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def _copied(self, x: Tensor) -> Tensor:
         """Begin to copy a tensor to the host."""
-        return self.rooms.take(x.shape, x.dtype, x.device).copy_(x, non_blocking=True)
+        return self.pool.take(x.shape, x.dtype, x.device).copy_(x, non_blocking=True)
 
     def _wait(self, parameter: Tensor) -> None:
         if parameter.device.type == "cuda":

@@ -14,6 +14,7 @@ import mmap
 import os
 import sys
 import weakref
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
@@ -313,3 +314,61 @@ class Arena:
                 f"{reserved_host_bytes() / GIB:.2f} GiB left alone",
                 mend="use levels: 2, raise device_layers, offload to disk, or lower max_length",
             )
+
+
+class _Pages:
+    """Mapped pages, registered with an accelerator as long as this object lives: by a storage, or the free list.
+
+    A child process shares them: it may read the weights.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.map = mmap.mmap(-1, size)
+        if device.type == "cuda":
+            flat = torch.frombuffer(self.map, dtype=torch.uint8)
+            touch_pages(flat)
+            register_pages(flat, owner=self)
+
+
+class HostPool:
+    """Pages of host memory, mapped once and used again."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[_Pages]] = defaultdict(list)
+
+    def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor on the host whose values are not set.
+
+        Args:
+            shape: Its shape.
+            dtype: Its dtype.
+            device: The device that it is copied to and from; ``meta`` simulates the memory.
+
+        Raises:
+            OutOfMemoryError: The machine does not have that much memory left; it is not made to swap.
+        """
+        size = pages(shape.numel() * dtype.itemsize)
+        if device.type == "meta":
+            storage = torch.UntypedStorage(size, device="meta")
+            mark_host_storage(storage)
+            flat = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
+        else:
+            mapped = self._free[size].pop() if self._free[size] else self._mapped(size, device)
+            flat = torch.frombuffer(mapped.map, dtype=torch.uint8)
+            storage = flat.untyped_storage()
+            mark_host_storage(storage)
+            weakref.finalize(storage, self._free[size].append, mapped)
+        return flat[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def _mapped(self, size: int, device: torch.device) -> _Pages:
+        free = usable_host_bytes()
+        if size > free:
+            raise OutOfMemoryError(
+                f"the host has no room for weights or their gradients: {size / GIB:.2f} GiB are wanted, "
+                f"{free / GIB:.2f} are free",
+                mend="use a machine with more memory, or train adapters (finetuning_type: lora)",
+            )
+        return _Pages(size, device)
+
+    def __reduce__(self) -> tuple[type[HostPool], tuple[()]]:
+        return HostPool, ()  # a copy maps its own

@@ -226,7 +226,7 @@ def device_held_bytes(model: nn.Module) -> int:
 
 
 def host_held_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's weights that wait on the host (``engine.weights``)."""
+    """Return the bytes of a model's weights that wait on the host (``engine.waiting``)."""
     return distinct_bytes(tensor for tensor in held_tensors(model) if is_host_storage(tensor.untyped_storage()))
 
 

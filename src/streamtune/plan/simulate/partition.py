@@ -43,7 +43,7 @@ from torch import nn
 from streamtune.base.adapters import base_of
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.placement import extra_forwards
-from streamtune.engine.weights.waiting import waiting_parameters
+from streamtune.engine.waiting import waiting_parameters
 from streamtune.ops.simulated import simulating
 from streamtune.plan.simulate.cluster import Cluster
 from streamtune.plan.simulate.memory import distinct_bytes, held_bytes, scales_bytes
@@ -210,7 +210,7 @@ NORM_TOUCHED = 3
 
 
 def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
-    """Return the holdings of one device whose weights wait on the host (``engine.weights``)."""
+    """Return the holdings of one device whose weights wait on the host (``engine.waiting``)."""
     waiting = waiting_parameters(base_of(model), decoder_layers(model))
     away = [p for p in waiting if p.requires_grad]
     known = {id(p) for p in waiting}

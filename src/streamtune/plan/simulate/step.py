@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine import Branches, LazyLogits, LossRequest, StreamHandle, decoder_layers
+from streamtune.engine.memory.host import HostPool
 from streamtune.engine.memory.placement import Tiers
-from streamtune.engine.memory.rooms import HostRooms
 from streamtune.engine.passes import placeholder
-from streamtune.engine.weights.waiting import waiting_parameters
+from streamtune.engine.waiting import waiting_parameters
 from streamtune.ops import TeacherHead, TokenLoss, TopKTeacher
 from streamtune.ops.head.sweep import autocast_dtype, cast
 from streamtune.ops.simulated import DeviceFunctions, simulating
@@ -114,7 +114,7 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
                     continue
                 trace.enter_earlier(parameter)
                 if id(parameter) in known:
-                    parameter.grad = HostRooms().take(parameter.shape, parameter.dtype, parameter.device)
+                    parameter.grad = HostPool().take(parameter.shape, parameter.dtype, parameter.device)
                 else:
                     parameter.grad = torch.empty_like(parameter)
                     trace.file(GRADIENT, parameter.grad)

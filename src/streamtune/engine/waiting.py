@@ -33,9 +33,8 @@ from streamtune.base.model_facts import model_device
 from streamtune.engine.hf_names import kept_wide
 from streamtune.engine.inspect_model import base_model, decoder_layers
 from streamtune.engine.lazy_logits import LazyForward
-from streamtune.engine.memory.host import is_host_storage, mark_host_storage
+from streamtune.engine.memory.host import HostPool, is_host_storage, mark_host_storage
 from streamtune.engine.memory.placement import Tiers
-from streamtune.engine.memory.rooms import HostRooms
 from streamtune.engine.memory.tiers import Copies
 from streamtune.engine.observe import notify_tensors
 from streamtune.errors import UnsupportedModelError
@@ -56,7 +55,7 @@ def waiting_parameters(model: Any, layers: Iterable[nn.Module]) -> list[nn.Param
     return list(found.values())
 
 
-def keep_on_host(model: Any, device: torch.device, rooms: HostRooms | None = None) -> None:
+def keep_on_host(model: Any, device: torch.device, pool: HostPool | None = None) -> None:
     """Move the weights that wait to the host, and all other weights and buffers to the device.
 
     For a model that the device does not hold: load it on the CPU, add its adapters, call this, and then
@@ -65,12 +64,12 @@ def keep_on_host(model: Any, device: torch.device, rooms: HostRooms | None = Non
     Args:
         model: A causal language model of ``transformers``, with or without peft adapters; changed in place.
         device: The device on which it computes; ``meta`` simulates it.
-        rooms: The host's memory; None makes rooms of their own.
+        pool: The host's memory; None makes another.
 
     Raises:
         OutOfMemoryError: The host does not have the memory.
     """
-    rooms = HostRooms() if rooms is None else rooms
+    pool = HostPool() if pool is None else pool
     model = base_model(model)
     layers = decoder_layers(model)
     waiting = waiting_parameters(model, layers)
@@ -82,7 +81,7 @@ def keep_on_host(model: Any, device: torch.device, rooms: HostRooms | None = Non
             if device.type == "meta":
                 mark_host_storage(parameter.untyped_storage())
                 continue
-            host = rooms.take(parameter.shape, parameter.dtype, device)
+            host = pool.take(parameter.shape, parameter.dtype, device)
             parameter.data = host.copy_(parameter.data)
         for module in model.modules():
             for table in (module._parameters, module._buffers):
@@ -186,10 +185,10 @@ class WaitingWeights:
     """
 
     def __init__(self, model: Any, layers: Sequence[nn.Module], tiers: Tiers, dtype: torch.dtype | None = None) -> None:
-        self.device, self.tiers, self.rooms, self.dtype = model_device(model), tiers, HostRooms(), dtype
+        self.device, self.tiers, self.pool, self.dtype = model_device(model), tiers, HostPool(), dtype
         self._wide = _kept_wide(model)
         self.copies = Copies(self.device)
-        keep_on_host(model, self.device, self.rooms)
+        keep_on_host(model, self.device, self.pool)
         self._layers = [_Unit.of(_of_layer(layer), place + 1) for place, layer in enumerate(layers)]
         self._units = {id(layer): unit for layer, unit in zip(layers, self._layers, strict=True)}
         outside = _outside(model) if dtype is None else _owners_outside(model, layers)
@@ -257,7 +256,7 @@ class WaitingWeights:
             if grad is None or not is_host_storage(parameter.untyped_storage()):
                 continue
             grad = grad.to(parameter.dtype)
-            host = self.rooms.take(grad.shape, grad.dtype, self.device)
+            host = self.pool.take(grad.shape, grad.dtype, self.device)
             events.append(self.copies.to_host(grad, host))
             self.tiers.host.moved_bytes += grad.nbytes
             found[place] = host

@@ -1,1 +1,0 @@
-"""Weights that wait in the machine's memory while they are not used."""
