@@ -1,7 +1,7 @@
 """The hooks of a streamed model: what happens before and after each of its calls.
 
-A call without gradients that asks for what streaming never builds (attention weights, router logits, a cache of a fixed
-size) is the plain model's own: its layers run whole, with the attention that their config named before.
+Attention weights, router logits and caches of a fixed size belong to a whole layer. A call without gradients that asks
+for them is the plain model's own: its layers run whole, with the attention that their config named before.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.schedule import Schedule
 
 SHORT = Schedule(chunk_size=4096, keep_attention="device")
-"""For calls of few tokens, where nobody chose: chunks save nothing there and cost a second forward of the attention."""
+"""For calls of few tokens by default: chunks save nothing there and cost a second forward of the attention."""
 
 
 class StreamedCalls(StreamedModel):
     """A streamed model whose calls are hooked.
 
     Args:
-        model, schedule, head, router_loss, sequence_parallel: As :class:`StreamedModel`.
-        short: The schedule of calls with few tokens; None is ``schedule``.
+        model, schedule, head, router_loss, sequence_parallel: As for :class:`StreamedModel`.
+        short: Schedule of calls with few tokens; None is ``schedule``.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class StreamedCalls(StreamedModel):
         self._laid_out: Branches | None = None
         self._warned_of_padding = self._warned_of_routers = False
         self._length = 0
-        """Tokens of the call that runs."""
+        """Tokens of the current call."""
         self._around: int | None = None
-        """The calls around the one that runs; None while none does."""
+        """Number of calls around the current one; None outside of calls."""
         self._plain_call = ExitStack()
-        """Open while a call runs that is the plain model's."""
+        """Open during a call of the plain model's own."""
         if has_generate(self.model):
             self.model.generate = Generation(self)
         self._hooks += [
@@ -107,9 +107,6 @@ class StreamedCalls(StreamedModel):
         """Take the tokens of calls inside the context for rows that share their beginnings.
 
         A call has ``labels`` or ``shift_labels`` ``[1, T]`` and the arguments ``branches.arguments(input_ids)``.
-
-        Args:
-            branches: The rows.
         """
         self._laid_out = branches
         try:
@@ -198,11 +195,7 @@ class StreamedCalls(StreamedModel):
         return needs_whole_layers(asked, call.cache, call.get("labels") is not None)
 
     def _refuse_outputs(self, asked: dict[str, Any]) -> None:
-        """Refuse outputs that a streamed call has not, by name; those of routers are left out with a warning.
-
-        Raises:
-            UnsupportedModelError: Attention weights are asked for, or a cache of an evaluation with gradients.
-        """
+        """Refuse outputs that a streamed call does not have; router logits are left out with a warning."""
         for name, why in REFUSED_OUTPUTS.items():
             if asked.get(name):
                 raise UnsupportedModelError(
@@ -222,7 +215,7 @@ class StreamedCalls(StreamedModel):
             )
 
     def _stop_checkpointing(self) -> None:
-        """Turn gradient checkpointing off, in whose place the node stands; both would recompute twice."""
+        """Turn gradient checkpointing off: the node does its work, and both would recompute twice."""
         for module in [*owners(self.model, self.layers), *(m for layer in self.layers for m in layer.modules())]:
             if getattr(module, "gradient_checkpointing", False):  # not an image tower's
                 module.gradient_checkpointing = False
@@ -246,12 +239,12 @@ class StreamedCalls(StreamedModel):
         self._set_lengths()
 
     def _set_lengths(self) -> None:
-        """Give rotary embeddings the lengths of the rows of the call, where they depend on them."""
+        """Give rotary embeddings the lengths of the call's rows, if they depend on them."""
         rows = self.context.rows if self._rotations else None
         self.context.lengths = None if rows is None else RowLengths.of(rows)
 
     def _keep_one_row(self, call: ModelCall) -> None:
-        """Keep a call one row that is one without streaming, given the cache that the configuration asks for."""
+        """Keep a call one row if it is one without streaming, where the configuration asks for a cache."""
         decoder: Any = owners(self.model, self.layers)[-1]
         checkpointed = decoder in self._checkpointing and self.model.training
         cached = getattr(decoder.config, "use_cache", False) and not checkpointed
@@ -300,17 +293,12 @@ class StreamedCalls(StreamedModel):
 
     @staticmethod
     def _with_plain_states(output: Any) -> Any:
-        """Return the output with hidden states that are plain tensors."""
         if isinstance(states := getattr(output, "hidden_states", None), tuple):
             output.hidden_states = tuple(map(read, states))
         return output
 
     def _check_hidden_states(self, output: Any) -> None:
-        """Refuse hidden states recorded inside of a layer, which are those of one chunk; return plain tensors.
-
-        Raises:
-            UnsupportedModelError: The model records them of layers within its layers (zamba, zamba2).
-        """
+        """Make recorded hidden states plain tensors; refuse states of layers inside a layer, which are one chunk (zamba)."""
         states = getattr(output, "hidden_states", None)
         if isinstance(states, tuple):
             output.hidden_states = states = tuple(map(read, states))
@@ -373,18 +361,13 @@ class StreamedCalls(StreamedModel):
 OUTPUTS = ("output_attentions", "output_router_logits")
 """Arguments that ask for outputs of whole layers."""
 GROWING = (None, "dynamic", "dynamic_full")
-"""Values of ``cache_implementation`` that mean a cache which grows with the tokens."""
+"""Values of ``cache_implementation`` for a cache that grows with the tokens."""
 
 
 def needs_whole_layers(arguments: dict[str, Any], cache: Any, with_labels: bool) -> bool:
     """Return True if a call without gradients asks for something that only whole layers give.
 
-    With labels the balance loss of the routers is asked for by ``output_router_logits`` as well, and is streamed.
-
-    Args:
-        arguments: Arguments of the call.
-        cache: The cache that was passed.
-        with_labels: True if the call has labels.
+    With labels ``output_router_logits`` asks for the routers' balance loss, which is streamed.
     """
     asked = [name for name in OUTPUTS if arguments.get(name)]
     if with_labels and asked == ["output_router_logits"]:
@@ -393,11 +376,7 @@ def needs_whole_layers(arguments: dict[str, Any], cache: Any, with_labels: bool)
 
 
 class Generation:
-    """Replaces ``generate`` of a streamed model on its instance.
-
-    Args:
-        handle: The handle of the model.
-    """
+    """Replaces ``generate`` of a streamed model on its instance."""
 
     def __init__(self, handle: StreamedCalls) -> None:
         self.handle = handle
@@ -412,7 +391,7 @@ class Generation:
         return own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate, by the plain model where that is asked for what streaming never builds."""
+        """Generate, by the plain model if the call asks for what streaming never builds."""
         if not self._asks_for_whole_layers(kwargs):
             return self._own()(*args, **kwargs)
         with torch.no_grad(), self.handle.plain():
@@ -430,5 +409,5 @@ class Generation:
 
 
 def has_generate(model: nn.Module) -> bool:
-    """Return True if a model's class generates and nobody replaced that on the instance."""
+    """Return True if a model's class generates and nobody replaced ``generate`` on the instance."""
     return callable(getattr(type(model), "generate", None)) and "generate" not in vars(model)

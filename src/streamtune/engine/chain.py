@@ -47,7 +47,7 @@ def chained_call(owner: StreamedLayer, call: LayerCall, parameters: Sequence[Ten
     """Run a layer forward, as the next of a chain or the first of a new one, and return its output.
 
     Raises:
-        UnsupportedModelError: The layer shares keys and values with others, so that it has no cache of its own.
+        UnsupportedModelError: The layer shares keys and values with others.
         ArgumentError: Ranks share its weights.
     """
     weights = Weights.now(owner.layer)
@@ -107,7 +107,7 @@ class _Link:
     weights: Weights
     parameters: tuple[Tensor, ...]
     extras: list[int]
-    """Which of the chain's further inputs are those of the layer, in their order."""
+    """Indices of the layer's inputs, besides its hidden states, in the chain's ``extras``."""
     sums: list[GradientSum] = field(default_factory=list)
 
     @property
@@ -125,7 +125,7 @@ class _Link:
         return self.saved.kv is not None and (schedule.levels, schedule.keep_kv) == (1, "host")
 
     def begin(self) -> None:
-        """Forget the sums of a backward that was interrupted."""
+        """Forget the sums of an interrupted backward."""
         stream = self.stream
         stream.kv.grads.clear()
         stream.states.grads.clear()
@@ -136,7 +136,7 @@ class _Link:
         self.sums = [GradientSum(p, stream.widen) for p in self.parameters]
 
     def load(self, chunk: slice) -> None:
-        """Bring what the layer reads of earlier chunks, where it waits elsewhere."""
+        """Bring the tensors that the layer reads of earlier chunks to the device."""
         self.stream.states.prefetch(chunk)
         if self.saved.kv is not None:
             call = self.stream.call
@@ -144,7 +144,6 @@ class _Link:
             self.saved.kv.load(call.keys(chunk), call.first_key(chunk))
 
     def recompute(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
-        """Compute the layer's output on a chunk again, without a graph."""
         self.load(chunk)
         z = self.stream.recompute_chunk(chunk, x_i)
         if self.saved.kv is not None:
@@ -152,7 +151,6 @@ class _Link:
         return z
 
     def graph(self, chunk: slice, x_i: list[Tensor]) -> _ChunkGraph:
-        """Compute the layer on a chunk again, with its graph."""
         self.load(chunk)
         with torch.enable_grad():
             z_i, cache = self.stream.replay(chunk, x_i)
@@ -163,7 +161,7 @@ class _Link:
         return _ChunkGraph(self, x_i, z_i, cache)
 
     def free(self, keep_graph: bool) -> None:
-        """Free what the backward used; all but keys, values, states and input if another one may follow."""
+        """Free what the backward used; keys, values, states and input stay if another backward may follow."""
         stream = self.stream
         stream.saved.attention, self.sums = None, []
         if not keep_graph:
@@ -177,7 +175,7 @@ class _Link:
 
 @dataclass
 class _ChunkGraph:
-    """One chunk of one layer, computed with its graph: leaves, outputs and what is between this chunk and others."""
+    """One chunk of one layer, computed with its graph."""
 
     link: _Link
     x_i: list[Tensor]
@@ -209,36 +207,31 @@ class _ChunkGraph:
 
 
 class LayerChain:
-    """Layer calls of which each reads the hidden states that the one before returned.
-
-    Args:
-        first: The first call.
-        hidden: Its hidden states.
-    """
+    """Layer calls of which each reads the hidden states that the one before returned."""
 
     def __init__(self, first: LayerStream, hidden: Tensor) -> None:
         self.chunks, self.schedule = first.chunks, first.facts.schedule
         self.along: Along = first.call.inputs[first.call.hidden_name]
         self.links: list[_Link] = []
         self.extras: list[Tensor] = []
-        """Inputs of layers besides the first's hidden states, each once."""
+        """Inputs of layers besides the first hidden states, each once."""
         self.extras_along: list[Along] = []
         self.totals: list[Tensor] = []
-        """The sums of the routers of all layers so far."""
+        """Router sums of all layers so far."""
         self.found_before: RouterSums | None = None if first.routers is None else first.routers.found
         self.nodes: list[weakref.ref[Any]] = []
         self.ran: set[tuple[int, int]] = set()
-        """Backward and number of the nodes that ran in it."""
+        """(backward, number) of each node that ran."""
         self.freed = False
         self.grad_input = _Slot()
         self.token = _ChainInput.apply(self.grad_input, hidden)
-        """Stands for the first input, which may wait elsewhere: its node returns what is left in ``grad_input``."""
+        """Stands for the first input, which may wait elsewhere; its node returns the gradient in ``grad_input``."""
 
     def continues(self, before: LayerStream | None, stream: LayerStream, tensors: Sequence[Tensor]) -> bool:
         """Return True if a call can be the next of the chain.
 
-        It cannot if somebody waits for the gradient of the hidden states in between, or if the layer reads something
-        else of what the chain computed.
+        It cannot if somebody waits for the gradient of the hidden states in between, or if the layer reads another
+        tensor that the chain computed.
         """
         hidden, extras = tensors[0], tensors[1:]
         watched = hidden._backward_hooks or hidden.retains_grad
@@ -262,8 +255,7 @@ class LayerChain:
     ) -> list[Tensor]:
         """Add a call that has run forward, and return its outputs with the node of all layers so far.
 
-        Returns:
-            The outputs, the hidden states first, and behind them the sums of the routers of all layers so far.
+        The hidden states come first; behind the outputs come the router sums of all layers so far.
         """
         places = []
         for x, along in zip(extras, list(stream.call.inputs.values())[1:], strict=True):
@@ -284,14 +276,14 @@ class LayerChain:
         return list(_ChainedLayers.apply(self, len(self.links), returned, self.token, *self.extras, *trained))
 
     def is_needed(self, number: int) -> bool:
-        """Return True if another node of the chain has still to run in the backward that runs now."""
+        """Return True if another node of the chain has still to run in the current backward."""
         task = torch._C._current_graph_task_id()
         self.ran.add((task, number))
         others = ((n, node) for n, ref in enumerate(self.nodes, 1) if (node := ref()) is not None)
         return any((task, n) not in self.ran and torch._C._will_engine_execute_node(node) for n, node in others)
 
     def free(self, keep_graph: bool) -> None:
-        """Free what the backward used, but for what another one needs if it may follow."""
+        """Free what the backward used; what another backward needs stays if one may follow."""
         for link in self.links:
             link.free(keep_graph)
         if not keep_graph:
@@ -300,14 +292,14 @@ class LayerChain:
 
 
 class _Slot:
-    """Holds the gradient of a chain's first input until the node of that input hands it on."""
+    """Gradient of a chain's first input until the node of that input returns it."""
 
     def __init__(self) -> None:
         self.grad: Tensor | None = None
 
 
 class _ChainInput(torch.autograd.Function):
-    """Nothing, in place of a chain's first input: its backward returns the gradient that the chain left."""
+    """Stands for a chain's first input: its backward returns the gradient that the chain left."""
 
     @staticmethod
     def forward(ctx: Any, slot: _Slot, x: Tensor) -> Tensor:
@@ -358,9 +350,9 @@ class _ChainBackward:
 
     Args:
         chain: The chain.
-        count: Number of the layers.
-        extras: Its further inputs.
-        needed: For the first input and each of the further ones, True if its gradient is wanted.
+        count: Number of layers.
+        extras: Inputs besides the first hidden states.
+        needed: True for each input, the first before the extras, whose gradient is wanted.
         keep_graph: Another backward may follow.
     """
 
@@ -380,7 +372,7 @@ class _ChainBackward:
         """The first layer of each segment; the last segment is full."""
 
     def run(self, grad_outputs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Leave the gradient of the first input with the chain; return those of the others and of the parameters."""
+        """Leave the gradient of the first input with the chain; return the gradients of extras and of parameters."""
         chain, last = self.chain, self.links[-1].stream
         own = len(last.outputs.along)
         source = self.links[0].stream.stored_input()
@@ -412,7 +404,7 @@ class _ChainBackward:
         return self._extra_grads(), list(self._parameter_grads())
 
     def _room(self, source: Source, grad_z: Source | None, incoming: Tensor | None) -> Tensor:
-        """Return memory for the gradient of the first input: that of the last output's where it may be overwritten."""
+        """Return memory for the gradient of the first input: the last output's gradient where it may be overwritten."""
         own = isinstance(grad_z, Tensor) and grad_z is not incoming
         if isinstance(grad_z, Tensor) and own and (grad_z.shape, grad_z.dtype) == (source.shape, source.dtype):
             return grad_z
@@ -421,7 +413,7 @@ class _ChainBackward:
     def _chunk(
         self, chunk: slice, x: Tensor, given: list[Tensor | None], grad_sums: Sequence[Tensor | None]
     ) -> Tensor | None:
-        """Go through all layers of one chunk; return the gradient of the first layer's input."""
+        """Run all layers of one chunk forward, then backward; return the gradient of the first layer's input."""
         x = x.detach()
         inputs = {0: x}
         for index, link in enumerate(self.links[: self.starts[-1]]):
@@ -454,7 +446,6 @@ class _ChainBackward:
         return given[0]
 
     def _extras_of(self, link: _Link, chunk: slice) -> list[Tensor]:
-        """Return a chunk's part of a layer's inputs besides its hidden states."""
         along = self.chain.extras_along
         return [part(self.extras[place], along[place], chunk).detach() for place in link.extras]
 

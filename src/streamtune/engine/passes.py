@@ -1,11 +1,11 @@
 """One call of one decoder layer, and its passes over the chunks of its sequence.
 
-forward   first to last chunk, no graph: computes the outputs, and keeps the tensors that the backward needs
-recompute the same with the same random numbers, only for the hidden states: the input of the next layer, where that
-          was not stored; in the order of chunks, for one chunk
-project   first to last chunk, stops in each as soon as keys and values are made
-replay    one chunk with its graph, for the backward, which goes from the last to the first
-whole     no pass over chunks: the whole sequence with its graph, as autograd would do it
+forward    first to last chunk, no graph: computes the outputs, and keeps the tensors that the backward needs
+recompute  the same with the same random numbers, only for the hidden states: the input of the next layer, where it was
+           not stored; in the order of chunks, for one chunk
+project    first to last chunk, stops in each as soon as keys and values are made
+replay     one chunk with its graph, for the backward, which goes from the last to the first
+whole      no pass over chunks: the whole sequence with its graph, as autograd would do it
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from streamtune.schedule import Tier as TierName
 
 @dataclass(frozen=True)
 class CallFacts:
-    """The state around a layer call at its forward, of which the backward may find another."""
+    """The state around a layer call at its forward; at the backward it may be another."""
 
     schedule: Schedule
     device: torch.device
@@ -71,7 +71,7 @@ class LayerStream:
     Args:
         call: The call.
         owner: The layer.
-        maker: The call that computed this one's hidden states, if it may compute them again.
+        maker: Call that computed this call's hidden states, if it may compute them again.
     """
 
     def __init__(self, call: LayerCall, owner: StreamedLayer, maker: LayerStream | None = None) -> None:
@@ -79,11 +79,11 @@ class LayerStream:
         self.facts, self.saved = CallFacts.now(call, owner), SavedTensors()
         self.widen = self.facts.schedule.grad_dtype == "float32"
         self.chain: weakref.ref[Any] | None = None
-        """The chain it belongs to, in the order of chunks."""
+        """Chain of this call, in the order of chunks."""
         self.follows = False
-        """True if the layer before it in the chain computes its input in the backward."""
+        """True if the layer before in the chain computes this call's input in the backward."""
         self.grad_target: LayerStream | None = None
-        """The call whose output this one reads and whose gradient it leaves there, where gradients are streamed."""
+        """Call whose output this call reads, and where it leaves the gradient of that output (``stream_grads``)."""
         self.grad_left = _LeftGradient()
         self.outputs, self.sums = LayerOutputs(owner.name, call.inputs[call.hidden_name]), 0
         routers = owner.parts.routers
@@ -93,7 +93,7 @@ class LayerStream:
         self._begin(owner.carries_states or (self.chained and owner.parts.last_call.ends_with_rows))
 
     def _begin(self, with_rows: bool) -> None:
-        """Choose the chunks, which end where packed rows do if ``with_rows``; nothing is kept or sent yet."""
+        """Choose chunks, which end where packed rows do if ``with_rows``; nothing is kept or sent yet."""
         facts, shards = self.facts, self.call.shards
         self.states = States(facts.rows)
         if shards is not None:
@@ -112,7 +112,7 @@ class LayerStream:
             kept = self.call.length if shards.form == "ring" else shards.total
         self.kv = KeysAndValues(kept, self.widen, self.call.past)
         self.filled: dict[Any, int] = {}
-        """For each entry of the shared keys and values that the layer fills, the update that it holds."""
+        """Key/value update held by each entry of the shared dictionary that the layer fills."""
         self.random: dict[int, RandomState] = {}
 
     @property
@@ -172,7 +172,7 @@ class LayerStream:
         return [*outputs, *sums], cache
 
     def _counted(self, chunk: slice, ran: slice) -> Tensor | None:
-        """Return the mask of the tokens that a router counts, of those that the layer ran on; None for all of them."""
+        """Return the mask of the tokens that a router counts among those the layer ran on; None for all."""
         counted_BT = self.facts.counted
         if ran == chunk:
             return None if counted_BT is None else counted_BT[:, chunk]
@@ -182,10 +182,10 @@ class LayerStream:
 
     @contextmanager
     def walk(self, sums: Sequence[GradientSum] = ()) -> Iterator[None]:
-        """Open a context for one pass over all chunks: weights are fetched, and linear weights cast, once.
+        """Context for one pass over all chunks: weights are fetched, and linear weights cast, once.
 
         Args:
-            sums: The sums of the parameters' gradients, in a backward.
+            sums: Gradient accumulators of the parameters, in a backward.
         """
         waiting, scopes = self.owner.parts.waiting, self.scopes
         with nullcontext() if waiting is None else waiting.used(self.call.layer, prefetch=1):
@@ -200,9 +200,9 @@ class LayerStream:
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[Tensor], for_backward: bool = False) -> list[Tensor]:
-        """Compute the outputs ``z``, the first ``[B, T, C]``, chunk by chunk, first to last.
+        """Compute ``z = f_W(x)`` chunk by chunk, first to last, without a graph.
 
-        Behind them come the keys and values that the layer shares with others.
+        Return the outputs, the first ``[B, T, C]``, and behind them the keys and values shared with other layers.
         """
         z: list[Tensor] = []
         begin = RandomState.now(self.facts.device) if self.facts.rows else None
@@ -246,10 +246,10 @@ class LayerStream:
         self._begin(with_rows=True)
 
     def whole(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
-        """Compute the outputs with autograd's own graph and all activations, and the keys and values that are shared.
+        """Compute ``z = f_W(x)`` with autograd's own graph and all activations; shared keys and values come last.
 
-        Return None for a layer whose states must not pass from one packed row to the next, or which pass from rank to
-        rank: it is streamed all the same.
+        Return None for a layer whose states must not pass from one packed row to the next, or pass from rank to rank:
+        it is streamed all the same.
         """
         begin = RandomState.now(self.facts.device) if self.facts.rows or self.call.shards else None
         met_states = begin is not None and self.owner.carries_states
@@ -280,7 +280,6 @@ class LayerStream:
         return self.owner.parts.tiers.of(name, self.facts.device)
 
     def _keep_input(self, hidden: Tensor) -> None:
-        """Choose where the input is kept for the backward; the forward stores each chunk there as it runs."""
         place, keep_attention = self.owner.place, self.facts.schedule.keep_attention
         if keep_attention != "no":
             self.saved.attention = KeptAttention(self._tier(keep_attention))
@@ -310,7 +309,7 @@ class LayerStream:
             self.states.free()
 
     def _cut_kv(self) -> None:
-        """Keep what chunks read of earlier ones until the backward comes to them."""
+        """Keep the keys and values that chunks read of earlier ones until the backward comes to them."""
         keys = [self.call.keys(chunk) for chunk in self.chunks]
         if len(keys) == 1:
             self.kv.free_kv()
@@ -325,10 +324,7 @@ class LayerStream:
     def source(self) -> Source:
         """Return the layer's input. If it was not stored, compute it and the inputs of the segment's layers before it.
 
-        Where ranks share the weights, each layer that runs again is gathered once more.
-
-        Raises:
-            ArgumentError: The stored input was changed since the forward.
+        Where ranks share the weights, each recomputed layer is gathered once more.
         """
         todo: list[LayerStream] = []
         stream = self
@@ -346,11 +342,11 @@ class LayerStream:
         return self.stored_input()
 
     def stored_input(self) -> Source:
-        """Return the layer's input as it was stored, as :meth:`SavedTensors.input`."""
+        """Return the layer's input; :class:`ArgumentError` if it was changed since the forward."""
         return self.saved.input(self.owner.name)
 
     def grad_out(self, incoming: Tensor | None) -> Source | None:
-        """Return the gradient of the hidden states: autograd's, plus the one that the next layer left here."""
+        """Return the gradient of the hidden states: autograd's, plus the gradient that the next layer left here."""
         left = self.grad_left.take()
         if left is None or incoming is None:
             return left if incoming is None else incoming
@@ -363,11 +359,11 @@ class LayerStream:
     def room_for_grad(self, z: Source, grad_after: Source | None) -> Source:
         """Return the memory in which the next layer leaves the gradient of this call's hidden states ``z``.
 
-        That is a tier if layer inputs are offloaded, else ``grad_after`` if its shape and dtype fit, else a new tensor.
+        A tier if layer inputs are offloaded, else ``grad_after`` if its shape and dtype fit, else a new tensor.
 
         Args:
             z: The hidden states.
-            grad_after: The gradient of the next layer's output, if it may be overwritten.
+            grad_after: Gradient of the next layer's output, if it may be overwritten.
         """
         offload, room = self.facts.schedule.offload, grad_after
         if offload != "device":
@@ -378,12 +374,12 @@ class LayerStream:
         return room
 
     def prepare(self, inputs: Sequence[Source], keep_graph: bool = False) -> None:
-        """Provide the keys, values and states that the replay of any chunk reads of those before it.
+        """Provide the keys, values and states that the replay of any chunk reads.
 
         Args:
             inputs: The layer's inputs.
             keep_graph: Another backward may follow. Shared keys and values are then copied, so that this backward does
-                not overwrite those that other layers read in the next one.
+                not overwrite what other layers read in the next one.
         """
         self.kv.grads.clear()  # of a backward that was interrupted
         self.states.grads.clear()
@@ -414,7 +410,7 @@ class LayerStream:
 
     @torch.no_grad()
     def project(self, inputs: Sequence[Source]) -> None:
-        """Fill K and V again, running the layer only until they are made. The last chunk makes its own in replay."""
+        """Fill K and V again, running the layer only until they are made; the last chunk makes its own in replay."""
         if self.kv.pairs or not self.kv.updates:
             return
         if isinstance(inputs[0], StoredTensor):
@@ -429,23 +425,23 @@ class LayerStream:
 
     @torch.no_grad()
     def recompute_chunk(self, chunk: slice, x_i: list[Tensor]) -> Tensor:
-        """Return the hidden states of one chunk, computed again with the forward's random numbers."""
+        """Return the hidden states of one chunk, computed again without a graph."""
         with self._restored(chunk):
             return self.run(chunk, "recompute", x_i)[0][0]
 
     def replay(self, chunk: slice, x_i: list[Tensor]) -> tuple[list[Tensor], ChunkCache]:
-        """Run the layer on one chunk with its graph, drawing the forward's random numbers again."""
+        """Run the layer on one chunk with its graph."""
         with self._restored(chunk):
             return self.run(chunk, "replay", x_i)
 
     @contextmanager
     def _restored(self, chunk: slice) -> Iterator[None]:
-        """Set the random numbers, autocast and modes of the forward inside the context."""
+        """Context with the random numbers, autocast and modes of the forward."""
         with self.random[chunk.start].replayed(), self.facts.autocast.restored(), self.facts.modes.restored():
             yield
 
     def free(self, keep_graph: bool = False) -> None:
-        """Free the tensors that the backward used; input and states stay if another one may follow (``keep_graph``)."""
+        """Free the tensors that the backward used; input and states stay if another backward may follow."""
         self.kv.free_all()
         self.states.end()
         if keep_graph:
@@ -458,9 +454,9 @@ class LayerStream:
 
 
 class _LeftGradient:
-    """The gradient of a call's hidden states, where the next layer left it, and the backward that did.
+    """Gradient of a call's hidden states that the next layer left, and the backward that did.
 
-    One that leaves out this layer leaves a gradient that the next must not use.
+    A backward that leaves out this layer leaves a gradient that the next must not use.
     """
 
     def __init__(self) -> None:
@@ -471,7 +467,6 @@ class _LeftGradient:
         self._grad, self._task = grad, torch._C._current_graph_task_id()
 
     def take(self) -> Source | None:
-        """Return the gradient that this backward left, if any."""
         grad, self._grad = self._grad, None
         return grad if self._task == torch._C._current_graph_task_id() else None
 
@@ -497,7 +492,7 @@ def _followed_by_itself(x: Tensor, along: Along) -> Tensor:
 
 
 def _room(piece: Tensor, along: Along, length: int) -> Tensor:
-    """Return memory for an output of the whole sequence, given one chunk's; zeros for a sum."""
+    """Return memory for an output of the whole sequence, in the form of one chunk's; zeros for a sum."""
     if along is None:
         return torch.zeros_like(piece)
     return piece.new_empty([length if dim == along else size for dim, size in enumerate(piece.shape)])

@@ -1,16 +1,16 @@
-"""Keys and values between the forward and a backward that takes all layers of a chunk before the next chunk.
+"""Tensors that one layer call keeps until its backward.
 
-Such a backward comes back to a layer once for every chunk, and then needs the keys and values that this chunk sees of
-earlier ones, and the sums of their gradients so far. In between these wait in *pieces*, one for each chunk that made
-them:
+In the order of chunks a backward comes back to a layer once for every chunk. It then needs the keys and values that
+this chunk sees of earlier ones, and the sums of their gradients so far. In between these wait in *pieces*, one for each
+chunk:
 
     chunk        0        1        2        3
     full         [  K0  ][  K1  ][  K2  ]             chunk 3 makes its own again, and no later chunk sees them
     window            [K0]    [K1]    [K2]            of a chunk, only the last tokens are seen by the next
 
-A piece of keys and values is freed when its own chunk is done; one of dK, dV exists from the first chunk that adds to
-it until its own chunk has read it. On the device the pieces of a layer without a window would be copies of all that its
-buffers hold, so these stay as they are (:func:`keep_kv` returns None).
+A piece of keys and values is freed when its own chunk is done. A piece of dK, dV exists from the first chunk that adds
+to it until its own chunk has read it. On the device the pieces of a layer without a window would be copies of nearly
+all its buffers, so the buffers stay (:func:`keep_kv` returns None).
 
 Shape suffixes: B batch, G key/value heads, S tokens of a piece, D head dimension.
 """
@@ -31,21 +31,21 @@ from streamtune.errors import ArgumentError
 
 
 class SavedTensors:
-    """The tensors of one layer call between its forward and its backward, besides keys, values and states."""
+    """Tensors of one layer call between its forward and its backward, besides keys, values and states."""
 
     def __init__(self) -> None:
         self.z_in: Source | None = None
         """The layer's input, wherever it waits; None as long as it is to be computed again."""
         self._version = 0
         self.attention: KeptAttention | None = None
-        """The attention outputs; None where they are computed again."""
+        """The attention outputs; None if the backward computes them again."""
         self.kv: KeptKV | None = None
-        """Keys and values in the order of chunks; None where the buffers keep them."""
+        """Keys and values in the order of chunks; None if the buffers keep them."""
         self.must_recompute_kv = False
-        """True while states, keys or values freed after the forward are still to be computed again for the backward."""
+        """True while states, keys or values freed after the forward are still to be computed again."""
 
     def keep_on_device(self, hidden: Tensor) -> None:
-        """Keep the input where it is."""
+        """Keep the input, and its version."""
         self.z_in, self._version = hidden.detach(), hidden._version
 
     def input(self, layer: str) -> Source:
@@ -90,15 +90,13 @@ WORTH = 0.5
 def keep_kv(kv: KeysAndValues, chunks: Sequence[slice], first_key: Callable[[slice], int], tier: Tier) -> KeptKV | None:
     """Cut the keys and values of a layer's forward into pieces, and free its buffers.
 
-    Args:
-        kv: The keys and values of the whole sequence.
-        chunks: The chunks of the sequence, in order.
-        first_key: Returns the first position that a chunk sees.
-        tier: The tier that stores the pieces.
+    Return None if the buffers stay: pieces would hold most of them, or tokens before the call begin them.
 
-    Returns:
-        The pieces; None if the buffers stay, because pieces would hold most of them, or because tokens before the call
-        begin them.
+    Args:
+        kv: Keys and values of the whole sequence.
+        chunks: Chunks of the sequence, in order.
+        first_key: Returns the first position that a chunk sees.
+        tier: Tier that stores the pieces.
     """
     pieces: list[slice] = []
     lowest = chunks[-1].start
@@ -116,9 +114,9 @@ class KeptKV:
     """The pieces of one layer call, and the part of them that a chunk is given.
 
     Args:
-        kv: The keys and values of the layer; its buffers hold the part that one chunk is given, from then on.
-        pieces: The positions of each piece, by the start of its chunk.
-        tier: The tier that stores them.
+        kv: Keys and values of the layer; from now on its buffers hold the part that one chunk is given.
+        pieces: Positions of each piece, by the start of its chunk.
+        tier: Tier that stores them.
     """
 
     def __init__(self, kv: KeysAndValues, pieces: dict[int, slice], tier: Tier) -> None:
@@ -126,9 +124,9 @@ class KeptKV:
         self.forms = [tuple(x.new_empty((0,)) for x in pair) for pair in kv.pairs]
         self.shapes = [tuple(x.shape for x in pair) for pair in kv.pairs]
         self.blocks: dict[tuple[int, int, int], Block] = {}
-        """Keys (place 0) and values (1): by the start of the chunk, the update and the place."""
+        """Keys (place 0) and values (1), by (start of the chunk, update, place)."""
         self.sums: dict[tuple[int, int, int], Block] = {}
-        """Their gradients."""
+        """Gradients of ``blocks``."""
         for start, piece in pieces.items():
             if piece.start < piece.stop:
                 self._store(self.blocks, start, piece, kv.pairs)
@@ -136,7 +134,7 @@ class KeptKV:
         kv.pairs.clear()
 
     def load(self, chunk: slice, first_key: int) -> None:
-        """Fill the buffers with what a chunk sees of earlier ones, with room for its own keys and values behind it."""
+        """Fill the buffers with the keys and values that a chunk sees of earlier ones; its own have room behind."""
         self.unload()
         if chunk.start == 0:
             return
@@ -146,16 +144,16 @@ class KeptKV:
         self._fill(self.blocks, before, self.kv.pairs)
 
     def release(self) -> None:
-        """Free the memory of the buffers and keep the tensors: the graph of a chunk, which saved them, stays."""
+        """Free the memory of the buffers; the tensors stay, which the graph of a chunk has saved."""
         for pair in self.kv.pairs:
             for x in pair:
                 _resize(x, 0)
 
     def refill(self, chunk: slice, own: Sequence[Tensor]) -> None:
-        """Give the buffers their memory and contents again.
+        """Give the buffers of a chunk their memory and contents again.
 
         Args:
-            chunk: The chunk they are for.
+            chunk: The chunk.
             own: Its own keys and values, one pair for each update.
         """
         for index, pair in enumerate(self.kv.pairs):
@@ -167,7 +165,7 @@ class KeptKV:
         self._fill(self.blocks, seen, self.kv.pairs)
 
     def load_sums(self, chunk: slice) -> None:
-        """Fill the buffers of dK, dV with the sums so far of what :meth:`load` has loaded, and of the chunk's own."""
+        """Fill the buffers of dK, dV with the sums so far, for the loaded part and for the chunk's own."""
         within = [
             start for start, piece in self.pieces.items() if start <= chunk.start and piece.start >= self.kv.offset
         ]
@@ -176,12 +174,7 @@ class KeptKV:
             self._fill(self.sums, within, self.kv.grads)
 
     def save_sums(self, chunk: slice, keep_graph: bool) -> None:
-        """Store dK, dV of what the chunk saw of earlier ones, and free all of its own that waits.
-
-        Args:
-            chunk: The chunk, whose backward is done.
-            keep_graph: Another backward may follow, which needs its keys and values once more.
-        """
+        """Store dK, dV of the earlier chunks' part; free the chunk's own, but for keys and values if ``keep_graph``."""
         if self.kv.grads:
             for start, piece in self.pieces.items():
                 if self.kv.offset <= piece.start < piece.stop and start < chunk.start:
@@ -197,7 +190,7 @@ class KeptKV:
         self.kv.pairs, self.kv.grads, self.kv.offset = [], [], 0
 
     def free_sums(self) -> None:
-        """Free the gradients, such as those of a backward that was interrupted."""
+        """Free the gradients, such as those of an interrupted backward."""
         for block in self.sums.values():
             block.free()
         self.sums.clear()
@@ -211,7 +204,6 @@ class KeptKV:
         self.blocks.clear()
 
     def _before(self, chunk: slice, first_key: int) -> list[int]:
-        """Return the starts of the chunks whose pieces a chunk sees."""
         return [
             start
             for start, piece in self.pieces.items()

@@ -41,26 +41,27 @@ def stream(
     Afterwards ``model(input_ids=ids, labels=labels).loss.backward()`` computes the ordinary loss and the ordinary
     gradient with the activations of one chunk; trainers, adapters and accelerate work unchanged.
 
-    As under gradient checkpointing, a call that trains (training mode, with ``labels`` or gradients) returns no cache;
-    one that is passed is read and not written to. Under ``torch.no_grad()`` ``use_cache=True`` is honoured.
+    As under gradient checkpointing, a call that trains (training mode, with ``labels`` or gradients) returns no cache.
+    A cache that is passed is read and not written to. Under ``torch.no_grad()`` ``use_cache=True`` is honoured.
+
     ``position_ids`` that restart mean packed rows where they do to ``transformers``: without ``attention_mask``, and
-    with ``use_cache=False`` of the call or of the configuration, which trainers set. Such rows never see each other, in
-    models that make their masks without positions neither (gpt_oss, granitemoehybrid, opt), where plain rows do.
+    with ``use_cache=False`` of the call or of the configuration, which trainers set. Such rows never see each other,
+    not even in models that ignore positions in their masks (gpt_oss, granitemoehybrid, opt).
 
     Args:
-        model: A causal language model of ``transformers``, with or without peft adapters.
+        model: Causal language model of ``transformers``, with or without peft adapters.
         chunk_size: Tokens of a chunk; shorthand for ``schedule=Schedule(chunk_size=...)``.
-        schedule: How to cut the sequence. Where neither is given, it is ``Schedule()``, and a call of at most 4,096
-            tokens is one chunk that keeps its attention outputs: then it costs no more than checkpointing.
-        head: Stream the language-model head as well. A call with ``labels`` then returns the loss and no logits; in
-            evaluation (``model.eval()`` and ``torch.no_grad()``) it has them, computed when they are read. A model
-            without a language-model head (a classifier, a reward model) keeps the one it has.
+        schedule: How to cut the sequence. By default ``Schedule()``; a call of at most 4,096 tokens is then one chunk
+            that keeps its attention outputs, which costs no more than checkpointing.
+        head: True streams the language-model head as well. A call with ``labels`` then returns the loss and no logits;
+            in evaluation (``model.eval()`` and ``torch.no_grad()``) logits are computed when they are read. A model
+            without a language-model head (a classifier, a reward model) keeps its own.
         router_loss: Losses on the routers of a mixture of experts, added to the loss of a call with ``labels``. None
-            adds what the model itself would, its balance loss where ``output_router_logits`` is set. Router logits are
-            returned by calls without labels and gradients.
-        sequence_parallel: Ranks that share each sequence. All of them make the same calls with the same whole rows; a
-            call with labels, or one that is scored, has the loss of the whole rows on every rank, and the gradients of
-            the ranks add up to the gradient.
+            adds what the model itself would: its balance loss if ``output_router_logits`` is set. Calls without labels
+            and gradients return router logits.
+        sequence_parallel: Ranks that share each sequence. All of them make the same calls with the same whole rows. A
+            call with labels or a scored call has the loss of the whole rows on every rank, and the ranks' gradients
+            add up to the gradient.
 
     Returns:
         A handle with ``.schedule`` and ``.remove()``, which restores the model exactly.
@@ -68,8 +69,8 @@ def stream(
     Raises:
         ArgumentError: Both ``chunk_size`` and ``schedule`` are given, or the model is streamed already; ranks are to
             share sequences and the head is not streamed.
-        UnsupportedModelError: The model cannot be streamed exactly, or ranks cannot share its sequences; it is left as
-            it was.
+        UnsupportedModelError: The model cannot be streamed exactly, or ranks cannot share its sequences. The model is
+            left as it was.
 
     Example:
         >>> handle = streamtune.stream(model, chunk_size=2048)
@@ -105,17 +106,18 @@ class StreamHandle(StreamedCalls):
         model: nn.Module | None = None,
         **arguments: Any,
     ) -> TokenScores:
-        """Return log-probabilities of any target tokens, streamed and differentiable, of which to build objectives.
+        """Return log-probabilities of any target tokens, streamed and differentiable, on which to build objectives.
 
-        Under ``torch.no_grad()`` it streams as well. Its gradient is that of ``log_softmax(logits / temperature)``.
+        Equal to ``(model(input_ids).logits / temperature).log_softmax(-1)`` at the targets. Under ``torch.no_grad()``
+        it streams as well.
 
         Args:
             input_ids: ``[B, T]``.
             targets: ``[B, T]``: position t predicts ``targets[:, t]``, or nothing where that is -100.
-            branches: The tokens ``[1, T]`` are rows that share their beginnings; positions and mask follow from it.
-            entropy: Return the entropy of each target's distribution as well.
-            temperature: The divisor of the logits.
-            model: The module to call: a wrapper around the model (DeepSpeed's, DDP's); None is the model itself.
+            branches: Rows that share their beginnings, if the tokens ``[1, T]`` are such; positions and mask follow.
+            entropy: True returns the entropy of each target's distribution as well.
+            temperature: Divisor of the logits.
+            model: Module to call: a wrapper around the model (DeepSpeed's, DDP's); None is the model itself.
             **arguments: Other arguments of the model's call: ``attention_mask``, ``position_ids``.
 
         Raises:
@@ -129,14 +131,10 @@ class StreamHandle(StreamedCalls):
     def lazy_logits(
         self, input_ids: Tensor, targets: Tensor, *, branches: Branches | None = None, **arguments: Any
     ) -> LazyLogits:
-        """Return the logits of all tokens, not computed: of a teacher, for :class:`LossRequest`.
+        """Return a teacher's logits of all tokens, not computed, for :class:`LossRequest`.
 
-        Only the final hidden states ``[B, T, C]`` are held. Arguments as :meth:`logprobs`; of ``targets`` the shape is
-        read. Where ranks share a sequence the logits are those of this rank's tokens.
-
-        Raises:
-            ArgumentError: A shape is wrong, or the head is not streamed.
-            UnsupportedModelError: The model does not return logits of all tokens.
+        Only the final hidden states ``[B, T, C]`` are held. Arguments and errors as for :meth:`logprobs`; only
+        the shape of ``targets`` is read. If ranks share a sequence, the logits are of this rank's tokens.
         """
         logits: LazyLogits = self._scored_call(LogitsRequest(targets, branches), self.model, input_ids, arguments)[
             "logits"
@@ -146,7 +144,7 @@ class StreamHandle(StreamedCalls):
     def _scored_call(
         self, request: ScoreRequest, called: Any, input_ids: Tensor, arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return what a call of ``called``, the model or a wrapper of it, answers to the request."""
+        """Return what ``called``, the model or a wrapper of it, answers to the request."""
         self._check_scored(request, input_ids)
         if request.branches is not None:
             arguments = {**arguments, **request.branches.arguments(input_ids)}
@@ -181,7 +179,7 @@ class StreamHandle(StreamedCalls):
         """Make calls with labels inside the context return the requested loss in place of the cross entropy.
 
         Args:
-            asked: The loss, and weights of the targets of the calls. What is measured beside the loss is put into it.
+            asked: Loss, and weights of the calls' targets. It receives what is measured beside the loss.
 
         Raises:
             ArgumentError: The head is not streamed.
@@ -197,14 +195,13 @@ class StreamHandle(StreamedCalls):
     def check(self, length: int | None = None) -> None:
         """Compare this very model streamed and unstreamed on random tokens; costs a few short forwards.
 
-        Loss and gradients are compared on a few tokens; then, forward, one layer of each kind on a row that is longer
-        than a chunk: a layer may do something else above a number of tokens. In the order of chunks it is asked whether
-        the layers can be taken so. Where ranks share sequences all of them call it together, and their results are
-        compared too.
+        Loss and gradients are compared on a few tokens. Then one layer of each kind runs forward on a row longer than a
+        chunk, since a layer may do something else above a number of tokens. In the order of chunks the check includes
+        that the layers allow it. If ranks share sequences, all of them call it together and their results are compared.
 
         Args:
-            length: Tokens of that row, such as the longest that is trained on; the whole row then goes through one
-                plain layer after the other. None is one more than a chunk, for chunks of up to 4,096.
+            length: Tokens of the long row, such as the longest to train on; the whole row goes through one plain layer
+                after the other. None is one more than a chunk, for chunks of up to 4,096.
 
         Raises:
             UnsupportedModelError: They differ; the layer is named. The model is left as it was, still streamed.
@@ -222,15 +219,15 @@ class StreamHandle(StreamedCalls):
     def count_routes(self, batches: Iterable[dict[str, Any]]) -> Tensor:
         """Count the choices of each expert over several micro-batches, for ``handle.routers.totals`` of a step.
 
-        Costs a forward of the decoder for each batch. Random numbers (router jitter) are those the training calls will
-        draw, if these follow in the same order.
+        Costs a forward of the decoder for each batch. Random numbers (router jitter) are those that the training calls
+        will draw, if these follow in the same order.
 
         Args:
-            batches: The arguments of a call of the model, each; labels are not read. ``branches`` may be among them.
+            batches: Arguments of each call of the model; labels are not read. ``branches`` may be among them.
 
         Returns:
-            ``[E + 1]``: the routes by expert and, last, the number of pairs of a token and a layer's router; over all
-            ranks where ``torch.distributed`` runs.
+            ``[E + 1]``: the routes by expert and, last, the number of (token, router) pairs; over all ranks where
+            ``torch.distributed`` runs.
         """
         decoder: Any = getattr(self.model, self.model.base_model_prefix)
         counts: Tensor | None = None

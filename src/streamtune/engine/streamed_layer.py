@@ -49,11 +49,11 @@ class StreamedLayer:
     """A decoder layer, and the state that its calls share.
 
     Args:
-        layer: A decoder layer of a ``transformers`` model.
-        parts: The parts that it shares with the other layers.
-        own: The attention implementation of a layer that computes its attention itself. None for one that takes it
-            from ``transformers``' interface; if its first call shows that ours is not enough, it keeps its eager one.
-        place: The placement of the layer's input until the backward.
+        layer: Decoder layer of a ``transformers`` model.
+        parts: Parts that it shares with the other layers.
+        own: Attention implementation of a layer that computes its attention itself. None takes ours; a layer whose
+            first call shows that ours is not enough keeps its eager one.
+        place: Placement of the layer's input until the backward.
     """
 
     def __init__(
@@ -88,8 +88,7 @@ class StreamedLayer:
 
         Args:
             parameters: Parameters of the layer.
-            prefetch: The layer that comes next, as in :meth:`WaitingWeights.used`; None is the one before in a
-                backward.
+            prefetch: Next layer, as in :meth:`WaitingWeights.used`; None is the layer before, as in a backward.
         """
         waiting = self.parts.waiting
         if waiting is None:
@@ -101,7 +100,7 @@ class StreamedLayer:
             yield [copies.get(id(p), p) for p in parameters]
 
     def to_host(self, parameters: Sequence[Tensor], grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Return gradients of ``parameters``, on the host where these wait there."""
+        """Return gradients of ``parameters``, on the host if the parameters wait there."""
         return grads if self.parts.waiting is None else self.parts.waiting.to_host(parameters, grads)
 
     def check_in_place(self, length: int) -> None:
@@ -128,9 +127,8 @@ class StreamedLayer:
     def check_attention(self, length: int) -> None:
         """Refuse another attention: it does not align a chunk's queries with the last of its keys, and would be wrong.
 
-        Refuse also a choice of keys between equal scores, which a chunk cannot repeat. In the first layer a score of
-        the value alone is the same wherever a token is repeated, and which of them ``torch.topk`` keeps depends on the
-        number of keys, which is smaller in a chunk.
+        Also refuse ``topk`` over scores of values alone. Repeated tokens have equal scores, and which of them is kept
+        depends on the number of keys, which is smaller in a chunk.
         """
         for config, name in zip(self.configs, self.attention, strict=True):
             kept = getattr(config, KEPT_WINDOW, None)
@@ -144,12 +142,12 @@ class StreamedLayer:
             refuse_another(config, name, self.name)
 
     def check_leaves(self, z_i: Tensor, known: Sequence[Tensor]) -> None:
-        """Refuse a layer that uses a trainable tensor which is not an input of its node: the gradient would be lost.
+        """Refuse a trainable tensor that is not an input of the layer's node: its gradient would be lost.
 
         Once is enough, unless hooks are inside.
 
         Raises:
-            UnsupportedModelError: The graph of ``z_i`` has a leaf that is not known.
+            UnsupportedModelError: The graph of ``z_i`` has a leaf that is not ``known``.
         """
         if self.leaves_checked and not may_bring_leaves(self.layer):
             return

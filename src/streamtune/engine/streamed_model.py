@@ -1,8 +1,7 @@
 """A model with the engine put into it: what is changed in place, and how it is removed again completely.
 
-Extension points of ``transformers`` are used, and no modeling file is patched: the ``forward`` of decoder layers and of
-the embedding (on the instance), the cache that a layer updates, and the attention and the mask function that its config
-names.
+No modeling file is patched. The ``forward`` of decoder layers and of the embedding is replaced on the instance, and so
+are the cache that a layer updates and the attention and the mask function that its config names.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ class StreamedModel:
     """A streamed model: its parts, and what was put into it.
 
     Args:
-        model: A causal language model, with or without wrappers; changed in place.
+        model: Causal language model, with or without wrappers; changed in place.
         schedule: How to cut its sequences.
-        head: Stream the language-model head as well.
+        head: True streams the language-model head as well.
         router_loss: Losses on its routers; None is the model's own.
-        sequence_parallel: The ranks that share each sequence.
+        sequence_parallel: Ranks that share each sequence.
 
     Raises:
-        ArgumentError: It is streamed already, or the arguments contradict each other.
-        UnsupportedModelError: It cannot be streamed exactly.
+        ArgumentError: The model is streamed already, or the arguments contradict each other.
+        UnsupportedModelError: The model cannot be streamed exactly.
     """
 
     def __init__(
@@ -77,29 +76,29 @@ class StreamedModel:
             )
         check_streamable(self.model, self.layers)
         self.sequence_parallel = None if sequence_parallel is None or sequence_parallel.size == 1 else sequence_parallel
-        """The ranks that share each sequence; None where there is only this one."""
+        """Ranks that share each sequence; None for a single rank."""
         if self.sequence_parallel is not None and schedule.order == "chunk":
             raise ArgumentError(
                 "order='chunk' is for whole sequences, and ranks are to share each of them",
                 mend="set order: layer (Schedule(order='layer')), or sequence_parallel_size: 1",
             )
         self.form = ""
-        """The form of their exchange, ``ulysses`` or ``ring``."""
+        """Form of the ranks' exchange, ``ulysses`` or ``ring``."""
         if self.sequence_parallel is not None:
             self.form = form_for(self.sequence_parallel, self.model, self.layers, head)
         self.head = StreamedHead(self.model, schedule) if head and has_head(self.model) else None
-        """None where the head is not streamed."""
+        """None if the head is not streamed."""
         self._gathered = gather_whole(self.layers)
         self.routers = RouterWatch(self.model, self.layers, router_loss)
         self.scored: ScoreRequest | None = None
-        """The scores that the current call is asked for."""
+        """Scores that the current call is asked for."""
         self.own_attention = own_attention(self.model, self.layers)
-        """The implementation that layers which compute their attention themselves keep; None where ours is used."""
+        """Implementation kept by layers that compute their attention themselves; None where ours is used."""
         self.names = CallNames(attention_configs(self.model, self.layers), self.own_attention)
-        """The attention that its configurations name, in calls and outside of them."""
+        """Attention named by the model's configurations, in calls and outside of them."""
         self.context, self.tiers = CallContext(), Tiers(schedule)
         self.waiting: WaitingWeights | None = None
-        """The weights that wait on the host; None where all are on the device."""
+        """Weights that wait on the host; None if all are on the device."""
         if schedule.weights == "host":  # last of what may be refused: it moves the weights
             dtype = torch.bfloat16 if schedule.fetch_dtype == "bfloat16" else None
             self.waiting = WaitingWeights(self.model, self.layers, self.tiers, dtype)
@@ -120,7 +119,7 @@ class StreamedModel:
             self._embedding.forward = StreamedEmbedding(self._embedding)  # type: ignore[method-assign]
         self._rotations = LengthRotary.install(self.model, partial(_lengths_of, self.context))
         self._checkpointing: set[Any] = set()
-        """Modules whose gradient checkpointing is off meanwhile."""
+        """Modules whose gradient checkpointing is turned off meanwhile."""
         self._hooks = [
             layer.register_forward_pre_hook(need_gradient, with_kwargs=True, prepend=True) for layer in self.layers
         ]
@@ -162,7 +161,7 @@ class StreamedModel:
         return bool(self._rotations)
 
     def layer_on_device(self, layer: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which the layer's weights are on the device, also if they wait on the host."""
+        """Context manager: the layer's weights are on the device, also if they are offloaded."""
         return nullcontext() if self.waiting is None else self.waiting.used(layer)
 
 

@@ -33,7 +33,7 @@ Along = int | None
 
 
 class Boundary(Protocol):
-    """The tensors that a chunk read of earlier chunks, and those that later chunks read of it."""
+    """The tensors that a chunk read of earlier chunks, and the tensors that later chunks read of it."""
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -66,25 +66,21 @@ def streamed_vjp(
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Return the vector-Jacobian product of a layer, computed one chunk at a time.
 
-    Equal to ``torch.autograd.grad(f(*inputs), [*inputs, *parameters], grad_outputs)``.
+    Equal to ``torch.autograd.grad(f(*inputs), [*inputs, *parameters], grad_outputs)``. A gradient is None where there
+    is none, and for the first input where ``into`` is not a tensor.
 
     Args:
         run_chunk: The layer on one chunk.
         chunks: Positions, in order, covering the sequence.
         inputs: Tensor arguments of the layer, wherever they are; the first is ``z_in`` ``[B, T, C]``.
-        inputs_along: The dimension along which each follows the sequence, or None.
+        inputs_along: Dimension along which each input follows the sequence, or None.
         parameters: The layer's trainable parameters.
         grad_outputs: dL/dz for each output z of the layer, the first ``[B, T, C]``; None where nothing used it.
-        outputs_along: The dimension along which each output follows the sequence, or None.
-        needs_grad: For each input, True if its gradient is wanted.
+        outputs_along: Dimension along which each output follows the sequence, or None.
+        needs_grad: True for each input whose gradient is wanted.
         widen: Sum over chunks in fp32 where the tensors are narrower.
-        into: Memory for the gradient of the first input, written chunk by chunk. It may be that of the first output's
-            gradient. None makes a tensor for it.
-        sums: Those of the parameters' gradients, to which the chunks add products themselves.
-
-    Returns:
-        Gradients of ``inputs`` and of ``parameters``, each once; None where there is none, and for the first input
-        where ``into`` is not a tensor.
+        into: Memory for the gradient of the first input, written chunk by chunk; it may be the first output's gradient.
+        sums: Gradient accumulators of the parameters; fused linears add to them directly.
     """
     wholes: list[Source | None] = [
         torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed and along is not None else None
@@ -133,12 +129,12 @@ def chunk_vjp(
     cache: Boundary,
     parameters: Sequence[Tensor],
 ) -> Iterator[Tensor | None]:
-    """Return the gradients of a chunk's inputs, of what it read of earlier chunks, and its terms of the parameters'.
+    """Return gradients for the chunk's inputs, for the K/V it read, and for the parameters (this chunk's term).
 
     Args:
-        x_i: The chunk's inputs whose gradient is wanted.
-        given: Its outputs, each with its gradient.
-        cache: What it read of earlier chunks, and later chunks of it.
+        x_i: Inputs of the chunk whose gradient is wanted.
+        given: Outputs of the chunk, each with its gradient.
+        cache: Tensors that it read of earlier chunks, and that later chunks read of it.
         parameters: The layer's trainable parameters.
     """
     pairs = [(out, grad) for out, grad in (*given, *cache.handed_on()) if out.requires_grad]
@@ -171,7 +167,7 @@ class GradientSum:
     """A sum over chunks, cast once at the end. The first term is kept as it is: one chunk costs no extra memory.
 
     Args:
-        owner: The tensor whose gradient it is.
+        owner: Tensor whose gradient it is.
         widen: Sum in fp32 where the tensor is narrower.
     """
 
