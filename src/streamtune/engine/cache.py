@@ -1,18 +1,17 @@
-"""The tensors that one layer passes from chunk to chunk, and the cache through which a chunk's forward uses them.
+"""The cache that a layer is given for one chunk, through which it reads and writes what is passed between chunks.
 
-A decoder layer uses a prefix in one of two ways, both through its cache. An attention layer calls ``update(k, v)``,
-which stores the chunk's keys and values and returns those of prefix and chunk together. A recurrent or convolution
-layer asks for the state after the prefix (``get_recurrent_state``, ``get_conv_state``) and stores its own.
-:class:`ChunkCache` does both, in each of three passes over the chunks:
+An attention layer calls ``update(k, v)``, which stores the chunk's keys and values and returns those of prefix and
+chunk together. A recurrent or convolution layer asks for the state after the prefix (``get_recurrent_state``,
+``get_conv_state``) and stores its own. :class:`ChunkCache` does both, in each pass over the chunks:
 
-    store    forward: write k_i, v_i and the state after chunk i, and return [prefix | own] and the state before i
-    project  backward, first: write k_i, v_i again, and leave the layer after the last of them; its rest is not needed
-    recompute  backward in the order of chunks: the same as store for keys and values; states are there already
-    replay   backward: return [prefix | own] and the state before i, where prefix and state are leaves, so that their
-             gradients can be computed
+    store      forward: write k_i, v_i and the state after chunk i, and return [prefix | own] and the state before i
+    project    backward, first: write k_i, v_i again, and leave the layer after the last of them
+    recompute  backward in the order of chunks: as store for keys and values; states are there already
+    replay     backward: return [prefix | own] and the state before i, where prefix and state are leaves, so that their
+               gradients can be computed
 
-Keys and values are computed again in the backward, because they are as long as the sequence. States are not: they are
-kept from the forward, one of a fixed size for each chunk.
+Keys and values are computed again in the backward, because they are as long as the sequence. States are kept from the
+forward, one of a fixed size for each chunk.
 
 Two families are handed their state as an argument and return it; the cache keeps it like other states:
 
@@ -50,12 +49,12 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
     """The cache that one layer is given for one chunk.
 
     Args:
-        kv: The layer's keys and values.
-        states: The layer's states.
-        chunk: The chunk's positions.
-        first_key: The first position the chunk can see (later than 0 under a sliding window).
-        pass_name: The pass in which the layer runs; ``whole`` is one over the whole sequence.
-        exchange: The exchange between the ranks that share the sequence, if they do.
+        kv: Keys and values of the layer.
+        states: States of the layer.
+        chunk: Positions of the chunk.
+        first_key: First position that the chunk can see (later than 0 under a sliding window).
+        pass_name: Pass in which the layer runs; ``whole`` is one over the whole sequence.
+        exchange: Exchange between the ranks that share the sequence, if they do.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
 
     @property
     def leaves(self) -> list[Tensor]:
-        """The tensors that the chunk read of earlier ones, in the order of their gradients in :meth:`hand_back`."""
+        """Tensors that the chunk read of earlier ones, in the order of their gradients in :meth:`hand_back`."""
         return [*self.prefix_leaves, *self.state_leaves.values()]
 
     def handed_on(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -123,7 +122,7 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
 
     @property
     def _own(self) -> slice:
-        """The chunk; where ranks share the sequence, its places among this rank's own tokens."""
+        """The chunk; if ranks share the sequence, its places among this rank's own tokens."""
         return self.chunk if self.exchange is None else self.exchange.part
 
     @cached_property
@@ -182,7 +181,7 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
         return joined[:, 0]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens before the chunk; where ranks share the sequence, before this rank's shard."""
+        """Return the number of tokens before the chunk; if ranks share the sequence, before this rank's shard."""
         return self.chunk.start if self.exchange is None else self.exchange.position
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -235,11 +234,11 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
-        """Return the one recurrent state, under MiniMax's name for it."""
+        """Return the one recurrent state, under MiniMax's name."""
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Keep the one recurrent state, under MiniMax's name for that."""
+        """Keep the one recurrent state, under MiniMax's name."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -288,7 +287,7 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
 
 
 class _Prefix:
-    """The prefix of one update, in the form in which :func:`streamtune.ops.prefix_attention` adds its gradient."""
+    """Prefix of one update, in the form in which :func:`streamtune.ops.prefix_attention` adds its gradient."""
 
     def __init__(self, kv: KeysAndValues, index: int, keys: slice, own: tuple[Tensor, Tensor]) -> None:
         self.kv, self.index, self.keys, self.own = kv, index, keys, own
@@ -303,7 +302,7 @@ class _Prefix:
 
 
 def prefix_of(key: Tensor, value: Tensor) -> _Prefix | None:
-    """Return the prefix that keys and values begin with, if they are what an ``update`` returned; else None."""
+    """Return the prefix that keys and values begin with, if an ``update`` returned them; else None."""
     prefix: _Prefix | None = getattr(key, "streamtune_prefix", None)
     return prefix if prefix is getattr(value, "streamtune_prefix", None) else None
 
@@ -322,7 +321,7 @@ class _LayerViews:
 
 
 class _UnknownStateError(UnsupportedModelError, AttributeError):
-    """The error for a state of another kind; also an ``AttributeError``, so that ``hasattr`` of the cache works."""
+    """Error for a state of another kind; also an ``AttributeError``, so that ``hasattr`` of the cache works."""
 
 
 class _LayerView:
@@ -350,7 +349,7 @@ class _StateViews:
 
 
 def _attended_dtype(x: Tensor) -> Tensor:
-    """Return keys or values in autocast's dtype: rotary embeddings widen them, and attention narrows them again."""
+    """Cast keys or values to autocast's dtype: rotary embeddings widen them, and attention narrows them again."""
     kind = autocast_kind(x.device)
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x
@@ -375,16 +374,11 @@ class _Join(torch.autograd.Function):
 
 XLSTM_STATES, RWKV_STATES = 3, 5
 NOTHING = -1e30
-"""The largest exponent RWKV has met where it has met none."""
+"""Largest exponent of RWKV's state before any token."""
 
 
 def state_before(layer: nn.Module, cache: ChunkCache, hidden: Tensor) -> Any:
-    """Return the argument for a chunk: what the chunk before left.
-
-    Args:
-        layer: The layer.
-        cache: The chunk's.
-        hidden: The chunk's hidden states ``[B, T, C]``.
+    """Return the state argument for a chunk: what the chunk before left.
 
     Raises:
         UnsupportedModelError: RWKV's CUDA kernel is loaded, whose backward drops the gradient of the state.
@@ -410,16 +404,16 @@ def state_before(layer: nn.Module, cache: ChunkCache, hidden: Tensor) -> Any:
 
 
 def state_after(layer: nn.Module, cache: ChunkCache, given: Any, out: Any) -> Any:
-    """Keep what a chunk left, and return its output without it.
+    """Keep the state that a chunk left, and return its output without it.
 
     Args:
         layer: The layer.
-        cache: The chunk's.
-        given: What :func:`state_before` returned.
-        out: What the layer returned: hidden states, state, and more.
+        cache: The chunk's cache.
+        given: Result of :func:`state_before`.
+        out: Result of the layer: hidden states, state, and more.
 
     Raises:
-        UnsupportedModelError: It returned no state.
+        UnsupportedModelError: The layer returned no state.
     """
     parts = [column.x for column in given] if isinstance(given, list) else out[1]
     if not isinstance(parts, list | tuple) or not all(isinstance(part, Tensor) for part in parts):

@@ -59,7 +59,7 @@ from streamtune.ops.attention.mask import LazyMask
 from streamtune.schedule import Schedule
 
 PAST = "past"
-"""The name in :attr:`LayerCall.inputs` of trained keys (place 0) and values (1) of tokens before the call."""
+"""Name in :attr:`LayerCall.inputs` of trained keys (place 0) and values (1) of tokens before the call."""
 
 
 @lru_cache(maxsize=512)
@@ -68,12 +68,12 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
 
 
 def takes_cache(layer: nn.Module) -> str | None:
-    """Return the name of a layer's cache argument, or None if it has none (an encoder or vision layer)."""
+    """Return the name of a layer's cache argument; None for an encoder or vision layer."""
     return cache_argument(type(layer).forward)
 
 
 def hands_on_cache(layer: nn.Module) -> str | None:
-    """Return the name of the cache argument, also if it is in the layer's ``**kwargs`` and meant for its attention."""
+    """Return the name of the cache argument, also if the layer takes it in ``**kwargs`` for its attention."""
     parameters = _signature(type(layer).forward).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return next((name for module in layer.modules() if (name := takes_cache(module))), None)
@@ -85,8 +85,8 @@ class LayerCall:
     """A bound call of ``layer.forward``: every argument by name, hidden states first.
 
     ``inputs`` has the names of the hidden states and of the other tensors that need a gradient, each with the dimension
-    along which it follows the sequence. Tensors of a shared dictionary are named by argument, entry and place. ``own``
-    is set where the layer computes its attention itself.
+    along which it follows the sequence. Tensors of a shared dictionary are named by (argument, entry, place). ``own``
+    is set if the layer computes its attention itself.
     """
 
     layer: nn.Module
@@ -101,7 +101,7 @@ class LayerCall:
     dtype: torch.dtype
     own: OwnAttention | None = None
     configs: Sequence[Any] = ()
-    """The configs from which the layer reads its attention."""
+    """Configs from which the layer reads its attention."""
     shards: SequenceShards | None = None
     past: Past | None = None
 
@@ -115,12 +115,6 @@ class LayerCall:
         configs: Sequence[Any] = (),
     ) -> LayerCall:
         """Bind a call as Python would.
-
-        Args:
-            layer: The decoder layer.
-            args, kwargs: Its arguments.
-            own: Its own attention, if it keeps that.
-            configs: The configs from which it reads its attention.
 
         Raises:
             UnsupportedModelError: The layer has no cache argument, or its first argument is not ``[B, T, ..., C]``.
@@ -160,7 +154,7 @@ class LayerCall:
         return call
 
     def _classify(self, key: str, value: Any) -> None:
-        """Record an argument other than the hidden states if it needs a gradient; refuse one that cannot get it."""
+        """Add an argument to ``inputs`` if it needs a gradient; refuse an argument that cannot get its gradient."""
         name = type(self.layer).__name__
         if isinstance(value, UserDict):
             for entry, pair in value.items():
@@ -178,10 +172,10 @@ class LayerCall:
             self.inputs[key] = self._dim(key, value, self.length)
 
     def follow(self, past: Past) -> None:
-        """Let the tokens follow others, of which keys and values are given.
+        """Let the tokens follow others, whose keys and values are given.
 
         Raises:
-            UnsupportedModelError: The layer needs more of those tokens, or ranks share the sequence.
+            UnsupportedModelError: The layer needs more than their keys and values, or ranks share the sequence.
         """
         name = type(self.layer).__name__
         if self.shards is not None:
@@ -204,7 +198,7 @@ class LayerCall:
         self.past = past.detached()
 
     def separate(self, rows: PackedRows) -> None:
-        """Replace the masks of one row by those of packed rows, or of rows that share their beginnings."""
+        """Replace the masks of one row by the masks of packed rows, or of rows that share their beginnings."""
         self._with_masks(rows.masked)
 
     def share(self, shards: SequenceShards) -> None:
@@ -249,7 +243,7 @@ class LayerCall:
 
     @property
     def mask(self) -> LazyMask | None:
-        """The lazy mask among the arguments, or None if the model made none."""
+        """Lazy mask among the arguments, or None."""
         return next((value for value in self._all().values() if isinstance(value, LazyMask)), None)
 
     @cached_property
@@ -262,14 +256,14 @@ class LayerCall:
         return any(hasattr(module, INDEXER_POOLING) for module in self.layer.modules())
 
     def keys(self, chunk: slice) -> slice:
-        """Return the places of a chunk's own keys among all: those of tokens before the call come first."""
+        """Return the positions of a chunk's own keys among all keys; keys of tokens before the call come first."""
         before = 0 if self.past is None else self.past.length
         return slice(before + chunk.start, before + chunk.stop)
 
     def first_key(self, chunk: slice) -> int:
         """Return the first key position that a chunk is given.
 
-        A layer that computes its attention itself is given the whole prefix: it may count its keys from the first.
+        A layer that computes its attention itself gets the whole prefix: it may count its keys from the first.
         """
         if self.mask is None or self.own is not None:
             return 0
@@ -282,12 +276,12 @@ class LayerCall:
 
     @property
     def cache(self) -> Any:
-        """The cache the model itself passed, or None."""
+        """Cache that the model itself passed, or None."""
         return self._all().get(self.cache_name)
 
     @property
     def sharing(self) -> Any:
-        """The dictionary of keys and values the model shares between its layers, or None."""
+        """Dictionary of keys and values that the model shares between its layers, or None."""
         return next((value for value in self._all().values() if isinstance(value, UserDict)), None)
 
     def _all(self) -> dict[str, Any]:
@@ -300,7 +294,7 @@ class LayerCall:
         return [x for x in found if x is not None]
 
     def forget_tensors(self) -> None:
-        """Drop the tensors that need a gradient: autograd saves them, a second reference would keep them too long."""
+        """Drop the tensors that need a gradient: autograd saves them; a second reference would keep them too long."""
         for name in self.inputs:
             if isinstance(name, tuple):
                 self.shared[name] = None
@@ -312,13 +306,12 @@ class LayerCall:
     def run(self, chunk: slice, cache: ChunkCache, given: dict[str | SharedKey, Tensor]) -> tuple[Any, dict[Any, int]]:
         """Call the layer's own forward on one chunk.
 
+        Return its output, and the key/value update of each entry of the shared dictionary that it filled.
+
         Args:
             chunk: Positions of the chunk.
-            cache: The cache through which the layer uses its prefix.
+            cache: Cache through which the layer uses its prefix.
             given: The chunk's part of each tensor in ``inputs``.
-
-        Returns:
-            The layer's output, and the key/value update of each entry of the shared dictionary that it filled.
         """
         sharing: ChunkSharing | None = None
         groups: list[dict[str, Any]] = []
@@ -353,7 +346,7 @@ class LayerCall:
         return out, {} if sharing is None else sharing.filled
 
     def run_whole(self) -> Any:
-        """Call the layer's own forward with the original arguments, the cache among them (generation)."""
+        """Call the layer's own forward with the original arguments and cache (generation)."""
         arguments, extra = dict(self.arguments), dict(self.extra)
         if self.own is not None:
             form = self.own.form(self.dtype)
@@ -365,7 +358,7 @@ class LayerCall:
             return type(self.layer).forward(self.layer, **arguments, **extra)
 
     def chunks(self, schedule: Schedule) -> list[slice]:
-        """Return the chunks of the call, without a cut where a token before it sees one behind it.
+        """Return the chunks of the call. No cut separates a token from a later token that it sees.
 
         Raises:
             UnsupportedModelError: A run of tokens that all see later ones is longer than two chunks: one chunk of them
@@ -389,7 +382,7 @@ class LayerCall:
         )
 
     def _attending(self) -> AbstractContextManager[None]:
-        """Return a context in which the layer's configs name the attention it computes with."""
+        """Context in which the layer's configs name the attention it computes with."""
         return attention_as(list(self.configs), [NAME if self.own is None else self.own.name] * len(self.configs))
 
     def _chunk_sharing(self, cache: ChunkCache, given: dict[str | SharedKey, Tensor]) -> ChunkSharing:
@@ -444,7 +437,7 @@ def _changed(
     change: Callable[[LazyMask], LazyMask],
     own_padding: Callable[[Tensor], Tensor | None],
 ) -> Any:
-    """Return an argument with its lazy masks changed, and the padding of its dense ones; dicts are searched."""
+    """Change the lazy masks in an argument, and the padding of its dense ones; dicts are searched."""
     if isinstance(value, LazyMask):
         return change(value)
     if isinstance(value, Tensor) and is_mask:
@@ -455,11 +448,7 @@ def _changed(
 
 
 def _hidden_along(layer: str, hidden: Tensor, arguments: dict[str, Any]) -> int:
-    """Return the dimension of the hidden states that is the sequence: 1, but 2 for streams [N, B, T, C].
-
-    Raises:
-        UnsupportedModelError: The lengths of mask and position embeddings fit no dimension.
-    """
+    """Return the sequence dimension of the hidden states: 1, but 2 for streams [N, B, T, C]."""
     if hidden.dim() == 3:
         return 1
     mask = next((value for value in arguments.values() if isinstance(value, LazyMask)), None)
@@ -479,11 +468,7 @@ def _hidden_along(layer: str, hidden: Tensor, arguments: dict[str, Any]) -> int:
 
 
 def _refuse_other_sequences(name: str, arguments: dict[str, Any], length: int) -> None:
-    """Refuse a layer whose tokens are not all of one sequence in which each sees the earlier ones.
-
-    Raises:
-        UnsupportedModelError: It attends to another sequence than its own, or is given several in a row.
-    """
+    """Refuse a layer that attends to another sequence than its own, or is given several in a row."""
     for key in OTHER_SEQUENCES:
         if arguments.get(key) is not None:
             raise UnsupportedModelError(
@@ -501,7 +486,6 @@ def _refuse_other_sequences(name: str, arguments: dict[str, Any], length: int) -
 
 
 def _holds_gradient(value: Any) -> bool:
-    """Return True if a tensor in nested containers needs a gradient."""
     if isinstance(value, Tensor):
         return value.requires_grad
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()

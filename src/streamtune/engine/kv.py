@@ -1,9 +1,9 @@
-"""The tensors that chunks leave to later ones: keys and values, and the states of recurrent layers.
+"""Tensors that chunks leave to later chunks: keys and values, and the states of recurrent layers.
 
-There may be tokens before a call: keys and values of a cache that was filled earlier, or that an adapter computes.
-Prefix tuning (Li and Liang, arXiv 2101.00190) trains such keys and values; a prompt that was read under
-``torch.no_grad()`` leaves them without a gradient. Either way they are the beginning of every chunk's prefix: the
-layer's keys are ``[past | sequence]``, and the sum over chunks of dK, dV of the past is its gradient.
+There may be tokens before a call: keys and values of a filled cache, or keys and values that an adapter computes.
+Prefix tuning (Li and Liang, arXiv 2101.00190) trains them; a prompt that was read under ``torch.no_grad()`` has no
+gradient. Either way they begin every chunk's prefix: the layer's keys are ``[past | sequence]``, and the sum over
+chunks of dK, dV of the past is its gradient.
 
 Shape suffixes: B batch, G key/value heads, P tokens before the call, D head dimension.
 """
@@ -28,27 +28,27 @@ class KeysAndValues:
     """K, V and dK, dV of one layer call, ``[B, G, length, D]`` each, one pair for every ``update`` the layer makes.
 
     Args:
-        length: Tokens T of the sequence.
+        length: Tokens T of the sequence, those of ``past`` included.
         widen: Sum dK, dV in fp32 where K, V are narrower.
-        past: Keys and values of tokens before the sequence: they come first, and T counts them.
+        past: Keys and values of tokens before the sequence.
     """
 
     def __init__(self, length: int, widen: bool = True, past: Past | None = None) -> None:
         self.length, self.past = length, past
         self.offset = 0
-        """The first position of the buffers: 0, but for a part of the keys that one chunk is given."""
+        """First position of the buffers: not 0 if they hold the part of the keys that one chunk is given."""
         self.widen = widen
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.away: list[tuple[Block, Block]] = []
         self.grads: list[tuple[Tensor, Tensor]] = []
         self.updates = 0
-        """Calls of ``update`` a forward of the layer makes; known once one chunk has been stored."""
+        """Number of ``update`` calls in a forward of the layer; known once one chunk has been stored."""
 
     def open(self, index: int, k: Tensor, v: Tensor) -> None:
         """Allocate the buffers of the ``index``-th update, in the form of these keys and values, if not done yet.
 
         Raises:
-            UnsupportedModelError: It is the second update of a layer that continues a cache, which holds one pair.
+            UnsupportedModelError: The layer continues a cache, which holds one pair, and makes a second update.
             ArgumentError: That cache was changed since the forward.
         """
         if index < len(self.pairs):
@@ -66,20 +66,20 @@ class KeysAndValues:
                 buffer[:, :, : self.past.length] = before
 
     def write(self, index: int, chunk: slice, k: Tensor, v: Tensor) -> None:
-        """Store a chunk's keys and values of the ``index``-th update; the first chunk allocates the buffers."""
+        """Store a chunk's keys and values of the ``index``-th update."""
         self.open(index, k, v)
         for buffer, own in zip(self.pairs[index], (k, v), strict=True):
             buffer[:, :, self.at(chunk)] = own
 
     def at(self, keys: slice) -> slice:
-        """Return the place in the buffers of the keys at the given positions."""
+        """Return the slice of the buffers for keys at the given positions."""
         return slice(keys.start - self.offset, keys.stop - self.offset)
 
     def _buffer(self, own: Tensor) -> Tensor:
         return own.new_empty((*own.shape[:2], self.length, own.shape[3]))
 
     def zeros(self, tensor: Tensor) -> Tensor:
-        """Return the beginning of a sum of gradients of keys or values."""
+        """Return zeros in which gradients of keys or values are summed."""
         dtype = torch.promote_types(tensor.dtype, torch.float32) if self.widen else tensor.dtype
         return torch.zeros_like(tensor, dtype=dtype)
 
@@ -92,7 +92,6 @@ class KeysAndValues:
         self.pairs = [(k.clone(), v.clone()) for k, v in self.pairs]
 
     def free_all(self) -> None:
-        """Free buffers and gradients: the backward is done."""
         self.pairs.clear()
         self.away.clear()
         self.grads.clear()
@@ -125,7 +124,7 @@ class KeysAndValues:
 
     @property
     def grads_begun(self) -> bool:
-        """True if dK, dV are allocated, which the first access to them does."""
+        """True if dK, dV are allocated; the first access does that."""
         return bool(self.grads)
 
     def grad(self, index: int, keys: slice) -> tuple[Tensor, Tensor]:
@@ -145,52 +144,51 @@ class KeysAndValues:
 
 
 StateKey = tuple[str, int, int]
-"""Kind of a state, index of the layer it belongs to, and which of that layer's states of this kind it is."""
+"""(kind of state, index of its layer, index among that layer's states of the kind)."""
 
 
 class States:
-    """The states of one layer call at the chunk boundaries, and their gradients.
+    """States of one layer call at the chunk boundaries, and their gradients.
 
     ``after[t]`` holds the states after the first t tokens. It has no entry where all sequences begin a packed row.
-    With a tier, states wait there from the end of the forward's chunks that begin with them.
+    With a tier, states move there once the forward's chunks that begin with them are done.
     """
 
     def __init__(self, rows: PackedRows | None = None) -> None:
         self.rows = rows
         self.met = False
-        """True if the layer has any."""
+        """True if the layer has any state."""
         self.tier: Tier | None = None
-        """The tier in which states wait for the backward; None leaves them on the device."""
+        """Tier in which states wait for the backward; None leaves them on the device."""
         self.away: dict[int, dict[StateKey, Block]] = {}
         self.after: dict[int, dict[StateKey, Tensor]] = {}
         self.grads: dict[int, dict[StateKey, Tensor]] = {}
 
     def meet(self, whole: bool) -> None:
-        """Note that the layer reads or writes a state; ``whole`` if it runs on the whole sequence with its graph."""
+        """Note that the layer uses a state; ``whole`` if it runs on the whole sequence with its graph."""
 
     def meet_keys(self) -> None:
         """Note that the layer keeps keys and values as well."""
 
     def place(self, chunk: slice) -> tuple[int | None, int]:
-        """Return the position whose states a chunk begins with, None without any, and that of the states it makes."""
+        """Return (position whose states a chunk begins with or None, position of the states that it makes)."""
         before = (chunk.start or None) if self.rows is None else self.rows.state_before(chunk.start)
         return before, chunk.stop
 
     def widened(self, chunk: slice) -> slice:
-        """Return the tokens that a layer runs on for a chunk; all but the first are copies of that."""
+        """Return the tokens that a layer runs on for a chunk; all but the first are copies of the first."""
         return chunk
 
-    def begin(self, backward: bool) -> None:
-        """Begin a pass over the chunks, forward or backward."""
+    def begin(self, backward: bool) -> None: ...
 
     def end(self) -> None:
-        """End a pass: what waits in a tier is no longer on the device."""
+        """End a pass: states in a tier leave the device."""
         if self.tier is not None:
             self.tier.settle()
             self.after.clear()
 
     def before(self, after: int, key: StateKey) -> Tensor | None:
-        """Return a state after so many tokens, brought to the device if it waits elsewhere; None if there is none."""
+        """Return a state after so many tokens, on the device; None if there is none."""
         known = self.after.get(after, {})
         if key in known or (block := self.away.get(after, {}).get(key)) is None:
             return known.get(key)
@@ -223,7 +221,7 @@ class States:
             self.after.pop(after, None)
 
     def handed_to_ranks(self, position: int, key: StateKey, state: Tensor) -> Tensor | None:
-        """Return an output whose backward is the gradient that a state gets from other ranks; None without any."""
+        """Return an output whose backward is the gradient that a state gets from other ranks, or None."""
         return None
 
     def watch(self, chunk: slice, after: int | None, key: StateKey, leaf: Tensor) -> None:
@@ -234,9 +232,9 @@ class States:
 
         Args:
             chunk: The chunk.
-            after: The position of those states.
-            position: That of the states the chunk made.
-            parts: Their gradients in the chunk.
+            after: Position of those states.
+            position: Position of the states that the chunk made.
+            parts: Gradients of those states in the chunk.
         """
         if after is None:
             return
@@ -246,12 +244,11 @@ class States:
                 totals[key] = totals[key] + part if key in totals else part
 
     def narrower_than(self, dtype: torch.dtype) -> bool:
-        """Return True if a state is of a narrower floating dtype: its layer computes in that for any input."""
+        """Return True if a state has a narrower floating dtype: its layer computes in that dtype for any input."""
         states = [state for kept in self.after.values() for state in kept.values() if state.is_floating_point()]
         return any(state.dtype.itemsize < dtype.itemsize for state in states)
 
     def free(self) -> None:
-        """Free the states and their gradients."""
         for blocks in self.away.values():
             for block in blocks.values():
                 block.free()
@@ -265,9 +262,9 @@ class Past:
     """Keys and values ``[B, G, P, D]`` of the tokens before a call, for one layer.
 
     Args:
-        keys, values: The tensors of the cache.
-        versions: The version counter of each (its changes in place) at the time of the call.
-        layer_idx: The number by which the layer asks its cache for them.
+        keys, values: Tensors of the cache.
+        versions: Version counters of both (changes in place) at the time of the call.
+        layer_idx: Number by which the layer asks its cache for them.
     """
 
     keys: Tensor
@@ -304,10 +301,10 @@ class Past:
         return replace(self, keys=self.keys.detach(), values=self.values.detach())
 
     def check(self) -> None:
-        """Refuse to compute with a cache that was written to since the forward.
+        """Check that the cache was not written to since the forward.
 
         Raises:
-            ArgumentError: It was written to.
+            ArgumentError: It was.
         """
         if (_version(self.keys), _version(self.values)) != self.versions:
             raise ArgumentError(
@@ -322,11 +319,7 @@ def _version(x: Tensor) -> int:
 
 
 def refuse_past(why: str, where: str) -> NoReturn:
-    """Refuse a filled cache, for the reason given.
-
-    Raises:
-        UnsupportedModelError: Always.
-    """
+    """Raise the :class:`UnsupportedModelError` for a filled cache, for the reason given."""
     raise UnsupportedModelError(
         f"a cache was passed while gradients are on, and {why}",
         where=where,

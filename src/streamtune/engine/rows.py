@@ -1,9 +1,7 @@
 """The rows in a sequence: packed rows, and rows that share their beginning.
 
-Where a packed row begins, a layer that carries a state starts anew.
-
 Attention layers find the rows in their mask (``ops.attention.rules``). A recurrence has no mask: its chunks are cut
-where any row begins, and the state is zero for the sequences that begin one.
+where any row begins, and the state is zero for the sequences that begin a row there.
 
 Rows that begin alike are streamed with their common beginning once, as a tree laid out in one sequence. A trunk is the
 common beginning of several rows; a branch is the rest of one of them. A tree is its trunk and then its branches, end to
@@ -14,9 +12,9 @@ end, and a sequence is any number of trees:
     position    0 1 2 3   4 5 6   4 5 6 7    0 ...
 
 A branch may have branches itself, to any depth: its trunk is then all that its rows have in common. A token sees its
-trunk and its own branch, and counts its position through both, so every row is computed as it would be alone, to
-rounding: its trunk's keys, values and states are those of every row, and their gradient is the sum over
-all branches. A layer with a recurrent state begins each branch with the trunk's last state.
+trunk and its own branch, and counts its position through both. So every row is computed as alone, to rounding. The
+gradient of the trunk's keys, values and states is the sum over all branches. A layer with a recurrent state begins each
+branch with the trunk's last state.
 
 Preference pairs (arXiv 2305.18290) and groups of completions (arXiv 2402.03300) are such rows. The last token of a
 prompt belongs to the branches, for there it predicts another token in each.
@@ -44,7 +42,7 @@ from streamtune.schedule import Schedule
 
 
 def names_several_rows(arguments: dict[str, Any]) -> bool:
-    """Return True if the arguments that are meant for kernels name more than one row."""
+    """Return True if the kernels' arguments name more than one row."""
     ends, ids = arguments.get(ROW_ENDS), arguments.get(ROW_IDS)
     several = isinstance(ends, Tensor) and ends.numel() > 2
     return several or (isinstance(ids, Tensor) and bool((ids != ids.flatten()[0]).any()))
@@ -52,13 +50,13 @@ def names_several_rows(arguments: dict[str, Any]) -> bool:
 
 @dataclass(eq=False)
 class PackedRows:
-    """Rows of a packed batch: ``positions_BT`` restart where one begins."""
+    """Rows of a packed batch: ``positions_BT`` restart where a row begins."""
 
     positions_BT: Tensor  # noqa: N815
 
     @classmethod
     def of(cls, position_ids: Any) -> PackedRows | None:
-        """Return the rows that positions ``[T]`` or ``[B, T]`` show; None where each sequence is one row."""
+        """Return the rows that positions ``[T]`` or ``[B, T]`` show; None if each sequence is one row."""
         if not isinstance(position_ids, Tensor) or position_ids.dim() not in (1, 2):
             return None
         rows = cls(torch.atleast_2d(position_ids))
@@ -84,7 +82,7 @@ class PackedRows:
     def masked(self, mask: LazyMask) -> LazyMask:
         """Return the mask under which no row sees another; made once for each mask.
 
-        Some models make their masks without a look at positions (gpt_oss, granitemoehybrid).
+        Some models ignore positions in their masks (gpt_oss, granitemoehybrid).
         """
         if mask.row_start is not None or not mask.causal or mask.q_length != self.positions_BT.shape[1]:
             return mask
@@ -102,8 +100,8 @@ class PackedRows:
         """Return the chunks of the schedule, cut wherever a row begins.
 
         Raises:
-            UnsupportedModelError: One of them is a single token in the middle of another sequence's row, which the
-                layer would take for decoding.
+            UnsupportedModelError: A chunk is a single token in the middle of another sequence's row, which the layer
+                would take for decoding.
         """
         found: list[slice] = []
         for start, stop in pairwise([*self.starts, self.positions_BT.shape[1]]):
@@ -112,11 +110,7 @@ class PackedRows:
         return found
 
     def refuse_single(self, parts: Iterable[slice]) -> None:
-        """Refuse parts of the sequence that are a single token in the middle of another sequence's row.
-
-        Raises:
-            UnsupportedModelError: There is one.
-        """
+        """Refuse parts of the sequence that are a single token in the middle of another sequence's row."""
         for part in parts:
             if part.stop - part.start == 1 and part.start not in self.clean_starts:
                 raise UnsupportedModelError(
@@ -130,7 +124,7 @@ class PackedRows:
         return position not in self.clean_starts
 
     def state_before(self, position: int) -> int | None:
-        """Return the position whose state a chunk from ``position`` on begins with; None where all rows begin anew."""
+        """Return the position whose state a chunk from ``position`` on begins with; None if all rows begin anew."""
         return None if position in self.clean_starts else position
 
     def without_begun(self, state: Tensor, position: int) -> Tensor:
@@ -149,8 +143,8 @@ class Branches(PackedRows):
     """Trees of rows in a sequence ``[1, T]``; made by :meth:`of`.
 
     Args:
-        positions_BT: ``[1, T]`` the position of each token in its own row.
-        table: The trunks and branches, as runs of places.
+        positions_BT: Position ``[1, T]`` of each token in its own row.
+        table: Trunks and branches, as runs of places.
     """
 
     table: BranchTable
@@ -160,7 +154,7 @@ class Branches(PackedRows):
         """Lay trees end to end.
 
         Args:
-            trees: For each the number of tokens of its trunk (0: its branches share nothing) and of each branch.
+            trees: Tokens of the trunk (0: its branches share nothing) and of each branch, for each tree.
 
         Raises:
             ArgumentError: There is no tree, no branch, or a branch without a token.
@@ -182,7 +176,7 @@ class Branches(PackedRows):
         """Lay trees of any depth end to end, part after part.
 
         Args:
-            nodes: For each part the index of the part that it continues, or -1 where rows begin; and its tokens.
+            nodes: Index of the part that it continues, or -1 where rows begin, and number of tokens, for each part.
 
         Raises:
             ArgumentError: There is no part, one without a token, or one before the part that it continues.
@@ -216,7 +210,7 @@ class Branches(PackedRows):
         }
 
     def followed_by(self, tokens: int) -> Branches:
-        """Return the same trees, with one more row of ``tokens`` tokens behind them that shares nothing."""
+        """Return the same trees, and behind them a row of ``tokens`` tokens that shares nothing."""
         stop = self.length + tokens
         table = BranchTable((*self.table.parts, Branch(self.length, stop)))
         return Branches(table.positions[None], table)
@@ -235,7 +229,7 @@ class Branches(PackedRows):
 
     @cached_property
     def clean_starts(self) -> frozenset[int]:
-        """The set of all ``starts``: there is only one sequence."""
+        """Set of all ``starts``: there is only one sequence."""
         return frozenset(self.starts)
 
     @cached_property

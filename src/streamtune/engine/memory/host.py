@@ -1,9 +1,12 @@
-"""Host memory, allocated as on a stack and kept from step to step.
+"""Host memory, kept from step to step: an arena for what a backward reads, a pool for weights and gradients.
 
-A backward needs first what its forward stored last, so blocks are allocated and freed as on a stack, and the arena
-grows little beyond the most that is held at a time. Its regions are whole pages, mapped once and, for an accelerator,
+A backward needs first what its forward stored last. So the arena allocates and frees blocks as on a stack, and grows
+little beyond the most that is held at a time. Its regions are whole pages, mapped once and, for an accelerator,
 registered with it once: a pinned allocation of ``torch`` is rounded up to a power of two, and registering takes longer
 than the copies it speeds up.
+
+Weights stay, and gradients go when an optimizer has used them. A tensor of the pool has a storage of its own, so that
+saving a model sees separate tensors; the pages of a freed storage are used for the next tensor of the same size.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from streamtune.errors import OutOfMemoryError
 from streamtune.ops.simulated import repeated
 
 PAGE = 4096
-"""Blocks begin at multiples of this: what direct reads and writes of a file need."""
+"""Blocks begin at multiples of this, as direct reads and writes of a file require."""
 
 REGION = 64 << 20
 """Bytes of the smallest region."""
@@ -35,13 +38,13 @@ LIMITS = (
     ("memory.max", "memory.current"),  # control groups, version 2
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # version 1
 )
-"""The files of a container's limit and of what it uses."""
+"""Files of a container's limit and of its use."""
 
 RESERVE = 1 << 28
-"""Bytes that are left to the rest of the machine at least."""
+"""Least bytes that are left to the rest of the machine."""
 
 SHARE = 0.02
-"""Part of the machine's memory that is left to the rest of it at least."""
+"""Least part of the machine's memory that is left to the rest of it."""
 
 GIB = 1 << 30
 
@@ -56,15 +59,15 @@ def mark_host_storage(storage: torch.UntypedStorage) -> None:
 
 
 def is_host_storage(storage: torch.UntypedStorage) -> bool:
-    """Return True if a storage is an arena's: host memory, also where the device is the CPU or simulated."""
+    """Return True if a storage is the arena's or the pool's: host memory, also for a CPU or a simulated device."""
     return storage._cdata in _host_storages
 
 
 def free_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that can be allocated without swapping, within the limit of a container.
+    """Return how many bytes can be allocated without swapping, within the limit of a container.
 
     Args:
-        root: The directory at which the control group of this process is mounted.
+        root: Directory at which the control group of this process is mounted.
     """
     free = int(psutil.virtual_memory().available)
     for limit_name, used_name in LIMITS:
@@ -75,22 +78,18 @@ def free_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def total_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes of the machine's memory, or of a container's limit where that is smaller.
-
-    Args:
-        root: The directory at which the control group of this process is mounted.
-    """
+    """Return the bytes of the machine's memory, or of a container's limit if that is smaller."""
     limits = [limit for name, _ in LIMITS if (limit := _number(root / name)) is not None]
     return min([int(psutil.virtual_memory().total), *limits])
 
 
 def reserved_host_bytes() -> int:
-    """Return the bytes of host memory to leave alone: a machine that swaps is too slow to train on."""
+    """Return how many bytes of host memory to leave alone: a machine that swaps is too slow to train on."""
     return max(RESERVE, int(SHARE * psutil.virtual_memory().total))
 
 
 def usable_host_bytes() -> int:
-    """Return the free bytes less those to leave alone: the most that an arena allocates."""
+    """Return the free bytes less the bytes to leave alone: the most that an arena allocates."""
     return max(0, free_host_bytes() - reserved_host_bytes())
 
 
@@ -112,7 +111,7 @@ def _reclaimable(folder: Path) -> int:
 
 
 class Stack:
-    """A stack of blocks in an address space: new blocks go on top, and the top sinks past blocks that were freed."""
+    """A stack of blocks in an address space: new blocks go on top, and the top sinks past freed blocks."""
 
     def __init__(self) -> None:
         self.top = 0
@@ -161,15 +160,15 @@ class _Region:
             register_pages(self.bytes, owner=self.bytes.untyped_storage())
 
     def fits(self, nbytes: int) -> bool:
-        """Return True if a block of ``nbytes`` fits on top."""
+        """Return True if ``nbytes`` more fit into this region."""
         return self.stack.top + pages(nbytes) <= self.size
 
 
 def map_pages(nbytes: int) -> mmap.mmap:
     """Map whole pages of zeros, which take memory once they are touched.
 
-    On Linux they are huge pages where the kernel has them: 512 times fewer faults. After a fork a child has its own,
-    copied when one of the two writes.
+    On Linux they are huge pages where the kernel has them: 512 times fewer faults. A forked child has its own copy of
+    a page once one of the two writes to it.
     """
     if sys.platform != "linux":
         return mmap.mmap(-1, nbytes)
@@ -182,8 +181,7 @@ def map_pages(nbytes: int) -> mmap.mmap:
 def keep_from_children(mapped: mmap.mmap) -> None:
     """Leave pages out of a forked child, which cannot use the accelerator; on Linux.
 
-    A fork would copy the pages that are locked, all of them, or give one of the two other pages than an accelerator
-    copies to.
+    A fork would copy all locked pages, or give one of the two other pages than the accelerator copies to.
     """
     if sys.platform == "linux":
         mapped.madvise(mmap.MADV_DONTFORK)
@@ -191,7 +189,7 @@ def keep_from_children(mapped: mmap.mmap) -> None:
 
 
 def _never_unmap() -> None:
-    """Keep the objects of what a parent mapped: at their addresses this process may have mapped something else."""
+    """Keep the objects that a parent mapped: at their addresses this process may have mapped something else."""
     for mapped in _kept_from_children:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
 
@@ -206,7 +204,7 @@ def touch_pages(region: Tensor) -> None:
 
 
 def register_pages(region: Tensor, owner: object) -> None:
-    """Lock pages, so that an accelerator copies from and to them by itself, as long as ``owner`` lives.
+    """Lock pages as long as ``owner`` lives, so that an accelerator copies from and to them by itself.
 
     Raises:
         OutOfMemoryError: The driver does not lock them.
@@ -238,7 +236,7 @@ class Span:
 
 
 class Tally:
-    """Counts of the bytes held in one kind of memory: now, at their peak, and copied there and back."""
+    """Bytes held in one kind of memory, now and at their peak, and bytes copied there and back."""
 
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = self.moved_bytes = 0
@@ -264,7 +262,7 @@ class Arena:
         self.tally = tally
         self.regions: list[_Region] = []
         self._at = 0
-        """The first region with a page left: a step takes thousands of blocks."""
+        """First region with a free page: a step takes thousands of blocks."""
 
     def reserve(self, nbytes: int, device: torch.device) -> None:
         """Map at least ``nbytes`` in all now, so that a step need not.
@@ -317,7 +315,7 @@ class Arena:
 
 
 class _Pages:
-    """Mapped pages, registered with an accelerator as long as this object lives: by a storage, or the free list.
+    """Mapped pages, registered with an accelerator as long as this object lives: a storage holds it, or the free list.
 
     A child process shares them: it may read the weights.
     """
@@ -331,7 +329,7 @@ class _Pages:
 
 
 class HostPool:
-    """Pages of host memory, mapped once and used again."""
+    """Pages of host memory for weights and gradients, mapped once and used again."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[_Pages]] = defaultdict(list)
@@ -340,9 +338,9 @@ class HostPool:
         """Return a tensor on the host whose values are not set.
 
         Args:
-            shape: Its shape.
-            dtype: Its dtype.
-            device: The device that it is copied to and from; ``meta`` simulates the memory.
+            shape: Shape of the tensor.
+            dtype: Dtype of the tensor.
+            device: Device that it is copied to and from; ``meta`` simulates the memory.
 
         Raises:
             OutOfMemoryError: The machine does not have that much memory left; it is not made to swap.
