@@ -298,7 +298,7 @@ class StreamedCalls(StreamedModel):
         return output
 
     def _check_hidden_states(self, output: Any) -> None:
-        """Make recorded hidden states plain tensors; refuse those of layers inside a layer, which are a chunk (zamba)."""
+        """Make recorded hidden states plain tensors; refuse those of layers inside a layer, a chunk each (zamba)."""
         states = getattr(output, "hidden_states", None)
         if isinstance(states, tuple):
             output.hidden_states = states = tuple(map(read, states))

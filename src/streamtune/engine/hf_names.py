@@ -1,12 +1,11 @@
 """The names by which the engine knows the inside of ``transformers``, and since which version each is called that.
 
 ``transformers`` renames arguments, functions and attributes between minor versions. All names of its inside that this
-package computes with stand here, and nowhere else: modules import them, or ask for the thing. The documented arguments
-of a model's call (``input_ids``, ``labels``, ``attention_mask``, ...) and the keys of a configuration are its interface
-and no such names.
+package uses stand here, and nowhere else. The documented arguments of a model's call (``input_ids``, ``labels``,
+``attention_mask``, ...) and the keys of a configuration are its interface and do not count.
 
-A name that the installed version does not have is a :class:`~streamtune.errors.VersionError`: it says what is missing
-of which version, and does not blame a model.
+A name that the installed version does not have is a :class:`~streamtune.errors.VersionError`, which names what is
+missing in which version and does not blame a model.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from streamtune.base.libraries import installed, lacks
 
 SAFE_FILE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
-"""The names of the files of weights in a folder, or of their index."""
+"""Names of the file of weights in a folder, and of its index."""
 
 # --- the cache -------------------------------------------------------------------------------------------------------
 
@@ -33,14 +32,15 @@ CACHES = {
     "past_key_value": "before 5.17; code of repositories",
     "cache": "since 5.24",
 }
-"""Names of the cache: arguments of models and layers, items of outputs. Who still has an old one means the cache by it,
-so these are first: before 5.24 a few models called something else ``cache``."""
+"""Names of the cache: arguments of models and layers, items of outputs. Old names come first: a model that still has
+one means the cache by it, and before 5.24 a few models called something else ``cache``.
+"""
 CACHE = "past_key_values"
-"""The name in messages: the one that people know, and that a model of any tested version takes."""
+"""Name of the cache in messages: the name that people know, and that a model of any tested version takes."""
 OTHER_KEYS = "kv"
-"""The argument of attentions (xlm, flaubert) whose ``cache`` is a table of their own."""
+"""Argument of attentions (xlm, flaubert) whose ``cache`` is a table of their own."""
 STATE = "state"
-"""The argument by which xLSTM and RWKV hand a layer its state, in place of a cache."""
+"""Argument by which xLSTM and RWKV hand a layer its state, in place of a cache."""
 
 CACHE_METHODS = {
     "update": "5.17",
@@ -55,12 +55,13 @@ CACHE_METHODS = {
     "get_recurrent_state": "5.21",
     "is_recording_past": "5.21",
 }
-"""The methods by which layers use their cache, which ``engine/cache.py`` has as well. Before 5.21 layers read the
-states from the items of ``cache.layers``."""
+"""Methods by which layers use their cache, which ``engine/cache.py`` has as well. Before 5.21 layers read the states
+from the items of ``cache.layers``.
+"""
 OWN_CACHE_METHODS = {"get_linear_cache": "minimax", "set_linear_cache": "minimax"}
 """Methods that a model adds in a cache class of its own."""
 SCAN = "mamba_selective_scan"
-"""The function by which the mixers of Mamba-1 scan, in their modules."""
+"""Function by which the mixers of Mamba-1 scan, in their modules."""
 STATE_CALLS = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache", SCAN})
 """Functions called by layers that carry a state from token to token."""
 KEY_CALLS = frozenset({"update", "get_seq_length"})
@@ -79,11 +80,11 @@ STATES_IN_MODULES = ("conv1d_state", "recurrent_states", "recurrent_state", "ssm
 KEY_BIASES = ("alibi", "position_bias")
 """Arguments that are added to the scores of all queries alike; one number for each key in the last dimension."""
 DISTANCES = ("relative_distance",)
-"""Arguments of layers that hold the distance of each query to each key, ``[T, T]`` for all rows; since 5.24."""
+"""Arguments with the distance of each query to each key, ``[T, T]`` for all rows; since 5.24."""
 POSITIONS = ("position_ids", "cache_position")
-"""Arguments of layers that count tokens in their last dimension; the second is from before 5.17."""
+"""Arguments that count tokens in their last dimension; the second is from before 5.17."""
 ROTATIONS = "position_embeddings"
-"""The argument of layers that holds cosine and sine ``[B, T, D]``."""
+"""Argument that holds cosine and sine ``[B, T, D]``."""
 OTHER_SEQUENCES = ("cross_attention_states", "encoder_hidden_states")
 """Arguments that give layers another sequence than their own, whose keys and values use the same cache."""
 ROW_ENDS, ROW_IDS = "cu_seq_lens_q", "seq_idx"
@@ -100,8 +101,9 @@ UNREAD = (
     "shift_labels",
     "num_items_in_batch",
 )
-"""Tensors that attention functions are handed and that say nothing which the mask does not: eager reads none. Arguments
-of the loss are among them, for models hand on what they do not know."""
+"""Tensors handed to attention functions that say nothing beyond the mask: eager reads none. Arguments of the loss are
+among them, for models pass on what they do not know.
+"""
 KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 """Implementations that compute softmax(q k' + mask) v, as the engine's own attention does."""
 HUB_KERNELS = "kernels-community/"
@@ -211,9 +213,9 @@ HELD = {
 """The variables that each of them holds."""
 
 BALANCE_LOSS, BALANCE_ARGUMENTS = "load_balancing_loss_func", ("gate_logits", "num_experts", "top_k", "attention_mask")
-"""The balance loss in the module of a mixture of experts, and its parameters in all families that share its form."""
+"""Balance loss in the module of a mixture of experts, and its parameters in all families that share its form."""
 RWKV_KERNEL, RWKV_LAYER, RWKV_SIZE = "rwkv_cuda_kernel", "layer_id", "attention_hidden_size"
-"""The loaded kernel in RWKV's module, and attributes of its layer and of its attention."""
+"""Loaded kernel in RWKV's module, and attributes of its layer and of its attention."""
 LAYER_NUMBERS = ("layer_idx", RWKV_LAYER, "layer_number", "block_idx")
 """Attributes in which modules have the number of their layer."""
 MAKES_POSITIONS = "create_position_ids"
@@ -221,11 +223,7 @@ MAKES_POSITIONS = "create_position_ids"
 
 
 def inside(name: str) -> Any:
-    """Return a function or class of :data:`FUNCTIONS`.
-
-    Raises:
-        VersionError: The installed version has none of that name.
-    """
+    """Return a function or class of :data:`FUNCTIONS`; :class:`VersionError` if the installed version has none."""
     assert name in FUNCTIONS, name
     return _found(name)
 
@@ -247,7 +245,7 @@ def replace_inside(name: str, function: Callable[..., Any]) -> None:
 
 @lru_cache(maxsize=512)
 def parameters_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function; of one that takes old names too, those of the function inside."""
+    """Return the parameters of a function; for a wrapper that takes old names too, those of the function inside."""
     return inspect.signature(forward).parameters
 
 
@@ -264,7 +262,7 @@ def cache_names(given: Mapping[str, Any]) -> list[str]:
 
 
 def renamed_cache(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the arguments of a call with the cache, under whichever name it was given, under ``name``."""
+    """Return the arguments of a call with the cache, whichever name it had, under ``name``."""
     found = cache_names(given)
     if len(found) != 1 or found == [name]:
         return dict(given)
@@ -297,11 +295,7 @@ def chooses_attention(model: PreTrainedModel) -> bool:
 
 
 def recorded_outputs(module: Any, output: str) -> list[tuple[Any, str | None, int]]:
-    """Return which modules inside of a model are recorded as one of its outputs.
-
-    Returns:
-        The class of each, the end of its name or None, and the index of what it returns.
-    """
+    """Return (class, end of its name or None, index in what it returns) of the modules recorded as an output."""
     found = (getattr(module, _RECORDED, None) or {}).get(output)
     specs = found if isinstance(found, list | tuple) else [] if found is None else [found]
     return [
@@ -326,17 +320,13 @@ def kept_wide(model: Any) -> set[str]:
 
 
 def tied_weights(model: Any) -> dict[str, str]:
-    """Return the names of tied weights, each with that of the weight it is tied to."""
+    """Return the names of tied weights, each with the name of the weight it is tied to."""
     return dict(getattr(model, _TIED, None) or {})
 
 
 @lru_cache(maxsize=1)
 def check_names() -> None:
-    """Check that the installed version has everything that a streamed model computes with; the rest is asked for later.
-
-    Raises:
-        VersionError: It lacks something.
-    """
+    """Check that the installed version has every name that a streamed model needs; others are checked when used."""
     for name, since in FUNCTIONS.items():
         if _is_there(since) and name.startswith(OF_MODELS):
             inside(name)
@@ -366,6 +356,5 @@ def _is_there(since: str) -> bool:
 
 
 def _closure_of(maker: Any, inner: str) -> set[str]:
-    """Return the variables that a closure made in a function holds, an empty set where it makes none of that name."""
     codes = [] if maker is None else inspect.unwrap(maker).__code__.co_consts
     return {name for code in codes if getattr(code, "co_name", None) == inner for name in code.co_freevars}

@@ -92,6 +92,7 @@ class KeysAndValues:
         self.pairs = [(k.clone(), v.clone()) for k, v in self.pairs]
 
     def free_all(self) -> None:
+        """Free buffers and gradients: the backward is done."""
         self.pairs.clear()
         self.away.clear()
         self.grads.clear()
@@ -179,7 +180,8 @@ class States:
         """Return the tokens that a layer runs on for a chunk; all but the first are copies of the first."""
         return chunk
 
-    def begin(self, backward: bool) -> None: ...
+    def begin(self, backward: bool) -> None:
+        """Begin a pass over the chunks."""
 
     def end(self) -> None:
         """End a pass: states in a tier leave the device."""
@@ -249,6 +251,7 @@ class States:
         return any(state.dtype.itemsize < dtype.itemsize for state in states)
 
     def free(self) -> None:
+        """Free the states and their gradients."""
         for blocks in self.away.values():
             for block in blocks.values():
                 block.free()

@@ -1,9 +1,9 @@
 """Parameters that several ranks share, of which each holds a part: ZeRO stage 3 and FSDP2.
 
-Such a parameter is whole only inside a call of the module it belongs to: hooks around the call gather it before and
-free it after, and do so again in the backward. What the engine computes with a weight is therefore inside that
-module's call: a decoder layer's chunks are inside its ``forward``, the head's inside the head's. The one exception is
-a layer that runs forward again in the backward of a later one (``levels: 2``): :func:`gathered` gathers it for that.
+Such a parameter is whole only inside a call of its module: hooks around the call gather it before and free it after,
+and do so again in the backward. So the engine computes with a weight inside that module's call: a decoder layer's
+chunks run inside its ``forward``, the head's inside the head's. The one exception is a layer that runs forward again in
+the backward of a later layer (``levels: 2``): :func:`gathered` gathers it for that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
 LEAF = "_z3_leaf"
-"""The flag by which ``deepspeed.utils.set_z3_leaf_modules`` marks a module that is gathered whole around its call."""
+"""Flag by which ``deepspeed.utils.set_z3_leaf_modules`` marks a module that is gathered whole around its call."""
 
 DEEPSPEED = "deepspeed.runtime.zero"
 """The package whose hooks gather modules under ZeRO stage 3."""
@@ -31,11 +31,7 @@ GATHER, FREE = "pre_sub_module_forward_function", "post_sub_module_forward_funct
 
 
 class FlatParametersError(UnsupportedModelError):
-    """FSDP1 joins the parameters of many modules in one, and gives a module views of it for one call only.
-
-    Args:
-        where: The class of the module.
-    """
+    """FSDP1 joins the parameters of many modules in one, and gives a module views of it for one call only."""
 
     def __init__(self, where: str) -> None:
         super().__init__(
@@ -58,10 +54,7 @@ def gather_whole(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Have ZeRO stage 3 gather a layer whole around its call, and not each module inside of it.
 
     Chunks run inside of one call of the layer, and again in one call of its backward. ``deepspeed.initialize`` reads
-    the flag; without DeepSpeed it has no effect.
-
-    Returns:
-        The layers that were not flagged before, for :func:`ungather_whole`.
+    the flag; without DeepSpeed it has no effect. Return the layers that were not flagged before.
 
     Raises:
         UnsupportedModelError: DeepSpeed has put its hooks inside of a layer already.
@@ -86,7 +79,7 @@ def gather_whole(layers: Iterable[nn.Module]) -> list[nn.Module]:
 def need_gradient(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make the hidden states of a trained layer require a gradient under ZeRO stage 3, as a forward pre-hook.
 
-    DeepSpeed's backward hooks of a layer are attached to its first input: if that needs no gradient (adapters over a
+    DeepSpeed's backward hooks of a layer are attached to its first input. If that needs no gradient (adapters over a
     frozen embedding), it frees the weights before the layer's backward.
     """
     hidden = args[0] if args else kwargs.get("hidden_states")
@@ -116,15 +109,12 @@ def _is_deepspeeds(hook: Callable[..., Any]) -> bool:
 
 @contextmanager
 def gathered(layer: nn.Module, *, during: nn.Module, next_backward: bool) -> Iterator[None]:
-    """Gather a layer's weights for a forward in the backward of another layer; free them after.
-
-    It does nothing where each rank holds the weights whole.
+    """Gather a layer's sharded weights for a forward in the backward of another layer; free them after.
 
     Args:
-        layer: The layer that runs again.
-        during: The layer in whose backward it does.
-        next_backward: True if the backward of ``layer`` comes next. FSDP2 has begun to gather it for that already, so
-            it is left gathered.
+        layer: Layer that runs again.
+        during: Layer in whose backward it does.
+        next_backward: True if the backward of ``layer`` comes next: FSDP2 has begun to gather it, so it stays gathered.
 
     Raises:
         UnsupportedModelError: The installed DeepSpeed gathers a layer by other hooks than are known.
@@ -148,8 +138,8 @@ def gathered(layer: nn.Module, *, during: nn.Module, next_backward: bool) -> Ite
 def _gathered_by_deepspeed(layer: nn.Module, during: nn.Module) -> Iterator[None]:
     """Gather a layer as the hooks of ZeRO stage 3 do around its forward, without its other hooks.
 
-    DeepSpeed then knows of this forward: it is in the order of modules by which it fetches ahead. The hooks that count
-    the backwards to come are left out, since this forward has none.
+    So this forward is in the order of modules by which DeepSpeed fetches ahead. The hooks that count the backwards to
+    come are left out, since this forward has none.
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
@@ -171,11 +161,7 @@ def _gathered_by_deepspeed(layer: nn.Module, during: nn.Module) -> Iterator[None
 
 
 def _offload_of(layer: nn.Module) -> Any:
-    """Return the object of DeepSpeed that gathers the layer: its hooks are functions that hold it.
-
-    Raises:
-        UnsupportedModelError: No hook does.
-    """
+    """Return the object of DeepSpeed that gathers the layer, which its hooks hold in their closures."""
     functions: list[Any] = [hook for hook in layer._forward_pre_hooks.values() if _is_deepspeeds(hook)]
     while functions:
         function = functions.pop()
@@ -200,7 +186,7 @@ class Weights:
     Args:
         layer: The layer.
         held: Name, tensor, version counter, address of its numbers and ``requires_grad`` of each parameter and buffer.
-            Empty where ranks share the weights, which are gathered anew for each call.
+            Empty if ranks share the weights, which are gathered anew for each call.
     """
 
     layer: nn.Module
@@ -217,14 +203,14 @@ class Weights:
         return cls(layer, tuple(held))
 
     def check(self, between: str = "the forward and its backward") -> None:
-        """Refuse, as autograd does, to compute with weights that are not those of the forward any more.
+        """Refuse, as autograd does, to compute with other weights than the forward's.
 
         Args:
             between: The two events between which the change came, for the message.
 
         Raises:
             ArgumentError: A weight was changed in place, given other numbers (``.data``) or frozen.
-            FlatParametersError: A weight is no parameter of the layer any more.
+            FlatParametersError: A weight is not a parameter of the layer any more.
         """
         for name, parameter, version, place, trained in self.held:
             table, key = _owner(self.layer, name)
@@ -261,7 +247,7 @@ class Weights:
 
 
 def adapted_tensors(layer: nn.Module) -> tuple[Tensor, ...]:
-    """Return the weights that peft adapts as tensors, such as stacked experts; none where peft is not imported."""
+    """Return the weights that peft adapts as tensors, such as stacked experts; none if peft is not imported."""
     wrapper: Any = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
     if wrapper is None:
         return ()
@@ -270,10 +256,10 @@ def adapted_tensors(layer: nn.Module) -> tuple[Tensor, ...]:
 
 
 def same_versions(weights: tuple[Tensor, ...]) -> AbstractContextManager[None]:
-    """Return a context that keeps the version counters of :func:`adapted_tensors`.
+    """Context that keeps the version counters of :func:`adapted_tensors`.
 
-    For each call peft parametrizes the weight, and torch then writes the tensor's own numbers into it: nothing changes,
-    but its version does, and a layer that runs again before its backward would be refused by :meth:`Weights.check`.
+    For each call peft parametrizes the weight, and torch then writes the tensor's own numbers into it. Only its version
+    changes, and a layer that runs again before its backward would be refused by :meth:`Weights.check`.
     """
     kept: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
     context: AbstractContextManager[None] = kept(weights) if weights else nullcontext()
@@ -281,13 +267,13 @@ def same_versions(weights: tuple[Tensor, ...]) -> AbstractContextManager[None]:
 
 
 def _place(parameter: Tensor) -> int:
-    """Return the address of a tensor's numbers; 0 if it has none or may change it: quantised, other types, ranks."""
+    """Return the address of a tensor's numbers; 0 if it has none or may change it (quantised, other types, ranks)."""
     says = type(parameter) in (Tensor, nn.Parameter) and not (dist.is_available() and dist.is_initialized())
     return parameter.data_ptr() if says else 0
 
 
 def _owner(layer: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
-    """Return the module's table of parameters or of buffers that a name is in, and the name's key there."""
+    """Return (table of parameters or buffers that holds a name, key of the name in it)."""
     path, _, key = name.rpartition(".")
     module = layer.get_submodule(path)
     return module._buffers if key in module._buffers else module._parameters, key  # type: ignore[return-value]

@@ -1,22 +1,21 @@
 """Weights on the host: a layer's are copied to the device before it computes, and their gradients back.
 
 A weight that waits is an ordinary parameter on the CPU, so optimizers, checkpoints and hooks on parameters work as for
-a model that is there. Where a layer computes (forward, forward again, backward) its module holds copies on the device
-in the weights' place:
+a model on the CPU. Where a layer computes (forward, recompute, backward) its module holds copies on the device:
 
     W' = copy of W;  z = layer(x; W');  dL/dW' summed over the chunks on the device;  dL/dW = copy of dL/dW'
 
-The copies of the layer that comes next are made while one computes, so two layers' weights are on the device at a time.
-The gradients of a layer go to the host once its last chunk is done, before the node returns them.
+The copies of the next layer are made while a layer computes, so two layers' weights are on the device at a time. The
+gradients of a layer go to the host once its last chunk is done, before the node returns them.
 
-Weights that wait are those of the decoder layers, the embedding and the head. Trained weights beside frozen ones in a
-layer (adapters) stay on the device, and so do quantised weights and what is outside of these modules (the last norm).
-Embedding and head are copied for each of their calls, and an autograd node hands their gradients to the host.
+Weights of the decoder layers, the embedding and the head wait. Trained weights beside frozen ones in a layer (adapters)
+stay on the device, and so do quantised weights and what is outside of these modules (the last norm). Embedding and head
+are copied for each of their calls, and an autograd node returns their gradients to the host.
 
 Copies may be narrower than the weights (``fetch_dtype``): W' = bf16(W). Then the whole model computes in that dtype, so
-modules outside of the layers whose weights are on the device hold such copies in their calls as well; what the model
-keeps in float32 stays in it. The gradient is that of the model with weights W', summed and handed back in the dtype of
-W, so that an optimizer steps weights in float32.
+modules outside of the layers hold such copies in their calls as well; weights that the model keeps in float32 stay so.
+The gradient is that of the model with weights W', summed and returned in the dtype of W, so that an optimizer steps
+weights in float32.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from streamtune.engine.observe import notify_tensors
 from streamtune.errors import UnsupportedModelError
 
 KINDS = (Tensor, nn.Parameter)
-"""Types of tensors that are copied. Quantised ones, and those that ranks share, have types of their own."""
+"""Types of tensors that are copied. Quantised and sharded tensors have types of their own."""
 
 
 def waiting_parameters(model: Any, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters of a model that wait on the host, each once.
 
     Args:
-        model: The model of ``transformers``, without wrappers.
+        model: Model of ``transformers``, without wrappers.
         layers: Its decoder layers.
     """
     found = {id(p): p for layer in layers for _, _, p in _of_layer(layer)}
@@ -58,13 +57,13 @@ def waiting_parameters(model: Any, layers: Iterable[nn.Module]) -> list[nn.Param
 def keep_on_host(model: Any, device: torch.device, pool: HostPool | None = None) -> None:
     """Move the weights that wait to the host, and all other weights and buffers to the device.
 
-    For a model that the device does not hold: load it on the CPU, add its adapters, call this, and then
+    For a model that the device cannot hold: load it on the CPU, add its adapters, call this, and then
     ``stream(model, schedule=Schedule(weights="host"))``, which does the same for a model that is on the device.
 
     Args:
-        model: A causal language model of ``transformers``, with or without peft adapters; changed in place.
-        device: The device on which it computes; ``meta`` simulates it.
-        pool: The host's memory; None makes another.
+        model: Causal language model of ``transformers``, with or without peft adapters; changed in place.
+        device: Device on which it computes; ``meta`` simulates it.
+        pool: Memory of the host; None makes a new pool.
 
     Raises:
         OutOfMemoryError: The host does not have the memory.
@@ -95,7 +94,7 @@ def keep_on_host(model: Any, device: torch.device, pool: HostPool | None = None)
 
 
 def _of_layer(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return the weights of a layer that wait, each with its module and its name there."""
+    """Return the waiting weights of a layer, each with its module and its name there."""
     found = [entry for module in layer.modules() for entry in _own(module)]
     frozen = [entry for entry in found if not entry[2].requires_grad]
     return frozen or found  # trained weights beside frozen ones are adapters
@@ -106,7 +105,7 @@ def _own(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
 
 
 def _outside(model: Any) -> list[nn.Module]:
-    """Return embedding and head, those of them whose weights wait: plain ones whose weights nothing else uses."""
+    """Return embedding and head, if plain and if nothing else uses their weights."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     found: list[nn.Module] = []
     if isinstance(table, nn.Embedding) and not any(True for _ in table.children()):
@@ -127,7 +126,7 @@ def _owners_outside(model: Any, layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _kept_wide(model: Any) -> set[int]:
-    """Return the identities of the weights that the model keeps in float32 whatever its dtype."""
+    """Return the ids of the weights that the model keeps in float32 whatever its dtype."""
     names = kept_wide(model)
     return {id(p) for name, p in model.named_parameters() if any(each in name for each in names)}
 
@@ -140,7 +139,6 @@ class _Fetched:
     copies: list[tuple[Tensor, torch.cuda.Event | None]]
 
     def wait(self) -> list[Tensor]:
-        """Let the computation wait for the copies; return them."""
         for x, event in self.copies:
             if event is not None:
                 torch.cuda.current_stream(x.device).wait_event(event)
@@ -149,13 +147,13 @@ class _Fetched:
 
 @dataclass
 class _Unit:
-    """The weights of one module that wait, each once, and the places in its modules that hold them."""
+    """Waiting weights of one module, each once, and the places in its modules that hold them."""
 
     parameters: list[nn.Parameter]
     places: list[tuple[nn.Module, str, int]]
     """Module, name, and index of the parameter."""
     following: int | None = None
-    """Index of the layer behind it; None for what is no layer."""
+    """Index of the layer behind it; None if it is not a layer."""
     leaves: list[Tensor] | None = None
     depth: int = 0
     before: list[Tensor | None] = field(default_factory=list)
@@ -174,11 +172,11 @@ class WaitingWeights:
     """The weights of a streamed model that wait on the host, and their copies on the device.
 
     Args:
-        model: The model of ``transformers``, without wrappers. Its weights are moved (:func:`keep_on_host`), and stay
-            on the host when the stream is removed.
+        model: Model of ``transformers``, without wrappers. Its weights are moved (:func:`keep_on_host`), and stay on
+            the host when the stream is removed.
         layers: Its decoder layers.
         tiers: Counts the bytes that are copied.
-        dtype: The dtype of copies; None is that of each weight.
+        dtype: Dtype of copies; None is the dtype of each weight.
 
     Raises:
         OutOfMemoryError: The host does not have the memory.
@@ -207,14 +205,13 @@ class WaitingWeights:
 
     @contextmanager
     def used(self, layer: nn.Module, prefetch: int = 0) -> Iterator[dict[int, Tensor]]:
-        """Let a layer hold copies of its weights on the device inside.
+        """Hold copies of a layer's weights on the device inside; yield them by the id of their parameter.
+
+        Each copy is a leaf that needs a gradient if its parameter does.
 
         Args:
             layer: The layer.
-            prefetch: The layer whose copies are begun meanwhile: 1 the one behind it, -1 the one before, 0 neither.
-
-        Yields:
-            The copy of each parameter by the parameter's identity: a leaf that needs a gradient where that does.
+            prefetch: Layer whose copies are begun meanwhile: 1 the layer behind, -1 the layer before, 0 neither.
         """
         unit = self._units[id(layer)]
         if not unit.depth:
@@ -233,7 +230,7 @@ class WaitingWeights:
 
     @contextmanager
     def with_graph(self, module: nn.Module) -> Iterator[None]:
-        """Let the head hold copies on the device inside, through which autograd hands its gradient to the host."""
+        """Hold copies of the head on the device inside, through which autograd returns its gradient to the host."""
         unit = self._units.get(id(module))
         if unit is None or unit.depth:
             yield
@@ -245,12 +242,7 @@ class WaitingWeights:
             self._swap_out(module)
 
     def to_host(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Copy the gradients of parameters that wait on the host there, and wait until they are there.
-
-        Args:
-            parameters: The parameters; those that are on the device keep their gradients.
-            grads: Their gradients, on the device.
-        """
+        """Copy the gradients of parameters that wait on the host there; return all gradients once they are there."""
         found, events = list(grads), []
         for place, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
             if grad is None or not is_host_storage(parameter.untyped_storage()):
@@ -280,7 +272,6 @@ class WaitingWeights:
         ]
 
     def _fetch(self, unit: _Unit) -> _Fetched:
-        """Begin to copy a module's weights to the device."""
         copies = []
         with torch.no_grad():
             for parameter in unit.parameters:
@@ -337,7 +328,6 @@ class WaitingWeights:
             self._take_back(unit)
 
     def _fetch_one(self, parameter: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Begin to copy a weight to the device."""
         wide = self.dtype is None or not parameter.is_floating_point() or id(parameter) in self._wide
         x, event = self.copies.to_device(parameter.detach(), self.device, None if wide else self.dtype)
         notify_tensors("fetched weights", x)

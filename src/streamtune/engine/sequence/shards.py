@@ -1,4 +1,4 @@
-"""One call of a model whose sequence several ranks share: the tokens of each rank, and what their layers exchange.
+"""The tokens of each rank, where several ranks share the sequence of a call, and what their layers exchange.
 
 The schedule cuts a rank's own tokens into chunks. The i-th chunks of all ranks together are the i-th chunk of the
 sequence. Each rank's part of it is called a shard; the shards lie in the order of the ranks:
@@ -38,17 +38,17 @@ from streamtune.schedule import Schedule
 
 @dataclass(eq=False)
 class SequenceShards:
-    """The division of a call's tokens into chunks and into one shard of each chunk for every rank.
+    """Division of a call's tokens into chunks, and of each chunk into one shard for every rank.
 
     Args:
-        group: The ranks that share them.
-        form: ``ring`` or ``ulysses``: the way in which the ranks exchange keys and values.
+        group: Ranks that share the tokens.
+        form: ``ring`` or ``ulysses``: how the ranks exchange keys and values.
         schedule: Gives the chunks of each rank's own tokens.
         batch: Rows B.
-        given: Their tokens T, before they are padded.
+        given: Tokens T of the rows, before they are padded.
         rows: Packed rows; their mask is made here, because no rank's model sees the starts of all rows.
-        targets: ``[B, T]`` target of each token, -100 for none; None where no loss is computed.
-        least: Fewest tokens of a rank: 2 for layers with states, which take a single one for decoding.
+        targets: Target ``[B, T]`` of each token, -100 for none; None if no loss is computed.
+        least: Fewest tokens of a rank: 2 for layers with states, which take a single token for decoding.
     """
 
     group: Any
@@ -62,9 +62,9 @@ class SequenceShards:
     trees: PackedRows | None = None
     """Rows that share their beginnings; their mask is not made here."""
     padding: Tensor | None = None
-    """The padding mask ``[B, L S]`` that the model is handed, 0 for padding."""
+    """Padding mask ``[B, L S]`` that the model is handed, 0 for padding."""
     routes: Any = None
-    """The ways of states between the ranks (``StateRoutes``); made by the first layer that has any."""
+    """Ways of states between the ranks (``StateRoutes``); made by the first layer that has states."""
     _masks: dict[int, tuple[LazyMask, LazyMask]] = field(default_factory=dict)
     _paddings: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     _places: dict[int, Tensor] = field(default_factory=dict)
@@ -113,18 +113,13 @@ class SequenceShards:
         return slice(start, start + length)
 
     def positions(self, part: slice, rank: int | None = None) -> slice:
-        """Return the positions in the sequence of tokens that lie in one shard.
-
-        Args:
-            part: The places among the rank's own tokens.
-            rank: The rank; this one by default.
-        """
+        """Return the positions in the sequence of tokens in one shard, given their places among a rank's own tokens."""
         chunk = next(chunk for chunk in reversed(self.chunks) if chunk.start <= part.start)
         start = self.shard(chunk, rank).start + part.start - chunk.start
         return slice(start, start + part.stop - part.start)
 
     def within(self, part: slice) -> list[slice]:
-        """Return the chunks that lie in a part of a rank's tokens; the part is one chunk, several, or all of them."""
+        """Return the chunks in a part of a rank's tokens; the part is one chunk, several, or all of them."""
         return [chunk for chunk in self.chunks if part.start <= chunk.start and chunk.stop <= part.stop]
 
     def local_chunk_start(self, position: int) -> int:
@@ -148,13 +143,10 @@ class SequenceShards:
         return x.index_select(dim, self.places(self.rank, x.device))
 
     def own_padding(self, mask: Tensor) -> Tensor | None:
-        """Return the padding mask ``[B, L]`` of this rank's tokens, given one that the model made for a layer.
+        """Return the padding mask ``[B, L]`` of this rank's tokens for a layer with a state, or None.
 
-        Layers with a state are handed a mask of tokens. The model makes it of the padding mask of the whole sequence:
-        all of that, or as many of its last columns as the rank has tokens.
-
-        Returns:
-            A mask of the same dtype; None if ``mask`` is another one.
+        The model makes such a mask of the padding mask of the whole sequence: all of it, or as many of its last columns
+        as the rank has tokens. None if ``mask`` is another mask.
         """
         known = self._paddings.get(id(mask))
         if known is None or known[0] is not mask:
@@ -174,9 +166,9 @@ class SequenceShards:
         return collected(x_BL, self.group, places, self.given)
 
     def mask(self, mask: LazyMask) -> LazyMask:
-        """Return the mask of the whole sequence, given the model's, which has as many queries as this rank has tokens.
+        """Return the mask of the whole sequence, given the model's mask for this rank's queries.
 
-        The other fields of the mask describe the whole sequence already, for the model's attention mask does.
+        The other fields of the mask describe the whole sequence already, since the model's attention mask does.
 
         Raises:
             UnsupportedModelError: A query may see later keys, or packed rows are given and the mask depends on
@@ -208,13 +200,13 @@ class SequenceShards:
 
 
 class ChunkExchange:
-    """The exchange with the other ranks in one run of a layer on a chunk.
+    """Exchange with the other ranks in one run of a layer on a chunk.
 
     ``first_key`` is set later: the first key that the attention of the chunk is given, counted as in the cache.
 
     Args:
-        shards: The call.
-        part: Those of this rank's tokens that the layer runs on.
+        shards: Shards of the call.
+        part: Tokens of this rank that the layer runs on.
     """
 
     def __init__(self, shards: SequenceShards, part: slice) -> None:
@@ -224,7 +216,7 @@ class ChunkExchange:
         self.one_head = False
         """True if all ranks keep the same head, from which the layer may make all heads of keys and values."""
         self.kept: tuple[Tensor, Tensor] | None = None
-        """The keys and values that the cache returned to the layer last."""
+        """Keys and values that the cache returned to the layer last."""
 
     @property
     def in_ring(self) -> bool:
@@ -233,7 +225,7 @@ class ChunkExchange:
 
     @property
     def keys(self) -> slice:
-        """The positions in the cache of the part's keys and values."""
+        """Positions in the cache of the part's keys and values."""
         return self.part if self.in_ring else self.shards.everywhere(self.part)
 
     @property
@@ -256,7 +248,7 @@ class ChunkExchange:
         return self.shards.positions(self.part).start
 
     def keys_and_values(self, k_BGLD: Tensor, v_BGLD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that the cache keeps: for a ring those given, which are of this rank's shards.
+        """Return the keys and values that the cache keeps: in a ring those given, which are of this rank's shards.
 
         Otherwise they are exchanged: of all shards the heads that this rank's query heads attend to. If there are fewer
         heads than ranks, several ranks keep the same head.
@@ -273,7 +265,7 @@ class ChunkExchange:
     def heads(self, q: Tensor, k: Tensor, v: Tensor, layer: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return this rank's heads of all shards: of the queries, which are exchanged, and of keys and values.
 
-        Keys and values are those the layer attends to, and have the heads that the cache kept on this rank.
+        Keys and values are those that the layer attends to, with the heads that the cache kept on this rank.
 
         Raises:
             UnsupportedModelError: The query heads cannot be divided among the ranks, or keys and values are not those
@@ -312,7 +304,7 @@ class ChunkExchange:
 
     @property
     def ring(self) -> Ring:
-        """The positions of the queries, and of every rank's keys, in the ring attention of this chunk."""
+        """Positions of the queries, and of every rank's keys, in the ring attention of this chunk."""
         shards, base = self.shards, self.part.start
         queries = [
             (slice(chunk.start - base, chunk.stop - base), shards.shard(chunk)) for chunk in shards.within(self.part)
@@ -330,7 +322,7 @@ class ChunkExchange:
 
 
 def _alone(block_start: Tensor | None) -> bool:
-    """Return True if no two tokens are of one block, as in the mask of a vision model that is given no images."""
+    """Return True if no two tokens are in one block, as in a vision model's mask without images."""
     return block_start is None or bool(
         (block_start == torch.arange(block_start.shape[-1], device=block_start.device)).all()
     )
@@ -339,7 +331,7 @@ def _alone(block_start: Tensor | None) -> bool:
 def _same(x: Tensor, kept: Tensor) -> bool:
     """Return True if ``x`` is the tensor ``kept`` that the cache returned, or equals it in shape and values.
 
-    A layer may have repeated heads in between, and which query heads the copies are for is then unknown.
+    If a layer has repeated heads in between, it is unknown which query heads the copies are for.
     """
     return x is kept or (x.shape == kept.shape and torch.equal(x, kept.to(x.dtype)))
 
@@ -349,13 +341,13 @@ FORMS = ("auto", "ulysses", "ring")
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """The ranks that share each sequence.
+    """Ranks that share each sequence.
 
     Args:
-        group: A process group of ``torch.distributed``; None is all ranks. They make all calls together, with the same
+        group: Process group of ``torch.distributed``; None is all ranks. They make all calls together, with the same
             rows.
         form: ``ulysses`` exchanges heads for shards in every chunk, ``ring`` sends keys and values around. ``auto`` is
-            the first if the number of ranks divides that of query heads, and the second otherwise.
+            ``ulysses`` if the number of ranks divides that of query heads, and ``ring`` otherwise.
 
     Raises:
         ArgumentError: The form is unknown, or there are no process groups yet.
@@ -392,7 +384,7 @@ class SequenceParallel:
 # several packed sequences goes on.
 
 FURTHEST = 16
-"""Tokens that the end of a chunk is moved, at most, and that are added to each rank's."""
+"""Tokens that the end of a chunk is moved at most, and that are added to each rank's."""
 TRIALS = 20_000
 
 
@@ -407,14 +399,14 @@ def chunks_between_rows(schedule: Schedule, own: int, size: int, rows: PackedRow
     """Return chunks of each rank's tokens with which no state is lost; they may end a few tokens later.
 
     Args:
-        schedule: Gives the chunks that are changed, where they have to be.
+        schedule: Gives the chunks that are changed where necessary.
         own: Least number of tokens of a rank.
         size: Number of ranks.
-        rows: The rows in the sequence.
+        rows: Rows in the sequence.
 
     Raises:
-        UnsupportedModelError: There are none near those of the schedule, or one of several packed sequences has a row
-            of one token beside another's.
+        UnsupportedModelError: There are none near the schedule's, or one of several packed sequences has a row of one
+            token beside another's.
     """
     borders = frozenset(rows.starts)
     everything = list(pairwise([*rows.starts, max(own * size, rows.starts[-1] + 1)]))
@@ -439,7 +431,7 @@ def chunks_between_rows(schedule: Schedule, own: int, size: int, rows: PackedRow
 
 
 def _search(stops: list[int], start: int, size: int, lost: _Lost, trials: Iterator[int]) -> list[int] | None:
-    """Return stops of chunks from ``start`` on, near those given and the last one equal; None if there are none."""
+    """Return stops of chunks from ``start`` on, near ``stops`` and the last one equal; None if there are none."""
     if not stops:
         return []
     last = len(stops) == 1

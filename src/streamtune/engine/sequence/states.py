@@ -1,24 +1,24 @@
 """States of recurrent layers and convolutions that go from rank to rank, and their gradients back.
 
 A layer with a state runs a rank's shard of a chunk from the state after the token before it. That token is another
-rank's: the one's before it in the group, or the last one's of the chunk before. So the state at the end of each shard
-is sent to the rank that goes on from there, and the gradient of that state comes back in the backward:
+rank's: the previous rank's, or the last rank's in the chunk before. So the state at the end of each shard is sent to
+the rank that goes on from there, and the gradient of that state comes back in the backward:
 
     rank 0 |  0 1 -.             .- 6 7 -.
     rank 1 |        `- 2 3 -.   /         `- 8 9 ...     chunks of 6 tokens, 3 ranks
     rank 2 |                 `- 4 5
 
-A rank waits where the layer reads its state and sends as soon as the layer has made the next one, so what the layer
+A rank waits where the layer reads its state, and sends as soon as the layer has made the next state. So what the layer
 does besides (its output projection, MLP, experts) runs while other ranks scan. In the backward it waits where autograd
-arrives at the state that it made, and sends a gradient as soon as autograd has it. What a rank has received in the
-forward it keeps until the backward, as it keeps states of its own: the replay of a chunk needs no message.
+arrives at the state that it made, and sends a gradient as soon as autograd has it. Received states are kept until the
+backward, as a rank's own states are: the replay of a chunk needs no message.
 
 Packed rows, and rows that share their beginning, cut the shards further (``PackedRows``): a piece is a part of a shard
-in which no row begins. Its state is that of the piece before, on this rank or another, or of the trunk's last piece,
-wherever that is, or there is none. All ranks know all pieces, so each knows what it will be sent, and in which order.
+in which no row begins. It begins with the state of the piece before, on this rank or another, or of the trunk's last
+piece, or with none. All ranks know all pieces, so each knows what it will be sent, and in which order.
 
-No rank waits for another without end: every message is made at an earlier token than it is waited for, and ranks go
-through the pieces in the order of their tokens, backward in the opposite one.
+There is no deadlock: every message is made at an earlier token than it is waited for, and ranks go through the pieces
+in the order of their tokens, backward in the opposite order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from streamtune.ops import first_order
 from streamtune.ops.messages import Incoming, Key, Outgoing
 
 KINDS = ("conv", "recurrent")
-"""Kinds of states; a message names them by their place here."""
+"""Kinds of states; a message names a kind by its index here."""
 
 
 class MeetsStates(BaseException):
@@ -54,9 +54,9 @@ class ShardPiece:
     """A part of a rank's shard in which no row begins.
 
     Args:
-        own: Its places among the rank's own tokens.
-        positions: Its positions in the sequence.
-        after: The position whose state it begins with; None where all its rows begin.
+        own: Places among the rank's own tokens.
+        positions: Positions in the sequence.
+        after: Position whose state it begins with; None if all its rows begin.
     """
 
     own: slice
@@ -65,12 +65,7 @@ class ShardPiece:
 
 
 class StateRoutes:
-    """The pieces of all ranks, and the ranks between which states go.
-
-    Args:
-        shards: The tokens of each rank.
-        rows: Packed rows, or rows that share their beginning.
-    """
+    """Pieces of all ranks, and the ranks between which states go."""
 
     def __init__(self, shards: SequenceShards, rows: PackedRows | None) -> None:
         self.pieces = [
@@ -82,10 +77,9 @@ class StateRoutes:
             for rank in range(shards.size)
         ]
         self.makers = {piece.positions.stop: rank for rank, pieces in enumerate(self.pieces) for piece in pieces}
-        """Position -> the rank that makes the state after that many tokens."""
+        """The rank that makes the state after so many tokens, by position."""
         self.takers: dict[int, dict[int, int]] = {}
-        """Position -> each rank with a piece that begins with its state, and the place among the rank's own tokens of
-        the first such piece."""
+        """By position, the ranks with a piece that begins with the state, and the place of the first."""
         for rank, pieces in enumerate(self.pieces):
             for piece in pieces:
                 if piece.after is not None:
@@ -122,16 +116,16 @@ def _cut(own: slice, positions: slice, rows: PackedRows | None) -> list[slice]:
 
 
 class SharedStates(States):
-    """The states of one call of a layer whose sequence several ranks share.
+    """States of one call of a layer whose sequence several ranks share.
 
     ``after[t]`` holds states after the first t tokens of the sequence: those that this rank's pieces begin with,
     whichever rank made them. ``grads[t]`` sums their gradients from this rank's pieces.
 
     Args:
-        shards: The call.
-        rows: The rows in the sequence; None where each is one.
-        in_pieces: The layer's chunks are this rank's pieces.
-        device: The device of the states.
+        shards: Shards of the call.
+        rows: Rows in the sequence; None if each is one row.
+        in_pieces: True if the layer's chunks are this rank's pieces.
+        device: Device of the states.
     """
 
     def __init__(self, shards: SequenceShards, rows: PackedRows | None, in_pieces: bool, device: torch.device) -> None:
@@ -145,7 +139,7 @@ class SharedStates(States):
 
     @cached_property
     def routes(self) -> StateRoutes:
-        """The pieces of all ranks, found once in a call of the model."""
+        """Pieces of all ranks, found once in a call of the model."""
         if self.shards.routes is None:
             self.shards.routes = StateRoutes(self.shards, self.rows)
         routes: StateRoutes = self.shards.routes
@@ -161,20 +155,12 @@ class SharedStates(States):
         return [piece.own for piece in self._pieces.values()]
 
     def meet(self, whole: bool) -> None:
-        """Check that the layer runs on one of this rank's pieces.
-
-        Raises:
-            MeetsStates: It runs on something else.
-        """
+        """Check that the layer runs on one of this rank's pieces; raise :class:`MeetsStates` if not."""
         if whole or not self.in_pieces:
             raise MeetsStates
 
     def meet_keys(self) -> None:
-        """Refuse rows in a layer that keeps keys and values as well: each rank would exchange its own pieces of those.
-
-        Raises:
-            UnsupportedModelError: There are several rows in a sequence.
-        """
+        """Refuse packed rows in a layer that keeps keys and values too: ranks would exchange different pieces."""
         if self.rows is not None:
             raise UnsupportedModelError(
                 "a layer both attends and carries a state, and meets several rows in a sequence that ranks share",
@@ -182,16 +168,16 @@ class SharedStates(States):
             )
 
     def place(self, chunk: slice) -> tuple[int | None, int]:
-        """Return the position whose states a piece begins with, and that of those it makes."""
+        """Return (position whose states a piece begins with or None, position of the states that it makes)."""
         piece = self._pieces[chunk.start]
         return piece.after, piece.positions.stop
 
     def widened(self, chunk: slice) -> slice:
-        """Return a piece, or two tokens for one of a single token that goes on from a state.
+        """Return a piece; for a piece of one token that goes on from a state, return two tokens.
 
-        Layers would take it for decoding; what they compute then may have no gradient, and writes the state in place.
-        So it runs with a copy of itself behind it, which changes its last state, but nothing else. Where that is taken
-        up (a trunk of one token behind another) the piece stays as it is.
+        Layers would take a single token for decoding, where the result may have no gradient and the state is written in
+        place. So it runs with a copy of itself behind it, which changes its last state, but nothing else. If that state
+        is used (a trunk of one token behind another) the piece stays as it is.
         """
         if chunk.stop - chunk.start > 1 or self.rows is None or not self.in_pieces:
             return chunk
@@ -223,7 +209,7 @@ class SharedStates(States):
             self.after.setdefault(after, {})[key] = state
 
     def keep(self, position: int, key: StateKey, state: Tensor) -> None:
-        """Keep a state for this rank's later pieces, and send it to the others that take it up."""
+        """Keep a state for this rank's later pieces, and send it to the other ranks that begin with it."""
         notify_tensors("state", state)
         takers = self.routes.takers.get(position, {})
         state = state.clone() if takers else state
@@ -233,7 +219,10 @@ class SharedStates(States):
             self._outgoing(rank).put(_number(key), state)
 
     def close(self, after: int | None, position: int) -> None:
-        """End a piece's run: receive what the layer did not ask for, and end the messages of its own states."""
+        """Finish a piece: receive the states that the layer did not read, and end the messages of its own states.
+
+        The sender sent the unread states all the same.
+        """
         if after is not None and after not in self._complete and (maker := self._other_maker(after)) is not None:
             self._complete.add(after)
             for number, state in self._incoming(maker).all(after).items():
@@ -244,14 +233,14 @@ class SharedStates(States):
     # Backward.
 
     def handed_to_ranks(self, position: int, key: StateKey, state: Tensor) -> Tensor | None:
-        """Return an output whose backward is the gradient that a state gets from other ranks; None without any."""
+        """Return an output whose backward is the gradient that a state gets from other ranks, or None."""
         if not state.requires_grad or not self._other_takers(position):
             return None
         out: Tensor = _Awaited.apply(state, partial(self._await, position, key))
         return out
 
     def _await(self, position: int, key: StateKey) -> Tensor | None:
-        """Wait for the gradient of a state of this rank, the sum over other ranks that took it up."""
+        """Wait for the gradient of a state of this rank, the sum over the other ranks that used it."""
         parts = [self._incoming(rank).get(position, _number(key)) for rank in self._other_takers(position)]
         known = [part for part in parts if part is not None]
         return sum(known[1:], known[0]) if known else None
