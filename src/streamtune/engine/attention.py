@@ -27,7 +27,7 @@ from streamtune.ops.attention.rules import ForeignAttentionError
 from streamtune.ops.simulated import autocast_kind
 
 NAME = "streamtune"
-"""The attention implementation's name in a model's config."""
+"""Name of the attention implementation in a model's config."""
 
 
 def attention(
@@ -45,19 +45,18 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute attention, with the signature of ``transformers``' ``AttentionInterface``.
 
+    Equal to ``(softmax(q @ k.T * scaling + mask) @ v).transpose(1, 2)`` ``[B, T, H, D]``; the weights are never built.
+
     Args:
-        module: The attention module that calls this function.
+        module: Attention module that calls this function.
         query: ``[B, H, T, D]``.
         key, value: ``[B, G, S, D]``, of the prefix and of the chunk itself.
-        attention_mask: A view of the lazy mask, the whole of it, a dense mask of the caller's own, or None (causal).
+        attention_mask: View of the lazy mask, all of it, a dense mask of the caller's own, or None (causal).
         scaling: Factor on the scores; ``D ** -0.5`` if None.
         dropout: Probability of dropping an attention weight.
         softcap: ``c * tanh(score / c)``.
         s_aux: One attention sink logit per head ``[H]``.
-        is_causal: Overrides ``module.is_causal`` where no mask is given.
-
-    Returns:
-        ``[B, T, H, D]`` and None for the weights, which are never built.
+        is_causal: Overrides ``module.is_causal`` if no mask is given.
 
     Raises:
         ForeignAttentionError: The layer adds a bias to its scores, or chose its keys, in a way that this attention
@@ -217,11 +216,7 @@ AttentionMaskInterface.register(NAME, lazy_mask)
 
 
 class KeptAttention:
-    """o and lse of each attention of one layer call, for each chunk.
-
-    Args:
-        tier: The tier that stores them.
-    """
+    """o and lse of each attention of one layer call, for each chunk, in a tier."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
@@ -235,12 +230,12 @@ class KeptAttention:
 
 
 class SavedOutputs:
-    """Outputs of the attentions in one run of a layer on a chunk, which are identified by their order.
+    """Outputs of the attentions in one run of a layer on a chunk, identified by their order.
 
     Args:
-        kept: Those of the layer call.
-        start: The chunk's first token.
-        last: Free outputs once they are recalled.
+        kept: Outputs of the layer call.
+        start: First token of the chunk.
+        last: True frees outputs once they are recalled.
     """
 
     def __init__(self, kept: KeptAttention, start: int, last: bool) -> None:

@@ -8,7 +8,7 @@ is cast once for a walk over the chunks. And the gradient of a weight,
 is added to its sum over the chunks by the matrix product itself, which reads and writes the sum once, in place of a
 product that is written out, read again and added. In bf16 the sum then rounds once per chunk, in fp32, and not before.
 
-**Norms and rotary embeddings**, on a device where each operator of their formulas is a kernel of its own that reads and
+**Norms and rotary embeddings**, on a device where each operator of their formulas is a separate kernel that reads and
 writes memory: one kernel for a norm, three for an embedding. A part qualifies by what it computes, not by its name: its
 own forward and the formula are compared on random numbers when the layer is streamed. Anything else stays as it is.
 
@@ -36,7 +36,7 @@ from streamtune.ops.fused import norm_is_right, rms_norm, rotary
 from streamtune.ops.simulated import autocast_kind
 
 KINDS = (Tensor, nn.Parameter)
-"""Types of tensors that are computed with here. Quantised ones and those that ranks share have types of their own."""
+"""Types of tensors that are computed with here. Quantised and sharded tensors have types of their own."""
 
 LINEAR_FORWARD = nn.Linear.forward
 
@@ -50,8 +50,8 @@ class Linears:
 
     Args:
         layer: The layer.
-        autocast: The settings of its forward.
-        sums: The sums of the gradients that are wanted, in a backward.
+        autocast: Autocast settings of its forward.
+        sums: Gradient accumulators of the parameters, in a backward.
     """
 
     def __init__(self, layer: nn.Module, autocast: Autocast, sums: Sequence[GradientSum] = ()) -> None:
@@ -89,7 +89,7 @@ class Linears:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Call the modules as described above inside."""
+        """Context for one chunk: the modules compute as described."""
         for call in self._calls:
             call.module.forward = call  # type: ignore[method-assign]
         try:
@@ -106,10 +106,10 @@ class _Call:
     module: nn.Linear
     autocast: Autocast
     weight: Tensor | None
-    """The weight in autocast's dtype; None where autocast leaves it."""
+    """Weight in autocast's dtype; None if autocast leaves it."""
     bias: Tensor | None
     sums: tuple[GradientSum | None, GradientSum | None]
-    """The sums of the gradients of weight and bias; None where none is wanted."""
+    """Gradient accumulators of weight and bias; None if no gradient is wanted."""
 
     def __call__(self, input: Tensor) -> Tensor:
         if _saves_elsewhere() or not is_linear_original():
@@ -175,7 +175,7 @@ def is_linear_original() -> bool:
 
 
 def _saves_elsewhere() -> bool:
-    """Return True inside ``saved_tensors_hooks``, such as of a checkpoint inside a layer.
+    """Return True inside ``saved_tensors_hooks``, such as a checkpoint's inside a layer.
 
     The checkpoint calls the module again in the backward, and both calls have to save the same tensors.
     """
@@ -190,11 +190,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 class FusedParts:
-    """The norms of one layer, and the rotary embeddings its attentions call.
-
-    Args:
-        layer: The layer.
-    """
+    """The norms of one layer, and the rotary embeddings its attentions call."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
@@ -221,7 +217,7 @@ class FusedParts:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Compute them by the fused operators inside.
+        """Context for one chunk: norms and rotary embeddings are computed by the fused operators.
 
         A norm or a function that somebody has replaced since is called as it is now.
         """
@@ -243,7 +239,7 @@ class FusedParts:
 
 
 ROTARY = "apply_rotary_pos_emb"
-"""The function by which the attentions of ``transformers`` rotate queries and keys, in the module of each family."""
+"""Function by which the attentions of ``transformers`` rotate queries and keys, in the module of each family."""
 
 
 @dataclass(frozen=True)
@@ -334,7 +330,7 @@ class _Rotary:
 
 
 def _fit(q: Any, k: Any, cos: Any, sin: Any) -> bool:
-    """Return True for tensors ``[B, H, T, D]``, ``[B, T, D]`` of one floating dtype, the second without gradient."""
+    """Return True for ``[B, H, T, D]`` and ``[B, T, D]`` of one floating dtype, the second without gradient."""
     if not all(type(x) in KINDS for x in (q, k, cos, sin)) or (q.dim(), k.dim(), cos.dim(), sin.dim()) != (4, 4, 3, 3):
         return False
     width, dtype = q.shape[-1], q.dtype

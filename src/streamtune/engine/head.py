@@ -1,5 +1,7 @@
 """The language-model head, streamed: logits exist only while the loss is computed, one chunk at a time.
 
+    loss = cross_entropy(transform(h W'), targets) = sum_i cross_entropy(transform(h(i) W'), targets(i))
+
 While a call with ``labels`` runs, the head returns :class:`LazyLogits` instead of ``[B, T, V]``. The model may scale or
 squash them (softcap) or cut off a padded end of the vocabulary; these steps are recorded and applied to each chunk. It
 may also leave out tokens and lay the others in a row (``view(-1, V)``); that is applied to the hidden states. The loss
@@ -7,7 +9,7 @@ is computed from hidden states and weight in one pass over the chunks (``ops.hea
 calls its ``loss_function``, which is ours during the call, and if it calls ``torch.nn.functional.cross_entropy``
 itself.
 
-Shape suffixes: B batch, T tokens, N = B * T or those of them that are left, C hidden size, V vocabulary.
+Shape suffixes: B batch, T tokens, N = B * T or fewer tokens, C hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ _causal_loss = inside(CAUSAL_LOSS)
 
 
 def has_head(model: Any) -> bool:
-    """Return True for a causal language model: a classifier or a bare decoder is none."""
+    """Return True for a causal language model; False for a classifier or a bare decoder."""
     return model.get_output_embeddings() is not None
 
 
@@ -57,9 +59,9 @@ class StreamedHead:
     """Replaces a model's head and loss while a call with labels runs, and restores them after it.
 
     Args:
-        model: The causal language model (no adapter wrapper around it).
-        schedule: ``head_chunk_size`` and ``grad_dtype`` are read.
-        waiting: Holds weights on the host; None where all are on the device.
+        model: Causal language model, without an adapter wrapper.
+        schedule: Schedule, of which ``head_chunk_size`` and ``grad_dtype`` are read.
+        waiting: Weights on the host; None if all are on the device.
 
     Raises:
         UnsupportedModelError: It has more than one head, or another loss than that of causal language models.
@@ -69,9 +71,9 @@ class StreamedHead:
         self.model, self.schedule, self.waiting = model, schedule, waiting
         self.active = self.sharded = False
         self.shards: SequenceShards | None = None
-        """The ranks' tokens, of which lazy logits are this rank's; None where ranks do not share the sequence."""
+        """The ranks' tokens, if ranks share the sequence: lazy logits are this rank's."""
         self.asked: LossRequest | None = None
-        """The loss of calls with labels; None is the cross entropy."""
+        """Loss of calls with labels; None is the cross entropy."""
         if isinstance(heads := model.get_output_embeddings(), nn.ModuleList):
             raise UnsupportedModelError(
                 f"{type(model).__name__} keeps a list of heads ({len(heads)}), one for each stream of tokens, and a "
@@ -81,14 +83,7 @@ class StreamedHead:
         self._check_loss(model.__dict__.get(LOSS))
 
     def _check_loss(self, function: Any) -> None:
-        """Refuse another loss than that of causal language models, the only one that ours replaces.
-
-        Args:
-            function: The loss of the model, or of its configuration's ``loss_type``; None is the ordinary one.
-
-        Raises:
-            UnsupportedModelError: It is another.
-        """
+        """Refuse another loss than that of causal language models (None), the only one that ours replaces."""
         if function is not None and function not in (_causal_loss, self.loss):
             name = getattr(function, "__name__", type(function).__name__)
             raise UnsupportedModelError(
@@ -136,7 +131,7 @@ class StreamedHead:
             delattr(self.model, LOSS)
 
     def evaluated(self, logits: LazyLogits) -> Tensor | None:
-        """Return logits, computed when read unless the head has adapters; None where ranks share them or its weight."""
+        """Return logits, computed when read unless the head has adapters; None if ranks share them or its weight."""
         if self.sharded or self.shards is not None:
             return None
         if any(True for _ in self.module.children()):  # adapters, which may be on or off when they are read
@@ -144,7 +139,7 @@ class StreamedHead:
         return EvaluatedLogits(self.module, logits.hidden, logits.transform, self.schedule.head_chunk_size)
 
     def readable(self, logits: LazyLogits) -> Tensor | None:
-        """Return logits with their gradient, computed when they are read; None where ranks share them or its weight."""
+        """Return logits with their gradient, computed when read; None if ranks share them or its weight."""
         if self.sharded or self.shards is not None:
             return None
         if any(True for _ in self.module.children()):  # adapters, which may be on or off when they are read
@@ -152,9 +147,10 @@ class StreamedHead:
         return ReadableLogits.of(self.module, logits.hidden, logits.transform, self.schedule.head_chunk_size)
 
     def _with_weight(self, logits: LazyLogits, compute: Callable[[LazyLogits], Any]) -> Any:
-        """Return ``compute(logits)``, computed inside a call of the head if its weight is whole only there.
+        """Return ``compute(logits)``, inside a call of the head if its weight is whole only there.
 
-        Hooks around that call gather it, once for the forward and once for the backward, and reduce its gradient.
+        Hooks around that call gather the weight, once for the forward and once for the backward, and reduce its
+        gradient.
         """
         if not self.sharded:
             with nullcontext() if self.waiting is None else self.waiting.with_graph(self.module):
@@ -182,11 +178,11 @@ class StreamedHead:
         """Compute ``transformers``' ``ForCausalLMLoss`` of lazy logits: with its shift and its divisor.
 
         Args:
-            logits: The lazy logits.
+            logits: Lazy logits.
             labels: ``[B, T]``, unshifted; -100 where nothing is trained.
-            vocab_size: Not needed.
+            vocab_size: Not read.
             num_items_in_batch: Target tokens of the whole global step; None counts those of this call.
-            ignore_index: The label that trains nothing.
+            ignore_index: Label that trains nothing.
             shift_labels: ``[B, T]`` already shifted; takes precedence over ``labels``.
         """
         known = _LOSSES.get(getattr(self.model, "loss_type", None))
@@ -221,10 +217,10 @@ class StreamedHead:
         """Compute, chunk by chunk, the summed loss divided by ``num_items`` (None: the number of targets).
 
         Args:
-            logits: The lazy logits.
+            logits: Lazy logits.
             targets: ``[...]``, one for each token of the logits.
-            num_items: The divisor.
-            ignore_index: The target that does not count.
+            num_items: Divisor.
+            ignore_index: Target that does not count.
         """
         options: dict[str, Any] = {"num_items": num_items, "ignore_index": ignore_index}
         if self.asked is None:
@@ -244,11 +240,11 @@ class StreamedHead:
 
     @contextmanager
     def as_teacher(self, logits: LazyLogits, targets: Tensor) -> Iterator[TeacherHead]:
-        """Yield this head as that of a teacher, whose weight is on the device inside.
+        """Yield this head as a teacher's, with its weight on the device inside.
 
         Args:
-            logits: Its lazy logits, without gradient.
-            targets: ``[...]`` of the student's tokens, which are to be the same.
+            logits: Lazy logits, without gradient.
+            targets: ``[...]`` of the student's tokens, which must be the same.
 
         Raises:
             UnsupportedModelError: It has other tokens, or ranks share its weight.
@@ -283,7 +279,7 @@ class StreamedHead:
         project: Callable[..., Any],
         options: dict[str, Any],
     ) -> Any:
-        """Return the result of ``linear`` for a head that is one plain ``nn.Linear``, that of ``project`` otherwise."""
+        """Return the result of ``linear`` for a head that is one plain ``nn.Linear``, of ``project`` otherwise."""
 
         def compute(logits: LazyLogits) -> Any:
             head: Any = self.module

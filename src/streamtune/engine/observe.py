@@ -1,13 +1,12 @@
 """The state of a forward besides its arguments, observers of a forward, and hooks of modules that run on chunks.
 
 The state is random numbers, autocast, training modes and attention; the backward restores it. A hook on the model, an
-embedding, a decoder layer or the norm behind them is called once, with whole tensors. Inside of a decoder layer a
-module is given one chunk after the other; the head is given none, its loss is one sweep of its weight. A hook there
-that counts, averages or normalises would see something else than in the ordinary call. So it is refused by name, unless
-it says that it treats every token by itself (:func:`chunkwise`).
+embedding, a decoder layer or the norm behind them is called once, with whole tensors. A module inside of a decoder
+layer gets one chunk after the other; the head gets none, as its loss is one sweep of its weight. A hook there that
+counts, averages or normalises would see something else than in the ordinary call. So it is refused by name, unless it
+says that it treats every token by itself (:func:`chunkwise`).
 
-Hooks of libraries that take part in the computation (gathering of ZeRO and FSDP2, weight norm) belong there and are
-called as they are.
+Hooks of libraries that take part in the computation (gathering of ZeRO and FSDP2, weight norm) are called as they are.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class RandomState:
 
 @dataclass(frozen=True)
 class Autocast:
-    """The autocast settings of a forward, for its backward: autograd runs that outside of autocast."""
+    """Autocast settings of a forward, for its backward: autograd runs that outside of autocast."""
 
     device_type: str
     enabled: bool
@@ -75,17 +74,17 @@ class Autocast:
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def restored(self) -> AbstractContextManager[None]:
-        """Return a context with these settings, but no cache of cast weights: it would outlive the chunk's graph."""
+        """Context with these settings, but without a cache of cast weights: it would outlive the chunk's graph."""
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False)
 
 
 @dataclass(frozen=True)
 class Modes:
-    """The modes of a layer's forward, for its backward, which autograd may run outside of them.
+    """Modes of a layer's forward, for its backward, which autograd may run outside of them.
 
     Attributes:
-        training: That of each module; dropout, for one, depends on it.
-        functions: The modes that intercept torch's functions, outermost first.
+        training: Training mode of each module, on which dropout depends.
+        functions: Modes that intercept torch's functions, outermost first.
     """
 
     training: tuple[tuple[nn.Module, bool], ...]
@@ -134,7 +133,7 @@ def attention_as(configs: list[Any], names: list[Any]) -> Iterator[None]:
 
 
 def restore_forward(module: nn.Module, before: Any) -> None:
-    """Restore the ``forward`` that an instance had before it was given another one; None is that of its class."""
+    """Restore the ``forward`` that an instance had before; None is that of its class."""
     if before is None:
         del module.forward
     else:
@@ -142,12 +141,12 @@ def restore_forward(module: nn.Module, before: Any) -> None:
 
 
 class Observer(Protocol):
-    """An observer that counts what the engine does; the engine computes the same with and without one."""
+    """An observer of what the engine does; the engine computes the same with and without one."""
 
     def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None:
         """Note that a layer, or a norm outside of them, is about to run on a chunk, in the pass named ``pass_name``.
 
-        Before the passes of a layer's backward this is called with an empty chunk: the next calls belong to that layer.
+        Before a layer's backward this is called with an empty chunk: the next calls belong to that layer.
         """
 
     def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
@@ -177,7 +176,7 @@ def notify_chunk(layer: nn.Module, chunk: slice, pass_name: str) -> None:
 
 
 def notify_tensors(kind: str, *tensors: Tensor) -> None:
-    """Notify the observers of what these tensors are used for."""
+    """Notify the observers of the use of these tensors."""
     for observer in _observers:
         observer.on_hold(kind, tensors)
 
@@ -200,8 +199,9 @@ TABLES = {
 GLOBAL = {f"_global{name}": kind for name, kind in TABLES.items()}
 
 LIBRARIES = ("streamtune", "torch", "transformers", "deepspeed", "accelerate", "bitsandbytes", "torchao")
-"""Libraries whose hooks are part of what is computed. Not peft: its hooks inside of layers count tokens from the end
-(activated LoRA) or are there for the forward alone (``adapter_names``, Poly), and initialisers average over rows."""
+"""Libraries whose hooks are part of the computation. Not peft: its hooks inside of layers count tokens from the end
+(activated LoRA) or are there for the forward alone (``adapter_names``, Poly), and initialisers average over rows.
+"""
 
 
 def chunkwise(hook: Hook) -> Hook:
@@ -221,12 +221,12 @@ def refuse_hooks(root: nn.Module, *, within: bool, why: str, mend: str) -> None:
 
     Args:
         root: A decoder layer, or the head.
-        within: Not those of ``root`` itself.
-        why: What would go wrong.
-        mend: What to do instead.
+        within: True leaves out the hooks of ``root`` itself.
+        why: Consequence of the hook, for the message.
+        mend: Remedy, for the message.
 
     Raises:
-        UnsupportedModelError: There is one; names it and its module.
+        UnsupportedModelError: There is a hook; the message names it and its module.
     """
     for name, module in root.named_modules():
         if within and module is root:

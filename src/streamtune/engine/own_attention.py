@@ -9,8 +9,8 @@ the chunk and the columns of prefix and chunk, in the form that its own implemen
     sdpa    boolean, True where attention is allowed
 
 Scores and mask take memory for the chunk times the prefix; the engine never builds the whole square. A model that
-computes with its mask *before* its layers (alibi merged into it) gets the square, as it would without streaming; the
-call of each layer is then given a chunk's part of it.
+computes with its mask *before* its layers (alibi merged into it) gets the square, as without streaming; the call of
+each layer is then given a chunk's part of it.
 
 Shape suffixes: B batch, T queries, S keys.
 """
@@ -35,13 +35,13 @@ from streamtune.ops.attention.mask import LazyMask
 from streamtune.ops.attention.view import MaskView
 
 FORMS = ("eager", "sdpa")
-"""Implementations a layer may keep while its chunks are handed tiles."""
+"""Implementations that a layer may keep while its chunks are handed tiles."""
 
 _OVER = f"{NAME}-over-"
 
 
 def over(own: str) -> str:
-    """Return the attention name for a config whose layers keep ``own``: it selects our mask, the layers their own."""
+    """Return the attention name for a config whose layers keep ``own``: our mask, and their own attention."""
     return _OVER + own
 
 
@@ -52,13 +52,13 @@ class CallNames:
 
     Args:
         configs: Configs from which the decoder and its layers read their attention.
-        own: The implementation that layers which compute their attention themselves keep; None where ours is used.
+        own: Implementation kept by layers that compute their attention themselves; None where ours is used.
     """
 
     def __init__(self, configs: Sequence[Any], own: str | None) -> None:
         self.configs = list(configs)
         self.before = [attention_of(config) for config in configs]
-        """The names that the configs have outside of calls."""
+        """Names that the configs have outside of calls."""
         self.ours = [NAME if own is None else over(own)] * len(self.configs)
         self._depth = 0
 
@@ -84,7 +84,7 @@ class CallNames:
 
     @contextmanager
     def using(self, names: list[Any]) -> Iterator[None]:
-        """Let the configs have these names inside the context, also while calls run in it."""
+        """Give the configs these names inside the context, also while calls run in it."""
         self._depth += 1
         try:
             with attention_as(self.configs, names):
@@ -103,9 +103,9 @@ def refuse_another(config: Any, name: Any, where: str) -> None:
     It does not align the queries of a chunk with the last of its keys.
 
     Args:
-        config: The config of a module.
-        name: The name that it had.
-        where: The module.
+        config: Config of a module.
+        name: Name that it had.
+        where: Class of the module.
 
     Raises:
         UnsupportedModelError: It names neither this one nor ours.
@@ -126,12 +126,12 @@ def is_ours(name: Any) -> bool:
 
 @dataclass(frozen=True)
 class OwnAttention:
-    """The attention that one layer computes itself: the implementation that its configs name while it runs."""
+    """Attention that one layer computes itself: the implementation that its configs name while it runs."""
 
     name: str
 
     def form(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the mask that the layer expects, given that of its hidden states.
+        """Return the mask dtype that the layer expects for hidden states of ``dtype``.
 
         Eager attention computes its softmax in fp32 even for fp64 scores. There the lowest fp64 number would become
         -inf, and a query that sees no key would give NaN.
@@ -201,7 +201,6 @@ class FormedMask(LazyMask):
 
 
 def _operator(name: str) -> Any:
-    """Return a method that applies Python's operator of this name to the dense mask."""
     return lambda mask, *others: getattr(mask.dense(), name)(*others)
 
 

@@ -8,8 +8,8 @@ et al., ST-MoE, arXiv 2202.08906, eq. 5) are not sums over chunks: the first mul
 
 But both are functions of sums over tokens, and a sum over tokens is a sum over chunks. So a streamed layer returns its
 sums with its hidden states, and each chunk's backward gets their gradient unchanged (``vjp``). f is a count and has no
-gradient, so its scope can be wider than what one backward sees: the micro-batch, or every micro-batch and rank of the
-step (Qiu et al., arXiv 2501.11873), which takes one reduction of E numbers.
+gradient, so its scope can be wider than one backward: the micro-batch, or every micro-batch and rank of the step (Qiu
+et al., arXiv 2501.11873), which takes one reduction of E numbers.
 
 Shape suffixes: N tokens, E experts.
 """
@@ -35,12 +35,12 @@ from streamtune.ops.exchange import summed
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """The coefficients and the scope of the router losses that are added to the loss.
+    """Coefficients and scope of the router losses that are added to the loss.
 
     Args:
         balance: Coefficient of the load-balancing loss (``router_aux_loss_coef``).
         z: Coefficient of the router z-loss.
-        scope: The tokens over which the experts' frequencies are counted: those of the ``micro`` batch, or of the whole
+        scope: Tokens over which the experts' frequencies are counted: those of the ``micro`` batch, or of the whole
             ``global`` step, on every rank.
 
     Raises:
@@ -104,19 +104,19 @@ class RouterTerms:
     """The terms of the last call's loss; scalars without gradient."""
 
     loss: Tensor
-    """Before the routers' losses were added."""
+    """Loss before the routers' losses were added."""
     balance: Tensor
-    """The micro-batch's share in the step's balance loss, not multiplied with its coefficient: the shares add up."""
+    """The micro-batch's share in the step's balance loss, without its coefficient: the shares add up."""
 
 
 class RouterWatch:
     """Collects a model's router logits while a call is streamed, and computes the losses to add to its loss.
 
     Args:
-        model: The causal language model.
+        model: Causal language model.
         layers: Its decoder layers.
-        loss: The losses to add; None takes the balance coefficient of the model's own configuration, and only where a
-            call or the configuration says ``output_router_logits``.
+        loss: Losses to add; None takes the balance coefficient of the model's own configuration, and only if a call or
+            the configuration says ``output_router_logits``.
 
     Raises:
         UnsupportedModelError: ``loss`` is given, and the model has no router, or a balance loss of another form.
@@ -126,20 +126,20 @@ class RouterWatch:
         self.model, self.loss = model, loss
         self.active = False
         self.totals: Tensor | None = None
-        """Counts of the whole global step ``[E + 1]`` where the caller has them (:meth:`StreamHandle.count_routes`)."""
+        """Counts of the whole global step ``[E + 1]``, if the caller has them (:meth:`StreamHandle.count_routes`)."""
         self.weight = 1.0
         """Share of the micro-batch in the step's mean; not read under a global scope."""
         self.counted_BT: Tensor | None = None
-        """Nonzero for tokens of the next calls that are no padding, where their attention mask does not say so."""
+        """Nonzero for tokens of the next calls that are not padding, if their attention mask does not say so."""
         self.shards: SequenceShards | None = None
-        """Whose tokens the routers see, where ranks share the sequence."""
+        """Shards whose tokens the routers see, if ranks share the sequence."""
         self.silent = False
         self.terms: RouterTerms | None = None
-        """Of the last call with a loss."""
+        """Terms of the last call with a loss."""
         self.found: RouterSums | None = None
         self._heard: list[Tensor] | None = None
         self.mask_BT: Tensor | None = None
-        """Nonzero for tokens of the call that are no padding."""
+        """Nonzero for tokens of the call that are not padding."""
         self._hooks = [
             router.register_forward_hook(partial(self._hear, index))
             for layer in layers
@@ -169,7 +169,7 @@ class RouterWatch:
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """Add no loss on routers in calls inside the context, so that models can be compared by their predictions."""
+        """Add no router losses in calls inside the context, so that models can be compared by their predictions."""
         before, self.silent = self.silent, True
         try:
             yield
@@ -178,7 +178,7 @@ class RouterWatch:
 
     @contextmanager
     def counting(self, tokens_BT: Tensor) -> Iterator[None]:
-        """Let nonzero entries mark the tokens that calls inside the context count, in place of their attention mask."""
+        """Count the tokens with nonzero entries in calls inside the context, in place of their attention mask."""
         before, self.counted_BT = self.counted_BT, tokens_BT
         try:
             yield
@@ -230,7 +230,7 @@ class RouterWatch:
 
     @property
     def share(self) -> float:
-        """The factor on a call's router losses: ``weight``, or 1 with global scope, where the calls' shares add up."""
+        """Factor on a call's router losses: ``weight``, or 1 with global scope, where the calls' shares add up."""
         return 1.0 if self.loss is not None and self.loss.scope == "global" else self.weight
 
     def _hear(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
@@ -265,7 +265,7 @@ def balances_itself(model: Any) -> bool:
 
 
 def not_balanced(model: Any) -> dict[str, bool]:
-    """Return arguments with which a ``transformers`` model adds no loss on its routers and keeps no router logits."""
+    """Return arguments with which a ``transformers`` model adds no router loss and keeps no router logits."""
     return {"output_router_logits": False} if balances_itself(model) else {}
 
 
@@ -290,7 +290,7 @@ def balance_coefficient(model: Any) -> float:
 
 
 def reduced(counts: Tensor) -> Tensor:
-    """Return the counts summed over all ranks, where there are several."""
+    """Return the counts summed over all ranks."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         counts = counts.clone()
         torch.distributed.all_reduce(counts)
@@ -298,7 +298,7 @@ def reduced(counts: Tensor) -> Tensor:
 
 
 def _routers(model: nn.Module, layer: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """Yield a layer's modules whose output transformers records as router logits, each with that output's index."""
+    """Yield (router, index of its logits in its output) for the modules that transformers records as routers."""
     recorded = [spec for module in model.modules() for spec in recorded_outputs(module, "router_logits")]
     for name, module in layer.named_modules():
         for kind, where, index in recorded:

@@ -3,8 +3,8 @@
 Packed rows must not affect each other, and shared beginnings must be exact.
 
 A model is given packed rows as positions that restart, and in no other way. Its signature does not show if it follows
-them: one that adds a bias by distance (ALiBi), carries a state past a row's end or numbers positions itself takes the
-same arguments and lets a row see the one before it. So a few short rows go through the streamed model together, and
+them: a model that adds a bias by distance (ALiBi), carries a state past a row's end or numbers positions itself takes
+the same arguments and lets a row see the row before it. So a few short rows go through the streamed model together, and
 each layer is then given the very same inputs again, one row at a time. What it adds to its input must be the same.
 
     fails:  ||z - z_row|| > bound * ||z_row - z_in|| + eps * ||z_row||       (z_row - z_in is what the layer adds)
@@ -17,11 +17,10 @@ Rows that share their beginning (``branches``) are checked in the same way: a ro
 Some layers compute in another way above a number of tokens. The other preflights use a few tokens, fewer than every
 chunk has. Here one layer of each kind runs forward on a row that is longer than the schedule's chunk c, plainly and in
 its chunks, from the same hidden states. The chunks of a row are about equally long: c/2 at least, which a row of c + 1
-tokens has. A layer that changes its computation below c/2 is exact, one that does so between c/2 and c differs there,
-and one that does so above c differs in a row that is as long as that.
+tokens has. A layer that changes its computation below c/2 is exact. If it changes between c/2 and c, it differs there;
+if above c, it differs in a row as long as that.
 
-Within a chunk the median over its tokens is compared, so that a router that sends a token elsewhere because of rounding
-does not count.
+Within a chunk the median over its tokens is compared: a router that sends a token elsewhere by rounding does not count.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelEr
 from streamtune.schedule import Schedule
 
 ROWS = (9, 2, 13, 3, 11, 10)
-"""Tokens of the rows of the trial: chunks end inside some, and several lie inside one chunk."""
+"""Tokens of the trial's rows: chunks end inside some, and several lie inside one chunk."""
 
 TREES = ((-1, 11), (0, 5), (0, 2), (2, 4), (2, 3), (0, 9), (-1, 4), (6, 7), (6, 10))
 """Parts of the trial's trees (``Branches.of_nodes``): chunks end in trunks, behind them and in branches."""
@@ -72,11 +71,11 @@ class _Layout:
 
     rows: PackedRows
     arguments: dict[str, Tensor]
-    """Of the model's call, where it takes them."""
+    """Arguments of the model's call, if it takes them."""
     places: list[Tensor]
-    """Of each row alone."""
+    """Places of each row alone."""
     begins: list[int]
-    """The first token of each row that others lie before, counted in the row."""
+    """First token of each row that others lie before, counted in the row."""
     fault: str
     mend: str
 
@@ -95,13 +94,10 @@ def check_packing(handle: StreamedModel) -> None:
 
     Random state, training flags and the model are left as they were, also when it fails.
 
-    Args:
-        handle: The handle that ``stream(model)`` returned.
-
     Raises:
         ArgumentError: The handle was removed.
         UnsupportedModelError: The model does not keep packed rows apart; the message names the layer and the
-                difference.
+            difference.
     """
     if not handle.layers:
         raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
@@ -119,9 +115,6 @@ def check_packing(handle: StreamedModel) -> None:
 
 def check_branches(handle: StreamedModel) -> None:
     """Compare rows that share their beginning with the same rows alone, layer by layer, as :func:`check_packing` does.
-
-    Args:
-        handle: The handle that ``stream(model)`` returned.
 
     Raises:
         ArgumentError: The handle was removed.
@@ -261,13 +254,13 @@ def _hidden_name(bound: Arguments) -> str:
 
 
 SHORT, BEYOND = 256, 64
-"""Below this chunk a second row has so many tokens more than a chunk."""
+"""Below this chunk size a second row has so many tokens more than a chunk."""
 LONGEST = 4096
-"""The longest chunk that is tried unasked: the plain layer runs on the whole row."""
+"""Longest chunk that is tried unasked: the plain layer runs on the whole row."""
 
 
 def lengths_to_check(handle: StreamedModel) -> list[int]:
-    """Return lengths of rows a little longer than a chunk; none that costs too much or exceeds the model's rows."""
+    """Return lengths of rows a little longer than a chunk, unless they cost too much or exceed the model's rows."""
     chunk, longest = handle.schedule.chunk_size, _longest(handle)
     lengths = [chunk + 1, *([chunk + BEYOND] if chunk < SHORT else [])]
     return [length for length in lengths if length <= LONGEST + 1 and (longest is None or length <= longest)]
@@ -277,10 +270,6 @@ def check_length(handle: StreamedModel, length: int) -> None:
     """Compare one layer of each kind, whole and in the chunks of the schedule, on a random row of ``length`` tokens.
 
     Costs two forwards of the decoder on that row; the whole one has the memory of a plain layer.
-
-    Args:
-        handle: The handle that ``stream(model)`` returned.
-        length: Tokens of the row.
 
     Raises:
         UnsupportedModelError: A layer differs; the message names it and the tokens. The model is left as it was.
