@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import TeacherHead
 

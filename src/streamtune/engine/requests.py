@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.base.labels import IGNORE_INDEX
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine.lazy_logits import LazyLogits
 from streamtune.engine.rows import Branches
 from streamtune.engine.sequence.shards import SequenceShards

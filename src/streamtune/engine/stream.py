@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.base.model_device import model_device
-from streamtune.base.versions import blamed, untested
+from streamtune.base.libraries import blamed, untested
+from streamtune.base.model_facts import model_device
 from streamtune.engine.call_hooks import SHORT, StreamedCalls
 from streamtune.engine.hf_names import check_names
 from streamtune.engine.inspect_model import base_model
