@@ -27,8 +27,8 @@ from streamtune.engine import fused as engine_fused
 from streamtune.engine import model_call, norms
 from streamtune.ops import fused
 from streamtune.ops.attention import kernels, view_kernels
+from streamtune.ops.devices import known_host_copy, with_host_copy
 from streamtune.ops.head import cross_entropy, sweep
-from streamtune.ops.launching import known_host_copy, with_host_copy
 from streamtune.plan.simulate import Workload, simulate
 
 COUNTERS = ("launches", "syncs", "d2h", "h2d", "mallocs", "frees", "used", "peak", "operations", "not_ready")

@@ -10,7 +10,7 @@ from transformers import masking_utils
 
 import streamtune
 from streamtune.engine import masks
-from streamtune.ops.launching import _copies, host_copy, known_host_copy, with_host_copy
+from streamtune.ops.devices import _copies, host_copy, known_host_copy, with_host_copy
 from tests.exactness.families import batch, build
 from tests.exactness.test_packing import packed, rows
 

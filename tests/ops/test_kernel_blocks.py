@@ -11,7 +11,7 @@ from torch import Tensor
 
 from streamtune.ops.attention.kernel_blocks import in_blocks
 from streamtune.ops.attention.kernels import CPU, Scores, flash_kernel
-from streamtune.ops.launching import MAX_ELEMENTS, blocks
+from streamtune.ops.devices import MAX_ELEMENTS, blocks
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 import streamtune
 from streamtune.ops.attention.attention import prefix_attention
-from streamtune.ops.attention.kernel_trial import agrees_with_formula
+from streamtune.ops.attention.kernel_trial import ODD_LAYOUTS, agrees_with_formula, odd_layout, readable
 from streamtune.ops.attention.kernels import CPU, Scores
-from streamtune.ops.attention.layout import ODD_LAYOUTS, odd_layout, readable
 from streamtune.ops.attention.mask import LazyMask
+from streamtune.ops.devices import simulating
 from streamtune.ops.fused import rms_norm
-from streamtune.ops.simulated import simulating
 from tests.exactness.families import build
 from tests.precision_kit import Float64
 

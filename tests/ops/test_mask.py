@@ -19,8 +19,8 @@ from streamtune.engine import Branches
 from streamtune.engine.attention import NAME, dense_mask
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView
+from streamtune.ops.attention import mask as mask_module
 from streamtune.ops.attention import rules as rules_module
-from streamtune.ops.attention import view as view_module
 from tests.exactness.families import SMALL
 
 ROWS, LENGTH = 3, 53
@@ -89,7 +89,7 @@ def from_segments(view: MaskView) -> Tensor:
         assert (bias is None) == (not segment.masked)
         if bias is not None:
             assert bias.shape[2:] == let.shape[2:]
-            assert set(bias.unique().tolist()) <= {0.0, view_module.masked_score(torch.float32)}
+            assert set(bias.unique().tolist()) <= {0.0, mask_module.masked_score(torch.float32)}
             let &= bias == 0
             part = view.allowed(segment, slice(asked // 3, asked)).expand(size, 1, asked - asked // 3, -1)
             assert torch.equal(part, (bias == 0)[:, :, asked // 3 :].expand(size, 1, -1, -1))
@@ -237,7 +237,7 @@ def test_rows_that_share_their_beginning(
     trees: str, facts: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dense: every row's own square, put where its trunk and its branch lie."""
-    monkeypatch.setattr(view_module, "MASKED_KEYS", 7)
+    monkeypatch.setattr(mask_module, "MASKED_KEYS", 7)
     table = TREES[trees].table
     assert table.length == LENGTH
     positions = torch.arange(LENGTH)

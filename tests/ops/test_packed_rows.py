@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from streamtune.ops import LazyMask, prefix_attention
-from streamtune.ops.attention import attention, packed_rows
+from streamtune.ops.attention import attention, view_kernels
 from streamtune.ops.attention.kernel_trial import whole_agrees
-from streamtune.ops.attention.packed_rows import rows_are_right, rows_of
 from streamtune.ops.attention.runs import run_starts
+from streamtune.ops.attention.view_kernels import rows_are_right, rows_of
 from tests.ops.cuda_operators import cuda_operators
 
 __all__ = ["cuda_operators"]
@@ -42,7 +42,7 @@ def test_they_are_the_formula(chunk: tuple[int, int], window: int | None) -> Non
     assert rows is not None
     queries, keys = view.shape[2:]
     tensors = [draw(4, queries), draw(2, keys), draw(2, keys), draw(4, queries)]
-    assert whole_agrees(rows, *tensors, lazy.tile(*chunk, 0, chunk[1]), SCALE, None)
+    assert whole_agrees(rows, tensors, lazy.tile(*chunk, 0, chunk[1]), SCALE)
 
 
 def test_each_row_has_its_own_bounds() -> None:
@@ -97,7 +97,7 @@ def test_attention_by_rows_is_attention_by_segments(monkeypatch: pytest.MonkeyPa
     found = []
     for by_rows in (False, True):
         if by_rows:
-            choose = lambda view, q, k, v, scale, *rest: rows_of(view, scale)  # noqa: E731
+            choose = lambda view, q, k, v, rule, *rest: rows_of(view, rule.scale)  # noqa: E731
             monkeypatch.setattr(attention, "fused_view_kernel", choose)
             monkeypatch.setattr(attention.Piece, "by_formula", lambda *_: True)
         leaves = [draw(heads, length).requires_grad_() for heads, length in ((4, 150), (2, 250), (2, 250))]
@@ -112,7 +112,7 @@ def test_the_module_does_not_keep_a_mask() -> None:
     rows = rows_of(lazy.chunk(0, 100, 0), SCALE)
     assert rows is not None
     rows._rows(HERE)
-    assert lazy in packed_rows._on_device
-    count = len(packed_rows._on_device)
+    assert lazy in view_kernels._on_device
+    count = len(view_kernels._on_device)
     del rows, lazy
-    assert len(packed_rows._on_device) == count - 1
+    assert len(view_kernels._on_device) == count - 1

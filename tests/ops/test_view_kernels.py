@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from streamtune.ops import LazyMask, MaskView, prefix_attention, prefix_attention_reference
 from streamtune.ops.attention import attention, flex, view_kernels
 from streamtune.ops.attention.flex import FlexView, flex_is_right
-from streamtune.ops.attention.kernel_trial import TrialHeads
+from streamtune.ops.attention.kernel_trial import ScoreRule, TrialHeads
 from streamtune.ops.attention.runs import run_starts
 from streamtune.ops.attention.view_kernels import band_is_right, band_of, fused_view_kernel
 from tests.ops.cuda_operators import cuda_operators
@@ -228,7 +228,7 @@ def test_a_band_with_another_alignment_is_rejected(monkeypatch: pytest.MonkeyPat
 def test_on_cpu_segments_are_attended_one_by_one() -> None:
     view = view_of("packed", 0, 300)
     q, k = draw(H, 300, torch.float32), draw(G, 300, torch.float32)
-    assert fused_view_kernel(view, q, k, k, SCALE, None, 0.0) is None
+    assert fused_view_kernel(view, q, k, k, ScoreRule(SCALE)) is None
 
 
 def test_addresses_beyond_32_bits_are_left_to_the_segments() -> None:
@@ -243,9 +243,9 @@ def test_addresses_beyond_32_bits_are_left_to_the_segments() -> None:
 def whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every view in one call, as a device has it where these kernels are right."""
 
-    def choose(view: MaskView, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, *rest: Any) -> Any:
-        band = None if softcap is not None else band_of(view, scale)
-        return band or FlexView(view, scale, softcap)
+    def choose(view: MaskView, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, *rest: Any) -> Any:
+        band = None if rule.softcap is not None else band_of(view, rule.scale)
+        return band or FlexView(view, rule.scale, rule.softcap)
 
     monkeypatch.setattr(attention, "fused_view_kernel", choose)
     monkeypatch.setattr(view_kernels, "_given_up", set())

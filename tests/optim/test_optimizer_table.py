@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from streamtune.base.optimizer_table import OPTIMIZERS, PLAIN_STEP, argument_mistakes, check_installed, state_bytes
 from streamtune.errors import ArgumentError
-from streamtune.ops.simulated import simulating
+from streamtune.ops.devices import simulating
 from streamtune.optim import OptimChoice, build_optimizer, set_learning_rate, state_tensors
 from streamtune.optim.badam import part_start
 from streamtune.optim.libraries import RULES

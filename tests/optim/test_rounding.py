@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamtune.base.optimizer_table import OPTIMIZERS, PLAIN_STEP, state_bytes
-from streamtune.ops.simulated import simulating
+from streamtune.ops.devices import simulating
 from streamtune.optim import OptimChoice, build_optimizer, set_learning_rate, state_tensors
 from streamtune.plan.simulate.memory import distinct_bytes
 from streamtune.train.slices import SliceReader, write_slices

@@ -24,7 +24,7 @@ from streamtune.errors import UnsupportedModelError
 from streamtune.ops import LazyMask, MaskView, prefix_attention
 from streamtune.ops.attention.ring import ring_attention
 from streamtune.ops.attention.rules import ForeignAttentionError
-from streamtune.ops.simulated import autocast_kind
+from streamtune.ops.devices import autocast_kind
 
 NAME = "streamtune"
 """Name of the attention implementation in a model's config."""

@@ -36,7 +36,7 @@ from streamtune.engine.hf_names import CACHE, CACHE_CLASS, RWKV_KERNEL, RWKV_LAY
 from streamtune.engine.kv import KeysAndValues, StateKey, States, refuse_past
 from streamtune.engine.sequence.shards import ChunkExchange
 from streamtune.errors import UnsupportedModelError
-from streamtune.ops.simulated import autocast_kind
+from streamtune.ops.devices import autocast_kind
 
 Pass = Literal["store", "project", "recompute", "replay", "whole"]
 

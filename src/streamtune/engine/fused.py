@@ -32,8 +32,8 @@ from torch.nn.functional import linear
 from streamtune.engine.observe import Autocast, function_modes, restore_forward
 from streamtune.engine.sharded import is_sharded
 from streamtune.engine.vjp import GradientSum
+from streamtune.ops.devices import autocast_kind
 from streamtune.ops.fused import norm_is_right, rms_norm, rotary
-from streamtune.ops.simulated import autocast_kind
 
 KINDS = (Tensor, nn.Parameter)
 """Types of tensors that are computed with here. Quantised and sharded tensors have types of their own."""

@@ -36,7 +36,7 @@ from streamtune.engine.hf_names import (
     replace_inside,
 )
 from streamtune.ops.attention.runs import contiguous, run_starts
-from streamtune.ops.launching import host_copy, known_host_copy, with_host_copy
+from streamtune.ops.devices import host_copy, known_host_copy, with_host_copy
 
 _causal_mask_function = inside(CAUSAL_MASK)
 _find_packed_sequence_indices = inside(FINDS_PACKED)

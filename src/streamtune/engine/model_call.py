@@ -21,7 +21,7 @@ from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine.hf_names import BY_POSITIONS, CACHE, cache_argument, parameters_of, renamed_cache
 from streamtune.engine.rows import PackedRows, names_several_rows
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.ops.launching import forget_host_copies
+from streamtune.ops.devices import forget_host_copies
 
 TOKENS = ("input_ids", "inputs_embeds")
 READ = "_streamtune_read"

@@ -25,7 +25,7 @@ from torch.utils._device import DeviceContext
 
 from streamtune.engine.hf_names import attention_of, set_attention
 from streamtune.errors import UnsupportedModelError
-from streamtune.ops.simulated import DeviceFunctions
+from streamtune.ops.devices import DeviceFunctions
 
 
 @dataclass(frozen=True)

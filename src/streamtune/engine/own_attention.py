@@ -31,8 +31,7 @@ from streamtune.engine.attention import NAME, lazy_mask
 from streamtune.engine.hf_names import attention_of, set_attention
 from streamtune.engine.observe import attention_as
 from streamtune.errors import UnsupportedModelError
-from streamtune.ops.attention.mask import LazyMask
-from streamtune.ops.attention.view import MaskView
+from streamtune.ops.attention.mask import LazyMask, MaskView
 
 FORMS = ("eager", "sdpa")
 """Implementations that a layer may keep while its chunks are handed tiles."""

@@ -37,7 +37,7 @@ from streamtune.engine.hf_names import ROW_ENDS, ROW_IDS
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops import Branch, BranchTable, LazyMask, row_starts
 from streamtune.ops.attention.runs import run_starts
-from streamtune.ops.launching import host_copy
+from streamtune.ops.devices import host_copy
 from streamtune.schedule import Schedule
 
 

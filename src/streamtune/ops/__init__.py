@@ -1,9 +1,8 @@
 """Tensors in, tensors out: attention of a chunk, mask tiles, log-probabilities and losses without full logits."""
 
 from streamtune.ops.attention.attention import prefix_attention, prefix_attention_reference
-from streamtune.ops.attention.mask import LazyMask
+from streamtune.ops.attention.mask import LazyMask, MaskView, Segment
 from streamtune.ops.attention.runs import Branch, BranchTable, row_starts
-from streamtune.ops.attention.view import MaskView, Segment
 from streamtune.ops.first_order import first_order, graph_is_kept, hooks_held_back
 from streamtune.ops.head.cross_entropy import linear_cross_entropy, project_cross_entropy
 from streamtune.ops.head.logprobs import project_scores, token_logprobs, token_scores

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.ops.launching import blocks
-from streamtune.ops.simulated import kernel_device
+from streamtune.ops.devices import blocks, kernel_device
 
 GAINING = {"cuda"}
 """Kinds of devices on which each operator of a formula is a kernel of its own, which reads and writes memory."""

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from streamtune.ops.simulated import turns
+from streamtune.ops.devices import turns
 from streamtune.optim.weight_step import (
     ADAMW,
     EachWeight,

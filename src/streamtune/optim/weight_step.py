@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from streamtune.ops.simulated import kernel_device
+from streamtune.ops.devices import kernel_device
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 """Options of AdamW: the learning rate, decay rates of both moments, the denominator's addend, decoupled decay."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
-from streamtune.ops.simulated import turns
+from streamtune.ops.devices import turns
 from streamtune.optim.libraries import RULES, Rule
 from streamtune.optim.weight_step import hash_of, pieces_of, random_bits, round_stochastically
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.ops.simulated import turns
+from streamtune.ops.devices import turns
 from streamtune.optim.weight_step import pieces_of, random_bits, round_stochastically, seeded
 
 BITS = -1

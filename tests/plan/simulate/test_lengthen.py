@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamtune.models import add_lora
-from streamtune.ops.simulated import simulating
+from streamtune.ops.devices import simulating
 from streamtune.plan.simulate import Workload, simulate
 from streamtune.plan.simulate.extrapolate import kinds_of_layers, layout_of
 from streamtune.plan.simulate.lengthen import with_a_period_more

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from streamtune.errors import OutOfMemoryError
-from streamtune.ops.simulated import repeated
+from streamtune.ops.devices import repeated
 
 PAGE = 4096
 """Blocks begin at multiples of this, as direct reads and writes of a file require."""

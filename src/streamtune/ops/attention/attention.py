@@ -15,21 +15,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from streamtune.ops.attention.kernel_trial import Kernel, Scores
+from streamtune.ops.attention.kernel_trial import Kernel, ScoreRule, Scores
 from streamtune.ops.attention.kernels import flash_kernel
-from streamtune.ops.attention.view import MaskView, Segment, masked_score
+from streamtune.ops.attention.mask import MaskView, Segment, masked_score
 from streamtune.ops.attention.view_kernels import attend_whole, backward_whole, fused_view_kernel
+from streamtune.ops.devices import autocast_kind, blocks, repeated
 from streamtune.ops.first_order import first_order
 from streamtune.ops.fused import gains
-from streamtune.ops.launching import blocks
-from streamtune.ops.simulated import autocast_kind, repeated
 
 R = TypeVar("R")
 
@@ -79,16 +78,14 @@ def prefix_attention(
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``. A query that sees no key (left padding) gives zeros.
     """
     assert tuple(view.shape[2:]) == (q_BHTD.shape[2], k_BGSD.shape[2]), (view.shape, q_BHTD.shape, k_BGSD.shape)
-    kind = autocast_kind(q_BHTD.device)
-    with torch.autocast(kind, enabled=False):  # the formula's matmuls are in the dtypes it chooses
+    with torch.autocast(autocast_kind(q_BHTD.device), enabled=False):  # the formula chooses the dtypes of its matmuls
         own: tuple[Tensor | None, Tensor | None] = (None, None)
         if prefix is not None:
             own, k_BGSD, v_BGSD = prefix.own, k_BGSD.detach(), v_BGSD.detach()
         differentiable = [q_BHTD, k_BGSD, v_BGSD, *own]
         backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
-        return _PrefixAttention.apply(
-            q_BHTD, k_BGSD, v_BGSD, sinks_H, *own, prefix, view, scale, softcap, dropout, memory, backward
-        )
+        settings = _Settings(view, ScoreRule(scale, softcap, dropout), prefix, memory, backward)
+        return _PrefixAttention.apply(settings, q_BHTD, k_BGSD, v_BGSD, sinks_H, *own)
 
 
 Place = tuple[slice, slice, slice]
@@ -134,31 +131,27 @@ def without_autocast(backward: Callable[[Any, Tensor], R]) -> Callable[[Any, Ten
     return wrapped
 
 
+@dataclass(frozen=True)
+class _Settings:
+    view: MaskView
+    rule: ScoreRule
+    prefix: Prefix | None
+    memory: Memory | None
+    for_backward: bool
+
+
 class _PrefixAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        own_k: Tensor | None,
-        own_v: Tensor | None,
-        prefix: Prefix | None,
-        view: MaskView,
-        scale: float,
-        softcap: float | None,
-        dropout: float,
-        memory: Memory | None,
-        for_backward: bool,
-    ) -> Tensor:
-        seed = int(torch.randint(1 << 62, ())) if dropout else 0
-        pieces = [Piece(view, segment, scale, softcap, dropout, seed) for segment in view.segments()]
+    def forward(ctx: Any, settings: _Settings, *tensors: Tensor) -> Tensor:
+        q, k, v, sinks, _, _ = tensors  # keys and values of the chunk itself are there for their gradients
+        view, rule, memory = settings.view, settings.rule, settings.memory
+        seed = int(torch.randint(1 << 62, ())) if rule.dropout else 0
+        pieces = [Piece(view, segment, rule, seed) for segment in view.segments()]
         by_formula = any(piece.by_formula(q, k, v) for piece in pieces)
-        whole = fused_view_kernel(view, q, k, v, scale, softcap, dropout, by_formula)
+        whole = fused_view_kernel(view, q, k, v, rule, by_formula)
         known = None if memory is None else memory.recall()
         if known is None:
-            own = None if whole is None else attend_whole(whole, q, k, v, for_backward)
+            own = None if whole is None else attend_whole(whole, q, k, v, settings.for_backward)
             whole = None if own is None else whole
             o, lse = _merged(pieces, q, k, v) if own is None else own
             masked = own is not None or any(piece.segment.masked for piece in pieces)
@@ -170,7 +163,7 @@ class _PrefixAttention(torch.autograd.Function):
         else:
             o, lse = known
         ctx.save_for_backward(q, k, v, sinks, o, lse)
-        ctx.whole, ctx.pieces, ctx.prefix = whole, pieces, prefix
+        ctx.whole, ctx.pieces, ctx.prefix = whole, pieces, settings.prefix
         ctx.shared_keys = view.mask.block_start is not None or view.mask.branches is not None
         return o.detach() if o.dtype == q.dtype else o.to(q.dtype)  # o itself may be kept, and gets no graph
 
@@ -203,11 +196,10 @@ class _PrefixAttention(torch.autograd.Function):
                     sums.add(piece.keys, grad_k_s, grad_v_s)
                     del grad_q_s, grad_k_s, grad_v_s  # before the next are made
             grad_q, grad_k, grad_v = grad_q.to(q.dtype), sums.k.to(k.dtype), sums.v.to(v.dtype)
-        grad_sinks = sinks_gradient(grad_o, sinks, o, lse) if ctx.needs_input_grad[3] else None
-        nothing = (None,) * 7
+        grad_sinks = sinks_gradient(grad_o, sinks, o, lse) if ctx.needs_input_grad[4] else None
         if prefix is not None:
-            return grad_q, None, None, grad_sinks, grad_k, grad_v, *nothing
-        return grad_q, grad_k, grad_v, grad_sinks, None, None, *nothing
+            return None, grad_q, None, None, grad_sinks, grad_k, grad_v
+        return None, grad_q, grad_k, grad_v, grad_sinks, None, None
 
 
 def sinks_gradient(grad_o: Tensor, sinks: Tensor, o: Tensor, lse: Tensor) -> Tensor:
@@ -292,11 +284,8 @@ class Piece:
     ``queries`` and ``keys`` are its places in ``[B, H, T, D]`` and ``[B, G, S, D]``.
     """
 
-    def __init__(
-        self, view: MaskView, segment: Segment, scale: float, softcap: float | None, dropout: float, seed: int
-    ) -> None:
-        self.view, self.segment, self.scale = view, segment, scale
-        self.softcap, self.dropout, self.seed = softcap, dropout, seed
+    def __init__(self, view: MaskView, segment: Segment, rule: ScoreRule, seed: int) -> None:
+        self.view, self.segment, self.rule, self.seed = view, segment, rule, seed
         rows = slice(None) if segment.row is None else slice(segment.row, segment.row + 1)
         self.queries = (rows, slice(None), slice(segment.q_start, segment.q_stop))
         self.keys = (rows, slice(None), slice(segment.start, segment.stop))
@@ -310,7 +299,7 @@ class Piece:
         """
         segment = self.segment
         size = key_block(segment.q_stop - segment.q_start, device)
-        if segment.causal or self.dropout or segment.stop - segment.start <= size:
+        if segment.causal or self.rule.dropout or segment.stop - segment.start <= size:
             yield self, 1
             return
         starts = range(segment.start, segment.stop, size)
@@ -318,8 +307,7 @@ class Piece:
         times = (segment.stop - segment.start) / size if simulated else 1
         for start in starts[:1] if simulated else starts:
             block = replace(segment, start=start, stop=min(start + size, segment.stop))
-            piece = Piece(self.view, block, self.scale, self.softcap, self.dropout, self.seed)
-            yield piece, times
+            yield Piece(self.view, block, self.rule, self.seed), times
 
     def covers(self, q: Tensor, k: Tensor) -> bool:
         """Return True if the segment has all queries and all keys."""
@@ -333,7 +321,7 @@ class Piece:
         """
         q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._kernel(q, k, v)
         if kernel is not None:
-            return kernel.forward(q, k, v, Scores(self.scale, self.segment.causal, self._bias(q.dtype)))
+            return kernel.forward(q, k, v, self._kernel_scores(q.dtype))
         return self._tiled_forward(q, k, v)
 
     def backward(
@@ -343,8 +331,7 @@ class Piece:
         q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._kernel(q, k, v)
         grad_o, o, lse = grad_o[self.queries], o[self.queries], lse[self.queries].contiguous()
         if kernel is not None:
-            scores = Scores(self.scale, self.segment.causal, self._bias(q.dtype))
-            return kernel.backward(grad_o, q, k, v, o, lse, scores)
+            return kernel.backward(grad_o, q, k, v, o, lse, self._kernel_scores(q.dtype))
         return self._tiled_backward(grad_o, q, k, v, o, lse)
 
     def by_formula(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -352,12 +339,12 @@ class Piece:
         return self._kernel(q, k, v) is None
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Kernel | None:
-        if self.softcap is not None or self.dropout > 0:
+        if self.rule.softcap is not None or self.rule.dropout > 0:
             return None
         return flash_kernel(q, k, v, self.segment.masked)
 
-    def _bias(self, dtype: torch.dtype) -> Tensor | None:
-        return self.view.bias(self.segment, dtype)
+    def _kernel_scores(self, dtype: torch.dtype) -> Scores:
+        return Scores(self.rule.scale, self.segment.causal, self.view.bias(self.segment, dtype))
 
     def _row_tiles(self, q: Tensor, k: Tensor) -> Iterator[slice]:
         return blocks(q.shape[2], TILE_ELEMENTS // (q.shape[0] * q.shape[1] * max(1, k.shape[2])))
@@ -368,11 +355,11 @@ class Piece:
         They are in the dtype of ``k``, fp32 or wider, as a fused kernel accumulates them.
         """
         tile = q_BGRTD[:, :, :, rows]
-        s = (tile.flatten(2, 3).to(k.dtype) @ k.mT).mul_(self.scale).unflatten(2, tile.shape[2:4])
+        s = (tile.flatten(2, 3).to(k.dtype) @ k.mT).mul_(self.rule.scale).unflatten(2, tile.shape[2:4])
         slope = None
-        if self.softcap is not None:
-            squashed = (s / self.softcap).tanh()
-            s, slope = squashed * self.softcap, 1 - squashed**2
+        if (softcap := self.rule.softcap) is not None:
+            squashed = (s / softcap).tanh()
+            s, slope = squashed * softcap, 1 - squashed**2
         if self.segment.causal or self.segment.masked:
             s = s.masked_fill(~self._allowed(rows)[:, :, None], masked_score(s.dtype))
         return s, slope
@@ -389,8 +376,8 @@ class Piece:
         place = 1_000_003 * self.segment.start + self.segment.q_start + rows.start
         seed = (self.seed + place + (self.segment.row or 0) * (1 << 48)) % (1 << 62)
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
-        kept = torch.rand(shape, generator=generator, device=device) >= self.dropout
-        return kept.to(dtype) / (1 - self.dropout)
+        kept = torch.rand(shape, generator=generator, device=device) >= self.rule.dropout
+        return kept.to(dtype) / (1 - self.rule.dropout)
 
     def _tiled_forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -400,7 +387,7 @@ class Piece:
             s, _ = self._scores(q_BGRTD, k, rows)
             lse_tile = s.logsumexp(-1)
             p = s.sub_(lse_tile[..., None]).exp_()
-            if self.dropout:
+            if self.rule.dropout:
                 p = p * self._kept(p.shape, rows, p.device, dtype)
             o_tile = (p.flatten(2, 3) @ v).unflatten(2, p.shape[2:4])
             o[:, :, rows], lse[:, :, rows] = o_tile.flatten(1, 2), lse_tile.flatten(1, 2)
@@ -421,12 +408,12 @@ class Piece:
             p = s.sub_(lse_BGRT[:, :, :, rows, None]).exp_()
             grad_p = (grad_tile @ wide_v.mT).unflatten(2, shape)
             weights = p
-            if self.dropout:
+            if self.rule.dropout:
                 kept = self._kept(p.shape, rows, p.device, dtype)
                 grad_p, weights = grad_p * kept, p * kept
             grad_v += weights.flatten(2, 3).mT @ grad_tile
             grad_s = p * (grad_p - delta_BGRT[:, :, :, rows, None])
-            grad_s = (grad_s if slope is None else grad_s * slope).mul_(self.scale).flatten(2, 3)
+            grad_s = (grad_s if slope is None else grad_s * slope).mul_(self.rule.scale).flatten(2, 3)
             grad_q[:, :, rows] = (grad_s @ wide_k).unflatten(2, shape).flatten(1, 2)
             grad_k += grad_s.mT @ q_BGRTD[:, :, :, rows].flatten(2, 3).to(dtype)
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)

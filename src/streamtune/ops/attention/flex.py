@@ -21,9 +21,8 @@ from torch.fx.experimental import _config as shapes
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from streamtune.ops.attention.kernel_trial import Grads, TrialHeads, drawn, whole_agrees
-from streamtune.ops.attention.mask import LazyMask
+from streamtune.ops.attention.mask import LazyMask, MaskView
 from streamtune.ops.attention.rules import MaskRules
-from streamtune.ops.attention.view import MaskView
 
 log = logging.getLogger(__name__)
 
@@ -225,4 +224,4 @@ def _agrees(
     starts = torch.arange(keys, device=device) // 90 * 90
     mask = LazyMask(2, queries, keys, q_offset=offset, window=70, row_start=starts[None], device=device)
     flex = FlexView(mask.rows(0, queries), scale, softcap)
-    return whole_agrees(flex, q, k, v, grad, mask.tile(offset, keys, 0, keys), scale, softcap)
+    return whole_agrees(flex, (q, k, v, grad), mask.tile(offset, keys, 0, keys), scale, softcap)

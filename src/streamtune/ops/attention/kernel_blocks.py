@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from streamtune.ops.attention.kernel_trial import Grads, Kernel, Scores
-from streamtune.ops.launching import MAX_ELEMENTS, blocks
+from streamtune.ops.devices import MAX_ELEMENTS, blocks
 
 ROUND = 128
 """Blocks are a multiple of this where they are larger: kernels read keys in tiles of 64 or 128."""

@@ -1,20 +1,26 @@
-"""The interface of a fused attention kernel, and the trial that selects one: right by the formula, and the fastest.
+"""The interface of a fused attention kernel, its layouts in memory, and the trial that selects one.
 
-Before its first use a kernel is tried on small problems. One that is missing in a build, wrong on a device or made for
-another log-sum-exp is not used. Shape suffixes as in ``ops.attention``.
+Before its first use a kernel is tried on small problems, and its results are compared with the formula's. A kernel that
+is missing in a build, wrong on a device or made for another log-sum-exp is not used. The fastest of the others is.
+
+``scaled_dot_product_attention`` checks strides before it calls a kernel. The operators below it, which are called here
+directly, do not. On a CPU they take the channels of a head to be neighbours in memory whatever the stride says, and lay
+their output out as the queries are, which fails where tokens overlap. On CUDA they read 16 bytes at once wherever these
+begin. A dimension of stride zero is read rightly: a group of heads that shares its keys.
+
+Shape suffixes as in ``ops.attention``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from streamtune.ops.attention.layout import ODD_LAYOUTS, odd_layout
-from streamtune.ops.launching import median_time
+from streamtune.ops.devices import kernel_device, median_time
 
 RUNS = 5
 """Timed runs of a kernel, of which the median counts; one more before them is not counted."""
@@ -39,6 +45,21 @@ class Scores:
     scale: float
     causal: bool = False
     bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """The map of ``q k^T`` to attention weights, apart from the mask.
+
+    Args:
+        scale: Factor on the scores, usually ``D ** -0.5``.
+        softcap: ``c * tanh(score / c)`` in place of the score (Gemma 2).
+        dropout: Probability that an attention weight is dropped.
+    """
+
+    scale: float
+    softcap: float | None = None
+    dropout: float = 0.0
 
 
 Grads = tuple[Tensor, Tensor, Tensor]
@@ -96,6 +117,74 @@ class ViewKernel(Protocol):
         """Return the gradients of q, k, v for any output and log-sum-exp; with +inf a query contributes none."""
 
 
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+VECTOR = 16
+"""Bytes that a kernel on CUDA reads at once."""
+
+
+def call_kernel(operator: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call an operator below ``scaled_dot_product_attention``; tensors are copied where their layout requires it."""
+    return operator(
+        *(readable(x) if isinstance(x, Tensor) else x for x in arguments),
+        **{name: readable(x) if isinstance(x, Tensor) else x for name, x in options.items()},
+    )
+
+
+def readable(x: Tensor) -> Tensor:
+    """Return ``x`` itself where its channels are neighbours in memory and begin where a kernel can read, else a copy.
+
+    The last dimension of ``x`` is the channels of a head, or the keys of a mask.
+    """
+    if x.dim() < 2 or (_is_apart(x) and (kernel_device(x.device) != "cuda" or _is_aligned(x))):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _steps(x: Tensor) -> list[int]:
+    """Return the strides of all dimensions but the last that have more than one place."""
+    return [step for length, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if length > 1]
+
+
+def _is_apart(x: Tensor) -> bool:
+    """Return True if the channels of a token are neighbours, and no two tokens overlap in part."""
+    channels = x.shape[-1]
+    return channels <= 1 or (x.stride(-1) == 1 and all(step == 0 or step >= channels for step in _steps(x)))
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Return True if the channels of each token begin at a multiple of 16 bytes, or no copy of ``x`` would do so."""
+    size = x.element_size()
+    if x.shape[-1] * size % VECTOR:
+        return True
+    return x.data_ptr() % VECTOR == 0 and all(step * size % VECTOR == 0 for step in _steps(x))
+
+
+ODD_LAYOUTS = ("channels apart", "every other channel", "odd offset", "expanded", "overlapping")
+"""Layouts of ``[B, H, T, D]`` that a projection, a slice or a gradient may have, beside the usual ones."""
+
+
+def odd_layout(x: Tensor, layout: str) -> Tensor:
+    """Return a tensor of the shape of ``x`` ``[B, H, T, D]`` in one of :data:`ODD_LAYOUTS`.
+
+    It has the numbers of ``x`` or some of them: an expanded tensor repeats the first row, and places that overlap share
+    numbers.
+    """
+    if layout == "channels apart":  # of one channel all heads are neighbours: a projection laid out ``(d h)``
+        return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    if layout == "every other channel":
+        return torch.stack([x, torch.full_like(x, torch.nan)], dim=-1).flatten(-2)[..., ::2]
+    if layout == "odd offset":
+        return torch.cat([x.new_full((3,), torch.nan), x.flatten()])[3:].view(x.shape)
+    if layout == "expanded":
+        return x[:1].expand(x.shape)
+    assert layout == "overlapping"
+    return x.flatten().as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1, 1))
+
+
+# --- the trial --------------------------------------------------------------------------------------------------------
+
+
 def agrees_with_formula(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, biased: bool = False
 ) -> bool:
@@ -105,22 +194,30 @@ def agrees_with_formula(
     with ``biased``, tensors laid out as a projection leaves them and as parts of a longer sequence, and then each
     tensor in each of :data:`ODD_LAYOUTS`.
     """
-    problems = [(2, 2, 40, 72, False), (2, 2, 40, 40, True), (4, 2, 136, 200, False), (4, 1, 136, 136, True)]
+    sizes = [(2, 2, 40, 72, False), (2, 2, 40, 40, True), (4, 2, 136, 200, False), (4, 1, 136, 136, True)]
     if (grain := kernel.grain) > 1:  # one is of whole heads, one of grouped ones; each shape is prepared for
-        problems = [(2, 2, grain, 2 * grain, False), (4, 1, grain, grain, True)]
+        sizes = [(2, 2, grain, 2 * grain, False), (4, 1, grain, grain, True)]
+    shapes = [_ProblemShape(*size) for size in sizes]
     # Each of the four tensors has each of the odd layouts once, in problems of one shape.
-    turns = [None, *(ODD_LAYOUTS[turn:] + ODD_LAYOUTS[:turn] for turn in range(len(ODD_LAYOUTS)))]
-    tried = [(problem, turns[0]) for problem in problems] + [(problems[0], turn) for turn in turns[1:]]
+    turns = [ODD_LAYOUTS[turn:] + ODD_LAYOUTS[:turn] for turn in range(len(ODD_LAYOUTS))]
+    tried = [(shape, None) for shape in shapes] + [(shapes[0], turn) for turn in turns]
     with torch.no_grad():
         try:
             return all(
-                _Problem(device, dtype, head_dim, *problem, layouts).passes(kernel, biased)
-                for problem, layouts in tried
+                _Problem(device, dtype, head_dim, shape, layouts).passes(kernel, biased) for shape, layouts in tried
             )
         except (RuntimeError, NotImplementedError, ValueError, TypeError):
             # A kernel that is not there, or another version of it. torch's out-of-memory error is a RuntimeError too:
             # a kernel that could not be tried is not used either.
             return False
+
+
+class _ProblemShape(NamedTuple):
+    heads: int
+    groups: int
+    queries: int
+    keys: int
+    causal: bool
 
 
 class _Problem:
@@ -134,13 +231,10 @@ class _Problem:
         device: torch.device,
         dtype: torch.dtype,
         head_dim: int,
-        heads: int,
-        groups: int,
-        queries: int,
-        keys: int,
-        causal: bool,
+        shape: _ProblemShape,
         layouts: Sequence[str] | None,
     ) -> None:
+        heads, groups, queries, keys, causal = shape
         self.generator = torch.Generator(device).manual_seed(0)
         self.device, self.dtype, self.causal, self.scale = device, dtype, causal, head_dim**-0.5
         # A packed row's queries and keys are a part of the sequence's; a projection puts the heads of a token together.
@@ -222,12 +316,17 @@ def drawn(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor
 
 
 def whole_agrees(
-    kernel: ViewKernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: Tensor, scale: float, softcap: float | None
+    kernel: ViewKernel, tensors: Sequence[Tensor], seen: Tensor, scale: float, softcap: float | None = None
 ) -> bool:
     """Return True if a kernel over all keys agrees with the formula in fp64, with a sink in the log-sum-exp.
 
-    ``seen`` is True where a query sees a key; it broadcasts to ``[B, H, T, S]``.
+    Args:
+        kernel: The kernel.
+        tensors: q, k, v and the gradient of the output.
+        seen: True where a query sees a key; broadcasts to ``[B, H, T, S]``.
+        scale, softcap: Arguments of ``prefix_attention``.
     """
+    q, k, v, grad = tensors
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     wide_k, wide_v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in exact[1:])
     s = exact[0] @ wide_k.mT * scale

@@ -3,8 +3,13 @@
 On CPU there is one, torch's. On CUDA those that agree with the formula are timed once and the fastest runs. The
 backward of each takes the log-sum-exp of a softmax over more keys than it sees; so prefix attention is exact.
 
-Those for CUDA are operators of torch's own, below ``scaled_dot_product_attention``: that one returns no log-sum-exp and
-takes none. Keys and values stay at their G heads; none of these copies them to all query heads.
+The kernels for CUDA are operators of torch's own, below ``scaled_dot_product_attention``, which returns no log-sum-exp
+and takes none. Keys and values stay at their G heads; no kernel copies them to all query heads.
+
+Torch's operators of flash attention are implemented by the wheel (FA2), or by a newer package that is installed: FA3
+(Shah et al., arXiv 2407.08608) is ``flash_attn_interface``, for devices of capability 9; FA4 is ``flash_attn.cute``,
+for 9 and 10. torch registers one of them in place of its own, for the whole process, so a program that owns the process
+may choose, and a library may not: ``streamtune.stream`` uses what is active.
 """
 
 from __future__ import annotations
@@ -13,23 +18,27 @@ import logging
 import warnings
 from dataclasses import replace
 from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
-from streamtune.ops.attention.flash_version import active_flash, use_fastest_flash
 from streamtune.ops.attention.kernel_blocks import in_blocks, padded
 from streamtune.ops.attention.kernel_trial import (
+    MARGIN,
     Grads,
     Kernel,
     Scores,
     TrialHeads,
     agrees_with_formula,
+    call_kernel,
     fastest,
     median_seconds,
+    readable,
 )
-from streamtune.ops.attention.layout import call_kernel, readable
-from streamtune.ops.simulated import kernel_device
+from streamtune.ops.devices import kernel_device
 
 log = logging.getLogger(__name__)
 
@@ -261,3 +270,69 @@ FLASH = Kernel("cuda-flash", _flash_forward, _flash_backward, takes_bias=False)
 CUDNN = Kernel("cudnn", _cudnn_forward, _cudnn_backward, takes_bias=False, longest=1 << 15, grain=1 << 10)
 # With a mask, or causal, this one is wrong past 2^16 queries or keys: it is never given more than half of that.
 EFFICIENT = Kernel("cuda-efficient", _efficient_forward, _efficient_backward, takes_bias=True, longest=1 << 15)
+
+
+# --- implementations of flash attention -------------------------------------------------------------------------------
+
+DEFAULT = "FA2"
+PACKAGES = {"FA3": ("flash_attn_interface", (9,)), "FA4": ("flash_attn.cute", (9, 10))}
+"""Implementation -> its package, and the first numbers of the capabilities of the devices it is for."""
+
+_attention: Any = torch.nn.attention
+
+
+def active_flash() -> str:
+    """Return the name of the implementation that is active; versions of torch without the choice have the default."""
+    current = getattr(_attention, "current_flash_attention_impl", lambda: None)()
+    return current or DEFAULT
+
+
+@lru_cache(maxsize=8)
+def use_fastest_flash(device: torch.device, kernel: Kernel, heads: TrialHeads) -> str:
+    """Activate the implementation that is the fastest of those that agree with the formula, and return its name.
+
+    An implementation that the user activated stays. A device that is only simulated has none.
+
+    Args:
+        device: The device of this process.
+        kernel: Flash attention by torch's operators.
+        heads: The heads that are tried, in bfloat16.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available() or active_flash() != DEFAULT:
+        return active_flash()
+    best, least = DEFAULT, median_seconds(kernel, device, torch.bfloat16, heads) if _installed(device) else None
+    for name in _installed(device):
+        try:
+            _attention.activate_flash_attention_impl(name)
+        except Exception as error:  # of its package, whatever it is
+            log.info("%s is installed and cannot be used: %s", name, error)
+            continue
+        right = agrees_with_formula(kernel, device, torch.bfloat16, heads.size)
+        seconds = median_seconds(kernel, device, torch.bfloat16, heads) if right else None
+        if seconds is not None and (least is None or seconds < least * MARGIN):
+            best, least = name, seconds
+    if best != active_flash():
+        if best == DEFAULT:
+            _attention.restore_flash_attention_impl()
+        else:
+            _attention.activate_flash_attention_impl(best)
+    if best != DEFAULT:
+        log.info("flash attention by %s", best)
+    return best
+
+
+def _installed(device: torch.device) -> list[str]:
+    known: list[str] = getattr(_attention, "list_flash_attention_impls", list)()
+    capability = torch.cuda.get_device_capability(device)[0]
+    return [
+        name
+        for name, (package, capabilities) in PACKAGES.items()
+        if name in known and capability in capabilities and _is_there(package)
+    ]
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ImportError:  # the package that it is a part of is missing
+        return False

@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamtune.ops.attention.attention import Memory, Piece, Prefix, seen, sinks_gradient, without_autocast
+from streamtune.ops.attention.kernel_trial import ScoreRule
+from streamtune.ops.attention.mask import MaskView, Segment
 from streamtune.ops.attention.rules import MaskRules
-from streamtune.ops.attention.view import MaskView, Segment
+from streamtune.ops.devices import autocast_kind
 from streamtune.ops.exchange import passed_on
 from streamtune.ops.first_order import first_order
-from streamtune.ops.simulated import autocast_kind
 
 ShardPlaces = tuple[slice, slice]
 """The slice of a shard in a tensor of shards end to end, and its slice in the sequence."""
@@ -69,37 +70,36 @@ def ring_attention(
     Args:
         q_BHTD: Queries of this rank's shards.
         k_BGND, v_BGND: Keys and values of this rank's shards, prefix and own.
-        mask: Of the whole sequence; no query sees a later key.
+        mask: The mask of the whole sequence; no query sees a later key.
         ring: The ranks and their shards.
-        scale, softcap, sinks_H, dropout, memory, prefix: As there; the prefix is this rank's part of it.
-
-    Returns:
-        ``[B, H, T, D]``.
+        scale, softcap, sinks_H, dropout, memory: Arguments of :func:`streamtune.ops.prefix_attention`.
+        prefix: This rank's part of the prefix.
     """
     with torch.autocast(autocast_kind(q_BHTD.device), enabled=False):
         own: tuple[Tensor | None, Tensor | None] = (None, None)
         if prefix is not None:
             own, k_BGND, v_BGND = prefix.own, k_BGND.detach(), v_BGND.detach()
-        settings = _RingSettings(mask, ring, scale, softcap, dropout)
-        out: Tensor = _RingAttention.apply(q_BHTD, k_BGND, v_BGND, sinks_H, *own, prefix, settings, memory)
+        seed = int(torch.randint(1 << 62, ())) if dropout else 0
+        settings = _RingSettings(mask, ring, ScoreRule(scale, softcap, dropout), prefix, memory, seed)
+        out: Tensor = _RingAttention.apply(settings, q_BHTD, k_BGND, v_BGND, sinks_H, *own)
         return out
 
 
-@dataclass
+@dataclass(frozen=True)
 class _RingSettings:
     mask: MaskRules
     ring: Ring
-    scale: float
-    softcap: float | None
-    dropout: float
-    seed: int = 0
+    rule: ScoreRule
+    prefix: Prefix | None
+    memory: Memory | None
+    seed: int
 
     def pieces(self, source: int) -> Iterator[tuple[Piece, slice, slice]]:
         """Yield the pieces of a rank's block to attend to, each with its slice of the queries and of the block."""
         for q_at, q in self.ring.queries:
             for k_at, view, segment in _visible(self.mask, q, self.ring.keys(source)):
                 seed = (self.seed + 1_000_033 * (view.k_start * 31 + q.start)) % (1 << 62)
-                yield Piece(view, segment, self.scale, self.softcap, self.dropout, seed), q_at, k_at
+                yield Piece(view, segment, self.rule, seed), q_at, k_at
 
 
 def _visible(mask: MaskRules, q: slice, shards: Sequence[ShardPlaces]) -> Iterator[tuple[slice, MaskView, Segment]]:
@@ -127,25 +127,15 @@ def _visible(mask: MaskRules, q: slice, shards: Sequence[ShardPlaces]) -> Iterat
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        own_k: Tensor | None,
-        own_v: Tensor | None,
-        prefix: Prefix | None,
-        settings: _RingSettings,
-        memory: Memory | None,
-    ) -> Tensor:
-        settings.seed = int(torch.randint(1 << 62, ())) if settings.dropout else 0
+    def forward(ctx: Any, settings: _RingSettings, *tensors: Tensor) -> Tensor:
+        q, k, v, sinks, _, _ = tensors  # keys and values of the chunk itself are there for their gradients
+        memory = settings.memory
         known = None if memory is None else memory.recall()
         o, lse = _attended(q, k, v, sinks, settings) if known is None else known
         if known is None and memory is not None:
             memory.keep(o, lse)
         ctx.save_for_backward(q, k, v, sinks, o, lse)
-        ctx.settings, ctx.prefix = settings, prefix
+        ctx.settings = settings
         return o.detach() if o.dtype == q.dtype else o.to(q.dtype)
 
     @staticmethod
@@ -153,17 +143,17 @@ class _RingAttention(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, o, lse = ctx.saved_tensors
-        prefix: Prefix | None = ctx.prefix
-        grad_q, grad_k, grad_v = _backward(grad_o, q, k, v, o, lse, ctx.settings)
-        grad_sinks = sinks_gradient(grad_o, sinks, o, lse) if ctx.needs_input_grad[3] else None
-        nothing = (None,) * 3
+        settings: _RingSettings = ctx.settings
+        prefix = settings.prefix
+        grad_q, grad_k, grad_v = _backward(grad_o, (q, k, v, o, lse), settings)
+        grad_sinks = sinks_gradient(grad_o, sinks, o, lse) if ctx.needs_input_grad[4] else None
         if prefix is None:
-            return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None, *nothing
+            return None, grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None
         before = prefix.length
         place = (slice(None), slice(None), slice(0, before))
         prefix.add(place, grad_k[:, :, :before], grad_v[:, :, :before])
         own = [grad[:, :, before:].to(x.dtype) for grad, x in ((grad_k, k), (grad_v, v))]
-        return grad_q, None, None, grad_sinks, *own, *nothing
+        return None, grad_q, None, None, grad_sinks, *own
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: _RingSettings) -> tuple[Tensor, Tensor]:
@@ -194,9 +184,13 @@ def _merge(o: Tensor, lse: Tensor, o_s: Tensor, lse_s: Tensor) -> None:
 
 
 def _backward(
-    grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, settings: _RingSettings
+    grad_o: Tensor, saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], settings: _RingSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of q and of this rank's k, v, the latter in fp32 or wider, as every rank adds to them."""
+    """Return the gradients of q, and of this rank's k, v in fp32 or wider, as every rank adds to them.
+
+    ``saved`` is q, k, v, the merged output and log-sum-exp.
+    """
+    q, k, v, o, lse = saved
     wide = torch.promote_types(q.dtype, torch.float32)
     grad_q = torch.zeros_like(q, dtype=wide)
     grads, block = [torch.zeros_like(x, dtype=wide) for x in (k, v)], [k, v]
@@ -205,9 +199,10 @@ def _backward(
         last = source == sources[-1]
         arriving, waiting = (block, []) if last else passed_on(block, settings.ring.group)
         for whole, q_at, k_at in settings.pieces(source):
-            of = [x[:, :, q_at] for x in (q, o, lse, grad_o)]
+            grad_o_here, q_here, o_here, lse_here = (x[:, :, q_at] for x in (grad_o, q, o, lse))
+            k_here, v_here = (x[:, :, k_at] for x in block)
             for piece, _ in whole.key_blocks(q.device):
-                parts = piece.backward(of[3], of[0], block[0][:, :, k_at], block[1][:, :, k_at], of[1], of[2])
+                parts = piece.backward(grad_o_here, q_here, k_here, v_here, o_here, lse_here)
                 grad_q[:, :, q_at][piece.queries] += parts[0]
                 for total, part in zip(grads, parts[1:], strict=True):
                     total[:, :, k_at][piece.keys] += part

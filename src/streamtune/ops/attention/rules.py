@@ -19,7 +19,7 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops.attention.runs import Branch, BranchTable, Stretch, clipped, stretches
-from streamtune.ops.launching import host_copy, with_host_copy
+from streamtune.ops.devices import host_copy, with_host_copy
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``(batch, head, query, key) -> bool``: index tensors that broadcast together, True where the query sees the key."""

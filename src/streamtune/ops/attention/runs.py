@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from streamtune.ops.launching import host_copy
+from streamtune.ops.devices import host_copy
 
 
 def row_starts(position_ids: Tensor) -> list[int]:

@@ -1,9 +1,13 @@
-"""Kernels that attend a whole chunk in one call, where the segments of ``ops.attention.view`` would take several.
+"""Kernels that attend a whole chunk in one call, where the segments of ``ops.attention.mask`` would take several.
 
-``BandView``: a causal chunk over its prefix, with a sliding window or without, is one call of flash attention, whose
-triangle ends at the last query and the last key. ``RowsView``: packed rows are one such call with rows of different
-lengths. ``FlexView``: softcap, padding, blocks and arbitrary mask functions are one call of ``flex_attention``,
-compiled, which skips the blocks of keys that no query sees.
+    BandView    A causal chunk over its prefix, with a sliding window or without: flash attention, whose triangle ends
+                at the last query and the last key.
+    RowsView    Packed rows of a chunk: flash attention of rows of different lengths. The kernel takes the tokens of all
+                rows one after another, and the places where each row's queries and keys begin. Each row is causal with
+                its last query at its last key: the row that the chunk goes on with has the keys of its beginning before
+                the chunk, and the others have as many keys as queries.
+    FlexView    Softcap, padding, blocks and arbitrary mask functions: ``flex_attention``, compiled, which skips the
+                blocks of keys that no query sees.
 
 The forward returns the log-sum-exp of the view; the backward takes another one as well (sinks add a key that is not in
 the view).
@@ -13,35 +17,52 @@ from __future__ import annotations
 
 import logging
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from streamtune.ops.attention.flash_version import active_flash
 from streamtune.ops.attention.flex import FlexView, flex_is_right
 from streamtune.ops.attention.kernel_blocks import merged
-from streamtune.ops.attention.kernel_trial import RUNS, Grads, Scores, TrialHeads, ViewKernel, drawn, whole_agrees
-from streamtune.ops.attention.kernels import flash_kernel
-from streamtune.ops.attention.layout import call_kernel
-from streamtune.ops.attention.packed_rows import rows_are_right, rows_of
-from streamtune.ops.attention.view import MaskView
-from streamtune.ops.launching import MAX_ELEMENTS, median_time
+from streamtune.ops.attention.kernel_trial import (
+    RUNS,
+    Grads,
+    ScoreRule,
+    Scores,
+    TrialHeads,
+    ViewKernel,
+    call_kernel,
+    drawn,
+    whole_agrees,
+)
+from streamtune.ops.attention.kernels import active_flash, flash_kernel
+from streamtune.ops.attention.mask import LazyMask, MaskView
+from streamtune.ops.attention.rules import MaskRules
+from streamtune.ops.attention.runs import clipped
+from streamtune.ops.devices import MAX_ELEMENTS, median_time
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
+Bounds = tuple[int, ...]
+
+_on_device: WeakKeyDictionary[MaskRules, dict[tuple[int, ...], Tensor]] = WeakKeyDictionary()
+"""Starts of all rows of a mask, by the key ``()``, and the bounds made of them: layers share a mask, and the backward
+asks again."""
 
 
 @dataclass(frozen=True)
-class BandView:
-    """Keys ``[first, stop)``, the last of them the last query's own: each query sees those up to its own token.
+class _FlashView:
+    """Keys ``[first, stop)`` of a view for flash attention; the last query is at the last of these keys.
 
     Args:
         first, stop: The keys, counted from the view's first.
-        window: Keys a query sees, itself included; None is all.
+        window: Keys a query sees, itself included; None is all (of its row).
         scale: Factor on the scores.
     """
 
@@ -50,17 +71,32 @@ class BandView:
     window: int | None
     scale: float
 
-    name = "cuda-flash, whole chunk"
-
     def _options(self) -> dict[str, Any]:
         if self.window is None:
             return {"scale": self.scale}
         return {"scale": self.scale, "window_size_left": self.window - 1, "window_size_right": 0}
 
+    def _seen(self, x: Tensor) -> Tensor:
+        return x[:, :, self.first : self.stop]
+
+    def _placed(self, grad: Tensor, like: Tensor) -> Tensor:
+        """Return the gradient in the shape of ``like``: zeros for the keys that no query sees."""
+        if grad.shape == like.shape:
+            return grad
+        whole = torch.zeros_like(like)
+        whole[:, :, self.first : self.stop] = grad
+        return whole
+
+
+@dataclass(frozen=True)
+class BandView(_FlashView):
+    """A causal chunk: each query sees the keys up to its own token."""
+
+    name = "cuda-flash, whole chunk"
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
         """Compute ``ViewKernel.forward``."""
-        k, v = k[:, :, self.first : self.stop], v[:, :, self.first : self.stop]
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, self._seen(k), self._seen(v)))
         o, lse, *_ = call_kernel(
             torch.ops.aten._flash_attention_forward,
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, **self._options(),
@@ -69,8 +105,7 @@ class BandView:
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
         """Compute ``ViewKernel.backward``."""
-        seen = [x[:, :, self.first : self.stop] for x in (k, v)]
-        grad_o, q, k_seen, v_seen, o = (x.transpose(1, 2) for x in (grad_o, q, *seen, o))
+        grad_o, q, k_seen, v_seen, o = (x.transpose(1, 2) for x in (grad_o, q, self._seen(k), self._seen(v), o))
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
         grads = call_kernel(
             torch.ops.aten._flash_attention_backward,
@@ -80,24 +115,74 @@ class BandView:
         grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
         return grad_q, self._placed(grad_k, k), self._placed(grad_v, v)
 
-    def _placed(self, grad: Tensor, like: Tensor) -> Tensor:
-        """Return the gradient in the shape of ``like``: zeros for the keys outside of the band."""
-        if grad.shape == like.shape:
-            return grad
-        whole = torch.zeros_like(like)
-        whole[:, :, self.first : self.stop] = grad
-        return whole
+
+@dataclass(frozen=True)
+class RowsView(_FlashView):
+    """Packed rows of a chunk.
+
+    Args:
+        queries: Starts of the rows among the queries, and T.
+        keys: Starts of the rows among the keys, and their number.
+        origins: The positions of the first query and the first key.
+        row: Number of the first row in the mask.
+        mask: The mask it is a view of.
+    """
+
+    queries: Bounds
+    keys: Bounds
+    origins: tuple[int, int]
+    row: int
+    mask: MaskRules
+
+    name = "cuda-flash, rows of a chunk"
+
+    def _rows(self, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+        """Return the bounds of queries and keys as the kernel reads them, and the longest row of each."""
+        longest = [max(stop - start for start, stop in pairwise(bounds)) for bounds in (self.queries, self.keys)]
+        made = [
+            self._made(bounds, at, device) for bounds, at in zip((self.queries, self.keys), self.origins, strict=True)
+        ]
+        return made[0], made[1], longest[0], longest[1]
+
+    def _made(self, bounds: Bounds, origin: int, device: torch.device) -> Tensor:
+        """Return bounds on the device, counted from a position: made there, since a copy for each chunk may wait."""
+        known = _on_device.setdefault(self.mask, {})
+        if () not in known:
+            stretches = self.mask.stretches[0]
+            starts = torch.tensor([*(row.start for row in stretches), stretches[-1].stop], dtype=torch.int32)
+            known[()] = starts.to(device, non_blocking=True)
+        key = (self.row, len(bounds), origin, bounds[-1])
+        if key not in known:
+            known[key] = (known[()][self.row : self.row + len(bounds)] - origin).clamp_(0, bounds[-1])
+        return known[key]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
+        """Compute ``ViewKernel.forward``."""
+        q, k, v = (_tokens(x) for x in (q, self._seen(k), self._seen(v)))
+        o, lse, *_ = call_kernel(
+            torch.ops.aten._flash_attention_forward, q, k, v, *self._rows(q.device), 0.0, True, False, **self._options()
+        )
+        return o.transpose(0, 1)[None], lse[None]
+
+    def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
+        """Compute ``ViewKernel.backward``."""
+        given = [_tokens(x) for x in (grad_o, q, self._seen(k), self._seen(v), o)]
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state of a dropout of zero
+        grads = call_kernel(
+            torch.ops.aten._flash_attention_backward,
+            *given, lse[0].contiguous(), *self._rows(q.device), 0.0, True, unused, unused, **self._options(),
+        )  # fmt: skip
+        grad_q, grad_k, grad_v = (x.transpose(0, 1)[None] for x in grads)
+        return grad_q, self._placed(grad_k, k), self._placed(grad_v, v)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """Return ``[1, H, T, D]`` as ``[T, H, D]``."""
+    return x[0].transpose(0, 1)
 
 
 def fused_view_kernel(
-    view: MaskView,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    softcap: float | None,
-    dropout: float,
-    by_formula: bool = True,
+    view: MaskView, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, by_formula: bool = True
 ) -> ViewKernel | None:
     """Return the kernel for all of ``view`` at once, or None where its segments are to be attended one by one.
 
@@ -105,11 +190,13 @@ def fused_view_kernel(
     where the kernel does not agree with the formula on this device, and where the segments are taken to be as fast.
 
     Args:
-        view, q, k, v, scale, softcap, dropout: As for ``prefix_attention``.
+        view, q, k, v: Arguments of ``prefix_attention``.
+        rule: The map of the scores.
         by_formula: No kernel takes one of the segments. Where one takes each, the segments hold fewer bytes (of the
             gradient of a prefix), and are as fast but in a window, which needs a mask there, and for many short rows.
     """
-    if not q.is_cuda or dropout > 0 or not _alike(q, k, v) or _extent(q, k, v) > MAX_ELEMENTS:
+    scale, softcap = rule.scale, rule.softcap
+    if not q.is_cuda or rule.dropout > 0 or not _alike(q, k, v) or _extent(q, k, v) > MAX_ELEMENTS:
         return None
     heads = TrialHeads(q.shape[1], k.shape[1], q.shape[-1])
     windowed, segments = view.mask.window is not None, view.segments()
@@ -186,6 +273,28 @@ def band_of(view: MaskView, scale: float) -> BandView | None:
     return BandView(first - view.k_start, view.q_stop - view.k_start, mask.window, scale)
 
 
+def rows_of(view: MaskView, scale: float) -> RowsView | None:
+    """Return the view as causal rows one after another, or None if it is something else."""
+    mask = view.mask
+    plain = mask.function is None and mask.causal and mask.branches is None and mask.batch_size == 1
+    if not plain or view.k_stop < view.q_stop:
+        return None
+    found = clipped(mask.stretches[0], view.q_start, view.q_stop)
+    if any(row.mutual for *_, row in found) or any(row.first != start for start, _, row in found[1:]):
+        return None
+    first = max(view.k_start, found[0][2].first)
+    if mask.window is not None:
+        first = max(first, view.q_start - mask.window + 1)
+    if first > view.q_start or mask.is_padded(None, first, view.q_stop):
+        return None
+    starts = [start for start, *_ in found[1:]]
+    row = bisect_right(mask.stretches[0], view.q_start, key=lambda each: each.start) - 1
+    queries = (0, *(start - view.q_start for start in starts), view.q_stop - view.q_start)
+    keys = (0, *(start - first for start in starts), view.q_stop - first)
+    seen, origins = (first - view.k_start, view.q_stop - view.k_start), (view.q_start, first)
+    return RowsView(*seen, mask.window, scale, queries, keys, origins, row, mask)
+
+
 def _alike(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.dtype == k.dtype == v.dtype and q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
 
@@ -223,8 +332,32 @@ def band_is_right(device: torch.device, dtype: torch.dtype, head_dim: int, windo
     seen = (behind >= 0) & (torch.arange(keys, device=device) >= first)
     seen &= behind < (window or keys)
     try:
-        return whole_agrees(band, q, k, v, grad, seen, band.scale, None)
+        return whole_agrees(band, (q, k, v, grad), seen, band.scale)
     except (RuntimeError, NotImplementedError, TypeError):
+        return False
+
+
+@lru_cache(maxsize=64)
+def rows_are_right(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool, flash: str) -> bool:
+    """Return True if the rows agree with the formula in fp64 on a small problem, with a log-sum-exp not their own.
+
+    ``flash`` is the implementation of flash attention that torch has active, for the cache.
+    """
+    if dtype not in (torch.float16, torch.bfloat16) or head_dim > 256:
+        return False
+    generator = torch.Generator(device).manual_seed(0)
+    queries, keys, window = 136, 200, 50 if windowed else None
+    shapes = ((4, queries), (2, keys), (2, keys), (4, queries))
+    q, k, v, grad = (drawn(generator, dtype, 1, *shape, head_dim) for shape in shapes)
+    starts = torch.zeros(1, keys, dtype=torch.long)
+    for start in (11, 90, 91, 170):  # the first has keys before the queries
+        starts[:, start:] = start
+    mask = LazyMask(1, keys, keys, window=window, row_start=starts.to(device), device=device)
+    rows = rows_of(mask.rows(keys - queries, keys), head_dim**-0.5)
+    assert rows is not None
+    try:
+        return whole_agrees(rows, (q, k, v, grad), mask.tile(keys - queries, keys, 0, keys), rows.scale)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError):
         return False
 
 

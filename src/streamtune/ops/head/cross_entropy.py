@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from streamtune.base.model_facts import IGNORE_INDEX
+from streamtune.ops.devices import autocast_kind
 from streamtune.ops.first_order import first_order, hooks_held_back
 from streamtune.ops.head.kernels import Chunk, HeadShape, head_kernel, run_head
 from streamtune.ops.head.sweep import (
@@ -26,7 +27,6 @@ from streamtune.ops.head.sweep import (
     loss_and_grad,
     scaled,
 )
-from streamtune.ops.simulated import autocast_kind
 
 
 def linear_cross_entropy(

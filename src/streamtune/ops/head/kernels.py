@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.ops.launching import median_time
+from streamtune.ops.devices import median_time
 
 log = logging.getLogger(__name__)
 

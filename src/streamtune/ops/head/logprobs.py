@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from streamtune.base.model_facts import IGNORE_INDEX
+from streamtune.ops.devices import MAX_ELEMENTS, autocast_kind, blocks
 from streamtune.ops.first_order import first_order, hooks_held_back
 from streamtune.ops.head.sweep import HeadGradients, Project, TargetRows, autocast_dtype, cast, loss_and_grad, scaled
-from streamtune.ops.launching import MAX_ELEMENTS, blocks
-from streamtune.ops.simulated import autocast_kind
 
 
 def token_logprobs(

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from streamtune.errors import ArgumentError
+from streamtune.ops.devices import MAX_ELEMENTS, autocast_kind, blocks, kernel_device, turns
 from streamtune.ops.first_order import graph_is_kept
 from streamtune.ops.fused import add_outer
-from streamtune.ops.launching import MAX_ELEMENTS, blocks
-from streamtune.ops.simulated import autocast_kind, kernel_device, turns
 
 WIDENED = 1 << 24
 """Logits of a narrow dtype that are computed with in fp32 at once (64 MiB): a wide copy of a whole chunk would be the

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from streamtune.base.model_facts import IGNORE_INDEX
+from streamtune.ops.devices import autocast_kind, blocks
 from streamtune.ops.first_order import first_order, hooks_held_back
 from streamtune.ops.head.sweep import (
     WIDENED,
@@ -47,8 +48,6 @@ from streamtune.ops.head.sweep import (
     handed_out,
     scaled,
 )
-from streamtune.ops.launching import blocks
-from streamtune.ops.simulated import autocast_kind
 
 MEASURED = ("nll", "kl")
 """Names of the sums over the targets that are measured beside the loss, without gradient."""

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.models import PackedExperts
-from streamtune.ops.simulated import autocast_kind
+from streamtune.ops.devices import autocast_kind
 
 LARGEST = 1 << 22
 """Elements of the largest tensor whose value is kept: no mask of a whole chunk against its window is worth it."""
@@ -491,7 +491,7 @@ class MetaAutocast:
 
     Args:
         device: The kind of device that is simulated. Autocast counts as enabled if it is for the kind of device that
-            :func:`~streamtune.ops.simulated.autocast_kind` returns for ``meta``.
+            :func:`~streamtune.ops.devices.autocast_kind` returns for ``meta``.
     """
 
     def __init__(self, device: str) -> None:

@@ -44,7 +44,7 @@ from streamtune.base.adapters import base_of
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.placement import extra_forwards
 from streamtune.engine.waiting import waiting_parameters
-from streamtune.ops.simulated import simulating
+from streamtune.ops.devices import simulating
 from streamtune.plan.simulate.cluster import Cluster
 from streamtune.plan.simulate.memory import distinct_bytes, held_bytes, scales_bytes
 from streamtune.plan.simulate.meta_operators import meta_copy

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from streamtune.base.result_cache import cached_result
 from streamtune.engine import decoder_layers
-from streamtune.ops.simulated import all_turns, simulating
+from streamtune.ops.devices import all_turns, simulating
 from streamtune.optim import ZerothOrderSGD, perturbed
 from streamtune.plan.simulate.extrapolate import Combined, Part, UnlikeError, combined, kinds_of_layers, layout_of
 from streamtune.plan.simulate.kept import describe_step, fact_of

@@ -22,8 +22,8 @@ from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.passes import placeholder
 from streamtune.engine.waiting import waiting_parameters
 from streamtune.ops import TeacherHead, TokenLoss, TopKTeacher
+from streamtune.ops.devices import DeviceFunctions, simulating
 from streamtune.ops.head.sweep import autocast_dtype, cast
-from streamtune.ops.simulated import DeviceFunctions, simulating
 from streamtune.plan.simulate.fused_loss import fused_loss
 from streamtune.plan.simulate.kept import all_modules, configs_of
 from streamtune.plan.simulate.memory import GRADIENT

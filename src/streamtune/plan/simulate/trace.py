@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from streamtune.ops.simulated import repetitions
+from streamtune.ops.devices import repetitions
 from streamtune.plan.simulate.costs import (
     Cost,
     EmbeddingSums,
