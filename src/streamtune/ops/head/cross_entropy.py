@@ -19,13 +19,16 @@ from streamtune.ops.first_order import first_order, hooks_held_back
 from streamtune.ops.head.kernels import Chunk, HeadShape, head_kernel, run_head
 from streamtune.ops.head.sweep import (
     HeadGradients,
+    HeadSettings,
     Project,
     TargetRows,
     autocast_dtype,
     cast,
     handed_out,
+    in_their_places,
     loss_and_grad,
     scaled,
+    sums_of,
 )
 
 
@@ -60,11 +63,11 @@ def linear_cross_entropy(
         The scalar loss in fp32 (fp64 for fp64 inputs).
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
-    compute_dtype, grad_enabled = autocast_dtype(hidden_BTC), torch.is_grad_enabled()
+    settings = HeadSettings(
+        rows, transform, accumulate_dtype, autocast_dtype(hidden_BTC), grad_enabled=torch.is_grad_enabled()
+    )
     with torch.autocast(autocast_kind(hidden_BTC.device), enabled=False):
-        total = _LinearCrossEntropy.apply(
-            hidden_BTC.flatten(0, -2), weight_VC, bias_V, rows, transform, accumulate_dtype, compute_dtype, grad_enabled
-        )
+        total = _LinearCrossEntropy.apply(hidden_BTC.flatten(0, -2), weight_VC, bias_V, settings)
     return total / rows.divisor(num_items)
 
 
@@ -105,27 +108,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Sum over tokens of -log softmax(W h)[target]; dh = (p - onehot) W and dW = (p - onehot)' h in the same sweep."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: TargetRows,
-        transform: Project | None,
-        accumulate_dtype: torch.dtype,
-        compute_dtype: torch.dtype | None,
-        grad_enabled: bool,
-    ) -> Tensor:
-        wanted = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: HeadSettings) -> Tensor:
+        rows, transform, accumulate_dtype = settings.rows, settings.transform, settings.accumulate_dtype
+        wanted = [settings.grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
         ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        weight, bias = cast(compute_dtype, weight, bias)
+        weight, bias = cast(settings.compute_dtype, weight, bias)
         sums = HeadGradients(rows.gradient(hidden) if wanted[0] else None, weight, bias, wanted, accumulate_dtype)
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         shape = HeadShape(
             rows.chunk_size, weight.shape[0], weight.shape[1], weight.dtype, (wanted[0], wanted[1]), accumulate_dtype
         )
         for chunk in rows.chunks():
-            (h,) = cast(compute_dtype, hidden[chunk])
+            (h,) = cast(settings.compute_dtype, hidden[chunk])
             targets = rows.targets[chunk]
             kernel = None
             if bias is None and transform is None:
@@ -146,8 +140,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        grads = handed_out(ctx)
-        return (*scaled(grads, ctx.inputs, grad_total), None, None, None, None, None)
+        return (*scaled(handed_out(ctx), ctx.inputs, grad_total), None)
 
 
 class _ProjectCrossEntropy(torch.autograd.Function):
@@ -158,7 +151,7 @@ class _ProjectCrossEntropy(torch.autograd.Function):
         wanted = [p for p in params if p.requires_grad] if grad_enabled else []
         backward = grad_enabled and (bool(wanted) or ctx.needs_input_grad[0])
         grad_hidden = rows.gradient(hidden) if backward else None
-        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in wanted]
+        sums = sums_of(wanted)
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for chunk in rows.chunks():
             with torch.set_grad_enabled(backward):
@@ -179,10 +172,8 @@ class _ProjectCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        grads = handed_out(ctx)
-        grad_hidden, *rest = scaled(grads, ctx.inputs, grad_total)
-        terms = iter(rest)
-        return (grad_hidden, None, None, None, *(next(terms) if needed else None for needed in ctx.needed))
+        grad_hidden, *rest = scaled(handed_out(ctx), ctx.inputs, grad_total)
+        return (grad_hidden, None, None, None, *in_their_places(rest, ctx.needed))
 
 
 def _sweep(h: Tensor, weight: Tensor, targets: Tensor, wanted: Sequence[bool]) -> Chunk:

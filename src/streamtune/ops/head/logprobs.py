@@ -13,7 +13,6 @@ Shape suffixes as in ``ops.head.cross_entropy``, n the tokens of a chunk.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +21,18 @@ from torch import Tensor
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.ops.devices import MAX_ELEMENTS, autocast_kind, blocks
 from streamtune.ops.first_order import first_order, hooks_held_back
-from streamtune.ops.head.sweep import HeadGradients, Project, TargetRows, autocast_dtype, cast, loss_and_grad, scaled
+from streamtune.ops.head.sweep import (
+    HeadGradients,
+    HeadSettings,
+    Project,
+    TargetRows,
+    autocast_dtype,
+    cast,
+    in_their_places,
+    loss_and_grad,
+    scaled,
+    sums_of,
+)
 
 
 def token_logprobs(
@@ -84,9 +94,11 @@ def token_scores(
         Both in fp32 (fp64 for fp64 inputs); None in place of entropies that are not wanted.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
-    settings = _ScoreSettings(transform, entropy, autocast_dtype(hidden_BTC), accumulate_dtype)
+    settings = HeadSettings(
+        rows, transform, accumulate_dtype, autocast_dtype(hidden_BTC), grad_enabled=torch.is_grad_enabled()
+    )
     with torch.autocast(autocast_kind(hidden_BTC.device), enabled=False):
-        scores = _TokenScores.apply(hidden_BTC.flatten(0, -2), weight_VC, bias_V, rows, settings)
+        scores = _TokenScores.apply(hidden_BTC.flatten(0, -2), weight_VC, bias_V, settings, entropy)
     return _shaped(scores, targets_BT, entropy)
 
 
@@ -109,39 +121,30 @@ def project_scores(
     return _shaped(scores, targets_BT, entropy)
 
 
-@dataclass(frozen=True)
-class _ScoreSettings:
-    """The map of the logits, the scores that are wanted, and the dtypes of the head and its gradient sums."""
-
-    transform: Project | None
-    entropy: bool
-    compute_dtype: torch.dtype | None
-    accumulate_dtype: torch.dtype
-
-
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: TargetRows, settings: _ScoreSettings
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: HeadSettings, entropy: bool
     ) -> tuple[Tensor, Tensor]:
         ctx.inputs = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.rows, ctx.settings = rows, settings
+        ctx.settings = settings
         ctx.set_materialize_grads(False)
         weight, bias = cast(settings.compute_dtype, weight, bias)
-        scores = _room(hidden, rows, settings.entropy)
-        for chunk in rows.chunks():
+        scores = _room(hidden, settings.rows, entropy)
+        for chunk in settings.rows.chunks():
             (h,) = cast(settings.compute_dtype, hidden[chunk])
             logits = torch.nn.functional.linear(h, weight, bias)
-            _put(
-                scores, chunk, logits if settings.transform is None else settings.transform(logits), rows.targets[chunk]
-            )
+            mapped = logits if settings.transform is None else settings.transform(logits)
+            _put(scores, chunk, mapped, settings.rows.targets[chunk])
+            del mapped
         return scores
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows, settings = ctx.rows, ctx.settings
+        settings: HeadSettings = ctx.settings
+        rows = settings.rows
         hidden, weight, bias = ctx.saved_tensors
         weight, bias = cast(settings.compute_dtype, weight, bias)
         wanted = ctx.needs_input_grad[:3]
@@ -174,8 +177,9 @@ class _ProjectScores(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, *params = ctx.saved_tensors
         rows: TargetRows = ctx.rows
-        wanted = [p for p, needed in zip(params, ctx.needs_input_grad[4:], strict=True) if needed]
-        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in wanted]
+        needed = ctx.needs_input_grad[4:]
+        wanted = [p for p, each in zip(params, needed, strict=True) if each]
+        sums = sums_of(wanted)
         grad_hidden = rows.gradient(hidden)
         for chunk in rows.chunks():
             given = [None if grad is None else grad[chunk] for grad in (grad_logprobs, grad_entropy)]
@@ -187,22 +191,15 @@ class _ProjectScores(torch.autograd.Function):
                 grad_hidden[chunk], *terms = torch.autograd.grad(logits, (h, *wanted), grad.to(logits.dtype))
             for acc, term in zip(sums, terms, strict=True):
                 acc += term
-        summed = iter([acc.to(p.dtype) for acc, p in zip(sums, wanted, strict=True)])
-        return (
-            grad_hidden,
-            None,
-            None,
-            None,
-            *(next(summed) if needed else None for needed in ctx.needs_input_grad[4:]),
-        )
+        grads = [acc.to(p.dtype) for acc, p in zip(sums, wanted, strict=True)]
+        return (grad_hidden, None, None, None, *in_their_places(grads, needed))
 
 
 def _room(hidden: Tensor, rows: TargetRows, entropy: bool) -> tuple[Tensor, Tensor]:
     """Return zeros ``[N]`` to fill in, for log-probabilities and for entropies; empty for entropies not wanted."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    return hidden.new_zeros(len(rows.targets), dtype=dtype), hidden.new_zeros(
-        len(rows.targets) if entropy else 0, dtype=dtype
-    )
+    count = len(rows.targets)
+    return hidden.new_zeros(count, dtype=dtype), hidden.new_zeros(count if entropy else 0, dtype=dtype)
 
 
 def _put(scores: tuple[Tensor, Tensor], chunk: Tensor | slice, logits_nV: Tensor, targets_n: Tensor) -> None:

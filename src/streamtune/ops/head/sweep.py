@@ -6,6 +6,7 @@ Shape suffixes as in ``ops.head.cross_entropy``, n the tokens of a chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,6 +63,17 @@ class HeadGradients:
     def all(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients in the order of the inputs."""
         return self.hidden, self.weight, self.bias
+
+
+def sums_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return zeros for the gradients of parameters, in fp32 or wider."""
+    return [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
+
+
+def in_their_places(grads: Sequence[Tensor | None], needed: Sequence[bool]) -> Iterator[Tensor | None]:
+    """Yield the gradients of the parameters that need one, and None for the others."""
+    found = iter(grads)
+    return (next(found) if each else None for each in needed)
 
 
 def _over_the_vocabulary(grad_nV: Tensor, weight_VC: Tensor) -> Tensor:
@@ -158,7 +170,7 @@ def _loss_and_softmax(logits_nV: Tensor, targets_n: Tensor, reuse: bool) -> tupl
 
 
 class TargetRows:
-    """The positions that predict something, in chunks: slices if all do, else indices, which copy a chunk."""
+    """The target tokens, in chunks: slices if every position predicts a token, else indices, which copy a chunk."""
 
     def __init__(self, targets_BT: Tensor, ignore_index: int, chunk_size: int) -> None:
         self.targets, self.chunk_size = targets_BT.flatten(), chunk_size
@@ -173,7 +185,7 @@ class TargetRows:
             yield chunk if self.every else self.positions[chunk]
 
     def gradient(self, hidden_NC: Tensor) -> Tensor:
-        """Return a buffer for the gradient of the hidden states, zero wherever nothing is predicted."""
+        """Return a buffer for the gradient of the hidden states, zero where nothing is predicted."""
         return torch.empty_like(hidden_NC) if self.every else torch.zeros_like(hidden_NC)
 
     def divisor(self, num_items: Tensor | float | None) -> Tensor | float:
@@ -181,6 +193,25 @@ class TargetRows:
         if num_items is None:
             return max(1, len(self.positions))
         return num_items.to(self.targets.device) if isinstance(num_items, Tensor) else num_items
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """Settings of a linear head, apart from its weights.
+
+    Attributes:
+        rows: The target tokens.
+        transform: Map of the logits; None leaves them as they are.
+        accumulate_dtype: Dtype in which the gradients of weight and bias are summed over chunks.
+        compute_dtype: Dtype of the logits; None is the hidden states'.
+        grad_enabled: Gradients are recorded where the head is called.
+    """
+
+    rows: TargetRows
+    transform: Project | None
+    accumulate_dtype: torch.dtype
+    compute_dtype: torch.dtype | None
+    grad_enabled: bool
 
 
 def autocast_dtype(hidden: Tensor) -> torch.dtype | None:

@@ -41,12 +41,15 @@ from streamtune.ops.first_order import first_order, hooks_held_back
 from streamtune.ops.head.sweep import (
     WIDENED,
     HeadGradients,
+    HeadSettings,
     Project,
     TargetRows,
     autocast_dtype,
     cast,
     handed_out,
+    in_their_places,
     scaled,
+    sums_of,
 )
 
 MEASURED = ("nll", "kl")
@@ -160,17 +163,12 @@ class TokenLoss:
 
 
 @dataclass(frozen=True)
-class _Sweep:
-    """Settings that each chunk is computed with, apart from the head."""
+class _Sweep(HeadSettings):
+    """Settings of a head and its loss."""
 
-    rows: TargetRows
     loss: TokenLoss
     weights_N: Tensor | None  # noqa: N815
     teacher: TeacherHead | TopKTeacher | None
-    transform: Project | None
-    accumulate_dtype: torch.dtype
-    compute_dtype: torch.dtype | None
-    grad_enabled: bool
 
     def chunk(self, logits_nV: Tensor, chunk: Tensor | slice, with_grad: bool) -> tuple[Tensor, Tensor | None]:
         """Return the sums ``[1 + len(MEASURED)]`` of a chunk, and the gradient of its logits before the transform.
@@ -371,13 +369,13 @@ def linear_token_loss(
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     sweep = _Sweep(
         rows,
-        loss,
-        None if weights_BT is None else weights_BT.flatten(),
-        teacher,
         transform,
         accumulate_dtype,
         autocast_dtype(hidden_BTC),
         torch.is_grad_enabled(),
+        loss,
+        None if weights_BT is None else weights_BT.flatten(),
+        teacher,
     )
     with torch.autocast(autocast_kind(hidden_BTC.device), enabled=False):
         total, measured = _LinearTokenLoss.apply(hidden_BTC.flatten(0, -2), weight_VC, bias_V, sweep)
@@ -403,7 +401,7 @@ def project_token_loss(
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     weights = None if weights_BT is None else weights_BT.flatten()
-    sweep = _Sweep(rows, loss, weights, teacher, None, torch.float32, None, torch.is_grad_enabled())
+    sweep = _Sweep(rows, None, torch.float32, None, torch.is_grad_enabled(), loss, weights, teacher)
     total, measured = _ProjectTokenLoss.apply(hidden_BTC.flatten(0, -2), sweep, project, *parameters)
     return total / _divisor(rows, weights_BT, num_items), measured
 
@@ -511,7 +509,7 @@ class _ProjectTokenLoss(torch.autograd.Function):
         wanted = [p for p in params if p.requires_grad] if sweep.grad_enabled else []
         backward = sweep.grad_enabled and (bool(wanted) or ctx.needs_input_grad[0])
         grad_hidden = sweep.rows.gradient(hidden) if backward else None
-        gradients = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in wanted]
+        gradients = sums_of(wanted)
         sums = _zeros(hidden)
         for chunk in sweep.rows.chunks():
             with torch.set_grad_enabled(backward):
@@ -533,8 +531,7 @@ class _ProjectTokenLoss(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, *rest = scaled(handed_out(ctx), ctx.inputs, grad_total)
-        terms = iter(rest)
-        return (grad_hidden, None, None, *(next(terms) if needed else None for needed in ctx.needed))
+        return (grad_hidden, None, None, *in_their_places(rest, ctx.needed))
 
 
 def _zeros(hidden: Tensor) -> Tensor:
