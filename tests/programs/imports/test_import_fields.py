@@ -81,7 +81,7 @@ def test_every_key_of_the_schema_is_classed_and_answered(trainer: str) -> None:
     known = kept()[trainer]["keys"]
     assert len(known) > 200
     names = sorted({*known, *OLDER[trainer].split()})
-    assert [name for name in names if TRAINERS[trainer].kind_of(name) is None] == []
+    assert [name for name in names if TRAINERS[trainer].rule(name) is None] == []
     silent = [name for name in names if not answers(trainer, name)]
     unknown = [name for name in names if any("that is known here" in found.note for found in answers(trainer, name))]
     assert (silent, unknown) == ([], [])
@@ -95,10 +95,11 @@ def test_a_key_is_answered_as_its_class_says(trainer: str) -> None:
         assert rule is not None
         if "." in name and name.partition(".")[0] in SETS:
             continue  # a switch in place of the name of a column is read as one
-        if rule.kind == "not_needed" and name not in OBJECTIVE:
+        if not (rule.ours or rule.needed) and name not in OBJECTIVE:
             assert {each.kind for each in found} <= {"not_needed"}, name
         elif (
-            rule.kind == "lost"
+            not rule.ours
+            and rule.needed
             and name not in FREEZE
             and not any(rule.is_off(value) for value in (True, VALUES.get(name, True)))
         ):
@@ -134,6 +135,19 @@ SAME = {
 """Fields whose default is spelt otherwise and means ours, and why."""
 
 
+WRITTEN = {
+    "axolotl": "bf16 dtype max_length overlength split_at truncate_side warmup_ratio",
+    "llamafactory": """bf16 default_system dtype finetuning_type learning_rate lora_r lr_scheduler_type num_train_epochs
+    overlength packing per_device_train_batch_size reasoning split_at train_on truncate_side""",
+    "swift": """adam_beta2 beta bf16 finetuning_type learning_rate lora_alpha lora_dropout lora_r num_train_epochs
+    overlength per_device_train_batch_size reasoning simpo_gamma split_at temperature top_k top_p train_batch_size train_on
+    truncate_side weight_decay""",
+    "trl": """bf16 dtype learning_rate lora_alpha lora_dropout lr_scheduler_type max_length num_train_epochs overlength
+    per_device_train_batch_size reasoning split_at train_on truncate_side""",
+}
+"""Keys of ours that are written where the trainer's default differs."""
+
+
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_default_that_is_not_ours_is_written(trainer: str) -> None:
     """Their default of a key that is mapped is ours, or the table says that it is written into the recipe."""
@@ -142,7 +156,7 @@ def test_a_default_that_is_not_ours_is_written(trainer: str) -> None:
         rule = TRAINERS[trainer].rule(name)
         assert rule is not None
         said = default not in (None, UNSAID, "", [])
-        if not (said and rule.ours) or TRAINERS[trainer].kind_of(name) == "default" or rule.ours.endswith("datasets"):
+        if not (said and rule.ours) or rule.ours in WRITTEN[trainer].split() or rule.ours.endswith("datasets"):
             continue
         converted = rule.convert(default) if rule.convert else default
         kinds = [kind for kind in RECIPES.values() if rule.ours in kind.model_fields]
@@ -158,7 +172,7 @@ def test_a_default_that_is_not_ours_is_written(trainer: str) -> None:
 def test_the_table_names_the_defaults_that_are_written(trainer: PeerTrainer) -> None:
     source = Path(inspect.getfile(trainer.objective)).read_text(encoding="utf-8")
     written = set(re.findall(r"conversion\.default\(\s*\"(\w+)\"", source))
-    assert written <= trainer.other_defaults
+    assert written <= set(WRITTEN[trainer.name].split())
 
 
 @pytest.mark.full
@@ -172,7 +186,7 @@ def test_the_kept_keys_are_those_of_the_installed_trl() -> None:
 def test_every_key_of_a_package_that_is_here_is_classed(trainer: str) -> None:
     """Packages of the other trainers are read where STREAMTUNE_PEERS names a folder that has them unpacked."""
     keys = installed_trl() if trainer == "trl" else keys_of(trainer, Path(os.environ["STREAMTUNE_PEERS"]))[1]
-    assert [name for name in keys if TRAINERS[trainer].kind_of(name) is None] == []
+    assert [name for name in keys if TRAINERS[trainer].rule(name) is None] == []
 
 
 @pytest.mark.full

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from .conversion import Conversion
@@ -16,7 +16,7 @@ from .datasets import (
     rows_of_split,
     seen_columns,
 )
-from .field_rules import FieldRule, UnconvertedError, by_itself, one_of, together, without
+from .field_rules import FieldRule, UnconvertedError, field_table, one_of
 
 SETS = ("datasets", "pretraining_dataset", "test_datasets")
 """Fields that name datasets."""
@@ -55,34 +55,38 @@ COLUMNS: dict[str, str] = {
 TEXTS = ("completion", "pretrain")
 """Types of rows of text, which axolotl cuts into pieces of ``sequence_len`` tokens."""
 
-ENTRY_FIELDS: dict[str, FieldRule] = {
-    **together("path name split data_files", *COLUMNS, ours="datasets"),
-    **together("type message_property_mappings message_field_role message_field_content", ours="datasets"),
-    **together("type.field_prompt type.field_chosen type.field_rejected", ours="datasets"),
-    **together("type.field_completion type.field_label", ours="datasets"),
-    **together("roles_to_train", ours="roles_to_train"),
-    **together("train_on_eos", ours="train_on_eos"),
-    **together("chat_template chat_template_jinja message_field_training roles", ours="datasets"),
-    **by_itself("the file's ending says it; a dataset's code is not run", "ds_type trust_remote_code"),
-    **by_itself("rows are prepared when the run starts", "preprocess_shards"),
-    **by_itself("thoughts in the text are rendered as they stand, or see reasoning", "split_thinking"),
-    **by_itself("thoughts are read from reasoning_content, reasoning and thinking", "field_thinking"),
-    **by_itself("read with kd_trainer only", "logprobs_field temperature"),
-    **by_itself("the names of the roles say it", "field_human field_model"),
-    **by_itself("read with type: synthetic only", "length sequence_length min_input_id max_input_id seed"),
-    **by_itself("read by process reward models only", "step_separator max_completion_length train_on_last_step_only"),
-    **without("a part of the rows: write max_rows", "shards shards_idx skip"),
-    **without("a revision of a dataset", "revision"),
-    **without("a prompt format of its own", "conversation input_format input_transform"),
-    **without("a prompt format of its own", "type.system_prompt type.system_format type.format type.no_input_format"),
-    **without("a prompt format of its own", "type.field_system type.field_instruction type.field_input"),
-    **without("a prompt format of its own", "type.field_output type.prompt_format type.chosen_format"),
-    **without("a prompt format of its own", "type.rejected_format type.completion_format"),
-    **without("spans of a message: write train: false for whole messages", "message_field_training_detail"),
-    **without("the tokens that end turns: see train_on_eos", "train_on_eot"),
-    **without("system messages are rendered", "drop_system_message"),
-    **without("the key of thoughts is reasoning_content or thinking", "template_thinking_key"),
-}
+ENTRY_FIELDS: dict[str, FieldRule] = field_table(
+    {},
+    renamed={
+        "datasets": """path name split data_files field_messages field_tools field_system field text_column field_prompt
+            field_chosen field_rejected field_completion field_label type message_property_mappings message_field_role
+            message_field_content type.field_prompt type.field_chosen type.field_rejected type.field_completion
+            type.field_label chat_template chat_template_jinja message_field_training roles""",
+        "roles_to_train": "roles_to_train",
+        "train_on_eos": "train_on_eos",
+    },
+    not_needed={
+        "the file's ending says it; a dataset's code is not run": "ds_type trust_remote_code",
+        "rows are prepared when the run starts": "preprocess_shards",
+        "thoughts in the text are rendered as they stand, or see reasoning": "split_thinking",
+        "thoughts are read from reasoning_content, reasoning and thinking": "field_thinking",
+        "read with kd_trainer only": "logprobs_field temperature",
+        "the names of the roles say it": "field_human field_model",
+        "read with type: synthetic only": "length sequence_length min_input_id max_input_id seed",
+        "read by process reward models only": "step_separator max_completion_length train_on_last_step_only",
+    },
+    lost={
+        "a part of the rows: write max_rows": "shards shards_idx skip",
+        "a revision of a dataset": "revision",
+        "a prompt format of its own": """conversation input_format input_transform type.system_prompt type.system_format
+            type.format type.no_input_format type.field_system type.field_instruction type.field_input type.field_output
+            type.prompt_format type.chosen_format type.rejected_format type.completion_format""",
+        "spans of a message: write train: false for whole messages": "message_field_training_detail",
+        "the tokens that end turns: see train_on_eos": "train_on_eot",
+        "system messages are rendered": "drop_system_message",
+        "the key of thoughts is reasoning_content or thinking": "template_thinking_key",
+    },
+)
 """Fields of an entry, and what they become."""
 
 
@@ -99,8 +103,17 @@ ROLES = {"gpt": "assistant", "human": "user", "model": "assistant"}
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message that hold its thoughts."""
 
+READ_FIRST = ("path", "message_property_mappings", "message_field_role", "message_field_content")
+"""Fields of an entry that are read before the others."""
+
 LOADERS = ("json", "csv", "parquet", "text", "arrow")
 """Paths that are no datasets, but say how ``data_files`` are read."""
+
+
+def dataset_types(conversion: Conversion) -> list[Any]:
+    """Return ``type`` of each entry of ``datasets``."""
+    entries = conversion.get("datasets")
+    return [entry.get("type") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
 def take_datasets(conversion: Conversion) -> None:
@@ -167,16 +180,16 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
     """Return the entries of ours for one of theirs; what they do not say is reported."""
     spec: dict[str, Any] = {"path": entry["path"]}
 
-    def lose(key: str, why: str, trains: bool = True) -> None:
-        conversion.lose(name, index, key, why=why, trains=trains)
+    def lose(key: str, why: str) -> None:
+        conversion.lose(name, index, key, why=why)
 
-    turns = {**{"role": "role", "content": "content"}, **_group(entry.get("message_property_mappings"))}
-    turns |= {"role": entry.get("message_field_role") or turns["role"]}
-    turns |= {"content": entry.get("message_field_content") or turns["content"]}
+    given = entry.get("message_property_mappings")
+    turns = {"role": "role", "content": "content", **(given if isinstance(given, dict) else {})}
+    turn = tuple(entry.get(f"message_field_{part}") or turns[part] for part in ("role", "content"))
     files = entry.get("data_files")
     prompt = "messages"
     for key, value in entry.items():
-        if value in (None, "", False) or key in ("path", "message_property_mappings"):
+        if value in (None, "", False) or key in READ_FIRST:
             continue
         if key == "type":
             _take_type(conversion, spec, value, lose)
@@ -185,7 +198,7 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
         elif key == "name":
             spec["name"] = value
         elif key == "split":
-            rows_of_split(spec, value, lambda why: lose("split", why))
+            rows_of_split(spec, value, conversion.losing(name, index, "split"))
         elif key == "field_thinking" and value not in THOUGHTS:
             lose(key, f"thoughts are read from {', '.join(THOUGHTS)}")
         elif key in ENTRY_FIELDS and not ENTRY_FIELDS[key].needed:
@@ -193,15 +206,13 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
         elif key == "data_files":
             if entry["path"] not in LOADERS and not entry.get("ds_type"):
                 lose(key, "files of a dataset on the hub: name them by path")
-        elif key in ("message_field_role", "message_field_content"):
-            continue
         elif key == "field_messages" and conversion.objective == "dpo":
             prompt = value
         elif key in COLUMNS:
             if value != COLUMNS[key] and not (key == "field_messages" and value == "conversations"):
                 spec["columns"] = {**spec.get("columns", {}), COLUMNS[key]: value}
-        elif key in ("roles_to_train", "train_on_eos"):
-            _take_trained(conversion, key, value, name, index)
+        elif key in ("roles_to_train", "train_on_eos", "train_on_eot"):
+            _take_trained(conversion, value, name, index, key)
         elif key == "message_field_training" and value in FLAGS:
             conversion.unneeded(name, index, key, why="a message is trained unless it says so itself")
         elif key == "chat_template":
@@ -210,34 +221,32 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
         elif key == "roles":
             if value not in USUAL_ROLES:
                 lose(key, "roles are read as user, assistant, system, tool; human and gpt in sharegpt rows")
-        elif key == "train_on_eot":
-            _take_trained(conversion, "train_on_eos", value, name, index, key)
         else:
             rule = ENTRY_FIELDS.get(key)
             lose(key, rule.why if rule else "no counterpart in a dataset's entry")
     if entry.get("type") == "chat_template.default" and conversion.objective == "dpo" and prompt != "prompt":
         spec["columns"] = {"prompt": prompt, **spec.get("columns", {})}
-    if (turns["role"], turns["content"]) == ("from", "value"):
+    if turn == ("from", "value"):
         if conversion.objective == "sft":
             spec["type"] = "sharegpt"
-    elif (turns["role"], turns["content"]) != ("role", "content"):
+    elif turn != ("role", "content"):
         lose("message_property_mappings", "a turn has 'role' and 'content' here, or 'from' and 'value': rename them")
     if conversion.objective == "sft":
         column = str(entry.get("field_messages") or "messages")
         flags = (str(entry.get("message_field_training")),)
-        row = seen_columns(conversion, entry["path"])
-        lose_fields(row, column, FLAGS, flags, partial(lose, "path"))
+        row, lose_path = seen_columns(conversion, entry["path"]), conversion.losing(name, index, "path")
+        lose_fields(row, column, FLAGS, flags, lose_path)
         if conversion.ours.get("chat_template") == "chatml":  # theirs prints roles and contents alone
-            lose_fields(row, column, (*THOUGHTS, "tool_calls"), (), partial(lose, "path"))
-            lose_unnamed(row, ("tools",), (), partial(lose, "path"))
+            lose_fields(row, column, (*THOUGHTS, "tool_calls"), (), lose_path)
+            lose_unnamed(row, ("tools",), (), lose_path)
     if files and (entry["path"] in LOADERS or entry.get("ds_type")):
         return [{**spec, "path": file} for file in (files if isinstance(files, list) else [files])]
     return [spec]
 
 
-def _take_trained(conversion: Conversion, key: str, value: Any, name: str, index: int, theirs: str = "") -> None:
+def _take_trained(conversion: Conversion, value: Any, name: str, index: int, theirs: str) -> None:
     """Convert what is trained of the rows of one dataset: here it is the same for all of them."""
-    theirs = theirs or key
+    key = "train_on_eos" if theirs == "train_on_eot" else theirs
     if key == "roles_to_train" and isinstance(value, list):
         value = list(dict.fromkeys(ROLES.get(role, role) if isinstance(role, str) else str(role) for role in value))
     if key == "roles_to_train" and conversion.get("train_on_inputs"):
@@ -252,14 +261,10 @@ def _take_trained(conversion: Conversion, key: str, value: Any, name: str, index
         conversion.put(key, value, name, index, theirs)
 
 
-def _group(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _take_type(conversion: Conversion, spec: dict[str, Any], value: Any, lose: Any) -> None:
+def _take_type(conversion: Conversion, spec: dict[str, Any], value: Any, lose: Callable[[str, str], None]) -> None:
     known = TYPES[conversion.objective]
+    kto = conversion.ours.get("loss_type") == "kto"
     if isinstance(value, dict) and conversion.objective == "dpo" and not any("format" in key for key in value):
-        kto = conversion.ours.get("loss_type") == "kto"
         spec["type"] = "unpaired" if kto else "preference"
         names = {COLUMNS[key]: column for key, column in value.items() if key in COLUMNS and column}
         if renamed := {ours: column for ours, column in names.items() if ours != column}:
@@ -272,10 +277,9 @@ def _take_type(conversion: Conversion, spec: dict[str, Any], value: Any, lose: A
         if value == "alpaca":
             lose("type", "an alpaca row is rendered by the chat template here, not by Alpaca's own text")
     elif conversion.objective == "dpo":
-        kto = conversion.ours.get("loss_type") == "kto"
         spec["type"] = "unpaired" if kto else "preference"
-        lose("type", "rows are rendered by the chat template; the columns are prompt, chosen and rejected" if not kto
-             else "rows are rendered by the chat template; the columns are prompt, completion and label")  # fmt: skip
+        columns = "prompt, completion and label" if kto else "prompt, chosen and rejected"
+        lose("type", f"rows are rendered by the chat template; the columns are {columns}")
     elif conversion.objective == "grpo":
         lose("type", "rows have a 'prompt' column, or messages")
     else:

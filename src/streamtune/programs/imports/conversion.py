@@ -53,21 +53,19 @@ class PeerTrainer:
         name: The name of ``--from``.
         title: Its name for readers.
         fields: Its fields and their rules; a group's fields are ``group.field``.
-        signs: Fields that other trainers do not have, by which its recipes are recognised.
+        signs: Fields that other trainers do not have, with blanks between them; its recipes are recognised by them.
         objective: Returns the objective of a recipe.
         special: Takes the fields that are converted together, before the rules are applied.
         defaults: Writes the defaults that differ from ours, after the rules were applied.
-        other_defaults: Our keys that ``defaults`` writes.
     """
 
     name: str
     title: str
     fields: Mapping[str, FieldRule]
-    signs: frozenset[str]
+    signs: str
     objective: Callable[[Conversion], str]
     special: Callable[[Conversion], None]
     defaults: Callable[[Conversion], None]
-    other_defaults: frozenset[str]
 
     def rule(self, name: str) -> FieldRule | None:
         """Return the rule of a field; a field of a group (``group.field``) without one has the rule of the group."""
@@ -76,16 +74,6 @@ class PeerTrainer:
         if found is None and not inner.count(".") and any(other.startswith(f"{name}.") for other in self.fields):
             return FieldRule(why="a group of keys", needed=False)
         return found
-
-    def kind_of(self, name: str) -> Kind | None:
-        """Return the class of a field: ``mapped``, ``default`` where its default differs, ``not_needed`` or ``lost``.
-
-        None is a field that the table does not have.
-        """
-        rule = self.rule(name)
-        if rule is None:
-            return None
-        return "default" if rule.ours in self.other_defaults else rule.kind
 
 
 @dataclass
@@ -120,13 +108,19 @@ class Conversion:
         """Return the value of a field and count it as answered; the caller reports it. None if it is not there."""
         return self.left.pop(name, None)
 
-    def line(self, *path: str | int) -> int:
-        """Return the line of a field in their file."""
-        return self.file.marks.line(path)
+    def dismiss(self, *names: str, why: str) -> None:
+        """Report fields as not needed, those of them that have no answer yet."""
+        for name in names:
+            if name in self.left:
+                self.take(name)
+                self.unneeded(name, why=why)
 
-    def where(self, *path: str | int) -> str:
-        """Return ``file:line`` of a field."""
-        return self.file.marks.where(*path)
+    def switch(self, name: str, key: str, value: Any, *, why: str = "off, as here", note: str = "") -> None:
+        """Convert a field that is a value of a key of ours where it is on; off it is not needed, for the reason why."""
+        if name in self.left and self.get(name):
+            self.take(name)
+            self.put(key, value, name, note=note)
+        self.dismiss(name, why=why)
 
     def put(self, key: str, value: Any, *path: str | int, note: str = "", trains: bool = True) -> bool:
         """Write a key of ours that comes from a field of theirs; report the field as lost if we do not take the value.
@@ -149,7 +143,7 @@ class Conversion:
             self.lose(*path, why=wrong, trains=trains)
             return False
         self.ours[key] = value
-        self.lines[(key,)] = self.line(*path)
+        self.lines[(key,)] = self.file.marks.line(path)
         theirs = _name(path)
         self.notes[key] = "; ".join(part for part in (theirs if theirs != key else "", note) if part)
         self._add("mapped", path, ours=_short(key, value), note=note)
@@ -187,6 +181,10 @@ class Conversion:
         """Report a field without counterpart."""
         self._add("lost", path, note=why, trains=trains)
 
+    def losing(self, *path: str | int, prefix: str = "") -> Callable[[str], None]:
+        """Return a function that reports what is lost of a field."""
+        return lambda why: self.lose(*path, why=prefix + why)
+
     def missing(self, theirs: str, why: str, *, trains: bool = True) -> None:
         """Report something of theirs that no field of the file says."""
         self.findings.append(FieldFinding("lost", theirs, "", "", why, trains))
@@ -207,7 +205,7 @@ class Conversion:
 
     def refuse(self, *path: str | int, what: str, mend: str = "") -> RecipeError:
         """Return the error of a recipe that cannot be imported at all."""
-        return RecipeError(what, where=self.where(*path), mend=mend)
+        return RecipeError(what, where=self.file.marks.where(*path), mend=mend)
 
     def apply(self) -> None:
         """Apply the trainer's rules to all fields that are left."""
@@ -268,7 +266,7 @@ class Conversion:
         name, value = _name(path), _at(self.file.fields, path)
         named_secret = any(word in name.lower() for word in ("token", "key", "secret", "password"))
         theirs = name if named_secret and kind != "mapped" else _short(name, value)
-        self.findings.append(FieldFinding(kind, theirs, self.where(*path), ours, note, trains))
+        self.findings.append(FieldFinding(kind, theirs, self.file.marks.where(*path), ours, note, trains))
 
     def marks(self) -> Marks:
         """Return the marks of our keys: the lines of theirs that they come from."""

@@ -114,7 +114,7 @@ def put_datasets(conversion: Conversion, specs: list[dict[str, Any]], *path: str
             del spec["split"]  # of a file: it has none
     conversion.put("datasets", entries, *path, note=note)
     for index in range(len(entries)):
-        conversion.lines.setdefault(("datasets", index), conversion.line(*path))
+        conversion.lines.setdefault(("datasets", index), conversion.file.marks.line(path))
 
 
 def rows_of_split(spec: dict[str, Any], split: Any, lose: Callable[[str], None]) -> None:

@@ -6,9 +6,9 @@ The peers' files are dict literals of these: their field -> rule. ``"trl.beta"``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from streamtune.base.adapters import NAMED_STARTS
 from streamtune.recipe.aliases import ALIASES, SWITCHES
@@ -41,11 +41,6 @@ class FieldRule:
     trains: bool = True
     off: tuple[Any, ...] = ()
 
-    @property
-    def kind(self) -> Literal["mapped", "not_needed", "lost"]:
-        """The class of the field: a key of ours, not needed, or without counterpart."""
-        return "mapped" if self.ours else "lost" if self.needed else "not_needed"
-
     def is_off(self, value: Any) -> bool:
         """Return True if the field does nothing with this value."""
         return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in OFF + self.off)
@@ -56,23 +51,52 @@ def to(ours: str, convert: Callable[[Any], Any] | None = None, *, trains: bool =
     return FieldRule(ours, convert, why, trains=trains)
 
 
-def together(*names: str, ours: str = "", why: str = "") -> dict[str, FieldRule]:
-    """Return the rules of fields that a trainer's ``special`` converts with others; the table says what they become."""
-    return dict.fromkeys(_spread(names), FieldRule(ours, why=why, needed=bool(ours)))
+def no_counterpart(why: str = "", *, trains: bool = True, off: tuple[Any, ...] = ()) -> FieldRule:
+    """Return the rule of a field without counterpart; with a value in ``off`` it does nothing."""
+    return FieldRule(why=why, trains=trains, off=off)
 
 
-def _spread(names: tuple[str, ...]) -> list[str]:
-    """Return names, of which a text may hold several with blanks between them."""
-    return [name for text in names for name in text.split()]
+def same(names: str, *, trains: bool = True) -> dict[str, FieldRule]:
+    """Return the rules of fields that have our key's name, or a name that ``recipe.aliases`` knows."""
+    return {name: to(ALIASES.get(name, name.rpartition(".")[2]), trains=trains) for name in names.split()}
 
 
-def switches(*names: str) -> dict[str, FieldRule]:
+def switches(names: str) -> dict[str, FieldRule]:
     """Return the rules of switches that ``recipe.aliases`` knows: each is a value of a key of ours."""
-    return {name: _switch(*SWITCHES[name]) for name in names}
+    return {name: _switch(*SWITCHES[name]) for name in names.split()}
 
 
 def _switch(ours: str, value: str) -> FieldRule:
     return FieldRule(ours, lambda on: value if on in (True, "true", "True") else None)
+
+
+def field_table(
+    rules: Mapping[str, FieldRule],
+    *,
+    renamed: Mapping[str, str] = {},
+    not_needed: Mapping[str, str] = {},
+    lost: Mapping[str, str] = {},
+    lost_beside_training: Mapping[str, str] = {},
+) -> dict[str, FieldRule]:
+    """Return the table of a trainer's fields; a text names several fields with blanks between them.
+
+    Args:
+        rules: Fields with a rule of their own.
+        renamed: Our key -> fields that become it, as they are or by the trainer's ``special``.
+        not_needed: Reason -> fields that mean nothing here.
+        lost: What is lost -> fields without counterpart that change what is trained.
+        lost_beside_training: What is lost -> fields without counterpart that do not.
+    """
+    table = dict(rules)
+    for fields, rule in (
+        (renamed, lambda ours: FieldRule(ours)),
+        (not_needed, lambda why: FieldRule(why=why, needed=False)),
+        (lost, no_counterpart),
+        (lost_beside_training, lambda why: no_counterpart(why, trains=False)),
+    ):
+        for text, names in fields.items():
+            table |= dict.fromkeys(names.split(), rule(text))
+    return table
 
 
 def first_values(value: Any) -> Any:
@@ -86,30 +110,30 @@ def first_values(value: Any) -> Any:
     raise UnconvertedError(f"first values of the adapters: adapter_type has {', '.join(others)} and {last}")
 
 
+def or_none(value: Any) -> Any:
+    """Return a value that is not empty or zero, or None: off."""
+    return value or None
+
+
+def negated(value: Any) -> bool:
+    """Return the switch of the opposite."""
+    return not value
+
+
+def dft_or_nll(value: Any) -> str:
+    """Return the loss of rows, by a switch that asks for DFT."""
+    return "dft" if value else "nll"
+
+
+def not_negative(value: Any) -> Any:
+    """Return a number, of which a negative one says 0: off."""
+    return max(value, 0) if isinstance(value, int) else value
+
+
 def whole_modules(value: Any) -> Any:
     """Return the names of modules that are trained whole, from a list or from names with commas between them."""
     names = split_names(value) if isinstance(value, str) else value
-    return names or None
-
-
-def same(*names: str, trains: bool = True) -> dict[str, FieldRule]:
-    """Return the rules of fields that have our key's name, or a name that ``recipe.aliases`` knows."""
-    return {name: to(ALIASES.get(name, name), trains=trains) for name in _spread(names)}
-
-
-def by_itself(why: str, *names: str) -> dict[str, FieldRule]:
-    """Return the rules of fields that mean nothing here, with what takes their place."""
-    return {name: FieldRule(why=why, needed=False) for name in _spread(names)}
-
-
-def no_counterpart(why: str = "", *, trains: bool = True, off: tuple[Any, ...] = ()) -> FieldRule:
-    """Return the rule of a field without counterpart; with a value in ``off`` it does nothing."""
-    return FieldRule(why=why, trains=trains, off=off)
-
-
-def without(why: str, *names: str, trains: bool = True, off: tuple[Any, ...] = ()) -> dict[str, FieldRule]:
-    """Return the rules of several fields without counterpart."""
-    return dict.fromkeys(_spread(names), no_counterpart(why, trains=trains, off=off))
+    return or_none(names)
 
 
 def one_of(values: dict[Any, Any], why: str = "") -> Callable[[Any], Any]:

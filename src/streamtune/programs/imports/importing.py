@@ -110,7 +110,7 @@ def _recognise(file: PeerFile) -> tuple[str, tuple[str, ...]]:
             mend="import the recipe, or a shell script with the whole command: accelerate launch --config_file ...",
         )
     names = {name for name, value in file.fields.items() if value is not None}
-    signs = {name: sorted(names & trainer.signs) for name, trainer in TRAINERS.items()}
+    signs = {name: sorted(names.intersection(trainer.signs.split())) for name, trainer in TRAINERS.items()}
     ranked = sorted(signs, key=lambda name: len(signs[name]), reverse=True)
     if signs[ranked[0]] and len(signs[ranked[0]]) > len(signs[ranked[1]]):
         return ranked[0], tuple(signs[ranked[0]])

@@ -46,30 +46,27 @@ def take_datasets(conversion: Conversion, *, texts: bool) -> None:
         conversion: The recipe on its way to ours.
         texts: True for ``stage: pt``, which trains the column of the prompt and nothing else.
     """
-    folder, most = conversion.take("dataset_dir"), conversion.take("max_samples")
-    for name in ("dataset_dir", "max_samples"):
-        if name in conversion.file.fields:
-            conversion.unneeded(name, why="see datasets")
+    folder, most = (conversion.file.fields.get(name) for name in ("dataset_dir", "max_samples"))
+    conversion.dismiss("dataset_dir", "max_samples", why="see datasets")
     put_datasets(conversion, _specs(conversion, "dataset", folder, most, texts=texts), "dataset")
     put_eval_sets(conversion, _specs(conversion, "eval_dataset", folder, most, texts=texts), "eval_dataset")
-    strategy, shares = conversion.take("mix_strategy"), conversion.take("interleave_probs")
-    given = conversion.file.fields
-    mixes = str(strategy or "concat").startswith("interleave")
+    shares = conversion.get("interleave_probs")
+    mixes = str(conversion.get("mix_strategy", "concat")).startswith("interleave")
     if mixes:
-        entries = conversion.ours.get("datasets", [])
-        put_weights(conversion, shares or [1.0] * len(entries), "interleave_probs" if shares else "mix_strategy")
-    for name in ("mix_strategy", "interleave_probs"):
-        if name in given and not (mixes and name == ("interleave_probs" if shares else "mix_strategy")):
-            conversion.unneeded(name, why="weights of the datasets say it" if mixes else "off, as here")
+        name = "interleave_probs" if shares else "mix_strategy"
+        conversion.take(name)
+        put_weights(conversion, shares or [1.0] * len(conversion.ours.get("datasets", [])), name)
+    why = "weights of the datasets say it" if mixes else "off, as here"
+    conversion.dismiss("mix_strategy", "interleave_probs", why=why)
 
 
 def _specs(conversion: Conversion, field: str, folder: Any, most: Any, *, texts: bool) -> list[dict[str, Any]]:
     """Return our entries for the datasets that a field names."""
-    names = conversion.take(field)
-    if names in (None, ""):
-        if field in conversion.file.fields:
-            conversion.unneeded(field, why="no value")
+    names = conversion.get(field)
+    if names is None:
+        conversion.dismiss(field, why="no value")
         return []
+    conversion.take(field)
     names = names.split(",") if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         conversion.lose(field, why="names were expected")
@@ -111,14 +108,10 @@ def _dataset(
     conversion: Conversion, field: str, name: str, entry: dict[str, Any], folder: Path, *, texts: bool
 ) -> dict[str, Any]:
     """Return our entry for one of ``dataset_info.json``; what it does not say is reported."""
-
-    def lose(why: str) -> None:
-        conversion.lose(field, why=f"'{name}' in dataset_info.json: {why}")
-
+    lose = conversion.losing(field, prefix=f"'{name}' in dataset_info.json: ")
     spec: dict[str, Any] = {}
     if "file_name" in entry:
-        path = folder / entry["file_name"]
-        spec["path"] = str(path)
+        spec["path"] = str(folder / entry["file_name"])
     elif "hf_hub_url" in entry:
         spec["path"] = entry["hf_hub_url"]
     else:

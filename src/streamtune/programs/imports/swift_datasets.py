@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +50,10 @@ def take_datasets(conversion: Conversion, use_hf: Any) -> None:
     report_media(conversion, specs, "dataset")
     specs, note = _specs(conversion, "val_dataset", use_hf, columns)
     put_eval_sets(conversion, specs, "val_dataset", note=note)
-    shares = conversion.take("interleave_prob")
-    if shares:
+    if shares := conversion.get("interleave_prob"):
+        conversion.take("interleave_prob")
         put_weights(conversion, shares, "interleave_prob")
-    elif "interleave_prob" in conversion.file.fields:
-        conversion.unneeded("interleave_prob", why="no value")
+    conversion.dismiss("interleave_prob", why="no value")
 
 
 def _columns(conversion: Conversion) -> dict[str, str]:
@@ -83,9 +81,10 @@ def _specs(
     conversion: Conversion, field: str, use_hf: Any, columns: dict[str, str]
 ) -> tuple[list[dict[str, Any]], str]:
     """Return our entries for the datasets that a field names, and what to say about them."""
-    names = conversion.take(field)
-    if field in conversion.file.fields and not names:
-        conversion.unneeded(field, why="no value")
+    names = conversion.get(field)
+    if names:
+        conversion.take(field)
+    conversion.dismiss(field, why="no value")
     found: list[dict[str, Any]] = []
     noted: dict[str, None] = {}
     unknown: list[str] = []
@@ -105,15 +104,14 @@ def _specs(
         spec: dict[str, Any] = {"path": path}
         if count.isdigit():
             spec |= {"max_rows": int(count), "shuffle": True}
-        if is_self_cognition(path):
-            take_self_cognition(spec)
+        if path.rpartition("/")[2] == "self-cognition":
+            rename_columns(spec, {"instruction": "query", "output": "response"}, "alpaca")
             unknown.append(path)
         elif conversion.objective == "sft" and conversion.file.command != "pt":
-            row = seen_columns(conversion, path)
-            take_columns(spec, row, columns, partial(_lose_row, conversion, field, path))
+            row, lose = seen_columns(conversion, path), conversion.losing(field, prefix=f"{path}: ")
+            take_columns(spec, row, columns, lose)
             if row is not None and row.get("tools") and conversion.ours.get("chat_template") == "chatml":
-                why = "chatml describes tools in other words than ms-swift: write chat_template: FILE.jinja"
-                _lose_row(conversion, field, path, why)
+                lose("chatml describes tools in other words than ms-swift: write chat_template: FILE.jinja")
             if row is None and not columns:
                 away[path] = None
         elif columns:
@@ -127,10 +125,6 @@ def _specs(
         why = "its rows are not here: columns prompt and completion are a chat there, and plain text here; see columns"
         conversion.missing(f"{field}: {', '.join(away)}", why, trains=False)
     return found, "; ".join(noted)
-
-
-def _lose_row(conversion: Conversion, field: str, path: str, why: str) -> None:
-    conversion.lose(field, why=f"{path}: {why}")
 
 
 def _take_names(conversion: Conversion, read_by: list[str]) -> None:
@@ -218,13 +212,3 @@ def _take_talk(
         spec["type"] = "sharegpt"
     elif "messages" in renamed:
         spec["type"] = "messages"
-
-
-def is_self_cognition(path: str) -> bool:
-    """Return True if a dataset is the one that ms-swift puts a model's name into."""
-    return path.rpartition("/")[2] == "self-cognition"
-
-
-def take_self_cognition(spec: dict[str, Any]) -> None:
-    """Write the columns of ``swift/self-cognition``."""
-    rename_columns(spec, {"instruction": "query", "output": "response"}, "alpaca")

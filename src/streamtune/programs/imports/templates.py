@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from .conversion import Conversion
 
@@ -168,11 +169,9 @@ def take_swift_template(conversion: Conversion, *, texts: bool) -> None:
         conversion.missing("template", why, trains=_thinks(conversion))
 
 
-def report_empty_thoughts(conversion: Conversion) -> None:
+def report_empty_thoughts(conversion: Conversion, types: list[Any]) -> None:
     """Report that axolotl masks an empty think block in front of an answer, which is trained here."""
-    entries = conversion.get("datasets")
-    kinds = [entry.get("type") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-    if conversion.objective == "sft" and "chat_template" in kinds and _thinks(conversion):
+    if conversion.objective == "sft" and "chat_template" in types and _thinks(conversion):
         why = "'<think>' and an empty think block, which stand before an answer, are not trained there, and are here"
         conversion.missing("datasets.type: chat_template", why)
 

@@ -14,21 +14,16 @@ from .conversion import Conversion
 from .field_rules import (
     FieldRule,
     UnconvertedError,
-    by_itself,
+    field_table,
     fraction_or_count,
     no_counterpart,
     optimizer,
     same,
     to,
-    without,
 )
 
 CHECKPOINTING = "the streamed backward takes the place of checkpointing"
 KERNELS = "kernels are chosen by themselves; `streamtune env` shows them"
-DATA_PIPELINE = "rows are prepared once and read from disk"
-HUB = "a run uploads nothing; `streamtune export` writes the model"
-DDP = "DDP is set up by itself; `--nproc N` starts the ranks"
-EVERY_STEP = "metrics.jsonl has every step"
 
 
 def _best_metric(value: Any) -> Any:
@@ -69,112 +64,125 @@ def _positive_steps(value: Any) -> Any:
     return -1 if value in (0, -1) else value
 
 
-TRAINER_FIELDS: dict[str, FieldRule] = {
-    "lr_scheduler_kwargs": FieldRule("lr_scheduler_kwargs", lambda value: value or {}),
-    **same(
-        "label_smoothing_factor",
-        "learning_rate",
-        "lr_scheduler_type",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-    ),
-    **same("max_grad_norm", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "seed"),
-    **same("per_device_eval_batch_size", "output_dir", "greater_is_better", trains=False),
-    **same("dataloader_num_workers", "save_total_limit", trains=False),
-    **same("bf16", "trust_remote_code"),
-    "optim": to("optim", optimizer),
-    "deepspeed": to("deepspeed", _deepspeed, trains=False, why="that file is not here; its name says the stage"),
-    "eval_steps": to("eval_steps", fraction_or_count, trains=False),
-    "save_steps": to("save_steps", fraction_or_count, trains=False),
-    "logging_steps": to("logging_steps", fraction_or_count, trains=False),
-    "max_steps": to("max_steps", _positive_steps),
-    "metric_for_best_model": to("metric_for_best_model", _best_metric, trains=False),
-    "full_determinism": to("deterministic", trains=False),
-    "report_to": to("report_to", _trackers, trains=False),
-    "fsdp": to("fsdp", bool, trains=False),
-    **by_itself("FSDP2 shards by itself where fsdp: true", "fsdp_config", "fsdp_transformer_layer_cls_to_wrap"),
-    **by_itself(CHECKPOINTING, "gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing"),
-    **by_itself(CHECKPOINTING, "activation_checkpointing_kwargs", "use_cache", "activation_offloading"),
-    **by_itself("the engine stores layer inputs on the host or on disk where they do not fit", "activation_offload"),
-    **by_itself(KERNELS, "tf32", "use_liger_kernel", "liger_kernel_config", "attn_implementation", "torch_compile"),
-    **by_itself(KERNELS, "torch_compile_backend", "torch_compile_mode", "jit_mode_eval", "use_ipex", "half_precision"),
-    **by_itself(DATA_PIPELINE, "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
-    **by_itself(DATA_PIPELINE, "remove_unused_columns", "label_names", "length_column_name", "dataset_num_proc"),
-    **by_itself(DATA_PIPELINE, "accelerator_config", "dataloader_in_order", "dataloader_multiprocessing_context"),
-    **by_itself(DDP, "ddp_timeout", "ddp_backend", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
-    **by_itself(DDP, "ddp_find_unused_parameters", "local_rank", "average_tokens_across_devices", "world_size"),
-    **by_itself("the command does: `streamtune sft`, `dpo` or `grpo`", "do_train", "do_eval", "do_predict"),
-    **by_itself("everything that a run writes is in output_dir", "logging_dir", "log_level", "log_level_replica"),
-    **by_itself(EVERY_STEP, "logging_strategy", "logging_first_step", "logging_nan_inf_filter", "log_on_each_node"),
-    **by_itself(EVERY_STEP, "include_num_input_tokens_seen", "include_tokens_per_second", "disable_tqdm"),
-    **by_itself(EVERY_STEP, "skip_memory_metrics", "include_for_metrics", "include_inputs_for_metrics"),
-    **by_itself("output_dir with a run in it is continued; `--resume never` starts anew", "overwrite_output_dir"),
-    **by_itself("the same command goes on; `--resume PATH` names a checkpoint", "resume_from_checkpoint"),
-    **by_itself("a resumed run goes on where it was", "ignore_data_skip", "restore_callback_states_from_checkpoint"),
-    **by_itself("checkpoints are safetensors that every rank can read", "save_safetensors", "save_on_each_node"),
-    **by_itself("final/ has the model; checkpoints have all that resuming needs", "save_only_model"),
-    **by_itself("on_oom: replan takes the next schedule for the same gradient", "auto_find_batch_size"),
-    **by_itself(
-        "evaluation computes losses only", "prediction_loss_only", "eval_accumulation_steps", "eval_do_concat_batches"
-    ),
-    **by_itself(
-        "evaluation computes losses only", "batch_eval_metrics", "eval_use_gather_object", "predict_with_generate"
-    ),
-    **by_itself("evaluation runs in the precision of training", "bf16_full_eval", "fp16_full_eval"),
-    **by_itself("memory is planned; nothing needs to be emptied", "torch_empty_cache_steps"),
-    **by_itself("the launcher saves and resumes", "enable_jit_checkpoint"),
-    **by_itself("device: cpu is for a run without accelerator", "no_cuda", "use_mps_device"),
-    "use_cpu": FieldRule("device", lambda value: "cpu" if value else "auto", trains=False),
-    "fp16": no_counterpart("training in float16 is not here; write bf16: true"),
-    "neftune_noise_alpha": no_counterpart("noise on embeddings"),
-    "optim_args": no_counterpart("settings of the optimizer"),
-    "optim_target_modules": no_counterpart("modules of a layer-wise or low-rank optimizer"),
-    "debug": no_counterpart("`on_nan` says what a loss that is not finite does", trains=False),
-    "data_seed": no_counterpart("the order of the rows follows from 'seed'", trains=False),
-    "group_by_length": no_counterpart("rows are shuffled; packing: true saves the padding", trains=False),
-    "train_sampling_strategy": no_counterpart("rows are shuffled", trains=False, off=("random",)),
-    "dataloader_drop_last": no_counterpart("the last batch of an epoch is trained as well"),
-    "load_best_model_at_end": no_counterpart(
-        "metric_for_best_model keeps the best checkpoint; final/ is the last step", trains=False
-    ),
-    "save_strategy": no_counterpart("write save_steps: N", trains=False, off=("steps",)),
-    "eval_strategy": no_counterpart("write eval_steps: N", trains=False, off=("steps",)),
-    "evaluation_strategy": no_counterpart("write eval_steps: N", trains=False, off=("steps",)),
-    "eval_delay": no_counterpart("evaluation begins at the first eval_steps", trains=False),
-    "eval_on_start": no_counterpart("evaluation begins at the first eval_steps", trains=False),
-    "parallelism_config": no_counterpart("write sequence_parallel_size: N", trains=False),
-    **without(HUB, "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", trains=False),
-    **without(HUB, "hub_revision", "push_to_hub_model_id", "push_to_hub_organization", trains=False),
-    **by_itself("a token for the hub belongs in HF_TOKEN", "hub_token", "push_to_hub_token", "hf_hub_token"),
-    **without("trackers take the run's folder as its name", "run_name", "project", trains=False),
-    **without(
-        "set by TRACKIO_SPACE_ID", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", trains=False
-    ),
-}
+TRAINER_FIELDS: dict[str, FieldRule] = field_table(
+    {
+        **same("""label_smoothing_factor learning_rate lr_scheduler_type weight_decay adam_beta1 adam_beta2 adam_epsilon
+            max_grad_norm num_train_epochs per_device_train_batch_size gradient_accumulation_steps seed bf16
+            trust_remote_code"""),
+        **same("per_device_eval_batch_size output_dir greater_is_better", trains=False),
+        **same("dataloader_num_workers save_total_limit", trains=False),
+        "lr_scheduler_kwargs": to("lr_scheduler_kwargs", lambda value: value or {}),
+        "optim": to("optim", optimizer),
+        "deepspeed": to("deepspeed", _deepspeed, trains=False, why="that file is not here; its name says the stage"),
+        "eval_steps": to("eval_steps", fraction_or_count, trains=False),
+        "save_steps": to("save_steps", fraction_or_count, trains=False),
+        "logging_steps": to("logging_steps", fraction_or_count, trains=False),
+        "max_steps": to("max_steps", _positive_steps),
+        "metric_for_best_model": to("metric_for_best_model", _best_metric, trains=False),
+        "full_determinism": to("deterministic", trains=False),
+        "report_to": to("report_to", _trackers, trains=False),
+        "fsdp": to("fsdp", bool, trains=False),
+        "use_cpu": to("device", lambda value: "cpu" if value else "auto", trains=False),
+        "train_sampling_strategy": no_counterpart("rows are shuffled", trains=False, off=("random",)),
+        "save_strategy": no_counterpart("write save_steps: N", trains=False, off=("steps",)),
+        "eval_strategy": no_counterpart("write eval_steps: N", trains=False, off=("steps",)),
+        "evaluation_strategy": no_counterpart("write eval_steps: N", trains=False, off=("steps",)),
+    },
+    renamed={"warmup_steps": "warmup_steps", "warmup_ratio": "warmup_ratio"},
+    not_needed={
+        "FSDP2 shards by itself where fsdp: true": "fsdp_config fsdp_transformer_layer_cls_to_wrap",
+        CHECKPOINTING: """gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing
+            activation_checkpointing_kwargs use_cache activation_offloading""",
+        "the engine stores layer inputs on the host or on disk where they do not fit": "activation_offload",
+        KERNELS: """tf32 use_liger_kernel liger_kernel_config attn_implementation torch_compile torch_compile_backend
+            torch_compile_mode jit_mode_eval use_ipex half_precision""",
+        "rows are prepared once and read from disk": """dataloader_pin_memory dataloader_persistent_workers
+            dataloader_prefetch_factor remove_unused_columns label_names length_column_name dataset_num_proc
+            accelerator_config dataloader_in_order dataloader_multiprocessing_context""",
+        "DDP is set up by itself; `--nproc N` starts the ranks": """ddp_timeout ddp_backend ddp_bucket_cap_mb
+            ddp_broadcast_buffers ddp_static_graph ddp_find_unused_parameters local_rank average_tokens_across_devices
+            world_size""",
+        "the command does: `streamtune sft`, `dpo` or `grpo`": "do_train do_eval do_predict",
+        "everything that a run writes is in output_dir": "logging_dir log_level log_level_replica",
+        "metrics.jsonl has every step": """logging_strategy logging_first_step logging_nan_inf_filter log_on_each_node
+            include_num_input_tokens_seen include_tokens_per_second disable_tqdm skip_memory_metrics include_for_metrics
+            include_inputs_for_metrics""",
+        "output_dir with a run in it is continued; `--resume never` starts anew": "overwrite_output_dir",
+        "the same command goes on; `--resume PATH` names a checkpoint": "resume_from_checkpoint",
+        "a resumed run goes on where it was": "ignore_data_skip restore_callback_states_from_checkpoint",
+        "checkpoints are safetensors that every rank can read": "save_safetensors save_on_each_node",
+        "final/ has the model; checkpoints have all that resuming needs": "save_only_model",
+        "on_oom: replan takes the next schedule for the same gradient": "auto_find_batch_size",
+        "evaluation computes losses only": """prediction_loss_only eval_accumulation_steps eval_do_concat_batches
+            batch_eval_metrics eval_use_gather_object predict_with_generate""",
+        "evaluation runs in the precision of training": "bf16_full_eval fp16_full_eval",
+        "memory is planned; nothing needs to be emptied": "torch_empty_cache_steps",
+        "the launcher saves and resumes": "enable_jit_checkpoint",
+        "device: cpu is for a run without accelerator": "no_cuda use_mps_device",
+        "a token for the hub belongs in HF_TOKEN": "hub_token push_to_hub_token hf_hub_token",
+    },
+    lost={
+        "training in float16 is not here; write bf16: true": "fp16",
+        "noise on embeddings": "neftune_noise_alpha",
+        "settings of the optimizer": "optim_args",
+        "modules of a layer-wise or low-rank optimizer": "optim_target_modules",
+        "the last batch of an epoch is trained as well": "dataloader_drop_last",
+    },
+    lost_beside_training={
+        "`on_nan` says what a loss that is not finite does": "debug",
+        "the order of the rows follows from 'seed'": "data_seed",
+        "rows are shuffled; packing: true saves the padding": "group_by_length",
+        "metric_for_best_model keeps the best checkpoint; final/ is the last step": "load_best_model_at_end",
+        "evaluation begins at the first eval_steps": "eval_delay eval_on_start",
+        "write sequence_parallel_size: N": "parallelism_config",
+        "a run uploads nothing; `streamtune export` writes the model": """push_to_hub hub_model_id hub_strategy
+            hub_private_repo hub_always_push hub_revision push_to_hub_model_id push_to_hub_organization""",
+        "trackers take the run's folder as its name": "run_name project",
+        "set by TRACKIO_SPACE_ID": "trackio_space_id trackio_bucket_id trackio_static_space_id",
+    },
+)
 """Arguments of ``transformers.TrainingArguments``; ``take_warmup`` takes ``warmup_steps`` and ``warmup_ratio``."""
 
 
-def take_warmup(conversion: Conversion, steps_name: str = "warmup_steps", ratio_name: str = "warmup_ratio") -> None:
+def take_warmup(conversion: Conversion) -> None:
     """Convert the warm-up: steps win over a ratio; a number of steps below 1 is a ratio; 'constant' has none."""
-    given_steps, given_ratio = conversion.take(steps_name), conversion.take(ratio_name)
-    schedules = [conversion.get(name) for name in ("lr_scheduler_type", "lr_scheduler")]
-    steps_count = given_steps is not None and given_steps != 0
-    for name, value, key in ((steps_name, given_steps, "warmup_steps"), (ratio_name, given_ratio, "warmup_ratio")):
-        if name not in conversion.file.fields:
+    steps_count = conversion.file.fields.get("warmup_steps") not in (None, 0)
+    constant = "constant" in (conversion.get("lr_scheduler_type"), conversion.get("lr_scheduler"))
+    for name in ("warmup_steps", "warmup_ratio"):
+        if name not in conversion.left:
             continue
+        value = conversion.take(name)
         if value in (None, 0, ""):
             conversion.unneeded(name, why="no warm-up, as here")
-        elif "constant" in schedules:
+        elif constant:
             conversion.unneeded(name, why="the schedule 'constant' has no warm-up in transformers")
-        elif key == "warmup_ratio" and steps_count:
-            conversion.unneeded(name, why=f"'{steps_name}' wins")
-        elif key == "warmup_steps" and isinstance(value, float) and 0 < value < 1:
+        elif name == "warmup_ratio" and steps_count:
+            conversion.unneeded(name, why="'warmup_steps' wins")
+        elif name == "warmup_steps" and isinstance(value, float) and 0 < value < 1:
             conversion.put("warmup_ratio", value, name, note="below 1 it is a part of all steps")
         else:
-            whole = isinstance(value, float) and key == "warmup_steps" and value.is_integer()
-            conversion.put(key, int(value) if whole else value, name)
+            whole = isinstance(value, float) and name == "warmup_steps" and value.is_integer()
+            conversion.put(name, int(value) if whole else value, name)
+
+
+def take_bits(conversion: Conversion) -> None:
+    """Convert the switches of quantised loading."""
+    conversion.switch("load_in_4bit", "quantization", "nf4")
+    conversion.switch("load_in_8bit", "quantization", "int8")
+
+
+def say_targets(conversion: Conversion) -> None:
+    """Report that adapters get other targets, where the recipe names none."""
+    if conversion.ours.get("finetuning_type") in ("lora", "qlora") and "lora_target" not in conversion.ours:
+        conversion.missing("lora_target_modules", "unset, peft takes the attention's modules; here it is all-linear")
+
+
+def default_cut(conversion: Conversion) -> None:
+    """Write the place of a cut: the other trainers cut the end of a row, and split a row between any two tokens."""
+    if conversion.objective == "sft" and conversion.ours.get("overlength") == "truncate":
+        conversion.default("truncate_side", "right")
+    elif conversion.objective == "sft" and conversion.ours.get("overlength") == "split":
+        conversion.default("split_at", "token")
 
 
 def take_trackers(conversion: Conversion, settings: dict[str, str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from typing import Any
 
 from .conversion import Conversion, PeerTrainer
@@ -20,20 +19,29 @@ from .datasets import (
 from .field_rules import (
     FieldRule,
     UnconvertedError,
-    by_itself,
+    field_table,
     no_counterpart,
+    not_negative,
     one_of,
     same,
     split_names,
     switches,
     to,
-    together,
     whole_modules,
-    without,
 )
 from .peer_files import json_value
 from .templates import take_trl_template
-from .trainer_arguments import CHECKPOINTING, KERNELS, TRAINER_FIELDS, one_loss, take_trackers, take_warmup
+from .trainer_arguments import (
+    CHECKPOINTING,
+    KERNELS,
+    TRAINER_FIELDS,
+    default_cut,
+    one_loss,
+    say_targets,
+    take_bits,
+    take_trackers,
+    take_warmup,
+)
 
 OF_GRPO = {
     *("reward_funcs", "num_generations", "max_completion_length", "num_iterations", "reward_weights", "use_vllm"),
@@ -48,11 +56,8 @@ OF_DPO = {
 Row = dict[str, Any] | None
 """The first row of a dataset; None where it is not here."""
 
-COMMANDS = {"sft": "sft", "dpo": "dpo", "kto": "dpo", "orpo": "dpo", "cpo": "dpo", "grpo": "grpo"}
-
-VLLM = "vLLM runs in the process of the training"
 SERVER = "a server of vLLM is not asked: use_vllm runs vLLM in the process of the training"
-PADDING = "chunks need no padding; packing: true saves it"
+COMMANDS = {"sft": "sft", "dpo": "dpo", "kto": "dpo", "orpo": "dpo", "cpo": "dpo", "grpo": "grpo"}
 
 
 def _functions(value: Any) -> Any:
@@ -64,123 +69,129 @@ def _functions(value: Any) -> Any:
     return [f"trl.rewards:{name}" if name in own else re.sub(r"\.(\w+)$", r":\1", name) for name in names]
 
 
-def _truncation(value: Any) -> Any:
-    return one_of({"keep_start": "truncate"}, "a row that is too long loses its end")(value)
+GRPO_FIELDS: dict[str, FieldRule] = field_table(
+    {
+        **same("""beta chat_template_kwargs delta epsilon epsilon_high generation_batch_size importance_sampling_level
+            max_completion_length min_p num_generations num_iterations repetition_penalty reward_weights temperature
+            top_p"""),
+        **same("use_vllm vllm_gpu_memory_utilization", trains=False),
+        "vllm_mode": no_counterpart(SERVER, trains=False, off=("colocate",)),
+    },
+    not_needed={"completions.jsonl has them": "log_completions"},
+    lost={"the reference stays as it is": "sync_ref_model"},
+    lost_beside_training={SERVER: "vllm_server_host vllm_server_port vllm_server_timeout"},
+)
+"""Arguments of ``trl.GRPOConfig`` that other trainers have too."""
 
+SHARED_FIELDS: dict[str, FieldRule] = field_table(
+    {
+        **GRPO_FIELDS,
+        **same("""cpo_alpha desirable_weight label_smoothing lora_alpha lora_dropout packing router_aux_loss_coef
+            simpo_gamma steps_per_generation undesirable_weight"""),
+        **switches("use_rslora use_dora"),
+        "top_k": to("top_k", not_negative),
+        "bnb_4bit_quant_type": no_counterpart("4 bits are nf4", off=("nf4",)),
+        "f_divergence_type": no_counterpart("reverse KL is the divergence", off=("reverse_kl",)),
+        "top_entropy_quantile": no_counterpart("a loss on the tokens of highest entropy only", off=(1.0, 1)),
+    },
+    renamed={"dtype": "dtype torch_dtype", "max_length": "max_length"},
+    not_needed={"vLLM runs in the process of the training": "vllm_max_model_len vllm_tensor_parallel_size"},
+    lost={"LD-DPO": "ld_alpha", "a sum of several losses": "loss_weights"},
+    lost_beside_training={SERVER: "vllm_server_base_url"},
+)
+"""Fields of ``trl`` that ms-swift has too."""
 
-FIELDS: dict[str, FieldRule] = {
-    **TRAINER_FIELDS,
-    **same("model_name_or_path", "packing", "router_aux_loss_coef"),
-    **same("lora_r", "lora_alpha", "lora_dropout"),
-    "lora_target_modules": to("lora_target", split_names),
-    "truncation_mode": to("overlength", _truncation),
-    # dpo
-    **same(
-        "beta", "label_smoothing", "rpo_alpha", "simpo_gamma", "cpo_alpha", "desirable_weight", "undesirable_weight"
-    ),
-    **same("ref_model_name_or_path", "reference_free", "max_prompt_length"),
-    "precompute_ref_log_probs": to("precompute_ref_log_probs", trains=False),
-    # grpo
-    "reward_funcs": to("reward_funcs", _functions, why="code: needs allow_code: true"),
-    **same("reward_weights", "num_generations", "max_completion_length", "temperature", "top_p", "min_p"),
-    **same("repetition_penalty", "steps_per_generation", "generation_batch_size", "importance_sampling_level"),
-    **same("epsilon", "epsilon_high", "delta", "num_iterations", "mask_truncated_completions"),
-    "top_k": to("top_k", lambda value: max(value, 0) if isinstance(value, int) else value),
-    "scale_rewards": to(
-        "scale_rewards",
-        one_of(
-            {
-                True: "group",
-                False: "none",
-                "group": "group",
-                "batch": "batch",
-                "none": "none",
-                "true": "group",
-                "false": "none",
-            }
+FIELDS: dict[str, FieldRule] = field_table(
+    {
+        **TRAINER_FIELDS,
+        **SHARED_FIELDS,
+        **same("""model_name_or_path lora_r
+            rpo_alpha ref_model_name_or_path reference_free
+            max_prompt_length mask_truncated_completions"""),
+        **same("precompute_ref_log_probs num_completions_to_print", trains=False),
+        "lora_target_modules": to("lora_target", split_names),
+        "truncation_mode": to("overlength", one_of({"keep_start": "truncate"}, "a row that is too long loses its end")),
+        "reward_funcs": to("reward_funcs", _functions, why="code: needs allow_code: true"),
+        "scale_rewards": to(
+            "scale_rewards",
+            one_of(
+                {
+                    True: "group",
+                    False: "none",
+                    "group": "group",
+                    "batch": "batch",
+                    "none": "none",
+                    "true": "group",
+                    "false": "none",
+                }
+            ),
         ),
-    ),
-    **same("use_vllm", "vllm_gpu_memory_utilization", "num_completions_to_print", trains=False),
-    # what StreamTune does by itself
-    **by_itself(PADDING, "padding_free", "pad_to_multiple_of", "eval_packing", "pad_token"),
-    # taken together
-    **together("max_length max_seq_length", ours="max_length"),
-    **together("packing_strategy", ours="overlength"),
-    **together("loss_type", ours="loss_type"),
-    **together("use_peft", ours="finetuning_type"),
-    **together("load_in_4bit load_in_8bit", ours="quantization"),
-    **together("dtype torch_dtype", ours="dtype"),
-    **together("assistant_only_loss completion_only_loss", ours="train_on"),
-    **together("warmup_steps", ours="warmup_steps"),
-    **together("warmup_ratio", ours="warmup_ratio"),
-    **together("dataset_name dataset_config dataset_train_split datasets dataset_text_field", ours="datasets"),
-    **together("dataset_test_split", ours="eval_datasets"),
-    **together("shuffle_dataset", ours="shuffle"),
-    **by_itself(CHECKPOINTING, "use_logits_to_keep", "precompute_ref_batch_size", "use_liger_loss"),
-    **by_itself(KERNELS, "cast_lm_head_to_fp32", "cache_implementation"),
-    **by_itself("read from the columns of the rows", "dataset_kwargs is_encoder_decoder padding_value"),
-    **by_itself("rows are prepared when the run starts", "dataset_streaming", "streaming", "dataset_batch_size"),
-    **by_itself("completions.jsonl has them", "log_completions", "log_unique_prompts", "log_multimodal"),
-    **by_itself("the task is a causal language model", "lora_task_type", "ignore_bias_buffers"),
-    **by_itself("double quantisation is on for nf4", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
-    **by_itself("the temperature of the log-probabilities is that of the completions", "ds3_gather_for_generation"),
-    **without(SERVER, "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout", trains=False),
-    **without(SERVER, "vllm_mode", trains=False, off=("colocate",)),
-    **by_itself("`accelerate` starts the ranks there: `--nproc N`", "accelerate_config num_processes"),
-    **without("completions are not drawn in evaluation: write sample", "generate_during_eval", trains=False),
-    "alpha": no_counterpart("AlphaPO's rewards"),
-    **by_itself(VLLM, "vllm_group_port", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode", "vllm_model_impl"),
-    **by_itself(VLLM, "vllm_max_model_length", "vllm_device", "vllm_dtype", "vllm_max_model_len"),
-    **by_itself("completions are written by transformers or by vLLM", "use_transformers_paged"),
-    **by_itself("completions are written by transformers or by vLLM", "use_transformers_continuous_batching"),
-    **by_itself("completions are written by transformers or by vLLM", "transformers_continuous_batching_config"),
-    **by_itself("read with their switch only", "ref_model_mixup_alpha", "ref_model_sync_steps", "entropy_coef_delta"),
-    **by_itself("read with their switch only", "entropy_coef_max", "entropy_coef_min", "entropy_target"),
-    **by_itself(
-        "read with loss_type sapo and vespo only", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_neg"
-    ),
-    **by_itself("read with loss_type sapo and vespo only", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"),
-    # lost
-    "model_revision": no_counterpart("a revision of the model: download it and name its folder", off=("main",)),
-    "model_init_kwargs": no_counterpart("arguments of from_pretrained"),
-    "model_code_revision": no_counterpart("a revision of the model's code", off=("main",)),
-    "lora_modules_to_save": to("modules_to_save", whole_modules),
-    "lora_target_parameters": no_counterpart("adapters on parameters that are no linear layers"),
-    **switches("use_rslora", "use_dora"),
-    "bnb_4bit_quant_type": no_counterpart("4 bits are nf4", off=("nf4",)),
-    "chat_template_path": to("chat_template", why="a tokenizer's folder is none: name the file of the template"),
-    **same("chat_template_kwargs"),
-    "eos_token": to("special_tokens", lambda value: {"eos_token": value}),
-    "test_split_size": to("val_size", trains=False),
-    "disable_dropout": no_counterpart("dropout of the model's configuration stays on", off=(True,)),
-    "use_weighting": no_counterpart("WPO weighting of pairs"),
-    "loss_weights": no_counterpart("a sum of several losses"),
-    "f_divergence_type": no_counterpart("reverse KL is the divergence", off=("reverse_kl",)),
-    "f_alpha_divergence_coef": no_counterpart("reverse KL is the divergence", trains=False),
-    "discopop_tau": no_counterpart("of the loss discopop", trains=False),
-    "ld_alpha": no_counterpart("LD-DPO"),
-    "sync_ref_model": no_counterpart("the reference stays as it is"),
-    "force_use_ref_model": no_counterpart("the frozen weights under the adapters are the reference", trains=False),
-    "top_entropy_quantile": no_counterpart("a loss on the tokens of highest entropy only", off=(1.0, 1)),
-    **without("a bonus on entropy", "entropy_coef", "use_adaptive_entropy"),
-    "use_bias_correction_kl": no_counterpart("the corrected KL of new and old policy"),
-    "off_policy_mask_threshold": no_counterpart("a mask on tokens far from the policy that wrote them"),
-    "multi_objective_aggregation": no_counterpart("rewards are summed", off=("sum_then_normalize",)),
-    "vllm_importance_sampling_correction": no_counterpart(
-        "log-probabilities of the trained model are taken", trains=False
-    ),
-    "vllm_importance_sampling_mode": no_counterpart("as above", trains=False),
-    "vllm_importance_sampling_cap": no_counterpart("as above", trains=False),
-    "vllm_importance_sampling_clip_max": no_counterpart("as above", trains=False),
-    "vllm_importance_sampling_clip_min": no_counterpart("as above", trains=False),
-    **without("completions have no grammar", "vllm_structured_outputs_regex", "vllm_guided_decoding_regex"),
-    "generation_kwargs": no_counterpart("further settings of generation"),
-    "num_generations_eval": no_counterpart("evaluation draws num_generations completions", trains=False),
-    "max_tool_calling_iterations": no_counterpart("completions call no tools"),
-    "reward_model_name_or_path": no_counterpart("a reward model: write a reward function that calls it"),
-    "log_completions_hub_repo": no_counterpart("a run uploads nothing", trains=False),
-    "data_dir": no_counterpart("a folder of a dataset on the hub"),
-}
+        "lora_modules_to_save": to("modules_to_save", whole_modules),
+        "chat_template_path": to("chat_template", why="a tokenizer's folder is none: name the file of the template"),
+        "eos_token": to("special_tokens", lambda value: {"eos_token": value}),
+        "test_split_size": to("val_size", trains=False),
+        "model_revision": no_counterpart("a revision of the model: download it and name its folder", off=("main",)),
+        "model_code_revision": no_counterpart("a revision of the model's code", off=("main",)),
+        "disable_dropout": no_counterpart("dropout of the model's configuration stays on", off=(True,)),
+        "multi_objective_aggregation": no_counterpart("rewards are summed", off=("sum_then_normalize",)),
+    },
+    renamed={
+        "max_length": "max_seq_length",
+        "overlength": "packing_strategy",
+        "loss_type": "loss_type",
+        "finetuning_type": "use_peft",
+        "quantization": "load_in_4bit load_in_8bit",
+        "train_on": "assistant_only_loss completion_only_loss",
+        "datasets": "dataset_name dataset_config dataset_train_split datasets dataset_text_field",
+        "eval_datasets": "dataset_test_split",
+        "shuffle": "shuffle_dataset",
+    },
+    not_needed={
+        "chunks need no padding; packing: true saves it": "padding_free pad_to_multiple_of eval_packing pad_token",
+        CHECKPOINTING: "use_logits_to_keep precompute_ref_batch_size use_liger_loss",
+        KERNELS: "cast_lm_head_to_fp32 cache_implementation",
+        "read from the columns of the rows": "dataset_kwargs is_encoder_decoder padding_value",
+        "rows are prepared when the run starts": "dataset_streaming streaming dataset_batch_size",
+        "completions.jsonl has them": "log_unique_prompts log_multimodal",
+        "the task is a causal language model": "lora_task_type ignore_bias_buffers",
+        "double quantisation is on for nf4": "use_bnb_nested_quant bnb_4bit_quant_storage",
+        "the temperature of the log-probabilities is that of the completions": "ds3_gather_for_generation",
+        "`accelerate` starts the ranks there: `--nproc N`": "accelerate_config num_processes",
+        "vLLM runs in the process of the training": """vllm_group_port vllm_enable_sleep_mode vllm_model_impl
+            vllm_max_model_length vllm_device vllm_dtype""",
+        "completions are written by transformers or by vLLM": """use_transformers_paged
+            use_transformers_continuous_batching transformers_continuous_batching_config""",
+        "read with their switch only": """ref_model_mixup_alpha ref_model_sync_steps entropy_coef_delta entropy_coef_max
+            entropy_coef_min entropy_target""",
+        "read with loss_type sapo and vespo only": """sapo_temperature_neg sapo_temperature_pos vespo_k_neg vespo_k_pos
+            vespo_lambda_neg vespo_lambda_pos""",
+    },
+    lost={
+        "AlphaPO's rewards": "alpha",
+        "arguments of from_pretrained": "model_init_kwargs",
+        "adapters on parameters that are no linear layers": "lora_target_parameters",
+        "WPO weighting of pairs": "use_weighting",
+        "a bonus on entropy": "entropy_coef use_adaptive_entropy",
+        "the corrected KL of new and old policy": "use_bias_correction_kl",
+        "a mask on tokens far from the policy that wrote them": "off_policy_mask_threshold",
+        "completions have no grammar": "vllm_structured_outputs_regex vllm_guided_decoding_regex",
+        "further settings of generation": "generation_kwargs",
+        "completions call no tools": "max_tool_calling_iterations",
+        "a reward model: write a reward function that calls it": "reward_model_name_or_path",
+        "a folder of a dataset on the hub": "data_dir",
+    },
+    lost_beside_training={
+        "completions are not drawn in evaluation: write sample": "generate_during_eval",
+        "reverse KL is the divergence": "f_alpha_divergence_coef",
+        "of the loss discopop": "discopop_tau",
+        "the frozen weights under the adapters are the reference": "force_use_ref_model",
+        "log-probabilities of the trained model are taken": "vllm_importance_sampling_correction",
+        "as above": """vllm_importance_sampling_mode vllm_importance_sampling_cap vllm_importance_sampling_clip_max
+            vllm_importance_sampling_clip_min""",
+        "evaluation draws num_generations completions": "num_generations_eval",
+        "a run uploads nothing": "log_completions_hub_repo",
+    },
+)
 
 
 def _objective(conversion: Conversion) -> str:
@@ -198,21 +209,27 @@ def _special(conversion: Conversion) -> None:
     given = conversion.file.fields
     if "loss_type" in given:
         _take_loss(conversion)
-    if conversion.file.command in ("kto", "orpo", "cpo") and "loss_type" not in given:
+    elif conversion.file.command in ("kto", "orpo", "cpo"):
         conversion.ours["loss_type"] = conversion.file.command
-    _take_adapters(conversion)
-    take_weights_dtype(conversion, ("dtype", "torch_dtype"))
+    if "use_peft" in given:
+        quantised = conversion.get("load_in_4bit") or conversion.get("load_in_8bit")
+        kind = "full" if not conversion.take("use_peft") else "qlora" if quantised else "lora"
+        conversion.put("finetuning_type", kind, "use_peft")
+    take_bits(conversion)
+    take_weights_dtype(conversion, "dtype", "torch_dtype")
     take_warmup(conversion)
     take_trackers(conversion, {})
     _take_datasets(conversion)
-    first = [seen_columns(conversion, str(spec["path"])) for spec in conversion.ours.get("datasets", [])]
-    for index, (spec, row) in enumerate(zip(conversion.ours.get("datasets", []), first, strict=True)):
+    first: list[Row] = []
+    for index, spec in enumerate(conversion.ours.get("datasets", [])):
+        row = seen_columns(conversion, str(spec["path"]))
         place = ("dataset_name",) if "dataset_name" in given else ("datasets", index)
         report_media(conversion, [spec], *place)
-        lose = partial(_lose_row, conversion, place, str(spec["path"]))
+        lose = conversion.losing(*place, prefix=f"{spec['path']}: ")
         lose_unnamed(row, ("system",), (), lose)
         if conversion.get("assistant_only_loss"):
             lose_fields(row, "messages", FLAGS, (), lose)
+        first.append(row)
     _take_texts(conversion, first)
     _take_trained(conversion, first)
     _take_length(conversion)
@@ -221,19 +238,18 @@ def _special(conversion: Conversion) -> None:
 def _take_texts(conversion: Conversion, first: list[Row]) -> None:
     """Convert ``dataset_text_field``, which names the column of texts where the rows have it."""
     name = "dataset_text_field"
-    column = conversion.take(name)
-    if column in (None, "", "text"):
-        if name in conversion.file.fields:
-            conversion.unneeded(name, why="the name of the column here too")
-        return
+    column = conversion.get(name, "text")
     named = [index for index, row in enumerate(first) if row is None or column in row]
-    if not named or conversion.objective != "sft":
-        conversion.unneeded(name, why="the rows have no such column")
-        return
-    entries = list(conversion.ours["datasets"])
-    for index in named:
-        entries[index] = {**entries[index], "columns": {"text": column}, "type": "text"}
-    conversion.put("datasets", entries, name)
+    if column == "text":
+        conversion.dismiss(name, why="the name of the column here too")
+    elif not named or conversion.objective != "sft":
+        conversion.dismiss(name, why="the rows have no such column")
+    else:
+        entries = list(conversion.ours["datasets"])
+        for index in named:
+            entries[index] = {**entries[index], "columns": {"text": column}, "type": "text"}
+        conversion.take(name)
+        conversion.put("datasets", entries, name)
 
 
 def _take_trained(conversion: Conversion, first: list[Row]) -> None:
@@ -243,42 +259,34 @@ def _take_trained(conversion: Conversion, first: list[Row]) -> None:
         conversion: The recipe on its way to ours.
         first: The first row of each dataset; None where it is not here.
     """
-    given = conversion.file.fields
-    assistant, completion = conversion.take("assistant_only_loss"), conversion.take("completion_only_loss")
+    assistant = conversion.take("assistant_only_loss")
+    completion = conversion.file.fields.get("completion_only_loss")
     pairs = [row is not None and {"prompt", "completion"} <= row.keys() for row in first]
     seen = bool(first) and None not in first
     if assistant:
         conversion.put("train_on", "assistant", "assistant_only_loss")
         take_trl_template(conversion)
-    elif "assistant_only_loss" in given:
+    elif "assistant_only_loss" in conversion.file.fields:
         conversion.unneeded("assistant_only_loss", why="off: train_on says it")
+    why = "no value" if completion is None else "off: train_on is all"
     if completion and not assistant and (not seen or any(pairs)):
-        conversion.put("train_on", "completion", "completion_only_loss")
-    elif "completion_only_loss" in given and completion is not None:
-        why = "off: train_on is all"
-        if completion:
-            why = "assistant_only_loss says it" if assistant else "the rows are not prompts and completions"
-        conversion.unneeded("completion_only_loss", why=why)
-    elif "completion_only_loss" in given:
-        conversion.unneeded("completion_only_loss", why="no value")
+        conversion.switch("completion_only_loss", "train_on", "completion")
+    elif completion:
+        why = "assistant_only_loss says it" if assistant else "the rows are not prompts and completions"
+    conversion.dismiss("completion_only_loss", why=why)
     if conversion.objective != "sft" or assistant or completion is not None:
         return
     for row in first:
-        _lose_answers(conversion, row)
+        turns = (row or {}).get("completion")
+        if isinstance(turns, list) and len(turns) > 1:
+            why = "a completion of several turns is trained whole there; here the assistant's turns of it"
+            conversion.missing("completion_only_loss", why)
     if seen and all(pairs):
         conversion.default("train_on", "completion", "the rows are prompts and completions")
     elif any(pairs):
         conversion.missing("completion_only_loss", "the first dataset decides it for all rows there; see train_on")
     elif not seen:
         why = "unset it is true for rows of prompt and completion, which are not here: write train_on: completion then"
-        conversion.missing("completion_only_loss", why)
-
-
-def _lose_answers(conversion: Conversion, row: Row) -> None:
-    """Report a completion of several turns, which TRL trains whole."""
-    turns = (row or {}).get("completion")
-    if isinstance(turns, list) and len(turns) > 1:
-        why = "a completion of several turns is trained whole there; here the assistant's turns of it"
         conversion.missing("completion_only_loss", why)
 
 
@@ -298,73 +306,57 @@ def _take_length(conversion: Conversion) -> None:
         conversion.take("truncation_mode")
         conversion.put("overlength", "truncate", "truncation_mode")
         conversion.put("truncate_side", "left", "truncation_mode")
-    shuffles = conversion.take("shuffle_dataset")
+    shuffles = given.get("shuffle_dataset")
     if shuffles is not None and conversion.objective == "grpo":
+        conversion.take("shuffle_dataset")
         conversion.put("shuffle", shuffles, "shuffle_dataset")
-    elif "shuffle_dataset" in given:
-        conversion.unneeded("shuffle_dataset", why="each epoch visits the rows in another order anyway")
-    strategy = conversion.take("packing_strategy")
-    if "packing_strategy" not in given:
-        return
+    conversion.dismiss("shuffle_dataset", why="each epoch visits the rows in another order anyway")
+    strategy = given.get("packing_strategy")
     if conversion.objective != "sft" or not conversion.get("packing"):
-        conversion.unneeded("packing_strategy", why="read with packing only")
+        conversion.dismiss("packing_strategy", why="read with packing only")
     elif strategy in ("wrapped", "bfd_split"):
         conversion.take("truncation_mode")
         see = "; rows of one sequence see each other there, and never here" if strategy == "wrapped" else ""
-        conversion.put("overlength", "split", "packing_strategy", note=f"rows go on in the next sequence{see}")
-    else:
-        conversion.unneeded("packing_strategy", why="packing fills every sequence as far as rows fit")
+        conversion.switch("packing_strategy", "overlength", "split", note=f"rows go on in the next sequence{see}")
+    conversion.dismiss("packing_strategy", why="packing fills every sequence as far as rows fit")
 
 
 def _take_loss(conversion: Conversion) -> None:
     value = conversion.take("loss_type")
-    if conversion.objective == "sft":
-        if value in ("nll", "chunked_nll", None):
-            conversion.unneeded("loss_type", why="the cross entropy")
-        elif value == "dft":
-            conversion.put("loss_type", value, "loss_type")
-        else:
-            conversion.lose("loss_type", why="nll, dft and focal are the losses of rows")
-        return
-    conversion.convert("loss_type", one_loss, value, "loss_type")
+    if conversion.objective != "sft":
+        conversion.convert("loss_type", one_loss, value, "loss_type")
+    elif value in ("nll", "chunked_nll", None):
+        conversion.unneeded("loss_type", why="the cross entropy")
+    elif value == "dft":
+        conversion.put("loss_type", value, "loss_type")
+    else:
+        conversion.lose("loss_type", why="nll, dft and focal are the losses of rows")
 
 
-def _take_adapters(conversion: Conversion) -> None:
-    given = conversion.file.fields
-    use, four, eight = (conversion.take(name) for name in ("use_peft", "load_in_4bit", "load_in_8bit"))
-    if "use_peft" in given:
-        quantised = "qlora" if four or eight else "lora"
-        conversion.put("finetuning_type", quantised if use else "full", "use_peft")
-    for name, value, bits in (("load_in_4bit", four, "nf4"), ("load_in_8bit", eight, "int8")):
-        if name in given and value:
-            conversion.put("quantization", bits, name)
-        elif name in given:
-            conversion.unneeded(name, why="off, as here")
-
-
-def take_weights_dtype(conversion: Conversion, names: tuple[str, ...]) -> None:
+def take_weights_dtype(conversion: Conversion, *names: str) -> None:
     """Convert the dtype that weights are loaded in."""
     for name in names:
-        if name in conversion.file.fields:
-            value = conversion.take(name)
-            if value in ("float16", "fp16", "half"):
-                conversion.lose(name, why="weights in float16; here they keep the checkpoint's dtype")
-            elif value is None:
-                conversion.unneeded(name, why="no value")
-            else:
-                conversion.put("dtype", value, name)
+        value = conversion.file.fields.get(name)
+        if value in ("float16", "fp16", "half"):
+            conversion.take(name)
+            conversion.lose(name, why="weights in float16; here they keep the checkpoint's dtype")
+        elif value is not None:
+            conversion.take(name)
+            conversion.put("dtype", value, name)
+        conversion.dismiss(name, why="no value")
 
 
 def _take_datasets(conversion: Conversion) -> None:
-    given = conversion.file.fields
-    name, part, split = (conversion.take(key) for key in ("dataset_name", "dataset_config", "dataset_train_split"))
-    for key in ("dataset_config", "dataset_train_split"):
-        if key in given:
-            conversion.unneeded(key, why="see datasets")
+    name, part, split = (
+        conversion.take("dataset_name"),
+        conversion.get("dataset_config"),
+        conversion.get("dataset_train_split"),
+    )
+    conversion.dismiss("dataset_config", "dataset_train_split", why="see datasets")
     _take_test_split(conversion, name, part)
     if name is not None:
         spec: dict[str, Any] = {"path": name}
-        rows_of_split(spec, split or "train", lambda why: conversion.lose("dataset_train_split", why=why))
+        rows_of_split(spec, split or "train", conversion.losing("dataset_train_split"))
         if part:
             spec["name"] = part
         put_datasets(conversion, [spec], "dataset_name")
@@ -383,7 +375,7 @@ def _take_datasets(conversion: Conversion) -> None:
             continue
         spec = {"path": entry["path"], **({"name": entry["name"]} if entry.get("name") else {})}
         if entry.get("split"):
-            rows_of_split(spec, entry["split"], partial(_lose_split, conversion, index))
+            rows_of_split(spec, entry["split"], conversion.losing("datasets", index, "split"))
         files = entry.get("data_files")
         for key in entry.keys() - {"path", "name", "split", "data_files"}:
             if entry[key] is not None:
@@ -412,14 +404,6 @@ def _take_test_split(conversion: Conversion, name: Any, part: Any) -> None:
         conversion.unneeded("dataset_test_split", why="read where eval_strategy says so")
 
 
-def _lose_row(conversion: Conversion, place: tuple[str | int, ...], path: str, why: str) -> None:
-    conversion.lose(*place, why=f"{path}: {why}")
-
-
-def _lose_split(conversion: Conversion, index: int, why: str) -> None:
-    conversion.lose("datasets", index, "split", why=why)
-
-
 def _defaults(conversion: Conversion) -> None:
     objective, ours = conversion.objective, conversion.ours
     conversion.default("learning_rate", 2e-5 if objective == "sft" else 1e-6)
@@ -430,11 +414,8 @@ def _defaults(conversion: Conversion) -> None:
         if ours.get("overlength") != "error":
             conversion.default("max_length", 1024)
         conversion.default("overlength", "truncate")
+    default_cut(conversion)
     if objective == "sft":
-        if ours["overlength"] == "truncate":
-            conversion.default("truncate_side", "right")
-        elif ours["overlength"] == "split":
-            conversion.default("split_at", "token")
         conversion.default("train_on", "all")
     if not conversion.get("fp16") and conversion.get("bf16") is None:
         conversion.default("bf16", True)
@@ -442,32 +423,17 @@ def _defaults(conversion: Conversion) -> None:
     if ours.get("finetuning_type") in ("lora", "qlora"):
         conversion.default("lora_alpha", 32.0)
         conversion.default("lora_dropout", 0.05)
-        if "lora_target" not in ours:
-            conversion.missing(
-                "lora_target_modules", "unset, peft takes the attention's modules; here it is all-linear"
-            )
+    say_targets(conversion)
 
-
-SIGNS = (
-    "dataset_name dataset_config dataset_train_split use_peft lora_target_modules assistant_only_loss dtype "
-    "completion_only_loss max_completion_length model_revision attn_implementation dataset_text_field "
-    "dataset_test_split eos_token"
-)
-"""Fields that no other trainer has."""
 
 TRL = PeerTrainer(
     name="trl",
     title="TRL",
     fields=FIELDS,
-    signs=frozenset(SIGNS.split()),
+    signs="""dataset_name dataset_config dataset_train_split use_peft lora_target_modules assistant_only_loss dtype
+        completion_only_loss max_completion_length model_revision attn_implementation dataset_text_field
+        dataset_test_split eos_token""",
     objective=_objective,
     special=_special,
     defaults=_defaults,
-    other_defaults=frozenset(
-        [
-            *("learning_rate", "lr_scheduler_type", "num_train_epochs", "per_device_train_batch_size", "max_length"),
-            *("overlength", "truncate_side", "split_at", "train_on", "bf16", "dtype", "lora_alpha", "lora_dropout"),
-            "reasoning",
-        ]
-    ),
 )
