@@ -7,8 +7,9 @@
     inspect_rows, length_measures: prepared rows as text; what other lengths would lose  (streamtune data)
     texts: the texts alone, for training a tokenizer
 
-``faults`` collects the rows that cannot be read or trained on, ``counts`` what rendering finds in the others.
-Import order is that of the arrows, right to left; nothing here knows a model or a recipe.
+The fault of a file or a row is a ``DataError`` wherever it is found; ``faults`` collects those of rows. ``counts``
+holds what rendering finds in sound rows. Import order is that of the arrows, right to left; nothing here knows a model
+or a recipe.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The reports on prepared data: counted during preparation, shown to the user, written as JSON."""
+"""Reports on prepared data: counted during preparation, shown to the user, written as JSON."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class SourceReport:
-    """Counts of the rows of one source, as :class:`DataReport` and :class:`CompletionReport` have them of all."""
+    """Counts of the rows of a source, as :class:`DataReport` and :class:`CompletionReport` have them of all sources."""
 
     path: str
-    """as the recipe writes it"""
     name: str | None
-    """the configuration or task, where the recipe gives one"""
+    """configuration or task"""
     rows: int
     kept: int
     truncated: int
@@ -28,29 +27,28 @@ class SourceReport:
     tokens_lost: int
     supervised_tokens_lost: int
     length_percentiles: dict[str, int]
-    """empty where no row was rendered: all pairs were identical"""
+    """empty if no row was rendered: all pairs were identical"""
     weight: float | None = None
-    """of the source in the mixture, where the recipe gives one"""
+    """weight in the mixture"""
     evaluates: str | None = None
-    """the eval set that its rows belong to; None of rows to train on"""
+    """eval set of its rows; None for rows to train on"""
     epoch_rows: int = 0
-    """rows that an epoch visits: more than it has where they are repeated; with packs of weighted sources the mean"""
+    """rows that an epoch visits, repeats included; with packs of weighted sources the mean"""
     epoch_tokens: int = 0
-    """their tokens; of trees with the prompt once"""
+    """tokens of these rows; trees count their prompt once"""
 
     @property
     def title(self) -> str:
-        """Return the path, the configuration, and the eval set that the rows belong to."""
+        """Path, configuration and eval set."""
         evaluates = f"(eval {self.evaluates})" if self.evaluates else None
         return " ".join(filter(None, (self.path, self.name, evaluates)))
 
 
 EPOCH_COLUMNS = ("weight", "rows", "of rows", "tokens", "of tokens")
-"""Columns of the table of an epoch, see :func:`epoch_table`."""
 
 
 def epoch_table(sources: Sequence[SourceReport]) -> list[list[str]]:
-    """Return what an epoch takes of each source with a weight, a line each: its title, then :data:`EPOCH_COLUMNS`."""
+    """Return an epoch's share of each weighted source: its title, then :data:`EPOCH_COLUMNS`."""
     weighted = [source for source in sources if source.weight is not None]
     rows, tokens = (sum(getattr(source, name) for source in weighted) for name in ("epoch_rows", "epoch_tokens"))
     return [
@@ -77,11 +75,11 @@ class DataReport:
     truncated: int
     """kept rows that lost a part (``overlength: truncate``)"""
     dropped: int
-    """rows left out: too long (``overlength: drop``), or nothing trained was left of them"""
+    """rows left out: too long (``overlength: drop``), or nothing trained was left"""
     split: int
     """kept rows cut into pieces (``overlength: split``)"""
     pieces_dropped: int
-    """pieces of split rows left out because none of their tokens is trained on"""
+    """pieces of split rows left out for want of trained tokens"""
     train_examples: int
     """sequences to train on: rows or pieces of rows"""
     validation_examples: int
@@ -89,45 +87,43 @@ class DataReport:
     tokens: int
     """tokens of all examples"""
     supervised_tokens: int
-    """tokens that are predicted: those the loss is a mean over"""
+    """tokens that are predicted: the loss is a mean over them"""
     length_percentiles: dict[str, int]
-    """lengths of the rows in tokens as rendered, before anything was cut"""
+    """lengths of the rows in tokens as rendered, before any cut"""
     packs: int = 0
-    """sequences the training examples are packed into; 0 without packing"""
+    """sequences that training examples are packed into; 0 without packing"""
     pack_fill: float = 0.0
     """part of ``packs * max_length`` positions that hold a token"""
     shared_tokens: int = 0
-    """tokens of these sequences, where rows share their beginnings; 0 where they do not"""
+    """tokens of these sequences if rows share their beginnings; otherwise 0"""
     pieces: int = 0
-    """pieces that the training examples are cut into; 0 without buckets"""
+    """pieces that training examples are cut into; 0 without buckets"""
     piece_tokens_lost: int = 0
-    """tokens of them that are in no piece"""
+    """tokens of training examples in no piece"""
     piece_targets_lost: int = 0
-    """trained tokens of them that no piece predicts, since it begins with them"""
+    """trained tokens that no piece predicts, since it begins with them"""
     tokens_lost: int = 0
-    """tokens of the rows as rendered that are in no example: cut off, dropped, or in pieces that were dropped"""
+    """tokens of the rendered rows in no example: cut off, dropped, or in dropped pieces"""
     supervised_tokens_lost: int = 0
-    """tokens of the rows as rendered that would be trained on and are not: those of them in no example, and the first
-    token of what begins behind a cut"""
+    """trained tokens among them, and the first token of what begins behind a cut"""
     tokens_repeated: int = 0
-    """tokens that are in two examples: the context of pieces (``split_overlap``)"""
+    """tokens in two examples: the context of pieces (``split_overlap``)"""
     estimated: int = 0
-    """rows that were left out as too long before they were tokenised to their end: their lengths, and the tokens lost
-    with them, are estimated from what was read"""
+    """rows left out as too long before they were tokenised to their end: their lengths and lost tokens are estimates"""
     duplicates: int = 0
     """examples with the tokens and labels of an earlier one"""
     special_rows: int = 0
     """rows whose text spells special tokens"""
     held_out_duplicates: int = 0
-    """examples to train on that are held out as well: in an eval set, or pieces that different rows have in common"""
+    """training examples that are held out as well: in an eval set, or pieces that different rows share"""
     sources: tuple[SourceReport, ...] = ()
-    """the same counts for each entry of ``datasets``, in their order"""
+    """counts of each entry of ``datasets``, in order"""
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "sources": [dict(vars(source)) for source in self.sources]}
 
     def describe(self) -> str:
-        """Return the report in one line, without counts of zero."""
+        """Return the report in a line, without counts of zero."""
         parts = _describe_rows(self, pieces_dropped=self.pieces_dropped)
         if self.shared_tokens:
             parts.append(f"{self.packs:,} sequences, {self.shared_tokens:,} tokens with common beginnings once")
@@ -146,10 +142,9 @@ class DataReport:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionReport:
-    """Counts of rows, trees and tokens. ``rows = kept + dropped``; of every kept row one tree or prompt is made."""
+    """Counts of rows, trees and tokens. ``rows = kept + dropped``; every kept row makes one tree or prompt."""
 
     rows: int
-    """rows read"""
     kept: int
     """rows that are trained or evaluated on, whole or in part"""
     truncated: int
@@ -157,51 +152,45 @@ class CompletionReport:
     dropped: int
     """rows left out, for whatever reason"""
     identical: int = 0
-    """those of them whose answers are the same (``identical_pairs: drop``, or nothing else was left after a cut)"""
+    """dropped rows whose answers are the same (``identical_pairs: drop``, or nothing else was left after a cut)"""
     train_examples: int
     """trees or prompts to train on"""
     validation_examples: int
-    """those held out"""
     completions: int = 0
-    """completions of all trees; 0 of prompts"""
+    """completions of all trees; 0 for prompts"""
     tokens: int
-    """tokens of all trees, each completion with its own copy of the prompt; of prompts their tokens"""
+    """tokens of all trees, each completion with its own copy of the prompt; or of all prompts"""
     tree_tokens: int
-    """positions of all trees where what completions begin with is there once, the prompt and whatever they share behind
-    it: what is computed and held with ``share_prefix``"""
+    """positions of all trees with common beginnings once: what is computed and held with ``share_prefix``"""
     supervised_tokens: int
-    """tokens of completions that count"""
+    """completion tokens that count"""
     length_percentiles: dict[str, int]
-    """prompt and longest completion of every row as rendered: what ``max_length`` is compared with"""
+    """prompt and longest completion of every row as rendered, which ``max_length`` limits"""
     prompt_lengths: dict[str, int]
-    """tokens of the prompts as rendered, before anything was cut"""
+    """tokens of the prompts as rendered, before any cut"""
     completion_lengths: dict[str, dict[str, int]] = field(default_factory=dict)
-    """tokens of the completions as rendered, by what they are: ``chosen`` and ``rejected``, or ``desirable`` and
-    ``undesirable``"""
+    """tokens of the completions as rendered, for ``chosen`` and ``rejected`` or ``desirable`` and ``undesirable``"""
     tree_lengths: dict[str, int] = field(default_factory=dict)
-    """positions of a kept tree, counted as ``tree_tokens`` is; empty of prompts"""
+    """positions of a kept tree, counted as ``tree_tokens``; empty for prompts"""
     negative_margins: int = 0
     """pairs whose chosen answer has the lower score"""
     split: int = 0
-    """always 0: neither a pair nor a prompt is cut into pieces"""
+    """always 0: neither a pair nor a prompt is split"""
     tokens_lost: int = 0
-    """tokens of the rows as rendered that are in no tree, counted as ``tokens`` is; identical pairs do not count"""
+    """tokens of the rendered rows in no tree, counted as ``tokens``; identical pairs do not count"""
     supervised_tokens_lost: int = 0
-    """those of them that count; 0 of prompts"""
+    """lost tokens that count; 0 for prompts"""
     duplicates: int = 0
-    """trees or prompts that are the same as an earlier one, with all that a run reads of them"""
+    """trees or prompts equal to an earlier one in all that a run reads"""
     special_rows: int = 0
-    """rows whose text spells special tokens"""
     held_out_duplicates: int = 0
-    """those to train on that are in an eval set as well; rows with the same prompt are held out together"""
+    """training records that are in an eval set as well; rows with the same prompt are held out together"""
     sources: tuple[SourceReport, ...] = ()
-    """the same counts for each entry of ``datasets``, in their order"""
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "sources": [dict(vars(source)) for source in self.sources]}
 
     def describe(self) -> str:
-        """Return the report in one line, without counts of zero."""
         parts = _describe_rows(self)
         parts.append(f"prompts {_range(self.prompt_lengths)}")
         parts += [f"{name} {_range(lengths)}" for name, lengths in self.completion_lengths.items()]
@@ -215,7 +204,7 @@ class CompletionReport:
 
 
 def _describe_rows(report: DataReport | CompletionReport, pieces_dropped: int = 0) -> list[str]:
-    """Return the counts of rows, phrase by phrase, without counts of zero."""
+    """Return the counts of rows as phrases, without counts of zero."""
     counts = {
         "kept": 0 if report.kept == report.rows else report.kept,
         "dropped": report.dropped,
@@ -233,13 +222,12 @@ def _describe_rows(report: DataReport | CompletionReport, pieces_dropped: int = 
 
 
 def _describe_specials(report: DataReport | CompletionReport) -> list[str]:
-    """Return the rows that spell special tokens, as a phrase."""
     number = report.special_rows
     return [f"{number:,} {'row spells' if number == 1 else 'rows spell'} special tokens"] if number else []
 
 
 def _describe_lost(report: DataReport | CompletionReport) -> list[str]:
-    """Return the tokens that are in no record, and those that are in two, phrase by phrase."""
+    """Return the lost and the repeated tokens as phrases."""
     lost, trained = report.tokens_lost, report.supervised_tokens_lost
     repeated = report.tokens_repeated if isinstance(report, DataReport) else 0
     parts = [f"{repeated:,} tokens repeated as context"] if repeated else []
@@ -255,7 +243,7 @@ def _range(lengths: dict[str, int]) -> str:
 
 
 def length_percentiles(lengths: Sequence[int] | array[int]) -> dict[str, int]:
-    """Return the shortest, median, upper percentiles and longest of row lengths in tokens, each of an actual row."""
+    """Return the shortest, median, upper percentiles and longest of row lengths, each the length of an actual row."""
     points = {"min": 0, "p50": 50, "p90": 90, "p95": 95, "p99": 99, "max": 100}
     values = np.percentile(np.array(lengths, dtype=np.int64), list(points.values()), method="higher")
     return {name: int(value) for name, value in zip(points, values, strict=True)}

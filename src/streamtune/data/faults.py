@@ -1,7 +1,6 @@
 """Faulty rows: collected and raised together, or counted and left out.
 
-Readers and converters report the error of a row here and go on with the next row; an error of a whole file is raised as
-it is. :class:`BadRows` decides what a report does.
+Readers and converters report a faulty row and continue with the next; an error of a whole file is raised at once.
 """
 
 from __future__ import annotations
@@ -13,28 +12,25 @@ from types import TracebackType
 from streamtune.errors import DataError
 
 ON_BAD_ROW = ("error", "skip")
-"""Ways to handle a row that cannot be read or trained on."""
+"""Handling of a row that cannot be read or trained on."""
 
 SHOWN = 10
-"""Bad rows that an error lists."""
+"""Most bad rows that an error lists."""
 MOST_COUNTED = 1_000
 """Bad rows after which an error is raised without looking for more."""
 LONGEST_LOOK = 30.0
-"""Seconds that are spent on finding more bad rows after the first."""
+"""Seconds spent on finding more bad rows after the first."""
 MOST_KEPT = 10_000
-"""Skipped rows whose errors are kept for the record of the run."""
+"""Most errors of skipped rows that the record of the run keeps."""
 
 
 class BadRows:
-    """Collects the errors of rows. As a context manager it reports the ``DataError`` of the block, and ends it.
+    """Collects the errors of rows. As a context manager it reports the ``DataError`` of the block, and ends the block.
 
     Args:
         on_bad_row: ``raise`` raises the first; ``error`` collects them for :meth:`check`; ``skip`` counts them.
-        limit: Rows that ``skip`` may leave out.
-        notify: Called with each thing the user should know, as a line of text.
-
-    Raises:
-        DataError: From :meth:`report` and :meth:`check`.
+        limit: Most rows that ``skip`` leaves out.
+        notify: Called with each message for the user.
     """
 
     def __init__(
@@ -58,12 +54,7 @@ class BadRows:
         return True
 
     def report(self, error: DataError) -> None:
-        """Take the error of one row: raise it, or record it.
-
-        Raises:
-            DataError: The first one with ``raise``; with ``skip`` there are more than ``limit``; with ``error`` there
-                are so many that no more are looked for.
-        """
+        """Raise or record the error of a row."""
         if self.on_bad_row == "raise":
             raise error
         self.count += 1
@@ -79,21 +70,13 @@ class BadRows:
             raise self._together(f"{self.count:,} rows are bad, and those after them were not read")
 
     def report_first(self, error: DataError) -> None:
-        """Take an error that the rows after this one share: raise it, or with ``skip`` record it.
-
-        Raises:
-            DataError: The error itself, or that of :meth:`report`.
-        """
+        """Record, with ``skip``, an error that the rows after this one share; otherwise raise it."""
         if self.on_bad_row != "skip":
             raise error
         self.report(error)
 
     def check(self) -> None:
-        """Raise the errors that were collected, or notify the user of the rows that are left out.
-
-        Raises:
-            DataError: A row is bad, and ``on_bad_row`` is not ``skip``.
-        """
+        """Raise the collected errors, or notify the user of skipped rows."""
         if not self.count:
             return
         if self.on_bad_row == "skip":
@@ -106,16 +89,12 @@ class BadRows:
             raise self._together(f"{self.count:,} rows are bad")
 
     def nothing_left(self) -> None:
-        """Raise if rows were left out: called where none is left.
-
-        Raises:
-            DataError: All rows are bad.
-        """
+        """Raise if rows were left out; called if no row is left."""
         if self.count:
             raise self._together(f"no row is left: all {self.count:,} were bad")
 
     def to_json(self) -> list[dict[str, str]]:
-        """Return the rows that were left out, the first 10,000 of them: ``row``, ``what`` and ``mend``."""
+        """Return the first 10,000 rows that were left out: ``row``, ``what`` and ``mend``."""
         return [{"row": error.where, "what": error.what, "mend": error.mend} for error in self.errors]
 
     def _together(self, what: str, mend: str = "leave them out with on_bad_row: skip") -> DataError:

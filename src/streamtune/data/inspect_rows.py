@@ -1,4 +1,4 @@
-"""Rows as the model sees them: the text of their tokens, trained, masked and special ones apart.
+"""Prepared rows as the model sees them: text of trained, masked and special tokens, and the tokens that end answers.
 
 A text is cut at tokens, never decoded token by token: joined again it is what the tokenizer decodes.
 """
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BEFORE, AFTER = 12, 28
-"""Tokens shown before and after a border between masked and trained ones, where a long row is cut."""
+"""Tokens shown before and after a border of masked and trained tokens in a long row."""
 ENDS = 32
-"""Tokens shown at the beginning and at the end of such a row."""
+"""Tokens shown at the beginning and at the end of a long row."""
 MOST_UNFINISHED = 8
-"""Tokens after which a character ends: of UTF-8 it has four bytes, of emoji several characters are one."""
+"""Tokens after which a character ends: UTF-8 takes up to four bytes, an emoji several characters."""
 NEAR = 24
-"""Tokens that are shown rather than cut out: to say that they are cut takes about as much room."""
+"""Tokens that are shown rather than cut out: a note of the cut takes as much room."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +61,20 @@ class RowPart:
     name: str
     input_ids: list[int]
     trained: npt.NDArray[np.bool_]
-    """[T] True where a token is trained on"""
+    """[T] True for trained tokens"""
 
 
 @dataclass(frozen=True)
 class RowView:
-    """A record, with its place in the data."""
+    """A record with its place in the data; ``number`` counts from 1 in the order of reading."""
 
     number: int
-    """from 1, in the order of reading"""
     origin: str
     source: int
     """index of the dataset"""
     held_out: bool
     lost: int
-    """tokens that were cut off"""
+    """tokens cut off"""
     parts: list[RowPart]
 
     @property
@@ -84,17 +83,16 @@ class RowView:
 
     @property
     def trained(self) -> int:
-        """Tokens that are trained on."""
         return sum(int(part.trained.sum()) for part in self.parts)
 
 
 class RowInspector:
-    """Gives the records of prepared data one by one, and finds those to look at.
+    """Gives the records of prepared data one by one, and finds notable ones.
 
     Args:
         prepared: The data; its records stay on disk.
-        tokenizer: The tokenizer it was made with.
-        kinds: Names of the first and the second completion of a tree.
+        tokenizer: Tokenizer of the data.
+        kinds: Names of a tree's first and second completion.
     """
 
     def __init__(
@@ -113,7 +111,6 @@ class RowInspector:
         return len(self.records)
 
     def view(self, number: int) -> RowView:
-        """Return the record of a number, from 1."""
         place, record = number - 1, self.records[number - 1]
         return RowView(
             number=number,
@@ -125,16 +122,16 @@ class RowInspector:
         )
 
     def find(self, origin: str) -> list[int]:
-        """Return the numbers of the records that were made of a row."""
+        """Return the numbers of the records made of a row."""
         return [place + 1 for place in self.records.find(origin)]
 
     def spread(self, count: int) -> list[int]:
-        """Return the numbers of ``count`` records, evenly over the data; the first is among them."""
+        """Return ``count`` evenly spaced record numbers (counted from 1), the first included."""
         count = min(count, len(self))
         return [1 + index * len(self) // count for index in range(count)]
 
     def worst(self, count: int) -> list[tuple[str, int]]:
-        """Return the ``count`` longest, least trained and most truncated records with the reason; each once."""
+        """Return the ``count`` longest, least trained and most truncated records with the reasons; each once."""
         lengths = self.records.lengths()
         share = self.measured.trained / lengths
         ranked = [("longest", np.argsort(-(lengths + self.measured.lost), kind="stable")[:count])]
@@ -149,7 +146,7 @@ class RowInspector:
         return [(", ".join(found), number) for number, found in reasons.items()]
 
     def runs(self, part: RowPart, most: int | None = None) -> list[TokenRun | TokenGap]:
-        """Return the tokens of a part in runs of one kind; a longer one than ``most`` tokens with gaps."""
+        """Return the tokens of a part in runs of one kind; with gaps if there are more than ``most`` tokens."""
         shown: list[TokenRun | TokenGap] = []
         stop = 0
         for start, end in shown_ranges(part.trained, most):
@@ -171,17 +168,17 @@ class RowInspector:
         ]
 
     def texts(self, part: RowPart) -> list[str]:
-        """Return the text of every token of a part; a character of several tokens is with the last of them."""
+        """Return the text of every token; a character of several tokens belongs to the last of them."""
         return decode_pieces(self.tokenizer, part.input_ids, range(1, len(part.input_ids) + 1))
 
 
 def decode_pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], bounds: Sequence[int]) -> list[str]:
-    """Return the decoded text of ``ids`` in pieces, which together are all of it.
+    """Return the decoded text of ``ids`` in pieces that together are all of it.
 
     Args:
         tokenizer: The tokenizer.
         ids: Token ids.
-        bounds: The numbers of tokens after which a piece ends, ascending; the last is ``len(ids)``.
+        bounds: Numbers of tokens after which a piece ends, ascending; the last is ``len(ids)``.
     """
     whole = _decode(tokenizer, ids)
     pieces: list[str] = []
@@ -212,10 +209,10 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 def shown_ranges(trained: npt.NDArray[np.bool_], most: int | None) -> list[tuple[int, int]]:
-    """Return the ranges of tokens to show of a row: all of it, or its ends and as many borders of masks as fit.
+    """Return the ranges of tokens to show: all of a row, or its ends and as many borders of masks as fit.
 
     Args:
-        trained: [T] True where a token is trained on.
+        trained: [T] True for trained tokens.
         most: Tokens to show, about; None shows all.
     """
     size = len(trained)
@@ -247,7 +244,7 @@ def _gap(part: RowPart, start: int, stop: int) -> TokenGap:
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> Collection[int]:
-    """Return the ids of special tokens, those that a chat template writes among them."""
+    """Return the ids of special tokens, those included that a chat template writes."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
 
@@ -274,9 +271,9 @@ def _part(name: str, ids: Any, trained: npt.NDArray[np.bool_] | bool) -> RowPart
 # ------------------------------------------------------------------------------------------------------ ends of answers
 
 MOST_ENDS_ROWS = 512
-"""Rows that are looked at, spread evenly over all."""
+"""Most rows that are searched for ends, spread evenly."""
 MOST_ENDS_TOKENS = 1 << 24
-"""Tokens of these rows: no further row is looked at once there are more."""
+"""Tokens of these rows after which the search ends."""
 
 _EXCHANGE = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"})
 
@@ -284,14 +281,15 @@ _EXCHANGE = ({"role": "user", "content": "Hello"}, {"role": "assistant", "conten
 def trained_ends(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chat: ChatOptions) -> list[int]:
     """Return the tokens that end trained turns or texts, the most frequent first; none if no end is trained.
 
-    A token counts if the tokenizer has it as an added or a special one, a run of trained tokens ends with it, and no
-    such run has it inside. The token that ends the last answer under the chat template counts wherever it is trained.
-    It also stands for rows that show no end: prompts whose answers are not written yet, and rows that were cut. A token
-    that ends earlier answers in its place is left out: gpt-oss closes its reasoning with that one.
+    Generation must stop at them: a base model ends texts with one token (``<|endoftext|>``), a chat template ends turns
+    with another (``<|im_end|>``). A token counts if it is an added or a special one, a run of trained tokens ends with
+    it, and no run has it inside. The token that ends the last answer under the chat template counts wherever it is
+    trained, and if no row shows an end: prompts without answers, and rows that were cut. A token that ends only earlier
+    answers is left out: gpt-oss closes its reasoning with it.
 
     Args:
         rows: Examples, trees or prompts to train on.
-        tokenizer: The model's tokenizer, with its chat template.
+        tokenizer: Tokenizer with the chat template.
         chat: Options of rendering; with ``train_on_eos: none`` no end is trained.
     """
     if chat.train_on_eos == "none":
@@ -318,7 +316,7 @@ def _marks(tokenizer: PreTrainedTokenizerBase) -> np.ndarray[Any, Any]:
 
 
 def _template_ends(tokenizer: PreTrainedTokenizerBase, chat: ChatOptions) -> tuple[int | None, int | None]:
-    """Return the last trained token of the last answer of a short chat, and of an earlier one; None where unknown."""
+    """Return the last trained token of a short chat's last answer, and of its first; None if unknown."""
     options = replace(chat, roles_to_train=("assistant",), train_on_eos="turn", reasoning="template")
     render = RowRenderer(tokenizer, train_on="assistant", notify=lambda message: None, chat=options)
     for exchanges in (2, 1) if tokenizer.chat_template else ():
@@ -330,7 +328,6 @@ def _template_ends(tokenizer: PreTrainedTokenizerBase, chat: ChatOptions) -> tup
 
 
 def _trained_runs(rows: Sequence[Any]) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the runs of trained tokens of some of the rows."""
     seen = 0
     for place in (
         np.unique(np.linspace(0, len(rows) - 1, min(len(rows), MOST_ENDS_ROWS)).astype(int)) if len(rows) else ()

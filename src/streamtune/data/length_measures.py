@@ -1,8 +1,8 @@
-"""Measures of rows and of batches: lengths, what other limits would lose, padding, packs, and the work of attention.
+"""Measures of rows and batches: lengths, losses under other limits, padding, packs, and the work of attention.
 
-Attention is counted as the sum of the squares of lengths, of rows as they are computed: a row that is padded has the
-length it is padded to, a row in a packed sequence its own. The forward of a layer with H query heads of D channels
-takes 2 x H x D x that sum floating-point operations: two products of a query with each key up to its own position.
+Attention is counted as the sum of squared row lengths: a padded row has the length it is padded to, a row in a packed
+sequence its own. The forward of a layer with H query heads of D channels takes 2 x H x D x that sum floating-point
+operations: two products of a query with each key up to its own position.
 
 The reference is concat-and-chunk: all rows end to end, cut into sequences of ``max_length`` in which every token
 attends to all before it.
@@ -38,11 +38,11 @@ class LengthBin:
 
 
 def histogram(lengths: Lengths, limit: int, most: int = MOST_BINS) -> list[LengthBin]:
-    """Return the rows by length, in about ``most`` bins of equal ratio at most; a bin is below ``limit`` or over it.
+    """Return the rows by length, in at most about ``most`` bins of equal ratio; a bin lies below ``limit`` or above it.
 
     Args:
         lengths: [rows] tokens, at least one row.
-        limit: A bin ends with this length.
+        limit: Length at which a bin ends.
         most: Bins.
     """
     low, high = int(lengths.min()), int(lengths.max())
@@ -65,20 +65,20 @@ def histogram(lengths: Lengths, limit: int, most: int = MOST_BINS) -> list[Lengt
 
 @dataclass(frozen=True, kw_only=True)
 class LengthChoice:
-    """The effect that a limit would have on the rows."""
+    """The effect of a limit on the rows."""
 
     max_length: int
     rows_over: int
     lost_if_truncated: int | None
-    """tokens; None of trees, where it depends on each answer"""
+    """tokens; None for trees, where it depends on each answer"""
     lost_if_dropped: int
     padding: float | None = None
-    """part of the positions of batches that hold padding, with the recipe's ``overlength`` (cut where it is ``error``);
-    None where rows are not padded"""
+    """part of the positions of batches that is padding, with the recipe's ``overlength`` (cut if it is ``error``); None
+    if rows are not padded"""
     packs: int | None = None
     """sequences that the rows would be packed into"""
     pack_fill: float | None = None
-    """part of the positions of those that hold a token"""
+    """part of their positions that hold a token"""
 
 
 def choose_lengths(
@@ -90,13 +90,13 @@ def choose_lengths(
     shuffle: bool = True,
     cuts_trees: bool = False,
 ) -> list[LengthChoice]:
-    """Return the effect of up to eight limits, the present one and powers of two around the lengths of the rows.
+    """Return the effect of up to eight limits: the present one and powers of two around the lengths of the rows.
 
     Args:
         measured: Sizes of all rows, held-out ones included.
-        limit: The present one.
-        options: The options of preparing the rows. Overlaps are counted as cut at tokens.
-        batch_size: Rows of a batch; None where neither padding nor packs are counted.
+        limit: The present limit.
+        options: Options of preparing the rows. Overlaps are counted as cut at tokens.
+        batch_size: Rows of a batch; None counts neither padding nor packs.
         shuffle: False if rows keep their order.
         cuts_trees: True if the rows are trees.
     """
@@ -130,7 +130,7 @@ def choose_lengths(
 def _candidates(lengths: Lengths, limit: int) -> list[int]:
     """Return the limits to compare: the present one, and powers of two from half the median to the longest row.
 
-    Where these are few, lengths half-way between them as well.
+    If these are few, lengths half-way between them as well.
     """
     top = max(2, math.ceil(math.log2(int(lengths.max()))))
     middle = int(math.log2(max(4.0, float(np.median(lengths)))))
@@ -140,7 +140,7 @@ def _candidates(lengths: Lengths, limit: int) -> list[int]:
 
 
 def _cut(measured: Measured, length: int, overlength: str, overlap: int) -> Lengths:
-    """Return the lengths of the examples that the rows would be, under another limit."""
+    """Return the lengths of the examples made of the rows under another limit."""
     lengths = measured.lengths
     if overlength == "split":
         context = min(overlap, length - 1)
@@ -158,7 +158,7 @@ def _cut(measured: Measured, length: int, overlength: str, overlap: int) -> Leng
 def padding_share(
     lengths: Lengths, batch_size: int, *, seed: int, shuffle: bool = True, mixture: Mixture | None = None
 ) -> float:
-    """Return the part of the positions that are padding, over the batches of the first epoch."""
+    """Return the part of the positions that is padding, over the batches of the first epoch."""
     if not len(lengths):
         return 0.0
     order = lengths[ResumableSampler(len(lengths), seed=seed, shuffle=shuffle, mixture=mixture).order(0)]
@@ -172,20 +172,13 @@ def padding_share(
 
 
 def fewest_packs(lengths: Lengths, max_length: int) -> int:
-    """Return a number of sequences that no packing can do with fewer than: the tokens divided by the length."""
+    """Return a lower bound on the number of sequences: the tokens divided by the length."""
     return -(-int(lengths.sum()) // max_length)
 
 
 @drawn_plainly
 def draw_lengths(bins: list[LengthBin], limit: int, title: str, name: str = "max_length") -> bytes:
-    """Return the histogram as PNG, with the limit marked.
-
-    Args:
-        bins: From :func:`histogram`.
-        limit: The limit.
-        title: Of the picture.
-        name: Of the limit.
-    """
+    """Return the histogram as PNG, with the limit marked; ``name`` is the name of the limit."""
     from io import BytesIO
 
     # Slow to import, and only needed here. Figures made without pyplot need no display.
@@ -237,12 +230,12 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFacts:
-    """Use of the positions of training batches in the first epoch, and what packing makes or would make of it."""
+    """Use of the positions of training batches in the first epoch, with and without packing."""
 
     batching: str
     """``rows``, ``tokens`` or ``buckets``"""
     batch_size: int
-    """sequences of a batch at most"""
+    """most sequences of a batch"""
     padding: float
     """part of the positions that is padding"""
     steps: int
@@ -250,21 +243,21 @@ class BatchFacts:
     step_tokens: dict[str, int]
     """tokens of a step without padding: ``min``, ``p50``, ``max``"""
     squared_lengths: int
-    """sum of the squares of the lengths of rows, as they are computed"""
+    """sum of the squared lengths of rows as computed"""
     squared_lengths_concat: int
-    """the same of concat-and-chunk"""
+    """the same for concat-and-chunk"""
     attention_ratio: float
     """``squared_lengths_concat / squared_lengths``"""
     packing: bool
     """True if rows share sequences"""
     packs: int
-    """sequences that the training examples are, or would be, packed into; 0 where that was not tried"""
+    """sequences that training examples are, or would be, packed into; 0 if that was not tried"""
     pack_fill: float
     """part of their positions that holds a token"""
     fewest_packs: int
-    """no packing could do with fewer sequences"""
+    """lower bound on the sequences of any packing"""
     pieces: dict[int, int]
-    """``buckets``: pieces by the tokens of their bucket"""
+    """pieces by the tokens of their bucket (``buckets``)"""
 
 
 @dataclass(frozen=True)
@@ -272,9 +265,9 @@ class EpochLayout:
     """Positions and work of an epoch."""
 
     positions: int
-    """of all batches, padding included"""
+    """positions of all batches, padding included"""
     squares: int
-    """sum of the squares of the lengths of rows, as they are computed"""
+    """sum of the squared lengths of rows as computed"""
     step_tokens: Numbers
     """[steps] tokens without padding"""
 
@@ -291,12 +284,12 @@ def lay_out(
     """Return the measures of an epoch on one rank.
 
     Args:
-        epoch: Its steps.
+        epoch: Steps of the epoch.
         tokens: [units] tokens.
-        squares: [units] sum of the squares of the lengths of their rows.
-        batch_size: Sequences of a batch at most.
+        squares: [units] sum of the squared lengths of their rows.
+        batch_size: Most sequences of a batch.
         packed: True if rows attend to themselves alone, and padding is a row by itself.
-        per_sequence: [units] units of its kind that share a sequence; None is one of each.
+        per_sequence: [units] units of the same kind that share a sequence; None: one.
     """
     count = len(epoch.units)
     if not count:
@@ -315,6 +308,6 @@ def lay_out(
 
 
 def concat_squares(tokens: int, max_length: int) -> int:
-    """Return the sum of the squares of the lengths of ``tokens`` tokens that are cut into sequences."""
+    """Return the sum of the squared lengths of the sequences that ``tokens`` tokens are cut into."""
     whole, rest = divmod(tokens, max_length)
     return int(whole) * max_length**2 + int(rest) ** 2

@@ -13,30 +13,30 @@ if TYPE_CHECKING:
     from streamtune.data.row_cache import RowCache
 
 OVERLENGTH = ("error", "truncate", "drop", "split")
-"""Ways to handle a row with more than ``max_length`` tokens."""
+"""Handling of a row with more than ``max_length`` tokens."""
 COMPLETION_OVERLENGTH = ("error", "truncate", "drop")
-"""Ways to handle a pair or a prompt over the length. It cannot be split."""
+"""Handling of a pair or a prompt over the length; it cannot be split."""
 TRUNCATE_SIDES = ("auto", "left", "right", "middle")
 """Parts of a row that ``overlength: truncate`` cuts off."""
 PROMPT_SIDES = ("auto", "left", "middle")
-"""Parts of a prompt that ``overlength: truncate`` cuts off; its end, where it asks for the answer, always stays."""
+"""Parts of a prompt that ``overlength: truncate`` cuts off; its end, which asks for the answer, always stays."""
 SPLIT_AT = ("token", "line", "paragraph", "turn")
-"""Borders that ``overlength: split`` looks for, from the weakest: a stronger one is preferred to those before it."""
+"""Borders that ``overlength: split`` looks for, from the weakest to the strongest, which is preferred."""
 IDENTICAL_PAIRS = ("error", "drop")
-"""Ways to handle a pair whose answers are the same."""
+"""Handling of a pair whose answers are the same."""
 REASONING = ("template", "keep", "error", "per_turn")
-"""Ways to handle reasoning that the chat template leaves out of a trained answer."""
+"""Handling of reasoning that the chat template leaves out of a trained answer."""
 ON_EMPTY = ("error", "drop", "train")
-"""Ways to handle a row with an empty answer."""
+"""Handling of a row with an empty answer."""
 TRAIN_ON_EOS = ("turn", "all", "last", "none")
-"""Tokens that end turns of a chat and are trained."""
+"""End tokens of turns that are trained."""
 
 
 def check_choice(name: str, value: str, known: tuple[str, ...], mend: str = "") -> None:
-    """Raise unless an option is one of the known words.
+    """Raise unless an option is a known word.
 
     Raises:
-        ArgumentError: It is none of them.
+        ArgumentError: It is not.
     """
     if value not in known:
         raise ArgumentError(f"{name} is '{value}'", where=name, mend=mend or f"use {', '.join(known)}")
@@ -44,10 +44,10 @@ def check_choice(name: str, value: str, known: tuple[str, ...], mend: str = "") 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """Options of rendering that the rows of all datasets share.
+    """Options of rendering that all datasets share.
 
     Raises:
-        ArgumentError: One of them is none of the known words.
+        ArgumentError: A word is unknown.
     """
 
     reasoning: str = "template"
@@ -59,12 +59,12 @@ class ChatOptions:
     train_on_eos: str = "turn"
     """one of :data:`TRAIN_ON_EOS`"""
     default_system: str | None = None
-    """system message of conversations that have none"""
+    """system message of conversations without one"""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """variables of the chat template; a row's own come first"""
+    """variables of the chat template; a row's own take precedence"""
 
     split_special_tokens: bool = False
-    """special tokens that the text of a row spells stay text"""
+    """special tokens spelled in a row's text stay text"""
 
     def __post_init__(self) -> None:
         words = {"reasoning": REASONING, "on_empty": ON_EMPTY, "train_on_eos": TRAIN_ON_EOS}
@@ -77,19 +77,18 @@ class ChatOptions:
 
 
 DEFAULT_CHAT = ChatOptions()
-"""Options of a recipe that names none."""
 
 
 @dataclass(frozen=True)
 class RowPolicy:
-    """The length that a row may have, and the handling of longer ones.
+    """Limit on the length of a row, and the handling of longer ones.
 
     Raises:
-        ArgumentError: One of the values is none of the known ones, or they contradict each other.
+        ArgumentError: A word is unknown, or the values contradict each other.
     """
 
     max_length: int
-    """tokens of a row, or of a piece of it"""
+    """most tokens of a row, or of a piece of it"""
     overlength: str = "error"
     """one of :data:`OVERLENGTH`"""
     truncate_side: str = "auto"
@@ -97,7 +96,7 @@ class RowPolicy:
     split_at: str = "turn"
     """one of :data:`SPLIT_AT`: the strongest border to cut at"""
     split_overlap: int = 0
-    """tokens before each later piece that are there as context, and trained in the piece before it alone"""
+    """tokens of context before each later piece; they are trained only in the piece before it"""
 
     def __post_init__(self) -> None:
         words = {"overlength": OVERLENGTH, "truncate_side": TRUNCATE_SIDES, "split_at": SPLIT_AT}
@@ -121,21 +120,19 @@ class RowPolicy:
 
     @property
     def finds_breaks(self) -> bool:
-        """True if rows are split at borders of their text."""
         return self.overlength == "split" and self.split_at != "token"
 
     @property
     def splits_at_turns(self) -> bool:
-        """True if chats are split where an exchange begins."""
         return self.overlength == "split" and self.split_at == "turn"
 
     @property
     def needs_length(self) -> bool:
-        """True if the length of a row that is too long is needed exactly: nothing of it is kept otherwise."""
+        """True if the exact length of a row that is too long is needed; otherwise nothing of it is kept."""
         return self.overlength in ("truncate", "split")
 
     def may_exceed(self, text: str) -> bool:
-        """Return True unless a text is too short to have more than ``max_length`` tokens, of a byte each at least."""
+        """Return True unless a text is too short for more than ``max_length`` tokens of at least a byte each."""
         return 4 * len(text) + 8 > self.max_length
 
 
@@ -143,49 +140,49 @@ class RowPolicy:
 class DataOptions:
     """All that a recipe says about preparing rows, beside the sources and the tokenizer.
 
-    Rows of each kind read the options that have a meaning for them, and check those when they are prepared.
+    Each kind of rows reads the options that have a meaning for it, and checks them when it is prepared.
     """
 
     max_length: int = 2048
-    """tokens of an example at most; of a tree its prompt and its longest completion together"""
+    """most tokens of an example; of a tree its prompt and its longest completion together"""
     max_prompt_length: int | None = None
-    """tokens of a prompt at most; None sets no limit of its own (trees)"""
+    """most tokens of a prompt; None sets no separate limit (trees)"""
     overlength: str = "error"
-    """what to do with a longer row: refuse them all (``error``), cut a part off (``truncate``), leave it out
-    (``drop``), or cut it into consecutive pieces (``split``, examples only). Of a truncated tree the prompt keeps its
-    last ``max_prompt_length`` tokens, then the completions their first ones; it is left out if nothing to prefer is
-    left, or if its prompt fills ``max_length``"""
+    """handling of a longer row: refuse all (``error``), cut a part off (``truncate``), leave it out (``drop``), or cut
+    it into consecutive pieces (``split``, examples only). A truncated tree keeps the last ``max_prompt_length`` tokens
+    of its prompt, then the first tokens of its completions; it is left out if nothing to prefer is left, or if its
+    prompt fills ``max_length``"""
     truncate_side: str = "auto"
-    """the part of an example or a prompt that is cut off, see :func:`streamtune.data.fit.row_fit.cut_row`; of a prompt
+    """part of an example or a prompt that is cut off, see :func:`streamtune.data.fit.row_fit.cut_row`; of a prompt
     ``middle`` keeps the first tokens as well, half of them all"""
     split_at: str = "turn"
-    """the strongest border that pieces end at: ``turn``, ``paragraph``, ``line`` or ``token``"""
+    """strongest border that pieces end at: ``turn``, ``paragraph``, ``line`` or ``token``"""
     split_overlap: int = 0
-    """tokens before each later piece that are there as context, not trained twice"""
+    """tokens of context before each later piece, not trained twice"""
     train_on: str = "assistant"
     """``assistant`` (every assistant turn, or the completion), ``completion`` (the last turn; of a row of prompt and
     completion all turns behind the prompt), ``last`` (the last turn of any row) or ``all``"""
     chat: ChatOptions = DEFAULT_CHAT
     identical_pairs: str = "error"
-    """what to do with a pair whose answers are the same: refuse it (``error``), or leave it out (``drop``), counted"""
+    """handling of a pair whose answers are the same: refuse it (``error``), or leave it out (``drop``), counted"""
     packing: bool = False
-    """choose examples that share a sequence of at most ``max_length`` tokens"""
+    """pack examples into sequences of at most ``max_length`` tokens"""
     val_size: float = 0.0
     """rows to hold out: a fraction below 1, or a count. Examples with the same tokens, and trees and prompts with the
     same prompt, stay together, so that nothing held out is trained on"""
     seed: int = 42
-    """seed of the choice of held-out rows, of the packs, and of the order of a stream"""
+    """seed of the held-out rows, of the packs, and of the order of a stream"""
     shuffle_buffer: int = 1
-    """rows that the next one of a stream is drawn from; 1 keeps the order"""
+    """rows of a stream that the next row is drawn from; 1 keeps the order"""
     on_bad_row: str = "error"
-    """what to do with rows that are malformed or cannot be trained on: list the first ten and refuse (``error``), or
-    count and leave them out (``skip``)"""
+    """handling of rows that are malformed or cannot be trained on: list the first ten and refuse (``error``), or count
+    and leave them out (``skip``)"""
     max_bad_rows: int = 100
-    """rows that ``skip`` may leave out; of a stream in each pass"""
+    """most rows that ``skip`` leaves out; of a stream in each pass"""
     processes: int = 1
-    """processes that render; 1 is this one"""
+    """processes that render; 1 renders in this process"""
     cache: RowCache | None = None
-    """where prepared rows are kept and found again; None keeps none, as does a stream"""
+    """cache of prepared rows; None and a stream keep nothing"""
 
     @property
     def per_turn(self) -> bool:

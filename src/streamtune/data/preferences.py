@@ -1,4 +1,4 @@
-"""Rows of preference data: one prompt and the answers that are compared, or labelled one by one.
+"""Rows of preference data: one prompt, and answers that are compared or labelled one by one.
 
     preference    prompt, chosen, rejected                    each a string or a list of messages
                   chosen, rejected                            without prompt: their common beginning is the prompt
@@ -6,12 +6,11 @@
     unpaired      prompt, completion, label                   label: true (desirable) or false
 
 ``tools`` and ``chat_template_kwargs`` (optional) go to the chat template, ``system`` before messages that have no
-system message. A prompt that is text and answers that are messages go together, and the other way round. A pair whose
-answers already hold the prompt's messages loses them. Other columns are not read.
+system message. A prompt may be text and its answers messages, or the reverse. Answers of a pair that begin with the
+prompt's messages lose them. Other columns are not read.
 
-**Implicit prompts.** Of messages: as many as ``chosen`` and ``rejected`` have in common. Of text: their common
-characters, back to the last border between words, and without the blanks that stand there, which belong to the answers
-as in ``"... Assistant:"`` and ``" Yes"``.
+Without ``prompt`` it is the messages that ``chosen`` and ``rejected`` share, or their common characters: back to the
+last border between words and without trailing blanks, which belong to the answers: ``"... Assistant:"`` and ``" Yes"``.
 """
 
 from __future__ import annotations
@@ -38,30 +37,30 @@ from streamtune.data.row_types import Conversation, PromptCompletion
 from streamtune.errors import DataError, did_you_mean
 
 PREFERENCE_TYPES = ("preference", "unpaired")
-"""Names a recipe's ``type`` may have, besides ``auto``, for preference data."""
+"""Values of ``type`` for preference data, besides ``auto``."""
 
 _REQUIRED = {"preference": ("chosen", "rejected"), "unpaired": ("prompt", "completion", "label")}
 
 _SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
-"""Names that the scores of a pair's answers have in published sets."""
+"""Names of the two answers' scores in published sets."""
 
 _PROMPT_LIKE = ("question", "instruction", "input", "query", "context", "problem")
-"""Columns that hold a prompt under another name: to guess one from the answers beside them would be wrong."""
+"""Columns that hold a prompt under another name: guessing the prompt from the answers would then be wrong."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """One prompt and its answers, each with the prompt before it, in the normal form of training text."""
+    """A prompt and its answers, each with the prompt before it, in the normal form of training text."""
 
     prompt: TextOrMessages
     contents: Sequence[PromptCompletion | Conversation]
-    """``(chosen, rejected)``, or the one that is judged"""
+    """``(chosen, rejected)``, or the answer that is judged"""
     labels: tuple[bool, ...] | None = None
-    """of unpaired rows: whether each answer is desirable"""
+    """True for desirable answers of unpaired rows"""
     margin: float | None = None
-    """by how much the first is better, where the row says so"""
+    """score of the first answer minus the second's, if the row has it"""
     identical: bool = False
-    """True if both answers are the same: there is nothing to prefer"""
+    """True if both answers are the same"""
     tools: list[dict[str, Any]] | None = None
 
     def texts(self) -> list[str]:
@@ -76,11 +75,7 @@ def _answer_texts(content: PromptCompletion | Conversation) -> list[str]:
 
 
 def detect_preference_type(row: Row) -> str:
-    """Return the type of preference data a row looks like.
-
-    Raises:
-        DataError: It looks like none.
-    """
+    """Return the type of preference data that a row looks like."""
     for row_type, required in _REQUIRED.items():
         if all(name in row.columns for name in required):
             return row_type
@@ -93,7 +88,7 @@ def detect_preference_type(row: Row) -> str:
 
 
 def preference_columns_read(row_type: str, answers: Answers) -> tuple[str, ...]:
-    """Return the columns that are read of a row of a type, given its normal form."""
+    """Return the source columns needed to build this row type."""
     columns = ("prompt", *_REQUIRED[row_type])
     if row_type == "preference":
         columns = (*columns, *(name for names in _SCORES for name in names), "margin")
@@ -101,11 +96,7 @@ def preference_columns_read(row_type: str, answers: Answers) -> tuple[str, ...]:
 
 
 def normalise_preference(row: Row, row_type: str) -> Answers:
-    """Convert a row of a known type to its normal form.
-
-    Raises:
-        DataError: The row is not of this type, or one of its values is wrong.
-    """
+    """Convert a row of a known type to its normal form."""
     for name in _REQUIRED[row_type]:
         if name not in row.columns:
             raise DataError(
@@ -183,7 +174,7 @@ def _split(
 
 
 def _text_prompt(chosen: str, rejected: str) -> int:
-    """Return the length of the prompt, a common beginning that cuts no word and does not end with a blank."""
+    """Return the length of the prompt: a common beginning that cuts no word and does not end with a blank."""
     start = common_prefix(chosen, rejected)
     following = (chosen[start : start + 1], rejected[start : start + 1])
     if "" in following or any(_in_word(character) for character in following):
@@ -220,7 +211,7 @@ def _agree(
 
 
 def _prompt_messages(row: Row, prompt: str, answers: dict[str, TextOrMessages]) -> list[dict[str, Any]]:
-    """Return a text prompt as messages: one of the user, or those before the answer where an answer holds them."""
+    """Return a text prompt as messages: one of the user, or those before the answer if an answer holds them."""
     first = next(answer for answer in answers.values() if not isinstance(answer, str))
     start = next((index for index, message in enumerate(first) if message["role"] == "assistant"), len(first))
     if start == 0:
@@ -235,7 +226,7 @@ def _prompt_messages(row: Row, prompt: str, answers: dict[str, TextOrMessages]) 
 
 
 def _margin(row: Row) -> float | None:
-    """Return by how much the chosen answer is better; None if the row does not say so."""
+    """Return the score of the chosen answer minus the rejected one's; None if the row does not say."""
     for names in _SCORES:
         if any(_is_given(row, name) for name in names):
             chosen, rejected = (_number(row, name) for name in names)
@@ -315,6 +306,6 @@ def _says_something(message: Mapping[str, Any]) -> bool:
 
 
 _NOT_WORDS = ("role", "name", "weight")
-"""Fields of a message that are no words."""
+"""Fields of a message that are not words."""
 
 _NORMALISERS: dict[str, Callable[[Row], Answers]] = {"preference": _pair, "unpaired": _unpaired}

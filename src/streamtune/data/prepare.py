@@ -69,23 +69,22 @@ if TYPE_CHECKING:
 ItemT = TypeVar("ItemT")
 FitT = TypeVar("FitT", bound=LengthFit[Any, Any])
 Read = Callable[["Reading", Source], Iterator[Item[ItemT]]]
-"""Yields the rows of a source in their normal form; gives the faulty ones to ``Reading.bad``."""
+"""Yields the rows of a source in their normal form; reports faulty rows to ``Reading.bad``."""
 
 
 @dataclass(frozen=True)
 class RowKind(Generic[FitT]):
-    """One kind of records: how its rows are read, rendered and fitted to the length."""
+    """A kind of records: how its rows are read, rendered and fitted to the length."""
 
     record: type[Record]
     _: KW_ONLY
     settings: Mapping[str, Any]
-    """all that decides the records beside sources, tokenizer and the handling of bad rows; see :class:`MadeOf`"""
+    """all that decides the records beside sources, tokenizer and the handling of bad rows, see :class:`MadeOf`"""
     make_fit: Callable[[TableWriter], FitT]
     """makes an empty fit, given the writer of its records"""
     make_renderer: Callable[..., Renderer]
     """makes the renderer of a row, given ``notify``"""
     read: Read[Any]
-    """yields the rows of a source"""
     add: Callable[[FitT, Any, str], None]
     """gives a rendered row to the fit, with its origin"""
 
@@ -97,11 +96,11 @@ def prepare_kind(
     options: DataOptions,
     notify: Notify,
 ) -> Prepared[Any, Any]:
-    """Read, render and fit the rows of all sources, or find what was made of them before; hold some out.
+    """Read, render and fit the rows of all sources, or load what was made of them before; hold some out.
 
     Raises:
         DataError: A file is missing, rows are bad or too long, or nothing is left.
-        ArgumentError: ``on_bad_row`` is none of the known words.
+        ArgumentError: ``on_bad_row`` is unknown.
     """
     check_choice("on_bad_row", options.on_bad_row, ON_BAD_ROW)
 
@@ -124,18 +123,13 @@ def prepare_kind(
 
 
 class _ReadAhead(BadRows):
-    """Faulty rows that are found while rows are read ahead: each takes its place among the others.
-
-    Args:
-        bad: Gets them where they would become too many to wait.
-    """
+    """Faulty rows found while rows are read ahead; each waits for its turn. ``bad`` receives them if too many wait."""
 
     def __init__(self, bad: BadRows) -> None:
         super().__init__(bad.on_bad_row, bad.limit, bad.notify)
         self._bad = bad
 
     def report(self, error: DataError) -> None:
-        """Keep the error of a row until its turn."""
         self.count += 1
         self.errors.append(error)
         if len(self.errors) >= MOST_WAITING:
@@ -143,18 +137,18 @@ class _ReadAhead(BadRows):
                 self._bad.report(waiting)
 
     def take(self) -> list[DataError]:
-        """Return the errors that wait, and forget them."""
+        """Return the waiting errors, and forget them."""
         waiting, self.errors = self.errors, []
         return waiting
 
 
 MOST_WAITING = 1_000
-"""Faulty rows, one after the other, that wait for their turn."""
+"""Most consecutive faulty rows that wait for their turn."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The rows of all sources, and what counts them: as rows of their source, as bad ones, by what rendering finds."""
+    """The rows of all sources, and what counts them: the fit by source, the log by finding, and bad rows."""
 
     sources: Sequence[Source]
     fit: LengthFit[Any, Any]
@@ -163,7 +157,7 @@ class Reading:
     _begun: list[Source] = field(default_factory=list)
 
     def items(self, read: Read[ItemT]) -> Iterator[Item[ItemT]]:
-        """Yield the rows of every source, the faulty ones among them; they may be read ahead of being counted."""
+        """Yield the rows of every source, faulty ones among them; they may be read ahead of being counted."""
         ahead = _ReadAhead(self.bad)
         reading = replace(self, bad=ahead)
         for number, source in enumerate(self.sources):
@@ -179,7 +173,7 @@ class Reading:
     def rendered(
         self, render: Callable[[Iterable[Item[ItemT]]], RenderedItems[ItemT]], items: Iterator[Item[ItemT]]
     ) -> RenderedItems[ItemT]:
-        """Yield every row with its outcome; what is counted then is counted for its source. Shows progress."""
+        """Yield every row with its outcome, counted for its source. Shows progress."""
         for item, outcome in with_progress(render(items)):
             self._begin(item.source + 1)
             yield item, outcome
@@ -187,20 +181,20 @@ class Reading:
         self._begin(len(self.sources))
 
     def _begin(self, count: int) -> None:
-        """Begin so many sources, those of which no row is left among them."""
+        """Begin the first ``count`` sources, also those without a row."""
         while len(self._begun) < count:
             self._begun.append(self.sources[len(self._begun)])
             self.fit.begin(self._begun[-1])
 
     def find_unread(self, path: str, row: Row, read: Sequence[str]) -> None:
-        """Record columns that are not read and hold something, but for those of the built-in sets."""
+        """Record columns that hold something and are not read; built-in sets are exempt."""
         if path not in BUILT_IN:
             self.log.of(path).unread_columns |= dict.fromkeys(
                 name for name, value in row.columns.items() if name not in read and value not in (None, "", [])
             )
 
     def finish(self) -> None:
-        """Raise if rows are bad or none is left; notify the user of the rows that are left out or changed."""
+        """Raise if rows are bad or none is left; notify the user of rows left out or changed."""
         self.bad.check()
         if not self.fit.rows:
             self.bad.nothing_left()
@@ -213,7 +207,7 @@ class Reading:
 # ------------------------------------------------------------------------------------------------------------- examples
 
 PreparedData = Prepared[Example, DataReport]
-"""Examples, split into a training and a held-out part, with their packs where rows are packed."""
+"""Examples, split into a training and a held-out part, with their packs if rows are packed."""
 
 
 def prepare(
@@ -225,14 +219,14 @@ def prepare(
     """Read every source and make examples of its rows.
 
     Args:
-        sources: Where the rows come from, in order.
-        tokenizer: The model's tokenizer, with its chat template.
-        options: See :class:`DataOptions`.
-        notify: Called with each thing the user should know, as a line of text.
+        sources: Sources of the rows, in order.
+        tokenizer: Tokenizer with the chat template.
+        options: Options of preparing rows.
+        notify: Called with each message for the user.
 
     Raises:
         DataError: A file is missing, a row is malformed, too long or has nothing to train on, or nothing is left.
-        ArgumentError: ``overlength``, ``train_on`` or another choice is none of the known ones.
+        ArgumentError: ``overlength``, ``train_on`` or another choice is unknown.
     """
     policy, max_length = options.row_policy(), options.max_length
     kind = RowKind(
@@ -260,7 +254,7 @@ def prepare(
 
 
 def _add_rows(fit: RowFit, rendered: Rendered | list[Rendered] | None, origin: str) -> None:
-    """Fit a rendered row: None is one with an empty answer, a list the turns of a conversation."""
+    """Fit a rendered row: None has an empty answer, a list holds the turns of a conversation."""
     if rendered is None:
         fit.skip_empty()
     elif isinstance(rendered, list):
@@ -289,9 +283,9 @@ Pack = Callable[[Stored[Example], Sequence[int]], tuple[Packs, list[int]]]
 
 
 def _with_packs(prepared: PreparedData, sources: Sequence[Source], max_length: int, pack: Pack) -> PreparedData:
-    """Return the data with its packs. They are part of the fingerprint: a run resumes only with the same ones.
+    """Return the data with its packs. They are part of the fingerprint: a run resumes only with the same packs.
 
-    Rows of an eval set share no pack with those of another, and with weights rows of a source none with another's.
+    Rows of an eval set share no pack with another set's, and with weights rows of a source none with another's.
     """
     lengths, mixture, report = prepared.train.lengths(), prepared.mixture, prepared.report
     bounds = (0, len(lengths)) if mixture is None else prepared.bounds
@@ -322,7 +316,6 @@ def _with_packs(prepared: PreparedData, sources: Sequence[Source], max_length: i
 
 
 def read_contents(tokenizer: PreTrainedTokenizerBase, reading: Reading, source: Source) -> Iterator[Item[Content]]:
-    """Yield the normal form of every row of a source."""
     for row, row_type in typed_rows([source], ROW_TYPES, detect_type, reading.bad):
         found: list[Content] = []
         with reading.bad:
@@ -348,17 +341,13 @@ def prepare_preferences(
     options: DataOptions,
     notify: Notify = lambda message: None,
 ) -> PreparedTrees:
-    """Read every source and make one tree of each pair: its completions are ``[chosen, rejected]``.
+    """Read every source and make a tree of each pair, with the completions ``[chosen, rejected]``.
 
-    Args:
-        sources: Where the rows come from, in order; of type ``preference``.
-        tokenizer: The model's tokenizer, with its chat template.
-        options: See :class:`DataOptions`.
-        notify: Called with each thing the user should know, as a line of text.
+    Sources are of type ``preference``; arguments as :func:`prepare`.
 
     Raises:
         DataError: A file is missing, a row is malformed, identical, too long or empty, or nothing is left.
-        ArgumentError: ``overlength`` or ``identical_pairs`` is none of the known ones, or the lengths leave no room.
+        ArgumentError: ``overlength`` or ``identical_pairs`` is unknown, or the lengths leave no room.
     """
     read = partial(_answers, tokenizer, ("preference",), lambda answers: answers)
     kind = _tree_kind(tokenizer, options, ("chosen", "rejected"), read)
@@ -371,12 +360,14 @@ def prepare_unpaired(
     options: DataOptions,
     notify: Notify = lambda message: None,
 ) -> PreparedTrees:
-    """Read every source and make one tree of each row, its completions labelled desirable or not.
+    """Read every source and make a tree of each row, its completions labelled desirable or not.
 
-    A row of type ``unpaired`` has one completion. A pair is read as two: ``chosen`` is desirable, ``rejected`` is not,
-    and both stay in one tree, where they share their prompt.
+    A row of type ``unpaired`` has one completion. A pair becomes two in one tree, with a common prompt: ``chosen`` is
+    desirable, ``rejected`` is not.
 
-    Args and raises as :func:`prepare_preferences`; in addition a ``DataError`` if all labels are the same.
+    Raises:
+        DataError: As :func:`prepare_preferences`, or all labels are the same.
+        ArgumentError: As :func:`prepare_preferences`.
     """
 
     def labelled(answers: Answers) -> Answers:
@@ -417,7 +408,7 @@ def _tree_kind(
 
 
 def _add_tree(fit: TreeFit, tree: tuple[Tree, bytes] | None, origin: str) -> None:
-    """Fit a rendered tree with the hash of its prompt: None is a pair whose answers are the same."""
+    """Fit a rendered tree with the hash of its prompt; None is a pair with identical answers."""
     if tree is None:
         fit.skip_identical(origin)
     else:
@@ -431,7 +422,6 @@ def _answers(
     reading: Reading,
     source: Source,
 ) -> Iterator[Item[Answers]]:
-    """Yield the normal form of every row of a source."""
     for row, row_type in typed_rows([source], PREFERENCE_TYPES, detect_preference_type, reading.bad):
         if row_type not in wanted:
             raise DataError(
@@ -450,7 +440,7 @@ def _answers(
 
 
 _REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""Arguments of a reward function that a column cannot be."""
+"""Arguments of a reward function, which a column's name cannot be."""
 
 
 PreparedPrompts = Prepared[Prompt, CompletionReport]
@@ -465,15 +455,11 @@ def prepare_prompts(
 ) -> PreparedPrompts:
     """Read every source and render its prompts.
 
-    Args:
-        sources: Where the rows come from, in order; of one of :data:`PROMPT_TYPES`.
-        tokenizer: The model's tokenizer, with its chat template.
-        options: See :class:`DataOptions`; ``max_prompt_length`` is the limit.
-        notify: Called with each thing the user should know, as a line of text.
+    Sources are of one of :data:`PROMPT_TYPES`; arguments as :func:`prepare`. ``max_prompt_length`` is the limit.
 
     Raises:
         DataError: A file is missing, a row is malformed or too long, or nothing is left.
-        ArgumentError: ``overlength`` is none of the known ones.
+        ArgumentError: ``overlength`` is unknown.
     """
     overlength, side, most = options.overlength, options.truncate_side, options.max_prompt_length
     assert most is not None, "prompts have a limit of their own"
@@ -499,7 +485,6 @@ def prepare_prompts(
 def _prompts(
     tokenizer: PreTrainedTokenizerBase, reading: Reading, source: Source
 ) -> Iterator[Item[tuple[Row, TextOrMessages]]]:
-    """Yield every row of a source with its prompt, checked."""
     for row, row_type in typed_rows([source], PROMPT_TYPES, detect_prompt_type, reading.bad):
         taken = next((name for name in _REWARD_ARGUMENTS if name in row.columns), None)
         if taken is not None:

@@ -32,15 +32,15 @@ from streamtune.errors import StorageError
 IntArray = npt.NDArray[np.int32]
 
 ROWS = "rows.arrow"
-"""Name of the file of a table."""
 
 AGAIN = "start again: rows that do not fit their checksum are prepared again, and a run goes on from its checkpoint"
+"""Advice of errors about a damaged table."""
 
 _FLUSH_TOKENS = 1 << 18
-"""Tokens held in memory before they are written: 2 MiB with their labels, and several times that to write them."""
+"""Tokens pending in memory: 2 MiB with their labels, and several times that to write them."""
 
 _RESIDENT = 64 << 20
-"""Bytes of a mapped table that may be resident."""
+"""Most resident bytes of a mapped table."""
 _READ_AHEAD = 2 << 16
 """Bytes that the system maps around what is read, of ids and of labels."""
 
@@ -52,7 +52,7 @@ class Record(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of the row."""
+        """Number of tokens."""
         ...
 
     def to_row(self) -> Mapping[str, Any]:
@@ -66,7 +66,7 @@ class Record(Protocol):
 
     @staticmethod
     def token_counts(table: pa.Table) -> npt.NDArray[np.int64]:
-        """Return the tokens of each row, [rows], without decoding any."""
+        """Return how many tokens each row has, [rows], without decoding any."""
         ...
 
 
@@ -74,14 +74,14 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 class MappedTable:
-    """A table that is mapped from a file, whose pages go back to the system after some have been read.
+    """A table mapped from a file; its pages go back to the system after some have been read.
 
-    They would stay resident otherwise, as many as there is memory for, and count as this process's own.
+    Otherwise they would stay resident while there is memory, and count as this process's own.
 
     Args:
-        file: An Arrow stream, opened for reading; it may be closed and deleted afterwards.
-        path: The name of the file in errors.
-        checksum: The checksum of the file, see :class:`streamtune.base.result_cache.WatchedFile`.
+        file: Arrow stream, opened for reading; it may be closed and deleted afterwards.
+        path: Name of the file in errors.
+        checksum: Checksum of the file, see :class:`streamtune.base.result_cache.WatchedFile`.
     """
 
     def __init__(self, file: BinaryIO, path: Path, checksum: str) -> None:
@@ -102,7 +102,7 @@ class MappedTable:
         return self._table
 
     def renamed(self, path: Path) -> None:
-        """Name the file in errors as it is called from now on."""
+        """Set the name of the file in errors."""
         self._watched.path = path
 
     def has_read(self, tokens: int) -> None:
@@ -133,7 +133,7 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
         return len(self._rows)
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Return the tokens of each row, [rows], without decoding any: of a tree with its prompt once."""
+        """Return how many tokens each row has, [rows], without decoding any; a tree counts its prompt once."""
         return self._record.token_counts(self._table)[self._rows]
 
     def numbers(self) -> npt.NDArray[np.int64]:
@@ -141,7 +141,7 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
         return self._rows
 
     def cells(self, column: str) -> pa.ChunkedArray:
-        """Return a column of the whole table, in the order of reading; :meth:`numbers` says where a record is in it."""
+        """Return a column of the whole table, in the order of reading; :meth:`numbers` gives a record's place in it."""
         return self._table[column]
 
     def whole(self) -> Stored[RecordT]:
@@ -149,7 +149,6 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
         return Stored(self._record, self._from, np.arange(self._table.num_rows, dtype=np.int64))
 
     def take(self, places: npt.NDArray[np.int64]) -> Stored[RecordT]:
-        """Return the records at some places."""
         return Stored(self._record, self._from, self._rows[places])
 
     def find(self, origin: str) -> list[int]:
@@ -171,7 +170,7 @@ class Stored(Sequence[RecordT], Generic[RecordT]):
 
 
 class TableWriter:
-    """Appends records to an Arrow stream, which it writes whenever 2**18 tokens are pending."""
+    """Appends records to an Arrow stream, and writes it whenever 2**18 tokens are pending."""
 
     def __init__(self, stream: Any, schema: pa.Schema) -> None:
         self._stream, self._schema = stream, schema
@@ -194,10 +193,10 @@ class TableWriter:
 
 @contextmanager
 def spill(record: type[Record], path: Path | None = None) -> Iterator[tuple[TableWriter, list[MappedTable]]]:
-    """Yield a writer, and a list that holds the written table, memory-mapped, once the block has ended without error.
+    """Yield ``(writer, tables)``. After a successful block, ``tables[0]`` is the written table, memory-mapped.
 
-    Without ``path`` the file is deleted at once: the mapping keeps its bytes for as long as the table is referenced,
-    and a killed run leaves nothing behind.
+    Without ``path`` the file is deleted at once: the mapping keeps its bytes while the table is referenced, and a
+    killed run leaves nothing behind.
     """
     tables: list[MappedTable] = []
     with ExitStack() as held:
@@ -222,7 +221,7 @@ def spill(record: type[Record], path: Path | None = None) -> Iterator[tuple[Tabl
 
 
 class _Spilled(io.FileIO):
-    """The file of prepared rows; an error of writing names the folder and the room that it needs."""
+    """File of prepared rows; a write error names the folder and the room that it needs."""
 
     def __init__(self, path: Path, folder: Path, where: str, mend: str) -> None:
         super().__init__(path, "wb")
@@ -230,11 +229,6 @@ class _Spilled(io.FileIO):
         self.digest = new_checksum()
 
     def write(self, data: Any) -> int:
-        """Write all of the data.
-
-        Raises:
-            StorageError: The disk is full, or cannot be written to.
-        """
         waiting = memoryview(data).cast("B")
         size = len(waiting)
         self.digest.update(waiting)
@@ -259,7 +253,7 @@ def _list_lengths(cells: pa.ChunkedArray) -> npt.NDArray[np.int64]:
 
 
 def _integers(cells: pa.Array, dtype: Any) -> npt.NDArray[Any]:
-    """Return integers, none missing, as they are in memory: pyarrow's own function imports pandas for it."""
+    """Return integers, none missing, from their buffer: pyarrow's own function imports pandas."""
     assert not cells.null_count, "every integer is there"
     buffer = cells.buffers()[1]
     found: npt.NDArray[Any] = np.zeros(0, dtype) if buffer is None else np.frombuffer(buffer, dtype)
@@ -267,14 +261,14 @@ def _integers(cells: pa.Array, dtype: Any) -> npt.NDArray[Any]:
 
 
 def _items(cell: pa.ListScalar) -> list[Any]:
-    """Return a list cell as plain Python values, through NumPy: several times as fast as item by item."""
+    """Return a list cell as plain Python values, through NumPy: several times faster than item by item."""
     items: list[Any] = cell.values.to_numpy(zero_copy_only=False).tolist()
     return items
 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One sequence to train on."""
+    """A sequence to train on."""
 
     schema: ClassVar[pa.Schema] = pa.schema(
         [
@@ -288,15 +282,14 @@ class Example:
     input_ids: IntArray | Sequence[int]
     """[T] token ids"""
     labels: IntArray | Sequence[int]
-    """[T] the token id where it is trained on, -100 elsewhere; not shifted"""
+    """[T] token id where it is trained, -100 elsewhere; not shifted"""
     origin: str
-    """the row it comes from, ``file:line`` or ``file:row N``"""
+    """row it comes from, ``file:line`` or ``file:row N``"""
     weight: float = 1.0
     """factor of the loss of its tokens"""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the sequence."""
         return len(self.input_ids)
 
     def to_row(self) -> Mapping[str, Any]:
@@ -319,10 +312,10 @@ class Example:
 
 @dataclass(frozen=True)
 class Tree:
-    """One prompt with G completions that each continue from it.
+    """A prompt with G completions that each continue from it.
 
-    The prompt's last token predicts the first of every completion. So what all share is ``prompt[:-1]``, the trunk, and
-    what their branches ``[prompt[-1], *completion]`` begin with, where they begin alike.
+    The prompt's last token predicts the first token of every completion. So all completions share ``prompt[:-1]``, the
+    trunk, and the common beginning of their branches ``[prompt[-1], *completion]``.
     """
 
     schema: ClassVar[pa.Schema] = pa.schema(
@@ -342,13 +335,12 @@ class Tree:
     completions: list[list[int]]
     """G lists of token ids, none empty"""
     masks: list[list[bool]] | None = None
-    """for every completion's tokens whether they count; None where all do"""
+    """for each completion a mask of the tokens that count; None if all do"""
     origin: str = ""
-    """the row it comes from, ``file:line`` or ``file:row N``"""
     labels: list[bool] | None = None
-    """of unpaired data: whether each completion is desirable"""
+    """True for desirable completions; None unless the data is unpaired"""
     margin: float | None = None
-    """of a pair: by how much the first completion is better, where the data says so"""
+    """score of the first completion of a pair minus the second's, if the data has it"""
 
     def __post_init__(self) -> None:
         assert self.prompt, "a prompt has at least one token: it predicts the first of a completion"
@@ -362,16 +354,16 @@ class Tree:
     def num_tokens(self) -> int:
         """Positions of the shared layout: the trunk and the common beginning of all completions once, then the rest.
 
-        Of more than two completions some may begin alike that others do not: then they are fewer.
+        With more than two completions some may share a longer beginning; then there are fewer positions.
         """
         branches = sum(len(completion) + 1 for completion in self.completions)
         return len(self.prompt) - 1 + branches - (len(self.completions) - 1) * self.num_common
 
     @cached_property
     def num_common(self) -> int:
-        """Tokens behind the trunk that all completions share; 0 of a single completion.
+        """Number of tokens behind the trunk that all completions share; 0 for a single completion.
 
-        The last token of the prompt is one of them where all completions begin with the same token.
+        The last token of the prompt is among them if all completions begin with the same token.
         """
         if len(self.completions) == 1:
             return 0
@@ -383,7 +375,7 @@ class Tree:
         return len(ids)
 
     def branch(self, index: int) -> tuple[IntArray, IntArray]:
-        """Return ``[prompt[-1], *completion]``, and what each token is to predict, -100 for none; both [C + 1]."""
+        """Return ``[prompt[-1], *completion]``, and what each token predicts, -100 for none; both [C + 1]."""
         ids = np.array([self.prompt[-1], *self.completions[index]], np.int32)
         targets = np.append(ids[1:], np.int32(IGNORE_INDEX))
         if self.masks is not None:
@@ -392,17 +384,17 @@ class Tree:
 
     @property
     def num_tokens_separate(self) -> int:
-        """Tokens where every completion is a row of its own behind its own copy of the prompt."""
+        """Number of tokens if every completion has its own copy of the prompt."""
         return sum(len(self.prompt) + len(completion) for completion in self.completions)
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the prompt and the longest completion."""
+        """Number of tokens of the prompt and the longest completion."""
         return len(self.prompt) + max(map(len, self.completions))
 
     @property
     def num_targets(self) -> int:
-        """Tokens of the completions that count."""
+        """Number of completion tokens that count."""
         masks = self.masks or [[True] * len(completion) for completion in self.completions]
         return sum(sum(mask) for mask in masks)
 
@@ -428,7 +420,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, as token ids and as its row has it, with the row's other columns."""
+    """A prompt as token ids and as its row has it, with the row's other columns."""
 
     # A row's other columns may hold whatever its file format knows. What JSON gives back as it was is written as JSON,
     # all else (dates, bytes) pickled: such a table is read by the process that wrote it and by no other.
@@ -439,15 +431,13 @@ class Prompt:
     input_ids: list[int]
     """[P] token ids, the generation prompt of the chat template included; P at least 1"""
     prompt: str | list[dict[str, Any]]
-    """the prompt as the row has it: text, or messages"""
+    """text or messages of the row"""
     columns: dict[str, Any] = field(default_factory=dict)
     """the row's other columns"""
     origin: str = ""
-    """the row it comes from, ``file:line`` or ``file:row N``"""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt."""
         return len(self.input_ids)
 
     def to_row(self) -> Mapping[str, Any]:
@@ -468,7 +458,7 @@ class Prompt:
 
 
 def _as_json(content: Any) -> str | None:
-    """Return plain values as JSON; None where JSON would not give them back as they are."""
+    """Return plain values as JSON; None if JSON would not give them back unchanged."""
     try:
         text = json.dumps(content, ensure_ascii=False)
         text.encode()  # no half of a pair of surrogates
@@ -480,14 +470,14 @@ def _as_json(content: Any) -> str | None:
 def common_beginning(
     ids: IntArray, targets: IntArray, other_ids: IntArray, other_targets: IntArray, *, same_target: bool
 ) -> int:
-    """Return the number of first tokens that two rows can have in common, where a token predicts one token at most.
+    """Return how many first tokens two rows can share, if a token predicts at most one token.
 
     Args:
-        ids: [T] the tokens of a row.
-        targets: [T] what each is to predict, -100 for none.
-        other_ids: [S] those of the other row.
-        other_targets: [S] what each of them is to predict.
-        same_target: A token may be common that predicts the same in both: whoever reads its score counts it twice.
+        ids: [T] tokens of a row.
+        targets: [T] token that each predicts, -100 for none.
+        other_ids: [S] tokens of the other row.
+        other_targets: [S] token that each of them predicts.
+        same_target: True if a shared token may predict the same in both: whoever reads its score counts it twice.
     """
     size = min(len(ids), len(other_ids))
     mine, others = targets[:size], other_targets[:size]
@@ -499,11 +489,9 @@ def common_beginning(
 
 
 def measure_trees(trees: Stored[Tree], *, share: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the positions of each tree, and the sum of the squares of its rows' lengths, both [trees].
+    """Return the positions of each tree and the sum of its rows' squared lengths, both [trees], decoding no tree.
 
-    Args:
-        trees: They are not decoded.
-        share: What completions begin with is there once, and what it attends to is computed once.
+    With ``share``, common beginnings of completions stand once, and their attention is computed once.
     """
     completions, prompts = trees.cells("completions"), _list_lengths(trees.cells("prompt"))
     counts = _list_lengths(completions)
@@ -518,6 +506,6 @@ def measure_trees(trees: Stored[Tree], *, share: bool) -> tuple[npt.NDArray[np.i
 
 
 def gather_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """Return the columns of several prompts as lists by name, for reward functions; None where a row has none."""
+    """Return the columns of several prompts as lists by name, for reward functions; None if a row lacks a column."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     return {name: [prompt.columns.get(name) for prompt in prompts] for name in names}

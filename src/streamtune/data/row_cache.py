@@ -1,7 +1,7 @@
 """Prepared rows on disk, under a hash of everything they are made of: a second start renders nothing.
 
-An entry is a folder that is written under another name and renamed when it is whole. So two processes may prepare the
-same rows at once, and one that is killed leaves nothing that could be taken for an entry.
+An entry is a folder that is written under another name and renamed when it is complete. So two processes may prepare
+the same rows at once, and a killed one leaves no half entry.
 
     ROOT/files.json         hashes of files, see :class:`FileHashes`
     ROOT/<key>.txt          a tokenizer that was trained on the rows
@@ -9,8 +9,8 @@ same rows at once, and one that is killed leaves nothing that could be taken for
     ROOT/<key>/fit.*        the counts, see :mod:`streamtune.data.fit.length_fit`
     ROOT/<key>/entry.json   the messages for the user, the number of records, sizes and checksums of the other files
 
-Each is checked when it is read, and made again where it is damaged, see
-:mod:`streamtune.base.result_cache`. Nothing is kept of files that changed while they were read.
+Each file is checked when it is read, and made again if it is damaged (:mod:`streamtune.base.result_cache`). Nothing is
+kept of files that changed while they were read.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ FitT = TypeVar("FitT", bound=LengthFit[Any, Any])
 _ENTRY = "entry.json"
 _UNFINISHED = ".unfinished-"
 MOST_NAMED = 3
-"""Files that a message names."""
+"""Most files that a message names."""
 STALE = 7 * 24 * 3600.0
-"""Seconds after which a folder that was never finished is deleted: the process that wrote it is gone."""
+"""Seconds after which an unfinished folder is deleted: the process that wrote it is gone."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,6 @@ class RowCache:
     root: Path
 
     def size(self) -> int:
-        """Return the bytes of all entries."""
         total = 0
         for file in self.root.rglob("*"):
             with suppress(OSError):  # another process may delete it meanwhile
@@ -73,7 +72,7 @@ class RowCache:
         return total
 
     def clear(self) -> tuple[int, int]:
-        """Delete all entries; return their number and their bytes. Processes that read them go on."""
+        """Delete all entries; return their number and their bytes. Processes that read them are not disturbed."""
         size, entries = self.size(), 0
         for path in self.root.glob("*"):
             if path.is_dir() and not path.is_symlink():
@@ -88,12 +87,10 @@ class RowCache:
     ) -> tuple[str, bool]:
         """Return a text that is made of all rows, and True if it was kept from an earlier start.
 
-        Where it cannot be kept, it is made again another time.
-
         Args:
-            sources: Where the rows come from.
+            sources: Sources of the rows.
             settings: All else that decides the text.
-            make: Makes it.
+            make: Makes the text; called again another time if it cannot be kept.
             notify: Called with messages for the user.
         """
         contents = SourceContents.of(sources, self.root, notify)
@@ -110,7 +107,7 @@ class RowCache:
         return text, False
 
     def key(self, made_of: MadeOf, notify: Notify) -> tuple[str, SourceContents] | None:
-        """Return the name of an entry, and the contents it is of; None where they cannot be known."""
+        """Return the name of an entry, and the contents of its sources; None if they cannot be known."""
         facts = _tokenizer_facts(made_of.tokenizer)
         contents = SourceContents.of(made_of.sources, self.root, notify) if facts is not None else None
         if contents is None:
@@ -128,7 +125,7 @@ class MadeOf:
     record: type[Record]
     sources: Sequence[Source]
     tokenizer: PreTrainedTokenizerBase
-    """the model's tokenizer, with its chat template"""
+    """tokenizer with its chat template"""
     settings: Mapping[str, Any]
     """all else, as plain values: what ``repr`` tells apart"""
 
@@ -140,14 +137,14 @@ def fit_rows(
     cache: RowCache | None,
     notify: Notify,
 ) -> tuple[FitT, MappedTable]:
-    """Return the rows that were prepared before from the same contents, or prepare them and keep them.
+    """Load rows that were prepared before from the same contents, or prepare and keep them.
 
     Args:
         made_of: All that decides the rows.
         make: Makes an empty fit, given the writer of its records.
-        fill: Reads, renders and fits every row; is given what to call with messages for the user.
-        cache: Where prepared rows are kept; None keeps nothing.
-        notify: Called with messages for the user: those of the time when rows were prepared are repeated.
+        fill: Reads, renders and fits every row; its second argument takes messages for the user.
+        cache: Cache of prepared rows; None keeps nothing.
+        notify: Called with messages for the user; loaded rows repeat those of their preparation.
 
     Returns:
         The fit, and the table of the records.
@@ -188,7 +185,7 @@ def _holds_pickles(table: pa.Table) -> bool:
 
 
 def _read(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> tuple[FitT, MappedTable] | None:
-    """Return what an entry holds; None if there is none, or one that is damaged, which is deleted with a message."""
+    """Return what an entry holds; None without it, or if it is damaged: then it is deleted with a message."""
     try:
         inode = entry.lstat().st_ino
     except OSError:
@@ -228,7 +225,7 @@ def _key_of(entry: Path) -> str:
 
 
 def _delete(entry: Path, inode: int) -> bool:
-    """Delete a damaged entry; return False if it is gone, or another process has prepared the rows again by now."""
+    """Delete a damaged entry; return False if it is gone, or another process has prepared the rows again."""
     with suppress(OSError), locked(entry.parent / "rows"):
         if entry.lstat().st_ino != inode:
             return False
@@ -250,7 +247,7 @@ _UNREADABLE = (EOFError, zipfile.BadZipFile, pa.ArrowException)
 
 
 def _new_folder(root: Path) -> Path | None:
-    """Return a new folder for an entry that is being written; None where nothing can be written."""
+    """Return a new folder for an entry that is being written; None if nothing can be written."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         for old in root.glob(f"{_UNFINISHED}*"):
@@ -267,7 +264,7 @@ def _new_folder(root: Path) -> Path | None:
 def _keep(
     fit: LengthFit[Any, Any], notes: Sequence[str], mapped: MappedTable, unfinished: Path, entry: Path, notify: Notify
 ) -> None:
-    """Finish an entry. Where that fails, as on a full disk, the rows are prepared again another time."""
+    """Finish an entry. If that fails, as on a full disk, the rows are prepared again another time."""
     with suppress(OSError):
         save_fit(fit, unfinished)
         checksums = {ROWS: mapped.checksum}
@@ -284,31 +281,25 @@ def _keep(
 
 
 def _describe(path: Path, checksum: str | None) -> tuple[int, str]:
-    """Return the size and the checksum of a file; a checksum that is known is that of what was to be written."""
+    """Return the size and the checksum of a file; a known checksum is that of what was to be written."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size, checksum or checksum_of(file)
 
 
 @dataclass(frozen=True)
 class SourceContents:
-    """The contents of some sources, as they were when their files were hashed.
-
-    Attributes:
-        name: A hash of all that decides their rows.
-    """
+    """Contents of some sources, as they were when their files were hashed."""
 
     name: str
+    """hash of all that decides their rows"""
     _sources: Sequence[Source]
     _hashes: FileHashes
 
     @classmethod
     def of(cls, sources: Sequence[Source], root: Path, notify: Notify) -> SourceContents | None:
-        """Hash the sources; return None where what decides their rows cannot be known.
+        """Hash the sources; return None if what decides their rows cannot be known.
 
-        Args:
-            sources: The sources.
-            root: Where the hashes of their files are remembered.
-            notify: Called if what is remembered is damaged.
+        ``root`` has the remembered hashes of files; ``notify`` is called if they are damaged.
         """
         hashes = FileHashes(root / "files.json", notify)
         name = cls._hash(sources, hashes)
@@ -316,9 +307,9 @@ class SourceContents:
         return None if name is None else cls(name, sources, hashes)
 
     def moved(self, notify: Notify) -> bool:
-        """Return True if a file changed since, also where it was changed back; ``notify`` is told.
+        """Return True and notify the user if a file changed since, also if it was changed back.
 
-        Its rows may have been read in between, and are not those that :attr:`name` stands for.
+        Its rows may have been read in between, and are not those of :attr:`name`.
         """
         touched = self._hashes.touched()
         if not touched and self._hash(self._sources, self._hashes) == self.name:
@@ -336,14 +327,13 @@ class SourceContents:
 def fingerprint_stream(
     sources: Sequence[Source], root: Path, *, keep: bool, notify: Notify
 ) -> tuple[str, list[str], StreamedFiles]:
-    """Return a hash of what is known of the contents of streamed sources, the paths of those of unknown contents, and
-    what compares their files with what they are now.
+    """Return a hash of the known contents of streamed sources, the paths of unknown ones, and a watch on their files.
 
     Args:
         sources: The sources.
-        root: Where the hashes of files are remembered.
-        keep: Remember those that are computed.
-        notify: Called if what is remembered is damaged.
+        root: Folder of the remembered hashes of files.
+        keep: Remember new hashes.
+        notify: Called if remembered hashes are damaged.
     """
     hashes = FileHashes(root / "files.json", notify)
     contents = [fingerprint_rows(source, hashes) for source in sources]
@@ -355,7 +345,7 @@ def fingerprint_stream(
 
 
 def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
-    """Return all that decides the tokens of a text and the text of a chat; None of a tokenizer with code of its own."""
+    """Return all that decides the tokens of a text and the text of a chat; None for a tokenizer with its own code."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not type(tokenizer).__module__.startswith("transformers."):
         return None
@@ -375,7 +365,7 @@ def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
 
 @cache
 def _own_code() -> str:
-    """Return a hash of the code that prepares rows, so that no version of it takes rows of another one."""
+    """Return a hash of the code that prepares rows, so that no version of it takes rows of another version."""
     package = Path(__file__).parent
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):

@@ -2,8 +2,8 @@
 
     sources -> in turn, or by weight -> buffer, drawn from -> render -> fit -> examples
 
-The order of a pass is a function of the sources, the seed and its number. So a place in it is a number of rows: to go
-on from there the rows before it are read again, and drawn, and not rendered.
+The order of a pass is a function of the sources, the seed and its number. So a place in it is a number of rows: to
+resume, the rows before it are read and drawn again, but not rendered.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BUFFER_CHARACTERS = 1 << 27
-"""Characters of the texts in a buffer: no row is added while there are more, so that a few long rows do not fill the
-memory."""
+"""Characters of a buffer beyond which no row is added, so that a few long rows do not fill the memory."""
 MOST_TOLD = 10
-"""Bad rows of a pass that the user is notified of one by one."""
+"""Most bad rows of a pass that the user is notified of one by one."""
 
 Items = Iterator[Item[Content]]
 
@@ -50,11 +49,11 @@ class StreamPosition:
     epoch: int = 0
     """number of the pass, from 0"""
     rows: int = 0
-    """rows of the pass that are done with, in the order they are drawn"""
+    """finished rows of the pass, in the order they are drawn"""
     pieces: int = 0
-    """examples of the row after them that were handed out"""
+    """examples of the next row that were handed out"""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """counts of the rows that are done with"""
+    """counts of the finished rows"""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,14 +63,14 @@ class RowStream:
     """Examples of the rows of some sources, pass after pass, without end.
 
     Args:
-        sources: Where the rows come from: one after the other, or drawn by their weights.
-        tokenizer: The model's tokenizer, with its chat template; it is used by whoever asks for the next example.
-        options: See :class:`DataOptions`.
-        notify: Called with each thing the user should know, as a line of text; it may be replaced.
+        sources: Sources of the rows, read one after the other, or drawn by their weights.
+        tokenizer: Tokenizer with the chat template; the caller of ``examples`` uses it.
+        options: Options of preparing rows.
+        notify: Called with each message for the user; it may be replaced.
 
     Attributes:
-        left_out: Called with the error of each row that is left out as faulty.
-        files: Compares files that are read with what they were as the run began; None compares nothing.
+        left_out: Called with the error of each bad row that is left out.
+        files: Compares files with the files that the run began with; None compares nothing.
     """
 
     def __init__(
@@ -89,10 +88,10 @@ class RowStream:
         self._noted: set[str] = set()
 
     def check(self) -> None:
-        """Read the first row of each source, so that a wrong name is found before a model is loaded.
+        """Read the first row of each source, to find a wrong name before a model is loaded.
 
         Raises:
-            DataError: There is no such file or dataset, or no row in it that can be read.
+            DataError: There is no such file or dataset, or no readable row in it.
         """
         log = RenderLog(self.options.chat, self._note)
         for number, source in enumerate(self.sources):
@@ -102,22 +101,22 @@ class RowStream:
                 raise DataError(f"'{source.path}' has no row", where=source.place)
 
     def check_files(self) -> None:
-        """Check that the files that are being read are those that the run began with.
+        """Check that the files being read are those that the run began with.
 
         Raises:
-            DataError: One was changed, replaced or removed.
+            DataError: A file was changed, replaced or removed.
         """
         if self.files is not None:
             self.files.check()
 
     def examples(self, start: StreamPosition) -> Generator[tuple[Example | None, StreamPosition]]:
-        """Yield examples, each with the position behind it, and None where a pass ends. Close it to end processes.
+        """Yield examples, each with the position behind it, and None at the end of a pass. Close it to end processes.
 
         Args:
-            start: Where to begin; it is read up to there.
+            start: Position to begin at; rows before it are read.
 
         Raises:
-            DataError: A row is bad, too many are, a file changed into something else, or nothing is left of a pass.
+            DataError: A row is bad, too many are, a file changed, or nothing is left of a pass.
         """
         options, position = self.options, start
         make = partial(RowRenderer, self.tokenizer, train_on=options.train_on, chat=options.chat, policy=self.policy)
@@ -134,7 +133,6 @@ class RowStream:
     def _pass(
         self, start: StreamPosition, rendered: Iterator[tuple[Item[Content], Any]], log: RenderLog, bad: BadRows
     ) -> Iterator[tuple[Example, StreamPosition]]:
-        """Yield the examples that are left of a pass."""
         counts, told, handed_out = Counter(start.counts), 0, bool(start.rows or start.pieces)
         rows, done = start.rows, start.pieces
         for item, outcome in rendered:
@@ -189,7 +187,7 @@ class RowStream:
         return BadRows("skip" if self.options.on_bad_row == "skip" else "raise", self.options.max_bad_rows, self._note)
 
     def _new_fit(self) -> tuple[RowFit, _Handed]:
-        """Return a fit of one row, which counts nothing of the others: a stream has no end."""
+        """Return a fit of one row, without the counts of the others: a stream has no end."""
         writer = _Handed()
         return RowFit(writer, self.policy), writer
 
@@ -202,7 +200,7 @@ class RowStream:
         return told
 
     def _note(self, message: str, key: str = "") -> None:
-        """Notify the user, once of each message: what is found in a pass is found in the next one too."""
+        """Notify the user, once of each message: a pass finds what the pass before it found."""
         if (key or message) not in self._noted:
             self._noted.add(key or message)
             self.notify(message)
@@ -210,7 +208,6 @@ class RowStream:
     # --- the order ---------------------------------------------------------------------------------------------
 
     def _order(self, epoch: int, reading: Reading) -> Items:
-        """Yield the rows of a pass in the order in which they are trained on."""
         weighted = self.sources[0].weight is not None
         items = self._by_weight(epoch, reading) if weighted else self._in_turn(reading)
         if self.options.shuffle_buffer == 1:
@@ -229,11 +226,7 @@ class RowStream:
                 yield from self._read(number, reading)
 
     def _by_weight(self, epoch: int, reading: Reading) -> Items:
-        """Draw the source of each row. The pass ends when every source has: those that end before begin again.
-
-        Raises:
-            DataError: A source has no row that can be read.
-        """
+        """Draw the source of each row. Sources that end begin again, until all have ended: then the pass ends."""
         chosen = [number for number, source in enumerate(self.sources) if source.weight]
         odds = np.cumsum([self.sources[number].weight for number in chosen])
         random = seeded_random(self.options.seed, epoch, 1)
@@ -267,7 +260,7 @@ class _Handed(TableWriter):
 
 
 def describe_counts(counts: Mapping[str, int]) -> str:
-    """Return the counts of a pass in one line, without counts of zero."""
+    """Return the counts of a pass in a line, without counts of zero."""
     named = {
         "dropped": counts.get("dropped", 0),
         "truncated": counts.get("truncated", 0),
@@ -283,7 +276,7 @@ def describe_counts(counts: Mapping[str, int]) -> str:
 
 
 def _drawn(items: Items, size: int, random: np.random.RandomState) -> Items:
-    """Fill a buffer of so many rows, and draw the next one from it, until all are drawn."""
+    """Fill a buffer of ``size`` rows, and draw the next row from it, until all are drawn."""
     buffer: list[Item[Content]] = []
     characters = 0
     for item in items:
@@ -299,7 +292,7 @@ def _drawn(items: Items, size: int, random: np.random.RandomState) -> Items:
 
 
 def _draw(buffer: list[Item[Content]], random: np.random.RandomState) -> int:
-    """Draw a row, which becomes the last of the buffer; return its characters."""
+    """Move a random row to the end of the buffer and return its size in characters."""
     place = int(random.randint(len(buffer)))
     buffer[place], buffer[-1] = buffer[-1], buffer[place]
     return buffer[-1].size

@@ -1,4 +1,4 @@
-"""Row types: the meaning of the columns of a row, and one normal form for each kind of training text.
+"""Row types: the meaning of a row's columns, and one normal form for each kind of training text.
 
     messages            messages: [{role, content, ...}], tools (optional)         -> Conversation
     sharegpt            conversations: [{from, value}], system, tools (optional)   -> Conversation
@@ -6,18 +6,15 @@
     prompt_completion   prompt, completion: two strings, or two lists of messages  -> Completion or Conversation
     text                text                                                       -> Document
 
-A row of any type takes the column ``loss_weight``, a number that its loss is multiplied by (:func:`weight_of`).
+A row of any type may have ``loss_weight``, a factor of its loss. A conversation may also have ``system``, the text of a
+system message for messages without one, and ``chat_template_kwargs``, variables of the chat template.
 
-A conversation takes two more columns: ``system``, the text of a system message where the messages have none, and
-``chat_template_kwargs``, variables of the chat template. :func:`columns_read` names those that a row's type reads.
-
-Of prompts that completions are yet to be written for, the normal form is text or a list of messages:
+The normal form of prompts whose completions are not written yet is text or a list of messages:
 
     prompts             prompt: a string or a list of messages                     the prompt as it stands
     messages            messages: [{role, content, ...}]                           without its last answer
 
-Of an alpaca row the user says ``instruction``, and ``input`` behind it where that is not empty; between them stands
-:attr:`Row.separator`.
+The user's message of an alpaca row is ``instruction``, then :attr:`Row.separator` and ``input`` if that is not empty.
 
 A row that does not fit is a ``DataError`` that names the row, what is missing and what is there.
 """
@@ -54,22 +51,22 @@ class Conversation:
     """A chat, rendered by the tokenizer's chat template."""
 
     messages: list[dict[str, Any]]
-    """``role``, ``content`` and whatever else the template reads (``tool_calls``, ``reasoning_content``, ...)"""
+    """``role``, ``content`` and other fields that the template reads (``tool_calls``, ``reasoning_content``, ...)"""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the tools on offer"""
     first_answer: int = 0
-    """messages before this index are context, not trained on"""
+    """messages before this index are context, not trained"""
     variables: dict[str, Any] | None = None
     """variables of the chat template, such as ``enable_thinking``"""
     other_system: bool = False
-    """True if the row has a column ``system`` as well, with another text, which is not read"""
+    """True if the row also has a column ``system`` with another text, which is not read"""
     wrapped_tools: bool = False
-    """True if a tool of the row was a function's schema alone, and was put into the form of a tool"""
+    """True if a tool of the row was a function's schema alone"""
 
 
 @dataclass(frozen=True)
 class PromptCompletion:
-    """A prompt and what is to follow it, both plain text."""
+    """A prompt and its continuation, both plain text."""
 
     prompt: str
     completion: str
@@ -91,32 +88,27 @@ REQUIRED_COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "alpaca": (("instruction",), ("output",)),
     "text": (("text",),),
 }
-"""Columns of each type, each with the names it may have, in the order in which types are tried."""
+"""Columns of each type, each with its possible names, in the order in which types are tried."""
 
 ROW_TYPES = tuple(REQUIRED_COLUMNS)
-"""Names a recipe's ``type`` may have, besides ``auto``."""
+"""Values of a recipe's ``type``, besides ``auto``."""
 
 PROMPT_TYPES = ("prompts", "messages")
-"""The same of prompts that completions are yet to be written for."""
+"""Values of ``type`` for prompts whose completions are not written yet."""
 
 
 WEIGHT = "loss_weight"
-"""The column of a row's factor of its loss."""
 
 
 def size_of(content: Content) -> int:
-    """Return the characters of a row, or of what its messages say."""
+    """Return the number of characters of a row, or of its messages' strings."""
     if isinstance(content, Conversation):
         return sum(len(value) for message in content.messages for value in message.values() if isinstance(value, str))
     return len(content.text) if isinstance(content, Document) else len(content.prompt) + len(content.completion)
 
 
 def detect_type(row: Row) -> str:
-    """Return the type a row looks like.
-
-    Raises:
-        DataError: It looks like none.
-    """
+    """Return the type that a row looks like."""
     found = looks_like(row.columns)
     if found is None:
         raise DataError(
@@ -131,11 +123,7 @@ def detect_type(row: Row) -> str:
 
 
 def normalise(row: Row, row_type: str) -> Content:
-    """Convert a row of a known type to its normal form.
-
-    Raises:
-        DataError: The row is not of this type, or one of its values is wrong.
-    """
+    """Convert a row of a known type to its normal form."""
     for names in REQUIRED_COLUMNS[row_type]:
         if not any(name in row.columns for name in names):
             raise _missing_column(row, row_type, names[0])
@@ -143,7 +131,7 @@ def normalise(row: Row, row_type: str) -> Content:
 
 
 def looks_like(columns: Mapping[str, Any]) -> str | None:
-    """Return the first type whose columns are all there; None if there is none."""
+    """Return the first type whose columns are all present; None if there is none."""
     for row_type, required in REQUIRED_COLUMNS.items():
         present = [next((name for name in names if name in columns), None) for names in required]
         if None in present:
@@ -260,17 +248,13 @@ _OF_TYPE: dict[str, tuple[str, ...]] = {
 
 
 def columns_read(row_type: str, content: Content) -> tuple[str, ...]:
-    """Return the columns that are read of a row of a type, given its normal form."""
+    """Return the source columns needed to build this row type."""
     of_chats = ("tools", "system", "chat_template_kwargs") if isinstance(content, Conversation) else ()
     return (*_OF_TYPE[row_type], WEIGHT, *of_chats)
 
 
 def weight_of(row: Row) -> float:
-    """Return the factor of a row's loss: its column ``loss_weight``, 1 without.
-
-    Raises:
-        DataError: It is no positive number.
-    """
+    """Return the factor of a row's loss: its column ``loss_weight``, 1 without it."""
     value = row.columns.get(WEIGHT)
     if value is None:
         return 1.0
@@ -290,11 +274,7 @@ _COLUMN = {"prompts": "prompt", "messages": "messages"}
 
 
 def detect_prompt_type(row: Row) -> str:
-    """Return the type of prompts a row looks like.
-
-    Raises:
-        DataError: It looks like none.
-    """
+    """Return the type of prompts that a row looks like."""
     for row_type, column in _COLUMN.items():
         if column in row.columns:
             return row_type
@@ -306,11 +286,7 @@ def detect_prompt_type(row: Row) -> str:
 
 
 def prompt_of(row: Row, row_type: str) -> TextOrMessages:
-    """Return the prompt of a row.
-
-    Raises:
-        DataError: There is none, it is malformed, or it ends with an assistant message.
-    """
+    """Return the prompt of a row."""
     column = _COLUMN[row_type]
     if row.columns.get(column) is None:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Texts of all rows, for training a tokenizer; and whether there are conversations among them."""
+"""Texts of all rows, for training a tokenizer; and what stands around the question of the first conversation."""
 
 from __future__ import annotations
 
@@ -69,22 +69,15 @@ def holds_messages(sources: Sequence[Source]) -> bool:
 
 @dataclass(frozen=True)
 class ChatFrame:
-    """Parts of a conversation around the question of a user: system message, tools, variables."""
+    """Parts of a conversation around the user's question."""
 
     system: tuple[dict[str, Any], ...] = ()
-    """the system message, if there is one"""
     tools: list[dict[str, Any]] | None = None
-    """JSON schemas of the tools on offer"""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """variables of the chat template"""
 
 
 def first_frame(sources: Sequence[Source], chat: ChatOptions) -> ChatFrame:
     """Return what stands around the question in the first conversation of the first source.
-
-    Args:
-        sources: The first is read.
-        chat: Options of rendering.
 
     Raises:
         DataError: A file is missing.
@@ -111,7 +104,7 @@ def first_frame(sources: Sequence[Source], chat: ChatOptions) -> ChatFrame:
 
 
 def _detect(row: Row) -> str:
-    """Return the type a row looks like, among those of all commands: its texts do not depend on the command."""
+    """Return the type that a row looks like, among the types of all commands."""
     if looks_like(row.columns) is None:
         if {"chosen", "rejected"} <= row.columns.keys():
             return "preference"

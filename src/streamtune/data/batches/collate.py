@@ -41,16 +41,16 @@ class Batch(TypedDict):
     attention_mask: Tensor
     """[B, T] 1 on tokens, 0 on padding"""
     shift_labels: Tensor
-    """[B, T] the token position t is to predict, that is ``labels[:, t + 1]``; -100 where there is none"""
+    """[B, T] token that position t predicts, ``labels[:, t + 1]``; -100 for none"""
     weights: NotRequired[Tensor]
-    """[B, T] fp32, the factor of the loss of what position t is to predict; left out where all are 1"""
+    """[B, T] fp32, factor of each position's loss; left out if all are 1"""
 
 
 class PackedBatch(Batch):
-    """A batch whose sequences hold several rows. A model is given no mask: the positions show where a row ends."""
+    """A batch whose sequences hold several rows. The model gets no mask: positions show where a row ends."""
 
     position_ids: Tensor
-    """[B, T] from 0 in each row; the padding behind the last is a row of its own"""
+    """[B, T] from 0 in each row; the padding behind the last row counts as a row"""
 
 
 def collate(
@@ -62,14 +62,14 @@ def collate(
 ) -> Batch:
     """Pad examples to one length and shift their labels by one.
 
-    ``shift_labels[b, t] = labels[b, t + 1]``, with -100 at the last position and on all padding. A sequence's first
-    token is predicted by nothing, not even by padding on its left.
+    ``shift_labels[b, t] = labels[b, t + 1]``, with -100 at the last position and on all padding. Nothing predicts a
+    sequence's first token, not even padding on its left.
 
     Args:
         examples: At least one.
-        pad_token_id: What to pad with; masked, so any id of the vocabulary does.
-        padding_side: Where the padding goes.
-        pad_to_multiple_of: Round the length up to a multiple of this.
+        pad_token_id: Token of the padding; masked, so any id of the vocabulary does.
+        padding_side: Side of the padding.
+        pad_to_multiple_of: Factor that the length is rounded up to a multiple of.
     """
     assert examples, "a batch holds at least one example"
     assert pad_to_multiple_of >= 1, "the length is rounded up to a positive multiple"
@@ -86,12 +86,7 @@ def collate_packed(
 ) -> PackedBatch:
     """Lay the examples of each pack end to end, and pad the packs to one length on the right.
 
-    As :func:`collate` for each example: its last token predicts nothing, least of all the next row's first.
-
-    Args:
-        packs: At least one, each of at least one example.
-        pad_token_id: What to pad with.
-        pad_to_multiple_of: Round the length up to a multiple of this.
+    The last token of an example predicts nothing, least of all the next row's first. Arguments as :func:`collate`.
     """
     assert packs, "a batch holds at least one pack"
     assert all(packs), "a pack holds at least one example"
@@ -110,7 +105,6 @@ def collate_packed(
 
 
 def _empty(rows: int, longest: int, pad_token_id: int, pad_to_multiple_of: int) -> Batch:
-    """Return a batch that is all padding."""
     length = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
     return Batch(
         input_ids=torch.full((rows, length), pad_token_id),
@@ -120,7 +114,7 @@ def _empty(rows: int, longest: int, pad_token_id: int, pad_to_multiple_of: int) 
 
 
 def _write(batch: Batch, row: int, start: int, example: Example) -> None:
-    """Put an example into a batch, its labels shifted."""
+    """Write an example into a batch, its labels shifted."""
     size = len(example.input_ids)
     batch["input_ids"][row, start : start + size] = torch.as_tensor(np.array(example.input_ids, dtype=np.int64))
     batch["attention_mask"][row, start : start + size] = 1
@@ -136,17 +130,17 @@ def _write(batch: Batch, row: int, start: int, example: Example) -> None:
 
 @dataclass(eq=False)
 class _Node:
-    """A run of tokens that the same rows have in common."""
+    """A run of tokens that the same rows share."""
 
     ids: Ids
     targets: Ids
-    """[n] the token that each is to predict, -100 for none"""
+    """[n] token that each token predicts, -100 for none"""
     children: list[_Node] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    """the rows that go through it, in the order they were added; some may end in a node before it"""
+    """rows that go through the node, in the order they were added; some may end before it"""
 
     def split(self, length: int) -> None:
-        """Keep the first tokens, and give the others to a child."""
+        """Keep the first ``length`` tokens, and move the others to a child."""
         rest = _Node(self.ids[length:], self.targets[length:], self.children, list(self.rows))
         self.ids, self.targets, self.children = self.ids[:length], self.targets[:length], [rest]
 
@@ -160,10 +154,10 @@ class _Node:
 
 
 class PrefixTree:
-    """Rows, each token of a common beginning once.
+    """Rows, with each token of a common beginning once.
 
     Args:
-        scored: A token that predicts the same in several rows may be common to them.
+        scored: Rows may share a token that predicts the same in each of them.
     """
 
     def __init__(self, *, scored: bool = False) -> None:
@@ -171,17 +165,17 @@ class PrefixTree:
         self._root = _Node(np.empty(0, np.int32), np.empty(0, np.int32))
         self._lengths: list[int] = []
         self.tokens = 0
-        """Tokens of the sequence."""
+        """tokens of the sequence"""
 
     def room_for(self, example: Example) -> int:
-        """Return the tokens that a row would add."""
+        """Return how many tokens a row would add."""
         return len(example.input_ids) - sum(shared for _, shared in self._path(*_row(example)))
 
     def add(self, example: Example) -> None:
         self.add_row(*_row(example))
 
     def add_row(self, ids: Ids, targets: Ids) -> None:
-        """Add a row of tokens [T], and what each is to predict [T], -100 for none."""
+        """Add a row of tokens [T], and what each predicts [T], -100 for none."""
         row = len(self._lengths)
         self._lengths.append(len(ids))
         node, place = self._root, 0
@@ -201,14 +195,14 @@ class PrefixTree:
             self.tokens += len(ids) - place
 
     def drop_short(self, least: int, kept: Callable[[int, int, Sequence[int]], bool]) -> None:
-        """Compute beginnings that save less than ``least`` tokens once for each of the parts that continue them.
+        """Compute a beginning that saves less than ``least`` tokens once for each part that continues it.
 
         A part costs calls of its own in every layer, and a chunk's end in layers with a state.
 
         Args:
-            least: Tokens that a common part saves at least.
-            kept: Given the first place of a part in its rows, the place behind its last and the numbers of its rows,
-                returns True if it is to stay common however little it saves.
+            least: Fewest tokens that a common part saves.
+            kept: Function of a part's first place, the place behind its last, and its rows; True keeps the part common
+                however little it saves.
         """
         waiting = [(0, self._root)]
         while waiting:
@@ -239,7 +233,7 @@ class PrefixTree:
         return [np.concatenate(parts)[:length] for parts, length in zip(found, self._lengths, strict=True)]
 
     def _path(self, ids: Ids, targets: Ids) -> list[tuple[_Node, int]]:
-        """Return the nodes that a row goes through, each with the tokens that it shares: the path that shares most."""
+        """Return the nodes that a row goes through, each with how many tokens it shares: the path that shares most."""
         best: tuple[int, list[tuple[_Node, int]]] = (0, [])
         waiting: list[tuple[int, list[tuple[_Node, int]], _Node]] = [(0, [], self._root)]
         while waiting:
@@ -257,9 +251,9 @@ class PrefixTree:
         return best[1]
 
     def nodes(self) -> list[tuple[int, _Node]]:
-        """Return the nodes with the index of the one that each continues, or -1; the longest child follows its parent.
+        """Return the nodes with the index of the node that each continues, or -1; the longest child follows its parent.
 
-        The parts of a long row so lie end to end, and are few rectangles for attention.
+        So the parts of a long row lie end to end, and are few rectangles for attention.
         """
         found: list[tuple[int, _Node]] = []
         waiting = [(-1, child) for child in sorted(self._root.children, key=_size)]
@@ -271,7 +265,7 @@ class PrefixTree:
 
     @property
     def squares(self) -> int:
-        """Twice the pairs of a token and one that it sees, about: what attention computes."""
+        """About twice the pairs of a token and a token that it sees: the work of attention."""
         total, stops = 0, list[int]()
         for parent, node in self.nodes():
             start = stops[parent] if parent >= 0 else 0
@@ -281,7 +275,7 @@ class PrefixTree:
 
 
 def _size(node: _Node) -> int:
-    """Return the tokens of the longest row through a node."""
+    """Return the length of the longest row through a node."""
     longest, waiting = 0, [(0, node)]
     while waiting:
         start, each = waiting.pop()
@@ -291,7 +285,7 @@ def _size(node: _Node) -> int:
 
 
 def _row(example: Example) -> tuple[Ids, Ids]:
-    """Return the tokens of a row and what each is to predict."""
+    """Return the tokens of a row and what each predicts."""
     targets = np.full(len(example.input_ids), IGNORE_INDEX, np.int32)
     targets[:-1] = np.asarray(example.labels, np.int32)[1:]
     return np.asarray(example.input_ids, np.int32), targets
@@ -301,15 +295,11 @@ class CollatedPrefixes(Batch):
     """One sequence [1, T] of rows that share their beginnings; no padding."""
 
     nodes: list[tuple[int, int]]
-    """of each part the index of the part that it continues, or -1, and its tokens"""
+    """for each part the index of the part that it continues, or -1, and its length"""
 
 
 def collate_prefixes(examples: Sequence[Example]) -> CollatedPrefixes:
-    """Lay rows in one sequence with their common beginnings once; labels are shifted.
-
-    Args:
-        examples: At least one.
-    """
+    """Lay rows (at least one) in one sequence with their common beginnings once; labels are shifted."""
     tree = PrefixTree()
     for example in examples:
         tree.add(example)
@@ -331,14 +321,14 @@ def collate_prefixes(examples: Sequence[Example]) -> CollatedPrefixes:
 
 
 def pack_turns(examples: Sequence[Example], bounds: Sequence[int], max_length: int) -> tuple[Packs, list[int]]:
-    """Put the turns of each conversation in one sequence; return these, and the first of each part.
+    """Put the turns of each conversation in one sequence; return the packs, and the first pack of each part.
 
-    Turns are rows of one origin, one after another. Where they do not fit they go on in a further sequence.
+    Turns are consecutive rows of one origin. If they do not fit they continue in a further sequence.
 
     Args:
-        examples: The rows, none longer than ``max_length``.
-        bounds: [parts + 1] the first row of each part, and the number of all rows.
-        max_length: Tokens a sequence holds.
+        examples: Rows of at most ``max_length`` tokens.
+        bounds: [parts + 1] first row of each part, and the number of all rows.
+        max_length: Tokens of a sequence.
     """
     starts, sizes, squares, firsts = [0], [], [], [0]
     for first, stop in pairwise(bounds):
@@ -363,30 +353,30 @@ def pack_turns(examples: Sequence[Example], bounds: Sequence[int], max_length: i
 
 
 class CollatedTrees(TypedDict):
-    """Tensors are int64 on the CPU; those of [B, T] are [1, T] with shared beginnings, [N, L] without."""
+    """Tensors are int64 on the CPU; [B, T] is [1, T] with shared beginnings, [N, L] without."""
 
     input_ids: Tensor
     attention_mask: Tensor
     """1 on tokens, 0 on padding"""
     shift_labels: Tensor
-    """the token that a position is to predict, -100 where there is none or it does not count"""
+    """token that a position predicts; -100 if there is none or it does not count"""
     place_K: Tensor
-    """[K] the place of each target among all positions, B x T: completion by completion, then by position"""
+    """[K] place of each target among all B x T positions: completion by completion, then by position"""
     row_K: Tensor
-    """[K] number of the completion that the target belongs to"""
+    """[K] completion of each target"""
     position_ids: Tensor
-    """position of a token in its own conversation: a branch goes on counting from its trunk; 0 on padding"""
+    """position of a token in its own conversation: a branch counts on from its trunk; 0 on padding"""
     num_rows: int
     """N"""
     nodes: list[tuple[int, int]] | None
-    """of each part the index of the part that it continues, or -1, and its tokens; None without shared beginnings"""
+    """for each part the index of the part that it continues, or -1, and its length; None without shared beginnings"""
     origins: list[str]
-    """N: the row of the data that a completion comes from"""
+    """[N] row of the data of each completion"""
 
 
 LEAST_SAVED = 128
-"""Tokens that a common beginning saves at least, where it makes a part of the sequence of its own: of completions of
-which others begin differently, or of the prompts of several trees."""
+"""Fewest tokens that a common beginning saves to be a part by itself, among some completions or the prompts of several
+trees."""
 
 
 def collate_trees(
@@ -398,24 +388,22 @@ def collate_trees(
 ) -> CollatedTrees:
     """Lay trees out for a forward pass, their targets shifted by one.
 
-    With ``share`` what rows ``[*prompt, *completion]`` begin with is there once, and so is its target, which belongs to
-    each of them. A position predicts one token at most, so the last token of what is common stands before every
-    branch: that of the prompt, where completions begin differently. What several trees begin with is there once as
-    well. The last position of a row predicts nothing.
+    With ``share``, what rows ``[*prompt, *completion]`` begin with stands once, and so does its target, which belongs
+    to each of them; likewise what several trees begin with. A position predicts one token at most, so the last common
+    token stands before every branch: the prompt's last, if completions begin differently. The last position of a row
+    predicts nothing.
 
     Without it each completion is a row ``[*prompt, *completion]``, padded to the longest.
 
     Args:
         trees: At least one.
-        pad_token_id: What to pad with; masked, so any id of the vocabulary does. The shared layout has no padding.
+        pad_token_id: Token of the padding; masked, so any id of the vocabulary does. The shared layout has no padding.
         share: True if rows share what they begin with.
-        padding_side: Where the padding of separate rows goes.
+        padding_side: Side of the padding of separate rows.
     """
     assert trees, "a batch holds at least one tree"
     origins = [tree.origin for tree in trees for _ in tree.completions]
-    if share:
-        return _shared(trees, origins)
-    return _separate(trees, origins, pad_token_id, padding_side)
+    return _shared(trees, origins) if share else _separate(trees, origins, pad_token_id, padding_side)
 
 
 def _shared(trees: Sequence[Tree], origins: list[str]) -> CollatedTrees:

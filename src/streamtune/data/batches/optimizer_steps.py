@@ -37,12 +37,12 @@ Points = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class EpochSteps:
-    """The units of an epoch in the order they are visited, and the optimizer steps that they are cut into."""
+    """Units of an epoch in the order of their visits, and the optimizer steps that they are cut into."""
 
     units: Numbers
     """[units]"""
     stops: Numbers
-    """[steps] where each step ends in ``units``"""
+    """[steps] end of each step in ``units``"""
 
     def __len__(self) -> int:
         return len(self.stops)
@@ -52,26 +52,26 @@ class StepSampler:
     """Visits every unit once an epoch, step by step.
 
     Args:
-        steps: Returns the steps of an epoch, from 0.
-        facts: Plain JSON values that a state must have in common with the sampler that loads it.
+        steps: Function that returns the steps of an epoch, from 0.
+        facts: Plain JSON values that a state and the sampler that loads it must share.
     """
 
     def __init__(self, steps: Callable[[int], EpochSteps], facts: Mapping[str, Any]) -> None:
         self.steps, self.facts = steps, dict(facts)
         self.epoch = 0
-        """the epoch of the step that was taken last, from 0"""
+        """epoch of the step taken last, from 0"""
         self.position = 0
         """units of this epoch that were handed out"""
         self._known: tuple[int, EpochSteps] | None = None
 
     def epoch_steps(self, epoch: int) -> EpochSteps:
-        """Return the steps of an epoch; those asked for last are kept."""
+        """Return the steps of an epoch; the last answer is cached."""
         if self._known is None or self._known[0] != epoch:
             self._known = (epoch, self.steps(epoch))
         return self._known[1]
 
     def next_step(self) -> list[int]:
-        """Return the units of the next step, the first of the next epoch where this one is over."""
+        """Return the units of the next step, the first of the next epoch if this one is over."""
         now = self.epoch_steps(self.epoch)
         if self.position >= len(now.units):
             self.epoch, self.position = self.epoch + 1, 0
@@ -82,14 +82,14 @@ class StepSampler:
         return [int(unit) for unit in units]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the order, as plain JSON values."""
+        """Return position and order as plain JSON values."""
         return {**self.facts, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the position of another sampler over the same units.
 
         Raises:
-            CheckpointError: That sampler had other units, or cut them otherwise.
+            CheckpointError: The other sampler had other units, or cut them otherwise.
         """
         for key, mine in self.facts.items():
             if state.get(key) != mine:
@@ -102,12 +102,12 @@ class StepSampler:
 
 
 def token_steps(rows: ResumableSampler, lengths: Numbers, budget: int) -> StepSampler:
-    """Return the sampler of steps of rows with at most ``budget`` tokens together; a longer row is a step by itself.
+    """Return a sampler of steps with at most ``budget`` tokens; a longer row is a step by itself.
 
     Args:
-        rows: Gives the order of the rows in each epoch.
+        rows: Sampler that gives the order of each epoch.
         lengths: [rows] tokens.
-        budget: Tokens of a step.
+        budget: Most tokens of a step.
     """
     facts = {name: rows.state_dict()[name] for name in ("num_rows", "seed", "shuffle")}
     return StepSampler(lambda epoch: _fill(rows.order(epoch), lengths, budget), facts)
@@ -129,19 +129,19 @@ CURRICULA: dict[str, Callable[[int], int]] = {
     "grow-linear": lambda doublings: 1 + doublings,
     "grow-p2": lambda doublings: 2**doublings,
 }
-"""Odds of a batch, by the number of times that its length has to be doubled to be that of the longest bucket."""
+"""Odds of a batch, by the number of times that its length doubles to reach the longest bucket."""
 
 
 def bucket_steps(buckets: Numbers, budget: int, *, curriculum: str, cycles: int, seed: int) -> StepSampler:
-    """Return the sampler of steps of one bucket each, with ``budget`` tokens in pieces of its length.
+    """Return a sampler of steps of one bucket each, with ``budget`` tokens in pieces of its length.
 
-    The batches of a bucket are spread evenly over the cycles of an epoch. Within a cycle they are drawn one after the
-    other without replacement, each with the odds of its bucket. The last batch of a bucket may have fewer pieces.
+    The batches of a bucket are spread evenly over the cycles of an epoch. Within a cycle they are drawn without
+    replacement, each with the odds of its bucket. The last batch of a bucket may have fewer pieces.
 
     Args:
-        buckets: [pieces] tokens of the bucket of each piece; none is over ``budget``.
+        buckets: [pieces] tokens of each piece's bucket, at most ``budget``.
         budget: Tokens of a step.
-        curriculum: One of :data:`CURRICULA`.
+        curriculum: Key of :data:`CURRICULA`.
         cycles: Times in an epoch that lengths grow.
         seed: Seed of the order of the pieces and of the draws.
     """
@@ -182,18 +182,18 @@ Batches = list[list[int]]
 def assign_rows(
     rows: Sequence[int], cost: Callable[[int], float], *, ranks: int, batch_size: int, padded: bool = True
 ) -> list[list[list[int]]]:
-    """Assign the rows of one optimizer step to ranks and micro-batches.
+    """Assign the rows of an optimizer step to ranks and micro-batches.
 
     Args:
-        rows: Numbers of the rows, in the order of the sampler; at least one.
-        cost: Returns the predicted time of a row, given its number; in any unit.
-        ranks: How many ranks there are.
-        batch_size: Rows of a micro-batch at most.
-        padded: True if the rows of a batch are padded to the longest, so that each takes as long as that one.
+        rows: Row numbers in the order of the sampler; at least one.
+        cost: Function that returns the predicted time of a row, in any unit.
+        ranks: Number of ranks.
+        batch_size: Most rows of a micro-batch.
+        padded: True if a batch is padded, so that each row takes as long as the longest.
 
     Returns:
-        For each rank its micro-batches, as many as the others have; each row is in exactly one. A batch is empty where
-        there are fewer rows than batches. One rank keeps the order of the rows.
+        Micro-batches by rank, equally many for each; every row is in exactly one. Some are empty if there are fewer
+            rows than batches. A single rank keeps the order of the rows.
     """
     if ranks == 1:
         return [[list(rows[start : start + batch_size]) for start in range(0, len(rows), batch_size)]]
@@ -224,7 +224,8 @@ def assign_rows(
 def _sizes(count: int, ranks: int, micro_steps: int, batch_size: int) -> list[list[int]]:
     """Return ways to cut the rows, the slowest first, into batches, as the sizes of these.
 
-    Rows that a step lacks to be full are lacking in its slowest batches: a little in each of them, or all in the first.
+    If there are too few rows to fill a step, the slowest batches are smaller: each a little, or the first as much as
+    possible.
     """
     batches = ranks * micro_steps
     smaller, more = divmod(count, batches)
@@ -252,8 +253,8 @@ def _groups(rows: Sequence[int], sizes: Sequence[int], ranks: int) -> list[tuple
 def _deal(rows: Sequence[int], costs: dict[int, float], sizes: Sequence[int], *, padded: bool) -> Batches:
     """Return the batches of rows that are computed at the same time.
 
-    Padded rows stay sorted, so that a batch has little padding. Others go one by one, the slowest first, to the batch
-    that has the least so far.
+    Padded rows stay sorted, so that a batch has little padding. Other rows go one by one, the slowest first, to the
+    least loaded batch.
     """
     batches: Batches = [[] for _ in sizes]
     if padded:
@@ -276,38 +277,34 @@ def _deal(rows: Sequence[int], costs: dict[int, float], sizes: Sequence[int], *,
 
 @dataclass(frozen=True)
 class Choice:
-    """Rows that were chosen among others."""
+    """Rows chosen among others."""
 
     places: tuple[int, ...]
     """their places among all, ascending"""
     kept: int
-    """rows of them that were kept because their source is small"""
+    """chosen rows that were kept because their source is small"""
     gap: float
-    """||mean of the chosen points - mean of all|| / ||mean of all||, of the points that are finite"""
+    """||mean of the chosen points - mean of all|| / ||mean of all||, over finite points"""
     chance: float
-    """the root mean square of the same over all choices of as many rows, small sources or not"""
+    """root mean square of ``gap`` over all choices of equally many rows"""
 
 
 def small_sources(sizes: Sequence[int]) -> frozenset[int]:
-    """Return the sources that are smaller than the mean of those that have rows.
-
-    Args:
-        sizes: [sources] rows.
-    """
+    """Return the sources with fewer rows than the mean of the sources that have rows; ``sizes`` are [sources]."""
     present = [size for size in sizes if size > 0]
     return frozenset(source for source, size in enumerate(sizes) if 0 < size * len(present) < sum(present))
 
 
 def choose_rows(points: Points, sources: Sequence[int], count: int, small: frozenset[int] = frozenset()) -> Choice:
-    """Choose ``count`` rows: all of the small sources, and of each other one its medoids, as many as its share.
+    """Choose ``count`` rows: all rows of small sources, and of each other source medoids in proportion to its size.
 
-    Where the small sources alone have ``count`` rows here or more, none is kept for being small. A row whose point is
-    not finite is chosen only where the others are too few.
+    If the small sources alone have ``count`` rows or more, they count as the others. A row with a non-finite point is
+    chosen only if the others are too few.
 
     Args:
         points: [rows, dimensions]
-        sources: [rows] the source of each.
-        count: Rows to choose, at most all.
+        sources: [rows] source of each row.
+        count: Rows to choose.
         small: The small sources.
     """
     rows = len(points)
@@ -332,7 +329,7 @@ def choose_rows(points: Points, sources: Sequence[int], count: int, small: froze
 
 
 def medoids(points: Points, count: int) -> list[int]:
-    """Return ``count`` points, the first that are found by the greedy algorithm; of equal gains the first point.
+    """Return the first ``count`` points that the greedy algorithm finds; of equal gains the first point.
 
     Args:
         points: [n, dimensions] finite; distances are Euclidean.
@@ -354,7 +351,7 @@ def medoids(points: Points, count: int) -> list[int]:
 
 
 def _budgets(sizes: Sequence[int], count: int) -> list[int]:
-    """Divide ``count`` in proportion to sizes, the remainder by the largest fractions; none is above its size."""
+    """Divide ``count`` in proportion to sizes, the remainder by the largest fractions; none exceeds its size."""
     total = sum(sizes)
     budgets = [count * size // total for size in sizes]
     by_fraction = sorted(range(len(sizes)), key=lambda index: (-(count * sizes[index] % total), index))
@@ -364,7 +361,7 @@ def _budgets(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _gaps(chosen: Points, every: Points) -> tuple[float, float]:
-    """Return :attr:`Choice.gap` and :attr:`Choice.chance`; the variance is that of draws without replacement."""
+    """Return :attr:`Choice.gap` and :attr:`Choice.chance`: the variance of draws without replacement."""
     whole, rows, count = every.mean(axis=0), len(every), len(chosen)
     length = max(float(np.linalg.norm(whole)), 1e-30)
     variance = float(((every - whole) ** 2).sum()) / max(1, rows - 1) * (1 - count / rows) / count

@@ -37,32 +37,30 @@ from streamtune.data.record_table import Example, Stored
 from streamtune.errors import CheckpointError
 
 MIX_BY = ("rows", "tokens")
-"""Units of a share."""
 
 Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The visits of an epoch to each source; units are rows, or packs of rows of one source."""
+    """Visits of an epoch to each source; units are rows, or packs of rows of a source."""
 
     bounds: tuple[int, ...]
-    """[sources + 1] the first unit of each source, and the number of all units"""
+    """[sources + 1] first unit of each source, and the number of all units"""
     visits: tuple[int, ...]
-    """[sources] units that an epoch takes of each"""
+    """[sources] units of each source in an epoch"""
 
     @property
     def units(self) -> int:
-        """Units of an epoch."""
         return sum(self.visits)
 
     def order(self, epoch: int, *, seed: int, shuffle: bool) -> Numbers:
         """Return the units of an epoch in the order of their visits, [units].
 
         Args:
-            epoch: From 0.
+            epoch: Epoch, from 0.
             seed: Seed of the passes and of their mixing.
-            shuffle: False goes through each source in its own order, and mixes the sources evenly.
+            shuffle: False keeps the order within each source, and mixes the sources evenly.
         """
         parts = [self._part(source, epoch, seed, shuffle) for source in range(len(self.visits))]
         units: Numbers = np.concatenate(parts)
@@ -72,7 +70,7 @@ class Mixture:
         return units[np.argsort(np.concatenate(places), kind="stable")]
 
     def _part(self, source: int, epoch: int, seed: int, shuffle: bool) -> Numbers:
-        """Return the units that an epoch takes of a source: ``visits`` of them, from where the last epoch stopped."""
+        """Return the units of a source in an epoch: ``visits`` of them, from where the last epoch stopped."""
         first, size = self.bounds[source], self.bounds[source + 1] - self.bounds[source]
         start, count = epoch * self.visits[source], self.visits[source]
         if not count:
@@ -95,9 +93,9 @@ def mix(weights: Sequence[float], bounds: Sequence[int], sizes: Numbers) -> Mixt
     """Return the mixture of sources by their weights; None if no source with a weight has a unit.
 
     Args:
-        weights: [sources] none negative.
-        bounds: [sources + 1] the first unit of each source, and the number of all units.
-        sizes: [units] the size of each in the unit of a share: 1 where rows are counted, else its tokens.
+        weights: [sources] not negative.
+        bounds: [sources + 1] first unit of each source, and the number of all units.
+        sizes: [units] 1 if shares are counted in rows, else the tokens of each unit.
     """
     counts = np.diff(bounds)
     totals = np.array([sizes[start:stop].sum() for start, stop in pairwise(bounds)])
@@ -112,16 +110,16 @@ def mix(weights: Sequence[float], bounds: Sequence[int], sizes: Numbers) -> Mixt
 
 
 class ResumableSampler:
-    """Visits every row once an epoch, in an order that depends on nothing but the seed and the epoch.
+    """Visits every row once an epoch, in an order that depends only on the seed and the epoch.
 
-    The position counts rows that were handed out, also those of the batch handed out last: save the state after the
-    batch was trained on, and a sampler that loads it continues with the next one.
+    The position counts all rows handed out, those of the last batch included: save the state after the batch was
+    trained on, and a sampler that loads it continues with the next.
 
     Args:
-        num_rows: Rows there are.
+        num_rows: Number of rows.
         seed: Seed of the order.
-        shuffle: True to shuffle the rows; otherwise they come in their own order.
-        mixture: Visits each source as often as its weight says, in place of every row once; of the same rows.
+        shuffle: False keeps the rows' own order.
+        mixture: Mixture of the same rows: each source is visited as often as its weight says.
     """
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool = True, mixture: Mixture | None = None) -> None:
@@ -132,12 +130,12 @@ class ResumableSampler:
         self.seed = seed
         self.shuffle = shuffle
         self.epoch = 0
-        """the epoch the next batch belongs to, from 0"""
+        """epoch of the next batch, from 0"""
         self.position = 0
         """rows of this epoch that were handed out"""
 
     def order(self, epoch: int) -> Numbers:
-        """Return the rows of an epoch in the order they are visited, [num_rows]."""
+        """Return the rows of an epoch in the order of their visits, [num_rows]."""
         if self.mixture is not None:
             return self.mixture.order(epoch, seed=self.seed, shuffle=self.shuffle)
         if not self.shuffle:
@@ -147,7 +145,7 @@ class ResumableSampler:
     def batches(self, batch_size: int) -> Iterator[list[int]]:
         """Yield the batches that are left of the current epoch, then move on to the next epoch and stop.
 
-        The last batch of an epoch has fewer rows where ``batch_size`` does not divide them; none is left out.
+        The last batch of an epoch may have fewer rows; none is left out.
         """
         order = self.order(self.epoch)
         while self.position < self.num_rows:
@@ -157,11 +155,10 @@ class ResumableSampler:
         self.epoch, self.position = self.epoch + 1, 0
 
     def batches_per_epoch(self, batch_size: int) -> int:
-        """Return the number of batches in a whole epoch."""
         return -(-self.num_rows // batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the order of the sampler, as plain JSON values."""
+        """Return position and order as plain JSON values."""
         return {
             "num_rows": self.num_rows,
             "seed": self.seed,
@@ -174,7 +171,7 @@ class ResumableSampler:
         """Continue from the position of another sampler over the same rows.
 
         Raises:
-            CheckpointError: That sampler had other rows or another order.
+            CheckpointError: The other sampler had other rows or another order.
         """
         mine = self.state_dict()
         for key in ("num_rows", "seed", "shuffle"):
@@ -187,14 +184,10 @@ class ResumableSampler:
 
 
 def place_in(state: Mapping[str, Any], units: int) -> tuple[int, int]:
-    """Return epoch and position of a saved state.
-
-    Args:
-        state: The state.
-        units: Units of an epoch.
+    """Return epoch and position of a saved state; an epoch has ``units`` units.
 
     Raises:
-        CheckpointError: The epoch or the position is no count, or the position is behind the last unit.
+        CheckpointError: Epoch or position is not a count, or the position is behind the last unit.
     """
     epoch, position = state["epoch"], state["position"]
     if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= units:
@@ -210,26 +203,26 @@ class Packs:
     """A partition of rows into sequences."""
 
     rows: Numbers
-    """[rows] row numbers, pack after pack"""
+    """[rows] row numbers, pack by pack"""
     starts: Numbers
-    """[packs + 1] where each pack begins in ``rows``"""
+    """[packs + 1] start of each pack in ``rows``"""
     tokens: int
     """tokens of all sequences"""
     sizes: Numbers | None = None
-    """[packs] tokens of each sequence where rows share their beginnings; None: those of its rows"""
+    """[packs] tokens of each sequence if rows share their beginnings; None: the tokens of its rows"""
     squares: Numbers | None = None
-    """[packs] twice the pairs of tokens that see each other there; None: the squares of its rows' lengths"""
+    """[packs] then twice the pairs of tokens that see each other; None: the squares of the rows' lengths"""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def __getitem__(self, pack: int) -> list[int]:
-        """Return the rows of a pack, in their order within it."""
+        """Return the rows of a pack in order."""
         start, stop = self.starts[pack : pack + 2].tolist()
         return [int(row) for row in self.rows[start:stop]]
 
     def of_rows(self, first: int, stop: int) -> range:
-        """Return the packs of a part that was packed by itself, given its rows; see :func:`pack_parts`."""
+        """Return the packs of a part that :func:`pack_parts` packed by itself: of rows ``first`` to ``stop``."""
         start, end = np.searchsorted(self.starts, [first, stop]).tolist()
         return range(start, end)
 
@@ -241,13 +234,13 @@ class Packs:
 def pack_rows(lengths: Sequence[int] | Numbers, max_length: int, *, seed: int) -> Packs:
     """Pack rows into sequences of at most ``max_length`` tokens.
 
-    Longest first, each into the fullest sequence it fits in (best fit decreasing: at most 11/9 of the fewest sequences
-    there could be, plus one). Rows of one length come in an order drawn from the seed, so that neighbours in a file do
-    not end up together; the packs come in such an order too.
+    Best fit decreasing: longest first, each into the fullest sequence that holds it; at most 11/9 of the fewest
+    possible sequences, plus one. Rows of one length come in an order drawn from the seed, so that neighbours in a file
+    do not end up together; the packs come in such an order too.
 
     Args:
-        lengths: Tokens of each row, none longer than ``max_length``.
-        max_length: Tokens a sequence holds.
+        lengths: Tokens of each row, at most ``max_length``.
+        max_length: Tokens of a sequence.
         seed: Seed of what the lengths leave open.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
@@ -264,12 +257,12 @@ def pack_rows(lengths: Sequence[int] | Numbers, max_length: int, *, seed: int) -
 
 
 def pack_parts(lengths: Numbers, bounds: Sequence[int], max_length: int, *, seed: int) -> tuple[Packs, list[int]]:
-    """Pack the rows of each part by themselves; return the packs, part after part, and the first pack of each part.
+    """Pack the rows of each part by themselves; return the packs, part by part, and the first pack of each part.
 
     Args:
         lengths: [rows] tokens.
-        bounds: [parts + 1] the first row of each part, and the number of all rows.
-        max_length: Tokens a sequence holds.
+        bounds: [parts + 1] first row of each part, and the number of all rows.
+        max_length: Tokens of a sequence.
         seed: As in :func:`pack_rows`.
     """
     rows, starts, firsts = [np.empty(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)], [0]
@@ -311,43 +304,42 @@ def _best_fit(order: Sequence[int], sizes: Numbers, max_length: int) -> list[lis
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Parts of rows, each of the bucket of its length."""
+    """Parts of rows, each in the bucket of its length."""
 
     rows: Numbers
-    """[pieces] row that a piece is of"""
+    """[pieces] row of each piece"""
     starts: Numbers
-    """[pieces] its first token in the row"""
+    """[pieces] first token in the row"""
     stops: Numbers
-    """[pieces] one behind its last token"""
+    """[pieces] end in the row (exclusive)"""
     buckets: Numbers
-    """[pieces] tokens of the longest pieces of its bucket, a power of two"""
+    """[pieces] tokens of the longest pieces of the bucket, a power of two"""
     sequence_length: int | None = None
-    """tokens of a sequence in which pieces of a bucket lie end to end; None where each is a sequence"""
+    """tokens of a sequence in which pieces of a bucket lie end to end; None: each piece is a sequence"""
     dropped: int = 0
-    """pieces left out, in which no token is trained"""
+    """pieces left out for want of trained tokens"""
     tokens_lost: int = 0
-    """tokens of rows that are in no piece"""
+    """tokens of rows in no piece"""
     targets_lost: int = 0
-    """trained tokens that are predicted in their row and in no piece: most of them are the first of a piece"""
+    """trained tokens that are predicted in their row and in no piece: most are the first of a piece"""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def lengths(self) -> Numbers:
-        """Return the tokens of each piece, [pieces]."""
         return self.stops - self.starts
 
     def by_bucket(self) -> dict[int, int]:
-        """Return the number of pieces of each bucket, by its length."""
+        """Return how many pieces each bucket has, by its length."""
         sizes, counts = np.unique(self.buckets, return_counts=True)
         return dict(zip(sizes.tolist(), counts.tolist(), strict=True))
 
     def per_sequence(self) -> Numbers:
-        """Return the number of pieces of a piece's bucket that one sequence holds, [pieces]."""
+        """Return how many pieces of a piece's bucket a sequence holds, [pieces]."""
         return np.ones_like(self.buckets) if self.sequence_length is None else self.sequence_length // self.buckets
 
     def cut(self, examples: Stored[Example], piece: int) -> Example:
-        """Return a piece as an example; its first token is not trained on."""
+        """Return a piece as an example; its first token is not trained."""
         row, start, stop = int(self.rows[piece]), int(self.starts[piece]), int(self.stops[piece])
         example = examples[row]
         labels = np.array(example.labels[start:stop], dtype=np.int32)
@@ -361,9 +353,9 @@ def cut_rows(examples: Stored[Example], *, max_length: int, min_length: int, pac
 
     Args:
         examples: Rows of at most ``max_length`` tokens.
-        max_length: No bucket is longer, and no sequence that pieces share.
+        max_length: Most tokens of a bucket, and of a sequence that pieces share.
         min_length: Tokens of the smallest bucket, a power of two.
-        packing: Pieces of a bucket share sequences.
+        packing: True if pieces of a bucket share sequences.
     """
     lengths = examples.lengths()
     rows, starts, stops, buckets = _decompose(lengths, max_length, min_length)
@@ -384,7 +376,7 @@ def cut_rows(examples: Stored[Example], *, max_length: int, min_length: int, pac
 
 
 def _decompose(lengths: Numbers, longest: int, shortest: int) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Return rows, starts, stops and buckets of the pieces, row by row; pieces of a single token are not among them."""
+    """Return rows, starts, stops and buckets of the pieces, row by row; a single token left over makes no piece."""
     assert not len(lengths) or lengths.max() <= longest, "rows are fitted to the length before"
     done = np.zeros_like(lengths)
     found: list[tuple[Numbers, Numbers, Numbers, Numbers]] = []
@@ -402,7 +394,7 @@ def _decompose(lengths: Numbers, longest: int, shortest: int) -> tuple[Numbers, 
 
 
 def _count_targets(examples: Stored[Example], rows: Numbers, starts: Numbers, stops: Numbers) -> Numbers:
-    """Return the trained tokens behind the first of each part of a row, [parts], without decoding rows one by one."""
+    """Return how many trained tokens stand behind the first of each part, [parts], without decoding rows one by one."""
     places = examples.numbers()[rows]
     order = np.argsort(places, kind="stable")
     counts = np.zeros(len(rows), dtype=np.int64)

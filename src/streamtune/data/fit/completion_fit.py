@@ -22,15 +22,14 @@ class LengthPolicy:
     """Limits on the length of a prompt with its completions, and the handling of longer ones.
 
     Raises:
-        ArgumentError: ``overlength`` is none of :data:`COMPLETION_OVERLENGTH`, or the prompt may fill the whole length.
+        ArgumentError: ``overlength`` is unknown, or the prompt may fill the whole length.
     """
 
     max_length: int
-    """tokens that the prompt and the longest completion have together at most"""
+    """most tokens of the prompt and the longest completion together"""
     max_prompt_length: int | None = None
-    """tokens that the prompt has at most"""
+    """most tokens of the prompt"""
     overlength: str = "error"
-    """one of :data:`COMPLETION_OVERLENGTH`"""
 
     def __post_init__(self) -> None:
         split = "a pair or a prompt cannot be split; use " if self.overlength == "split" else "use "
@@ -49,11 +48,11 @@ class LengthPolicy:
         return self.holds_prompt(tree) and tree.longest_row <= self.max_length
 
     def holds_prompt(self, tree: Tree) -> bool:
-        """Return True if the prompt is short enough; completions are not considered."""
+        """Return True if the prompt is short enough, whatever the completions."""
         return self.max_prompt_length is None or len(tree.prompt) <= self.max_prompt_length
 
     def cut(self, tree: Tree) -> Tree | None:
-        """Cut the prompt's start and the completions' ends off; None if a completion has no counted token left."""
+        """Cut off the prompt's start and the completions' ends; None if a completion has no counted token left."""
         prompt = tree.prompt if self.max_prompt_length is None else tree.prompt[-self.max_prompt_length :]
         room = self.max_length - len(prompt)
         if room < 1:
@@ -66,13 +65,13 @@ class LengthPolicy:
 
 
 class TreeFit(LengthFit[Tree, CompletionReport]):
-    """Fits prompts with their completions; those with the same prompt are held out together.
+    """Fits prompts with their completions; trees with the same prompt are held out together.
 
     Args:
-        writer: Gets the trees.
+        writer: Receives the trees.
         policy: The limits.
         identical_pairs: One of :data:`IDENTICAL_PAIRS`.
-        kinds: Names of the first and the second completion of a tree, or of desirable and undesirable ones.
+        kinds: Names of a tree's first and second completion, or of desirable and undesirable ones.
     """
 
     record = Tree
@@ -89,11 +88,7 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
         """length and origin of the longest prompt"""
 
     def add(self, tree: Tree, prompt: bytes) -> None:
-        """Add one tree, with the hash of its prompt.
-
-        Raises:
-            DataError: Its completions are the same, and ``identical_pairs`` is ``error``.
-        """
+        """Add a tree, with the hash of its prompt."""
         if _identical(tree):
             self.skip_identical(tree.origin)
             return
@@ -114,11 +109,7 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
             self._keep(cut, prompt, lost=tree.num_tokens_separate - cut.num_tokens_separate)
 
     def skip_identical(self, origin: str) -> None:
-        """Leave out a pair whose answers are the same.
-
-        Raises:
-            DataError: ``identical_pairs`` is ``error``.
-        """
+        """Leave out a pair whose answers are the same."""
         if self.identical_pairs == "error":
             raise DataError(
                 f"'{self.kinds[0]}' and '{self.kinds[1]}' are the same: there is nothing to prefer"
@@ -155,7 +146,6 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
             notify(f"{have(self.counts['negative_margins'], 'pair')} a chosen answer with the lower score")
 
     def too_long(self) -> DataError:
-        """Return an error that names the prompts or the rows."""
         policy = self.policy
         size, origin = self.longest_prompt
         if self.counts["long_prompts"]:
@@ -193,12 +183,12 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
 
 
 def _identical(tree: Tree) -> bool:
-    """Return True if a pair's answers are the same tokens: a template may write two answers as one."""
+    """Return True if a pair's answers are the same tokens: a template may write two answers alike."""
     return len(tree.completions) == 2 and tree.completions[0] == tree.completions[1]
 
 
 def _tree_digest(tree: Tree) -> bytes:
-    """Return a hash of everything a step reads of a tree."""
+    """Return a hash of everything that a step reads of a tree."""
     digest = hashlib.blake2b(repr((tree.labels, tree.margin)).encode(), digest_size=16)
     lists = [tree.prompt, *tree.completions]
     digest.update(np.array([len(items) for items in lists], dtype=np.int64).tobytes())
@@ -210,16 +200,13 @@ def _tree_digest(tree: Tree) -> bytes:
 
 
 class PromptFit(LengthFit[Prompt, CompletionReport]):
-    """Fits prompts that completions are yet to be written for.
+    """Fits prompts whose completions are not written yet.
 
     Args:
-        writer: Gets the prompts.
+        writer: Receives the prompts.
         overlength: One of :data:`COMPLETION_OVERLENGTH`.
-        max_prompt_length: Tokens a prompt has at most.
+        max_prompt_length: Most tokens of a prompt.
         truncate_side: One of :data:`PROMPT_SIDES`; ``auto`` is ``left``.
-
-    Raises:
-        ArgumentError: ``overlength`` is none of the known ones.
     """
 
     record = Prompt
@@ -234,10 +221,10 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
         super().__init__(writer, overlength, limit=f"max_prompt_length = {limit}", over=f"{limit} tokens")
         self.max_prompt_length = max_prompt_length
         self.first = max_prompt_length // 2 if truncate_side == "middle" else 0
-        """tokens that a prompt keeps of its beginning when it is cut"""
+        """tokens that a cut prompt keeps of its beginning"""
 
     def add(self, prompt: Prompt, group: bytes) -> None:
-        """Fit one prompt to the length, and write it unless it is dropped; prompts of a group are held out together."""
+        """Write a prompt, cut if necessary, unless it is dropped; prompts of a group are held out together."""
         self.measure(prompt.num_tokens, prompt.origin)
         lost = 0
         if prompt.num_tokens > self.max_prompt_length:
@@ -272,7 +259,7 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
 
 
 def _prompt_digest(prompt: Prompt) -> bytes:
-    """Return a hash of everything a run reads of a prompt: its tokens, its text and its columns."""
+    """Return a hash of everything that a run reads of a prompt: tokens, text and columns."""
     digest = hashlib.blake2b(np.array(prompt.input_ids, dtype=np.int32).tobytes(), digest_size=16)
     digest.update(json.dumps([prompt.prompt, prompt.columns], sort_keys=True, default=repr).encode())
     return digest.digest()

@@ -1,6 +1,6 @@
-"""Count and hash records that are fitted to the length: what is the same for rows, trees and prompts.
+"""Count and hash records that are fitted to the length: the common part of rows, trees and prompts.
 
-The counts are written to files, and read back, beside a table of records, which does not hold them itself:
+The counts are kept in files beside a table of records:
 
     fit.npz      numbers of rows and records, hashes: everything that grows with the data
     fit.json     the rest
@@ -45,10 +45,9 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Measured:
-    """Sizes that a report sums up: of the rows as rendered, before any cut, and of the records made of them.
+    """Sizes of the rows as rendered, before any cut, and of the records made of them; both in the order of reading.
 
-    Both in the order of reading; a record's number is its row in the table that ``Prepared.train`` and
-    ``Prepared.validation`` take theirs from.
+    A record's number is its row in the table of ``Prepared.train`` and ``Prepared.validation``.
     """
 
     lengths: npt.NDArray[np.int64]
@@ -56,19 +55,19 @@ class Measured:
     tokens: npt.NDArray[np.int64]
     """[rows] tokens: of a tree each completion with its own copy of the prompt, else ``lengths``"""
     first_trained: npt.NDArray[np.int64]
-    """[rows] a row that is cut to so many tokens, or fewer, has nothing left that is trained on: it is dropped. Of one
-    that keeps its beginning it is the place of the first token that is trained on"""
+    """[rows] greatest length at which a cut leaves nothing trained, so that the row is dropped: if a row keeps its
+    beginning, the place of its first trained token"""
     trained: npt.NDArray[np.int64]
-    """[records] tokens that are trained on"""
+    """[records] trained tokens"""
     lost: npt.NDArray[np.int64]
     """[records] tokens cut off (``overlength: truncate``); 0 for pieces of a split row"""
     starts: tuple[int, ...]
-    """[sources] number of the first record of each source"""
+    """[sources] first record of each source"""
 
 
 @dataclass(frozen=True)
 class Prepared(Generic[RecordT, ReportT]):
-    """Rows as token ids, split into a training and a held-out part; rows of one group are never in both."""
+    """Rows as token ids, split into a training and a held-out part; rows of a group are never in both."""
 
     train: Stored[RecordT]
     validation: Stored[RecordT]
@@ -77,42 +76,42 @@ class Prepared(Generic[RecordT, ReportT]):
     """hash of all that is trained and evaluated on, in order: equal if and only if a run sees the same data"""
     measured: Measured
     packs: Packs | None = None
-    """the sequences that examples of ``train`` share; None without packing"""
+    """sequences that examples of ``train`` share; None without packing"""
     validation_packs: Packs | None = None
-    """the same of ``validation``"""
+    """sequences of ``validation``"""
     pieces: Pieces | None = None
-    """the pieces that examples of ``train`` are cut into; None where they are whole"""
+    """pieces that examples of ``train`` are cut into; None if they are whole"""
     bad_rows: Sequence[Mapping[str, str]] = ()
-    """rows that were left out as faulty, each with what is wrong with it"""
+    """faulty rows that were left out, each with its fault"""
     bounds: tuple[int, ...] = ()
-    """the first row in ``train`` of each source that is trained on, and the number of all"""
+    """first row in ``train`` of each trained source, and the number of all rows"""
     mixture: Mixture | None = None
-    """the visits of an epoch to each source, of rows or packs; None without weights"""
+    """visits of an epoch to each source, of rows or packs; None without weights"""
     eval_sets: tuple[EvalSet, ...] = ()
-    """named parts of ``validation``: together they are all of it, and there is none without names"""
+    """named parts of ``validation``, which together are all of it; empty without names"""
 
 
 class LengthFit(ABC, Generic[RecordT, ReportT]):
     """Writes records, and counts the kept, cut and dropped rows they are made of.
 
     Args:
-        writer: Gets the records.
-        overlength: What to do with a row over the length, one of :data:`OVERLENGTH`.
-        limit: The limit that the longest row is over, for an error.
-        over: The limit, for a note.
+        writer: Receives the records.
+        overlength: Handling of a row over the length, one of :data:`OVERLENGTH`.
+        limit: Name of the limit, for an error.
+        over: Name of the limit, for a note.
     """
 
     record: type[RecordT]
     report_type: type[ReportT]
     noun = "row"
     trains = True
-    """True if tokens of the records are trained on"""
+    """True if tokens of the records are trained"""
 
     def __init__(self, writer: TableWriter, overlength: str, *, limit: str, over: str) -> None:
         self.writer, self.overlength, self.limit, self.over = writer, overlength, limit, over
         self.counts: Counter[str] = Counter()
         self.lengths: array[int] = array("q")
-        """of every row as rendered"""
+        """tokens of every row as rendered"""
         self.longest: tuple[int, str] = (0, "")
         """length and origin of the longest row"""
         self.is_longest_estimated = False
@@ -123,15 +122,13 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         self.digests = Digests()
         """for every record a hash of all that a run reads of it"""
         self.bad_rows: Sequence[Mapping[str, str]] = ()
-        """see :class:`Prepared`"""
         self.tokens, self.first_trained = array("q"), array("q")
         """as in :class:`Measured`"""
         self.trained, self.lost = array("q"), array("q")
         self.starts: list[SourceStart] = []
-        """of every source"""
 
     def begin(self, source: Source) -> None:
-        """Count the rows that follow as those of a source."""
+        """Count the rows that follow for a source."""
         self.starts.append(self._now(source))
 
     def _now(self, source: Source) -> SourceStart:
@@ -147,7 +144,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         first_trained: int = 0,
         estimated: bool = False,
     ) -> None:
-        """Record the sizes of a row as rendered; see :class:`Measured`."""
+        """Record the sizes of a row as rendered, as in :class:`Measured`."""
         if size > self.longest[0]:
             self.is_longest_estimated = estimated
         self.lengths.append(size)
@@ -157,21 +154,19 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
 
     @property
     def about_longest(self) -> str:
-        """The length of the longest row, for an error."""
         return ("about " if self.is_longest_estimated else "") + f"{self.longest[0]:,}"
 
     @property
     def rows(self) -> int:
-        """Rows seen: those that were rendered, and those that were left out before."""
+        """Rows seen, those included that were left out before they were rendered."""
         return len(self.lengths) + self.counts["identical"] + self.counts["empty"]
 
     def skip_empty(self) -> None:
-        """Leave a row with an empty answer out, and count it."""
         self.counts["empty"] += 1
         self.counts["dropped"] += 1
 
     def write(self, record: RecordT, digest: bytes, *, trained: int = 0, lost: int = 0) -> None:
-        """Write a record of the row whose group comes next."""
+        """Write a record of the row whose group is appended next."""
         self.row_of_record.append(len(self.groups))
         self.digests.append(digest)
         self.trained.append(trained)
@@ -181,16 +176,13 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
     def prepared(
         self, table: MappedTable, val_size: float, seed: int, notify: Notify = lambda message: None
     ) -> Prepared[RecordT, ReportT]:
-        """Split what was written into a training and a held-out part.
+        """Split the written records into a training and a held-out part.
 
         Args:
-            table: What the writer has written.
+            table: Table of the written records.
             val_size: Rows to hold out: a fraction below 1, or a count.
             seed: Seed of the choice.
-            notify: Called with the rows of eval sets that are trained on as well.
-
-        Raises:
-            DataError: Nothing would be left to train on, or in an eval set.
+            notify: Called with the rows of eval sets that are trained as well.
         """
         rows = np.frombuffer(self.row_of_record, dtype=np.int64)
         is_held_out = choose_held_out(self.groups, self.starts, val_size, seed)[rows]
@@ -227,7 +219,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
     def _repeat(
         self, records: npt.NDArray[np.int64], sources: Sequence[Source]
     ) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
-        """Return the training records, those of each source as often as it says, and where each source begins."""
+        """Return the training records, each as often as its source's ``repeat``, and the start of each source."""
         if not sources:  # of eval sets alone
             return records, (0,)
         parts = np.split(records, np.searchsorted(records, [start.records for start in self.starts[1 : len(sources)]]))
@@ -242,11 +234,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         return Measured(lengths, tokens, first_trained, trained, lost, tuple(start.records for start in self.starts))
 
     def check(self, notify: Notify) -> None:
-        """Raise if rows are too long or none is left; notify the user of the changes.
-
-        Raises:
-            DataError: Rows are over the length and ``overlength`` is ``error``, or nothing is left.
-        """
+        """Raise if rows are too long or none is left; notify the user of the changes."""
         rows, too_long = self.rows, self.counts["too_long"]
         if too_long and self.overlength == "error":
             raise self.too_long()
@@ -282,7 +270,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
     def report(
         self, train_examples: int, is_held_out: npt.NDArray[np.bool_], duplicates: int, held_out_duplicates: int
     ) -> ReportT:
-        """Return the counts and lengths of the rows; of every record, [records], it is known if it is held out."""
+        """Return the counts and lengths of the rows; ``is_held_out`` is [records]."""
         return self.report_type(
             rows=self.rows,
             kept=len(self.groups),
@@ -332,7 +320,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
 
     @abstractmethod
     def own_counts(self) -> dict[str, Any]:
-        """Return the fields of the report that other kinds of rows do not have, or have otherwise."""
+        """Return the fields of the report that depend on the kind of rows."""
 
 
 def have(number: int, noun: str) -> str:

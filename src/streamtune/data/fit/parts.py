@@ -1,7 +1,7 @@
 """Split kept rows into a part to train on and held-out sets, and share an epoch out among the sources.
 
-Rows of a source that belongs to an eval set are never trained on. Of the others ``val_size`` holds some out: the set
-:data:`HELD_OUT`, which has a name only where there are eval sets as well. Rows are known by their hashes.
+Rows of a source of an eval set are never trained on. ``val_size`` holds out some of the others, as the set
+:data:`HELD_OUT` if there are eval sets too. Rows are known by their hashes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from streamtune.errors import DataError
 
 
 class Digests:
-    """Hashes of 16 bytes, one behind the other: a million take 16 MB, as objects of Python five times that."""
+    """Hashes of 16 bytes in one buffer: a million take 16 MB, as Python objects five times that."""
 
     def __init__(self, data: bytes | bytearray = b"") -> None:
         self._bytes = bytearray(data)
@@ -36,15 +36,14 @@ class Digests:
         self._bytes += digest
 
     def first(self, count: int) -> Digests:
-        """Return so many of them from the start."""
         return Digests(self._bytes[: 16 * count])
 
     def bytes(self) -> npt.NDArray[np.uint8]:
-        """Return all of them, [digests, 16]."""
+        """Return the hashes, [digests, 16]."""
         return np.frombuffer(bytes(self._bytes), dtype=np.uint8).reshape(-1, 16)
 
     def ranks(self) -> npt.NDArray[np.int64]:
-        """Return the place of each among the different ones in the order of their bytes, [digests]."""
+        """Return the rank of each hash among the distinct hashes in byte order, [digests]."""
         words = np.frombuffer(bytes(self._bytes), dtype=">u8").astype(np.uint64).reshape(-1, 2)
         order = np.lexsort((words[:, 1], words[:, 0]))
         words = words[order]
@@ -55,7 +54,7 @@ class Digests:
 
 
 HELD_OUT = "held_out"
-"""Name of the rows that ``val_size`` holds out, beside eval sets."""
+"""Name of the rows that ``val_size`` holds out, if there are eval sets."""
 
 Numbers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -68,7 +67,7 @@ class SourceStart:
     source: Source
     counts: Counter[str]
     rows: int
-    """measured so far"""
+    """rows measured so far"""
     kept: int
     records: int
 
@@ -87,12 +86,9 @@ def choose_held_out(groups: Digests, starts: Sequence[SourceStart], val_size: fl
 
     Args:
         groups: [kept rows] hashes of what must not be in both parts.
-        starts: Of every source; those of eval sets come last.
+        starts: Start of every source; eval sets come last.
         val_size: Rows to hold out of the others: a fraction below 1, or a count.
         seed: Seed of the choice.
-
-    Raises:
-        DataError: Nothing would be left to train on, or an eval set has no row.
     """
     stops = [*(start.kept for start in starts[1:]), len(groups)]
     kept: Counter[str | None] = Counter()
@@ -133,8 +129,8 @@ def split_sets(held_out: Numbers, starts: Sequence[SourceStart]) -> tuple[EvalSe
     """Return the named sets of held-out records; none without sources of eval sets.
 
     Args:
-        held_out: [held out] numbers of records, ascending.
-        starts: Of every source; those of eval sets come last.
+        held_out: [held out] record numbers, ascending.
+        starts: Start of every source; eval sets come last.
     """
     sets: list[EvalSet] = []
     places = [int(np.searchsorted(held_out, start.records)) for start in starts]
@@ -152,21 +148,18 @@ def split_sets(held_out: Numbers, starts: Sequence[SourceStart]) -> tuple[EvalSe
 
 
 def set_bounds(sets: Sequence[EvalSet], held_out: int) -> list[int]:
-    """Return where the sets begin, and the number of held-out rows; 0 and that number without sets."""
+    """Return the start of each set and the number of held-out rows; without sets 0 and that number."""
     return [*(each.start for each in sets), held_out] if sets else [0, held_out]
 
 
 def make_mixture(sources: Sequence[Source], bounds: Sequence[int], rows: Numbers, tokens: Numbers) -> Mixture | None:
-    """Return the mixture that the weights of the sources ask for; None where they have none.
+    """Return the mixture that the weights of the trained sources ask for; None without weights.
 
     Args:
-        sources: Those that are trained on.
-        bounds: [sources + 1] the first training unit of each, and the number of all.
+        sources: Sources that are trained on.
+        bounds: [sources + 1] first training unit of each source, and the number of all units.
         rows: [units] rows of each unit.
         tokens: [units] tokens of each unit.
-
-    Raises:
-        DataError: No source with a weight has a row.
     """
     weights = [source.weight for source in sources if source.weight is not None]
     if not weights:
@@ -188,10 +181,10 @@ def share_epoch(
     """Return the reports with the rows and tokens that an epoch visits of each source.
 
     Args:
-        reports: Of every source; those of eval sets come last and are not visited.
-        bounds: [sources + 1] the first training row of each source, and the number of all.
+        reports: Report of every source; eval sets come last and are not visited.
+        bounds: [sources + 1] first training row of each source, and the number of all rows.
         lengths: [rows] tokens of the training rows.
-        mixture: Of the rows, or of packs of them; without one each is visited once.
+        mixture: Mixture of the rows, or of packs of them; without it each is visited once.
     """
     found = list(reports)
     for number, (first, stop) in enumerate(pairwise(bounds)):
@@ -207,14 +200,14 @@ def share_epoch(
 
 
 def count_duplicates(digests: Digests, is_held_out: Mask) -> tuple[int, Mask]:
-    """Return the records that are the same as an earlier one, and a mask of those trained on and held out as well.
+    """Count the records that equal an earlier record, and mark those that have a copy in the other part.
 
     Args:
         digests: [records] hashes of 128 bits.
-        is_held_out: [records].
+        is_held_out: [records]
 
     Returns:
-        The count, and a mask [records]: of a record with a copy in the other part.
+        The count, and a mask [records].
     """
     if not len(digests):
         return 0, np.zeros(0, dtype=np.bool_)

@@ -1,7 +1,4 @@
-"""Fit rows of next tokens to the length: keep, cut or leave out each.
-
-A cut keeps some tokens of a row that is too long (:func:`cut_row`), a split makes pieces of it (:func:`split_row`).
-"""
+"""Fit rows of next tokens to the length: keep, cut, split or leave out each."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Kept:
-    """Tokens ``start`` to ``stop`` (exclusive) of a row, the first ``context`` of which are not trained on."""
+    """Tokens ``start`` to ``stop`` (exclusive) of a row, the first ``context`` of which are not trained."""
 
     start: int
     stop: int
@@ -38,18 +35,18 @@ class Kept:
 def cut_row(trained: Mask, policy: RowPolicy, *, head: int, has_answer: bool) -> list[Kept]:
     """Return the parts of a row that a cut keeps: one, or its beginning and its end.
 
-    The first token of a part is not trained on: what comes before it is missing.
+    The first token of a part is not trained: what comes before it is missing.
 
     - ``right`` keeps the beginning of the row, ``left`` its end, ``middle`` both: half the length for each, and more
       for the end if the last answer fits then.
-    - ``auto`` is ``right`` for a document. Of other rows it is ``left`` where the last answer fits, with a token before
-      it. Else it keeps the beginning of that answer, and before it as much as half the length can hold.
+    - ``auto`` is ``right`` for a document. Otherwise it is ``left`` if the last answer fits, with a token before it; if
+      not, it keeps the beginning of that answer, and before it as much as half the length can hold.
 
-    ``left``, ``middle`` and ``auto`` keep the head as well, where it takes at most half the length and something that
-    is trained stays.
+    ``left``, ``middle`` and ``auto`` keep the head too, if it takes at most half the length and something trained
+    stays.
 
     Args:
-        trained: [T] True where a token is trained on; T is over the length.
+        trained: [T] True for trained tokens; T exceeds the length.
         policy: The length, and the side.
         head: Tokens of the head.
         has_answer: True if a prompt comes before what is trained.
@@ -70,7 +67,7 @@ def cut_row(trained: Mask, policy: RowPolicy, *, head: int, has_answer: bool) ->
 
 
 def _with_head(trained: Mask, head: int, kept: Kept, most: int) -> list[Kept]:
-    """Return a part with the head before it, for which it makes room; the part alone where there is none."""
+    """Return a part with the head before it, for which it makes room; without room for both, the part alone."""
     shorter = Kept(kept.start + head, kept.stop, 1)
     if not head or head > most // 2 or not trained[shorter.start + 1 : shorter.stop].any():
         return [kept]
@@ -78,7 +75,7 @@ def _with_head(trained: Mask, head: int, kept: Kept, most: int) -> list[Kept]:
 
 
 def last_answer(trained: Mask) -> tuple[int, int]:
-    """Return start and stop of the last tokens in a row that are trained on; the size twice if there are none."""
+    """Return start and stop of the last run of trained tokens in a row; the size twice if there are none."""
     places = np.flatnonzero(trained)
     if not len(places):
         return len(trained), len(trained)
@@ -88,7 +85,7 @@ def last_answer(trained: Mask) -> tuple[int, int]:
 
 
 def least_kept(trained: Mask, policy: RowPolicy, *, has_answer: bool) -> int:
-    """Return the greatest length at which a cut leaves nothing that is trained on: the row is then left out."""
+    """Return the greatest length at which a cut leaves nothing trained: the row is then left out."""
     size, side = len(trained), policy.truncate_side
     if side == "auto" and has_answer:
         return 1
@@ -103,13 +100,13 @@ def least_kept(trained: Mask, policy: RowPolicy, *, has_answer: bool) -> int:
 
 
 def split_row(trained: Mask, policy: RowPolicy, breaks: npt.NDArray[np.uint8] | None) -> list[Kept]:
-    """Return the pieces of a row: their tokens without the context are the row.
+    """Return the pieces of a row; without their context they are the whole row.
 
     A piece ends at the last of the strongest borders that it may have: a new exchange of a chat if something before it
     is trained, else a paragraph or a line in the second half of the piece, else a token.
 
     Args:
-        trained: [T] True where a token is trained on.
+        trained: [T] True for trained tokens.
         policy: The length, the strongest border and the overlap.
         breaks: [T] border before each token, as an index of :data:`SPLIT_AT`; None cuts at tokens.
     """
@@ -146,8 +143,8 @@ class RowFit(LengthFit[Example, DataReport]):
     """Fits rows of next tokens; rows with the same tokens and labels are held out together.
 
     Args:
-        writer: Gets the examples.
-        policy: The length, and what becomes of longer rows.
+        writer: Receives the examples.
+        policy: The length, and the handling of longer rows.
     """
 
     record = Example
@@ -160,7 +157,7 @@ class RowFit(LengthFit[Example, DataReport]):
         self._group: bytes | None = None
 
     def add_turns(self, turns: Sequence[Rendered], origin: str) -> None:
-        """Fit the rows of the turns of a conversation; they are held out together."""
+        """Fit the rows of a conversation's turns; they are held out together."""
         digest = hashlib.blake2b(digest_size=16)
         for turn in turns:
             digest.update(_int_array(turn.input_ids).data)
@@ -168,12 +165,12 @@ class RowFit(LengthFit[Example, DataReport]):
             self.add(turn, origin, digest.digest())
 
     def add(self, rendered: Rendered, origin: str, group: bytes | None = None) -> None:
-        """Fit one row to the length, and write the examples made of it.
+        """Fit a row to the length, and write the examples made of it.
 
         Args:
             rendered: The row.
             origin: Its place, ``file:line``.
-            group: A hash; rows with the same one are held out together. None is a hash of the examples.
+            group: Hash; rows with the same hash are held out together. None hashes the examples.
         """
         self._group = group
         row = _Row(_int_array(rendered.input_ids), _int_array(rendered.labels), rendered.weight)
@@ -233,7 +230,6 @@ class RowFit(LengthFit[Example, DataReport]):
         self.groups.append(self._group or row_digest.digest())
 
     def check(self, notify: Notify) -> None:
-        """Notify of system messages that were cut off as well."""
         super().check(notify)
         if self.counts["without_system"]:
             notify(
@@ -255,28 +251,24 @@ class RowFit(LengthFit[Example, DataReport]):
 
 
 def _int_array(tokens: Sequence[int]) -> IntArray:
-    """Return token ids as an array, without a copy where they are in one."""
+    """Return token ids as an array, without a copy if they are in an array already."""
     return np.frombuffer(tokens, dtype=np.int32) if isinstance(tokens, array) else np.array(tokens, dtype=np.int32)
 
 
 @dataclass(frozen=True)
 class _RowSize:
-    """The sizes of a row as rendered."""
-
     tokens: int
     trained: int
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A row as it is stored."""
-
     input_ids: IntArray
     labels: IntArray
     weight: float
 
     def joined(self, parts: Sequence[Kept]) -> tuple[IntArray, IntArray]:
-        """Return the ids and labels of some parts of the row as one."""
+        """Return the ids and labels of some parts of the row, concatenated."""
         ids = [self.input_ids[part.start : part.stop] for part in parts]
         labels = [self.labels[part.start : part.stop].copy() for part in parts]
         for part, each in zip(parts, labels, strict=True):
@@ -285,13 +277,13 @@ class _Row:
 
 
 def _loses_system(rendered: Rendered, parts: Sequence[Kept]) -> bool:
-    """Return True if a row has a system message at its start, and a cut does not keep it whole."""
+    """Return True if a row has a system message at its start, and a cut does not keep all of it."""
     system, first = rendered.system, parts[0]
     return system is not None and not (system > 0 and first.start == 0 and system <= first.stop)
 
 
 def _covered(pieces: Sequence[Sequence[Kept]]) -> int:
-    """Return the tokens of a row that are in its pieces, which are in order; those that overlap count once."""
+    """Return how many of a row's tokens its pieces cover, counting overlaps once."""
     total = stop = 0
     for part in chain.from_iterable(pieces):
         total += part.stop - max(part.start, stop)
@@ -300,5 +292,5 @@ def _covered(pieces: Sequence[Sequence[Kept]]) -> int:
 
 
 def _is_trained(trained: npt.NDArray[np.bool_], parts: Sequence[Kept]) -> bool:
-    """Return True if a token of some parts of a row is trained on."""
+    """Return True if a token of some parts of a row is trained."""
     return any(trained[part.start + part.context : part.stop].any() for part in parts)

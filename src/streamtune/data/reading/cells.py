@@ -1,4 +1,4 @@
-"""Validate the fields of a row: text, chat messages, JSON text, prompts and answers."""
+"""Validate the fields of a row: text, chat messages, JSON text, prompts and answers. A fault raises ``DataError``."""
 
 from __future__ import annotations
 
@@ -37,11 +37,6 @@ _ANSWER_FIELDS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 
 
 def text_field(columns: Mapping[str, Any], name: str, origin: str) -> str:
-    """Return the string in a column.
-
-    Raises:
-        DataError: The column is missing, not a string, or not valid Unicode.
-    """
     value = columns.get(name)
     if not isinstance(value, str):
         kind = "missing" if value is None else f"of type {type(value).__name__}"
@@ -56,9 +51,6 @@ def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
         message: Message as the row has it.
         place: Place in the row, ``messages[2]``.
         origin: The row, for errors.
-
-    Raises:
-        DataError: It is not an object, its role is unknown, or its content is missing or not text.
     """
     if not isinstance(message, dict):
         pairs = isinstance(message, (list, tuple)) and all(isinstance(each, (list, tuple)) for each in message)
@@ -105,11 +97,7 @@ def _trained_flag(message: Mapping[str, Any], place: str, origin: str) -> bool |
 
 
 def from_sharegpt(turn: Any, place: str, origin: str) -> dict[str, Any]:
-    """Convert ``{"from": "human", "value": "..."}`` to a message.
-
-    Raises:
-        DataError: It is not such an object, or the speaker is unknown.
-    """
+    """Convert ``{"from": "human", "value": "..."}`` to a message."""
     if not isinstance(turn, dict) or "from" not in turn or "value" not in turn:
         raise DataError(f"{place} must be an object with 'from' and 'value'", where=origin)
     speaker, value = turn["from"], turn["value"]
@@ -231,11 +219,7 @@ def has_roles(turns: Any) -> bool:
 
 
 def tools_of(value: Any, origin: str) -> list[dict[str, Any]] | None:
-    """Return the tools of a row in the form that chat templates read; None without tools.
-
-    Raises:
-        DataError: The tools are not a list of objects.
-    """
+    """Return the tools of a row in the form that chat templates read; None without tools."""
     return tools_and_form(value, origin)[0]
 
 
@@ -243,9 +227,6 @@ def tools_and_form(value: Any, origin: str) -> tuple[list[dict[str, Any]] | None
     """Return the tools of a row as ``{"type": "function", "function": {...}}``, and True if a tool was a bare schema.
 
     ``apply_chat_template`` documents that form, and servers pass tools on in it. Without tools the list is None.
-
-    Raises:
-        DataError: The tools are not a list of objects.
     """
     value = parsed_cell(value)
     if value is None or value in ("", []):
@@ -277,11 +258,7 @@ def _has_filler(schema: Any) -> bool:
 
 
 def variables_of(value: Any, origin: str) -> dict[str, Any]:
-    """Return the chat template variables of a row, without nulls.
-
-    Raises:
-        DataError: They are not an object.
-    """
+    """Return the chat template variables of a row, without nulls."""
     value = parsed_cell(value)
     if value is None or value == "":
         return {}
@@ -305,9 +282,6 @@ def with_system(
 
     Returns:
         The messages, and True if the column differs from the system message that they have.
-
-    Raises:
-        DataError: The column is not text.
     """
     if not columns.get("system"):
         return messages, False
@@ -322,11 +296,7 @@ TextOrMessages = str | list[dict[str, Any]]
 
 
 def text_or_messages(columns: Mapping[str, Any], name: str, origin: str) -> TextOrMessages:
-    """Return a column's text, or its checked messages. A single message needs no list around it.
-
-    Raises:
-        DataError: It is neither, a message is wrong, or it is empty.
-    """
+    """Return a column's text, or its checked messages. A single message needs no list around it."""
     value = parsed_cell(columns[name])
     value = [value] if isinstance(value, dict) and ("role" in value or "from" in value) else value
     if isinstance(columns[name], str) and not (isinstance(value, list) and (has_roles(value) or _has_speakers(value))):
@@ -351,11 +321,7 @@ def _has_speakers(turns: list[Any]) -> bool:
 
 
 def check_order(messages: Sequence[Mapping[str, Any]], name: str, origin: str) -> None:
-    """Raise if two messages of the user, or of the assistant, follow each other; ``name`` is their column.
-
-    Raises:
-        DataError: They do not alternate.
-    """
+    """Raise if two messages of the user, or of the assistant, follow each other; ``name`` is their column."""
     for index, (before, message) in enumerate(pairwise(messages), start=1):
         role = message["role"]
         if role == before["role"] and role in ("user", "assistant"):

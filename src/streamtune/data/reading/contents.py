@@ -112,11 +112,7 @@ class StreamedFiles:
     _reading: dict[_Entry, tuple[Source, Path]] = field(default_factory=dict)
 
     def listed(self, source: Source, files: Sequence[DataFile]) -> None:
-        """Compare the names of the files, and the versions of remote ones, with the first list of them.
-
-        Raises:
-            DataError: A file was added, removed or replaced.
-        """
+        """Compare the names of the files, and the versions of remote ones, with the first list of them."""
         found = [(file.shown, file.version) for file in files]
         before = self._versions.setdefault(_entry(source), found)
         if found != before:
@@ -124,22 +120,14 @@ class StreamedFiles:
             raise _replaced(", ".join(names[:MOST_NAMED]), "was added, removed or replaced", source)
 
     def opens(self, source: Source, file: DataFile) -> None:
-        """Compare the file that is read next.
-
-        Raises:
-            DataError: It was replaced.
-        """
+        """Compare the file that is read next."""
         self._reading.pop(_entry(source), None)
         if file.path is not None:
             self._reading[_entry(source)] = (source, file.path)
             self._check(source, file.path)
 
     def check(self) -> None:
-        """Compare the files that are being read.
-
-        Raises:
-            DataError: A file was replaced.
-        """
+        """Compare the files that are being read."""
         for source, path in list(self._reading.values()):
             self._check(source, path)
 

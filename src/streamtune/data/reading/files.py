@@ -137,9 +137,6 @@ def open_bytes(file: DataFile, *, text: bool = True) -> Iterator[IO[bytes]]:
     Args:
         file: The file.
         text: Refuse binary files by their first bytes; if False, refuse only LFS pointers and HTML.
-
-    Raises:
-        DataError: It cannot be read, or is another kind of file.
     """
     with file.open() as raw:
         suffix = PurePosixPath(file.name).suffix.lower()
@@ -218,9 +215,6 @@ def iter_lines(file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
     """Yield (line number from 1, decoded line with its line break) without the byte order mark.
 
     UTF-16 and UTF-32 need their mark. A faulty line is reported and left out.
-
-    Raises:
-        DataError: The file cannot be read, or is not text.
     """
     with open_bytes(file) as raw:
         buffered = raw if hasattr(raw, "peek") else io.BufferedReader(cast(Any, raw))
@@ -311,11 +305,7 @@ def _not_utf8(line: bytes, error: UnicodeDecodeError, where: str) -> DataError:
 
 
 def read_whole(file: DataFile) -> str:
-    """Return the text of a file that is read at once.
-
-    Raises:
-        DataError: It is not text, or has more than ``MAX_DOCUMENT`` characters: a small file may unpack to that.
-    """
+    """Return the text of a file that is read at once."""
     parts, size = [], 0
     for number, line in iter_lines(file, BadRows()):
         size += len(line)

@@ -83,9 +83,6 @@ def choose_files(
         config: Configuration of README.md.
         shown: The folder, for an error.
         where: Place in the recipe, for an error.
-
-    Raises:
-        DataError: There is no data file, no such split or no such configuration.
     """
     every = sorted(names)
     if "dataset_dict.json" in every or "state.json" in every:

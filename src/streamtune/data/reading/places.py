@@ -136,11 +136,7 @@ _OWN_MACHINE = ("file", "local", "memory")
 
 
 def remote_files(address: str, *, split: str, config: str | None, where: str) -> Found:
-    """Return the files behind an address: a file, a folder, or a pattern.
-
-    Raises:
-        DataError: The protocol is unknown or its package not installed, it cannot be reached, or nothing is there.
-    """
+    """Return the files behind an address: a file, a folder, or a pattern."""
     import fsspec  # type: ignore[import-untyped]
 
     protocol = address.partition("://")[0].lower()
@@ -223,11 +219,7 @@ def _one_line(error: Exception) -> str:
 
 
 def hub_rows(name: str, config: str | None, split: str, where: str, *, streamed: bool = False) -> Iterator[Row]:
-    """Yield the rows of a dataset on the hub.
-
-    Raises:
-        DataError: It cannot be loaded, or the hub cannot be read any further.
-    """
+    """Yield the rows of a dataset on the hub."""
     shown, number = f"{name}[{split}]", 0
     rows = iter(load_hub(name, config, split, where, streamed=streamed))
     while True:
@@ -256,9 +248,6 @@ def load_hub(name: str, config: str | None, split: str, where: str, *, streamed:
         split: The split.
         where: Place in the recipe, for an error.
         streamed: Return an ``IterableDataset``, which reads from the hub and keeps nothing.
-
-    Raises:
-        DataError: It cannot be loaded.
     """
     import datasets
 

@@ -45,20 +45,12 @@ Reader = Callable[[DataFile, BadRows], Iterator[Row]]
 
 
 def read_file(path: Path, shown: str) -> Iterator[Row]:
-    """Read a local file row by row; its extension chooses the reader, ``shown`` names it in origins and messages.
-
-    Raises:
-        DataError: The format is unknown, or the file or a row is malformed.
-    """
+    """Read a local file row by row; its extension chooses the reader, ``shown`` names it in origins and messages."""
     return read_data_file(local_file(path, shown), BadRows())
 
 
 def read_data_file(file: DataFile, bad: BadRows) -> Iterator[Row]:
-    """Read a file row by row; malformed rows are reported and left out.
-
-    Raises:
-        DataError: The format is unknown, or the file is malformed.
-    """
+    """Read a file row by row; malformed rows are reported and left out."""
     reader = READERS.get(format_of(file.name))
     if reader is None:
         raise DataError(

@@ -98,9 +98,6 @@ def read_rows(source: Source, bad: BadRows | None = None) -> Iterator[Row]:
     Args:
         source: The source.
         bad: Receives malformed rows and messages for the user; without it the first malformed row raises.
-
-    Raises:
-        DataError: There is no such file or dataset, it has no row, or a file is malformed.
     """
     bad = bad or BadRows()
     empty, before = True, bad.count
@@ -161,9 +158,6 @@ def typed_rows(
         known: Types that a source may name, besides ``auto``.
         detect: Function that returns the type a row looks like.
         bad: Receives malformed rows, and is notified of each detected type.
-
-    Raises:
-        DataError: As :func:`read_rows` and ``detect``, or a source names an unknown type.
     """
     for source in sources:
         row_type = source.type

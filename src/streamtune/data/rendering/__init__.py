@@ -1,4 +1,4 @@
 """Rendering: messages, documents and completions as token ids, and which of the ids are trained.
 
-chat, reasoning, variables -> renderings -> render (pieces for long text);  counts holds what was found on the way
+renderings -> chat -> tokens (long_text for long text) -> render;  counts holds what was found on the way
 """

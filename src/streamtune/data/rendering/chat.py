@@ -1,27 +1,25 @@
 """The characters of a rendered conversation that the assistant wrote.
 
-A :class:`ChatTurn` is what the model must generate in one assistant turn: everything from where the generation prompt
-ends to the end of the turn's terminator (``<|im_end|>``, ``<|eot_id|>``, the end-of-text token ...), and nothing after
-it: the line break most templates put behind a terminator is no part of it. A ``<think>`` that the generation prompt
-opens belongs to the turn, as the rest of the reasoning does.
+A :class:`ChatTurn` is what the model must generate in one assistant turn: from the end of the generation prompt to the
+end of the turn's terminator (``<|im_end|>``, ``<|eot_id|>``, the end-of-text token ...), without the line break that
+most templates put behind it. A ``<think>`` that the generation prompt opens belongs to the turn, as the rest of the
+reasoning does.
 
-All turns are positions in **one** rendering, that of the whole conversation, because that is what is trained on.
-Three methods find them, the first that applies is used:
+All turns are positions in **one** rendering, that of the whole conversation, because that is what is trained on. The
+first of these methods that applies finds them:
 
-1. The template marks them itself, with ``{% generation %}``.
-2. Prefixes. If rendering the messages before a turn, rendering them with the turn, and the full rendering are each a
-   prefix of the next, the turn lies between the first two: the first holds nothing of it, the second nothing of what
-   follows.
-3. Changes. Templates that rewrite history (they drop the reasoning of earlier turns, or end the last turn with another
-   token) break the prefixes. Then each message is replaced in place by a character that occurs nowhere, and where the
-   full rendering changes is where that message stands. The header before it and the terminator after it come from
-   renderings that stop at the turn. No turn may touch what another message wrote; otherwise the row is refused.
+1. Marks. The template marks turns itself, with ``{% generation %}``. 2. Prefixes. The messages before a turn, the
+messages up to it, and all messages are rendered. If each rendering is a prefix of the next, the turn is the difference
+of the first two. 3. Changes. Templates that rewrite history (they drop the reasoning of earlier turns, or end the last
+turn with another token) break the prefixes. Then each message is replaced by a character that occurs nowhere, and the
+full rendering changes where that message stands. The header before it and the terminator after it come from renderings
+that stop at the turn. A turn may touch no text of another message; otherwise the row is refused.
 
-Messages of users, tools and the system are trained where ``roles_to_train`` names their role: their text, as changes
-find it, and the terminator right behind it if answers end with it too.
+Messages of users, tools and the system are trained if ``roles_to_train`` names their role: their text, as changes find
+it, and the terminator right behind it if answers end with it too.
 
-Then reasoning that the template dropped is put back, with ``reasoning: keep``: in place of a turn stands what it is
-where the conversation ends with it.
+With ``reasoning: keep``, reasoning that the template dropped is then put back: a turn is replaced by its text in a
+conversation that ends with it.
 """
 
 from __future__ import annotations
@@ -69,19 +67,19 @@ class RenderedChat:
     ends: bool
     """True if every turn ends with a special token, from which the model learns to stop"""
     system: str = "printed"
-    """where the system message is, see :class:`streamtune.data.rendering.renderings.Renderings`"""
+    """place of the system message, as :attr:`Renderings.system`"""
     reasoned: int = 0
     """trained answers with reasoning"""
     dropped: list[int] = field(default_factory=list)
-    """indices of those whose reasoning the template leaves out"""
+    """indices of trained answers whose reasoning the template leaves out"""
     exchanges: list[int] = field(default_factory=list)
     """characters where an exchange begins: a message of a user or the system, behind an answer"""
     closed: int = 0
-    """answers trained with reasoning that the generation prompt says they have none of"""
+    """answers trained with reasoning although the generation prompt says they have none"""
 
 
 _COMPARED, _DISAGREED = 8, -1
-"""Conversations whose spans are found in both ways, and the mark of a template where these differ."""
+"""Conversations whose spans are found in both ways, and the mark of a template for which these differ."""
 
 
 class ChatRenderer:
@@ -93,7 +91,7 @@ class ChatRenderer:
         self._end = tokenizer.eos_token
         self._special_tokens = special_names(tokenizer)
         self._agreed = 0
-        """conversations whose spans are the same by both ways; :data:`_DISAGREED` once they are not"""
+        """conversations whose spans agree in both ways; :data:`_DISAGREED` once they differ"""
         self._special = re.compile("|".join(map(re.escape, self._special_tokens)) or r"(?!)")
 
     def render(
@@ -111,11 +109,8 @@ class ChatRenderer:
             request: The conversation.
             trained: Indices of the messages to train on.
             origin: The row, for errors.
-            reasoned: Indices of the answers whose reasoning matters; ``trained`` unless given.
+            reasoned: Indices of the answers whose reasoning matters; by default ``trained``.
             find_exchanges: Find where exchanges begin.
-
-        Raises:
-            DataError: The template refuses the conversation, or rewrites it so that a turn cannot be located exactly.
         """
         messages = request.messages
         chat = Renderings(self._tokenizer, request, origin)
@@ -150,15 +145,9 @@ class ChatRenderer:
         return len(printed) if prompt is not None and _CLOSED_REASONING.search(prompt[-_NEAR:]) else 0
 
     def head(self, request: ChatRequest, text: str, origin: str) -> int:
-        """Return how many characters of a rendered conversation its system messages take.
+        """Return how many characters of a rendered conversation (``text``) its system messages take.
 
-        Args:
-            request: The system messages alone.
-            text: The rendered conversation.
-            origin: The row, for errors.
-
-        Returns:
-            0 unless the template prints them alone as it prints them in the conversation.
+        ``request`` has the system messages alone. 0 unless the template prints them alone as in the conversation.
         """
         try:
             alone = render_messages(self._tokenizer, request, origin)
@@ -168,7 +157,7 @@ class ChatRenderer:
         return len(alone) if text.startswith(alone) and content in alone else 0
 
     def _answered(self, chat: Renderings, own: Mapping[int, ChatTurn]) -> list[ChatTurn]:
-        """Return the answers that end an exchange; of those that are not trained, unless they cannot be located."""
+        """Return the answers that end an exchange, without untrained ones that cannot be located."""
         answers = [index for index in chat.answers() if _ends_exchange(chat.messages, index)]
         if not own.keys() >= set(answers):
             try:
@@ -178,7 +167,7 @@ class ChatRenderer:
         return [own[index] for index in answers]
 
     def requests(self, request: ChatRequest, trained: Sequence[int]) -> list[ChatRequest]:
-        """Return the renderings that :meth:`render` is going to ask for, unless the conversation is a special one."""
+        """Return the renderings that :meth:`render` is going to ask for, except in special cases."""
         shown = without_flags(request)
         wanted = [shown]
         if not has_marks(self._tokenizer, request.tools):
@@ -222,7 +211,7 @@ class ChatRenderer:
         return [self._with_terminator(chat.text, start, end, terminators) for start, end in spans]
 
     def _spans(self, chat: Renderings) -> list[tuple[int, int]] | None:
-        """Return the spans of marks: those of the rendering itself, once some agree with those of another one."""
+        """Return the spans of marks: of the rendering itself, once some agree with the spans of another rendering."""
         ahead = chat.spans_ahead() if self._agreed >= 0 else None
         if ahead is not None and self._agreed >= _COMPARED:
             return ahead
@@ -256,7 +245,7 @@ class ChatRenderer:
         return turns
 
     def _start_behind(self, chat: Renderings, index: int, before: int, text: str, through: int | None = None) -> int:
-        """Return the start of the turn in ``text``, usually the end of the prompt before it: of ``before`` characters.
+        """Return the start of the turn in ``text``, usually the end of the prompt before it, at ``before``.
 
         Without a generation prompt the text up to ``through`` is searched for the header.
         """
@@ -266,7 +255,7 @@ class ChatRenderer:
         return before - opened_reasoning(text[:before] if near.isspace() else near)
 
     def _plain_header_length(self, chat: Renderings, index: int, turn: str) -> int:
-        """Return the length of the header that ``turn`` starts with where the template ignores the generation prompt.
+        """Return the length of the header that ``turn`` starts with if the template ignores the generation prompt.
 
         The header of such a template is the text between the history and an answer of plain content.
         """
@@ -280,7 +269,7 @@ class ChatRenderer:
         return len(header) if header.strip() and turn.startswith(header) else 0
 
     def _end_of_turn(self, chat: Renderings, index: int, start: int, turn: str) -> int:
-        """Return the end of the turn that a rendering ends with from ``start`` on: behind its terminator."""
+        """Return the end of the last turn of a rendering, which starts at ``start``: behind its terminator."""
         turn = turn.rstrip()
         if self._ends_with_special(turn) and not self._ends_twice(turn):
             return start + len(turn)
@@ -297,8 +286,8 @@ class ChatRenderer:
     def _terminator_length(self, chat: Renderings, index: int, tail: str) -> int:
         """Return the length of ``tail``, the text after an answer, up to the end of its terminator.
 
-        The terminator ends with the last special token (some templates close a tool call first); without one, with the
-        last character that is not blank. A token that only ends the whole conversation does not belong to the turn.
+        The terminator ends with the last special token (some templates close a tool call first), or else with the last
+        character that is not blank. A token that only ends the whole conversation does not belong to the turn.
         """
         if self._ends_twice(tail.rstrip()) and index == len(chat.messages) - 1:
             shared = tail[: common_prefix(tail, chat.after_answer() or tail)]
@@ -346,8 +335,8 @@ class ChatRenderer:
     def _behind_printed_header(self, chat: Renderings, index: int, place: tuple[int, int], floor: int) -> int | None:
         """Return the end of the part of a generation prompt that stands before ``place``; None if none does.
 
-        A generation prompt may say more than the header of a turn in history: ``<think></think>`` where answers are
-        asked for without reasoning. The header ends where the text of the turn begins, or of an answer in its place.
+        A generation prompt may say more than the header of a turn in history, such as ``<think></think>``. The header
+        ends where the text of the turn begins, or of an answer in its place.
         """
         for header in chat.headers(index):
             if common := self._header_before(chat.text, place[0], floor, header):
@@ -368,7 +357,6 @@ class ChatRenderer:
         return common if common.strip() else ""
 
     def _rewritten_end(self, chat: Renderings, index: int, place: tuple[int, int]) -> int:
-        """Return the end of the terminator behind ``place``."""
         through = chat.through(index)
         place_in_prefix = chat.place_in_prefix(index)
         if through is not None and place_in_prefix is not None:
@@ -385,11 +373,7 @@ class ChatRenderer:
     # ------------------------------------------------------------------ users, tools, and the ends of turns
 
     def _other_turns(self, chat: Renderings, turns: list[ChatTurn], others: Sequence[int]) -> list[ChatTurn]:
-        """Return the turns of answers and of other messages in order, with the terminators that ``train_on_eos`` names.
-
-        Raises:
-            DataError: The text of another message cannot be located.
-        """
+        """Return the turns of answers and other messages in order, with the terminators that ``train_on_eos`` names."""
         which = self._options.train_on_eos
         if not others and which == "turn":
             return turns
@@ -410,13 +394,13 @@ class ChatRenderer:
         return _joined(turns)
 
     def _enders(self, chat: Renderings, turns: Sequence[ChatTurn]) -> set[str]:
-        """Return the tokens that end answers: the tokenizer's end token, and those that end the turns of this chat."""
+        """Return the tokens that end answers: the tokenizer's end token, and the last tokens of this chat's turns."""
         texts = [chat.text[turn.start : turn.end] for turn in turns]
         ends = {next((token for token in self._special_tokens if text.endswith(token)), "") for text in texts}
         return (ends | {str(self._end or "")}) - {""}
 
     def _behind_ender(self, text: str, position: int, enders: set[str]) -> int:
-        """Return the position behind a terminator that follows; ``position`` where none does."""
+        """Return the position behind a terminator that follows, or ``position`` itself."""
         following = self._special.match(text, _skip_blanks(text, position))
         return following.end() if following is not None and following.group() in enders else position
 
@@ -441,7 +425,7 @@ class ChatRenderer:
     def _with_reasoning(
         self, chat: Renderings, turns: Sequence[ChatTurn], dropped: Mapping[int, ChatTurn]
     ) -> tuple[str, list[ChatTurn]]:
-        """Return the rendering with the reasoning of answers put back into their turns, and the trained turns in it."""
+        """Return the rendering with reasoning put back into the turns of answers, and the trained turns in it."""
         text, moved = chat.text, list(turns)
         for index, turn in sorted(dropped.items(), reverse=True):  # from the end, so that earlier places stay
             written = self._written(chat, index, text[turn.start : turn.end])
@@ -479,13 +463,13 @@ class ChatRenderer:
 
 
 def _ends_exchange(messages: Sequence[Message], index: int) -> bool:
-    """Return True if a message of a user or the system follows an answer, not of a tool or the assistant again."""
+    """Return True if a message of a user or the system follows an answer, not of a tool or the assistant."""
     following = messages[index + 1]["role"] if index + 1 < len(messages) else ""
     return following in ("user", "system", "developer")
 
 
 def _joined(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
-    """Return turns in order, those that touch as one."""
+    """Return turns in order, touching turns joined."""
     joined: list[ChatTurn] = []
     for turn in sorted((turn for turn in turns if turn.start < turn.end), key=lambda turn: turn.start):
         if joined and turn.start <= joined[-1].end:
@@ -496,13 +480,12 @@ def _joined(turns: Sequence[ChatTurn]) -> list[ChatTurn]:
 
 
 _NEAR = 4096
-"""Characters at the end of a prompt that are searched for a ``<think>``, unless they are all blank."""
+"""Characters at the end of a prompt that are searched for ``<think>``, unless all are blank."""
 _BLANKS = re.compile(r"\s*")
 _CLOSED_REASONING = re.compile(r"<think>\s*</think>\s*\Z")
 _NO_REASONING = re.compile(r"\A\s*<think>\s*</think>")
 
 
 def _skip_blanks(text: str, position: int) -> int:
-    """Return the first position from ``position`` on that holds no blank."""
     blanks = _BLANKS.match(text, position)
     return blanks.end() if blanks else position

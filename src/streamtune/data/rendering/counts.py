@@ -1,7 +1,7 @@
 """Counts of what rendering found: dropped reasoning, empty answers, unread columns.
 
-:class:`RenderLog` keeps one :class:`RenderCounts` for each dataset, by its path. When all rows are rendered,
-:meth:`RenderLog.finish` notifies the user of what was found, or raises where the options say that it is an error.
+:class:`RenderLog` has :class:`RenderCounts` for each dataset. When all rows are rendered, :meth:`RenderLog.finish`
+notifies the user, or raises if the options say that a finding is an error.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ _SHOWN, _NAMED = 10, 4
 
 @dataclass
 class RenderCounts:
-    """Counts of what rendering the rows of one dataset found."""
+    """Counts of what rendering the rows of a dataset found."""
 
     answers: int = 0
-    """messages that are trained"""
+    """trained messages"""
     reasoning: int = 0
-    """trained answers that have reasoning"""
+    """trained answers with reasoning"""
     reasoning_dropped: int = 0
-    """those of them whose reasoning the chat template leaves out"""
+    """trained answers whose reasoning the chat template leaves out"""
     reasoning_closed: int = 0
     """answers trained with reasoning behind a generation prompt that says there is none"""
     empty: int = 0
-    """trained answers with nothing in them"""
+    """empty trained answers"""
     rows_with_empty: int = 0
-    """rows that have such an answer"""
+    """rows with such an answer"""
     system_left_out: int = 0
     """rows whose system message the chat template does not print"""
     system_late: int = 0
-    """rows whose system message it prints with the last message of the user"""
+    """rows whose system message it prints with the user's last message"""
     answers_before_system: int = 0
-    """trained answers that stand before such a system message"""
+    """trained answers before such a system message"""
     tools_left_out: int = 0
     """rows whose tools the chat template does not print"""
     other_system: int = 0
@@ -47,21 +47,21 @@ class RenderCounts:
     special_rows: int = 0
     """rows whose text spells special tokens"""
     specials_by: Counter[str] = field(default_factory=Counter)
-    """messages that spell special tokens, by their role; ``text`` are texts without roles"""
+    """messages that spell special tokens, by their role; ``text`` for texts without roles"""
     specials: dict[str, None] = field(default_factory=dict)
-    """special tokens that rows spell, in the order in which they were found"""
+    """special tokens that rows spell, in the order of finding"""
     begins_twice: int = 0
     """texts that begin with the token that the tokenizer puts in front of texts"""
     completions: int = 0
     """texts of a prompt and its completion"""
     merged_borders: int = 0
-    """those of them with a token that holds characters of both"""
+    """such texts with a token that holds characters of both"""
     flags_of_other_roles: Counter[str] = field(default_factory=Counter)
-    """messages that are marked to be trained and are not, by their role"""
+    """messages marked to be trained that are not, by their role"""
     unread_columns: dict[str, None] = field(default_factory=dict)
-    """columns that are not read, in the order in which they were found"""
+    """columns that are not read, in the order of finding"""
     dropped_at: list[str] = field(default_factory=list)
-    """places of the first answers whose reasoning is left out"""
+    """places of the first answers with dropped reasoning"""
     empty_at: list[str] = field(default_factory=list)
     """places of the first rows with an empty answer"""
 
@@ -77,39 +77,37 @@ class RenderCounts:
                 mine.update(found)
 
     def drops_reasoning(self, places: Iterable[str]) -> None:
-        """Count answers whose reasoning is left out."""
         for place in places:
             self.reasoning_dropped += 1
             self.dropped_at += [place] if len(self.dropped_at) < _SHOWN else []
 
     def spells(self, role: str, names: Sequence[str], *, new_row: bool) -> None:
-        """Count a message that spells special tokens, the first of its row or another one."""
+        """Count a message that spells special tokens; ``new_row`` if it is the first of its row."""
         self.special_rows += new_row
         self.specials_by[role] += 1
         self.specials |= dict.fromkeys(names)
 
     def has_empty(self, answers: int, origin: str) -> None:
-        """Count the empty answers of a row."""
         self.empty += answers
         self.rows_with_empty += 1
         self.empty_at += [origin] if len(self.empty_at) < _SHOWN else []
 
 
 class RenderLog:
-    """The counts of each dataset, by its path, and what the user is notified of.
+    """The counts of each dataset, by its path, and messages for the user.
 
     Args:
-        options: Decide what is an error.
-        notify: Called with each thing a user should know.
+        options: Options that decide what is an error.
+        notify: Called with each message for the user.
     """
 
     def __init__(self, options: ChatOptions, notify: Callable[[str], None]) -> None:
         self.options, self._notify = options, notify
         self.by_path: dict[str, RenderCounts] = {}
         self.path = ""
-        """the dataset whose rows are rendered"""
+        """dataset whose rows are rendered"""
         self.now = RenderCounts()
-        """the counts of that dataset"""
+        """counts of that dataset"""
         self._noted: set[str] = set()
 
     def begin(self, path: str) -> None:
@@ -127,11 +125,7 @@ class RenderLog:
             self._notify(message)
 
     def finish(self) -> None:
-        """Notify the user of what was found in each dataset.
-
-        Raises:
-            DataError: Reasoning was dropped or answers are empty, and the options say that this is an error.
-        """
+        """Notify the user of what was found in each dataset."""
         of_all = self._all()
         self._refuse(of_all)
         for path, counts in of_all.items():
@@ -139,11 +133,7 @@ class RenderLog:
                 self.note(f"{path}: {text}" if path else text)
 
     def check(self) -> None:
-        """Raise as :meth:`finish` does, while rows are still being rendered.
-
-        Raises:
-            DataError: As :meth:`finish`.
-        """
+        """Raise as :meth:`finish` does, while rows are still being rendered."""
         self._refuse(self._all())
 
     def _all(self) -> dict[str, RenderCounts]:
@@ -175,7 +165,6 @@ def _first(places: Iterable[str]) -> str:
 
 
 def _sentences(counts: RenderCounts, options: ChatOptions) -> list[str]:
-    """Return what a user should know of a dataset."""
     found = []
     if counts.unread_columns:
         names = ", ".join(f"'{name}'" for name in counts.unread_columns)

@@ -1,23 +1,23 @@
-"""Long text tokenised in pieces, with the ids of the text tokenised whole and a fraction of the memory.
+r"""Long text tokenised in pieces, with the ids of the text tokenised whole and a fraction of the memory.
 
-A tokenizer holds hundreds of bytes for each token while it works. So it gets long text in pieces; text that cannot be
-cut so that the ids stay the same is given whole. A cut is exact where no token of the whole text crosses it, and where
-each side is tokenised as it is in the whole. It lies between words:
+A tokenizer holds hundreds of bytes for each token while it works, so it gets long text in pieces; text that cannot be
+cut without changing ids is given whole. A cut is exact if no token of the whole text crosses it, and each side is
+tokenised as in the whole. It lies between words:
 
     letter | blank letter                  "one| two"
-    no blank, line break | letter          "one.\\n|Two"
+    no blank, line break | letter          "one.\n|Two"
 
 Three kinds of tokenizers allow that; other ones get the text whole.
 
-1. Byte-level BPE, whose pre-tokenizer splits text into words before anything is merged. Each alternative of the
-   splitting expressions is one of :data:`ALTERNATIVES`: no match of these goes on over such a border, and none ends
-   elsewhere because the text ends there. None looks back.
-2. Words split at blanks: WordPiece with BERT's pre-tokenizer, and models over ``▁`` with ``Metaspace``.
-3. BPE over ``▁`` without a pre-tokenizer, as Llama 2 and Gemma have it. A border is exact if no token of the vocabulary
-   holds a letter with ``▁`` behind it: then nothing merges over the border. Cut at blanks alone.
+1. Byte-level BPE, whose pre-tokenizer splits text into words before anything is merged. Each alternative of its
+splitting expressions is one of :data:`ALTERNATIVES`: no match of these continues over such a border, none ends
+elsewhere because the text ends there, and none looks back. 2. Words split at blanks: WordPiece with BERT's
+pre-tokenizer, and models over ``▁`` with ``Metaspace``. 3. BPE over ``▁`` without a pre-tokenizer, as in Llama 2 and
+Gemma. A border is exact if no token of the vocabulary holds a letter with ``▁`` behind it: then nothing merges over the
+border. It is cut at blanks alone.
 
-In all of them the normaliser changes characters one by one or composes them, and no line break or blank composes with
-anything; no added token holds a blank, and those that take blanks at their sides begin and end with a sign.
+In all three the normaliser changes characters one by one or composes them, and no line break or blank composes with
+anything; no added token holds a blank, and added tokens that take blanks at their sides begin and end with a sign.
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ _BLANK = "▁"
 
 @dataclass(frozen=True)
 class CutRule:
-    """The places where the text of a tokenizer may be cut."""
+    """Places where the text of a tokenizer may be cut."""
 
     border: re.Pattern[str]
     """matches the empty text at each border"""
     skip: int = 0
-    """blanks at the start of a later piece that are not given to the tokenizer, as it puts one there itself"""
+    """blanks at the start of a later piece that the tokenizer does not get, as it puts one there itself"""
 
 
 def cut_rule(tokenizer: PreTrainedTokenizerBase) -> CutRule | None:
@@ -126,8 +126,6 @@ def cut_rule(tokenizer: PreTrainedTokenizerBase) -> CutRule | None:
 
 
 def component_parts(component: Any, name: str) -> list[dict[str, Any]]:
-    """Return the parts of a normaliser or a pre-tokenizer, in order."""
-
     def flat(part: dict[str, Any]) -> list[dict[str, Any]]:
         return [each for inner in part[name] for each in flat(inner)] if part["type"] == "Sequence" else [part]
 
@@ -135,7 +133,7 @@ def component_parts(component: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _keeps_blanks(token: Any) -> bool:
-    """Return True if an added token holds no blank, and takes none of a border: there it would have a letter."""
+    """Return True if an added token holds no blank, and takes none of a border: that blank has a letter beside it."""
     text = token.content
     if re.search(r"\s", text):
         return False
@@ -177,7 +175,6 @@ def _finds_words(part: dict[str, Any]) -> bool:
 
 
 def _alternatives(expression: str) -> list[str]:
-    """Split a regular expression at its outermost ``|``."""
     found, depth, in_class, start, position = [], 0, False, 0, 0
     while position < len(expression):
         sign = expression[position]
@@ -216,7 +213,7 @@ def _splits_at_blanks(kind: str, normaliser: list[dict[str, Any]], splitter: lis
 
 
 def _is_whole(splitter: list[dict[str, Any]]) -> bool:
-    """Return True if text is not split: by nothing, or at blanks that the normaliser has replaced."""
+    """Return True if text is not split, or only at blanks that the normaliser has replaced."""
     of_gemma = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
     return not splitter or splitter == [of_gemma] or (len(splitter) == 1 and splitter[0]["type"] == "Metaspace")
 
@@ -243,9 +240,9 @@ def _rule_of_blanks(normaliser: list[dict[str, Any]], splitter: list[dict[str, A
 
 
 PIECE = 1 << 16
-"""Characters of a piece, at least; a shorter text is tokenised whole."""
+"""Fewest characters of a piece; a shorter text is tokenised whole."""
 NOTED = 1 << 22
-"""Characters of a text whose memory is worth a note if it is tokenised whole."""
+"""Characters from which the memory of a text tokenised whole is worth a note."""
 
 _WHOLE = (
     "rows of more than 4 million characters are tokenised whole, with some 200 bytes of memory for each character: "
@@ -255,42 +252,34 @@ _WHOLE = (
 
 @dataclass(frozen=True)
 class TokenPiece:
-    """The tokens of characters ``start`` to ``stop`` (exclusive) of a text."""
+    """Tokens of characters ``start`` to ``stop`` (exclusive) of a text."""
 
     start: int
     stop: int
     ids: Sequence[int]
     read_offsets: Callable[[], Sequence[tuple[int, int]]] | None
-    """returns :attr:`offsets`, which take time to list; None where they were not asked for"""
+    """returns :attr:`offsets`, which take time to list; None if they were not asked for"""
 
     @property
     def offsets(self) -> Sequence[tuple[int, int]] | None:
-        """First character and end of each token, counted from ``start``; None where they were not asked for."""
+        """First character and end of each token, counted from ``start``; None if they were not asked for."""
         return None if self.read_offsets is None else self.read_offsets()
 
 
 class PieceTokenizer:
-    """Tokenises text of any length, piece by piece.
-
-    Args:
-        tokenizer: Any tokenizer; those that allow it get long text in pieces.
-        note: Called with what a user should know.
-    """
+    """Tokenises text of any length, piece by piece if the tokenizer allows it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, note: Callable[[str], None] = lambda message: None) -> None:
         self.tokenizer, self._note = tokenizer, note
 
     @cached_property
     def rule(self) -> CutRule | None:
-        """The rule by which text is cut; None if it is not."""
         return cut_rule(self.tokenizer)
 
     def ids(self, text: str, *, special: bool = True) -> MutableSequence[int]:
-        """Return the ids of a text: a list, or of text in pieces an array of 32 bits each.
+        """Return the ids of a text: a list, or for text in pieces an array of 32-bit ids.
 
-        Args:
-            text: The text.
-            special: With the tokens that the tokenizer puts around a text.
+        ``special`` adds the tokens that the tokenizer puts around a text.
         """
         pieces = self.pieces(text, special=special, offsets=False)
         first = next(pieces)
@@ -304,7 +293,7 @@ class PieceTokenizer:
     def pieces(self, text: str, *, special: bool, offsets: bool) -> Iterator[TokenPiece]:
         """Yield the tokens of a text in order; a short text, and one that cannot be cut, is one piece.
 
-        Of text in pieces, the tokens around it are pieces of their own, which hold no character.
+        If there are several pieces, the tokens around the text are pieces of their own, without characters.
         """
         around = self._around(special) if len(text) > 2 * PIECE and self.rule is not None else None
         if around is None:
@@ -323,7 +312,7 @@ class PieceTokenizer:
     def _backend(self) -> Any:
         """The Rust tokenizer, if a call of the tokenizer is a call of it and nothing more; else None.
 
-        Called directly it saves a fourth of the time of a short text.
+        A direct call saves a fourth of the time of a short text.
         """
         from transformers import PreTrainedTokenizerFast
 
@@ -365,7 +354,7 @@ class PieceTokenizer:
         yield start, len(text)
 
     def _around(self, special: bool) -> tuple[list[int], list[int]] | None:
-        """Return the tokens that are put before and behind a text; None if the text's own depend on them."""
+        """Return the tokens that are put before and behind a text; None if the text's own tokens depend on them."""
         if not special:
             return [], []
         bare = list(self.tokenizer("a b", add_special_tokens=False)["input_ids"])
@@ -375,12 +364,12 @@ class PieceTokenizer:
 
 
 def _around_piece(place: int, ids: Sequence[int], offsets: bool) -> TokenPiece:
-    """Return tokens that are put around a text as a piece that holds no character."""
+    """Return tokens that are put around a text as a piece without characters."""
     return TokenPiece(place, place, ids, (lambda: [(0, 0)] * len(ids)) if offsets else None)
 
 
 def _with_skipped(offsets: Any, *, is_blank: bool) -> list[tuple[int, int]]:
-    """Return the offsets of a piece whose first blank was not given to the tokenizer, which put another there."""
+    """Return the offsets of a piece whose first blank the tokenizer did not get and put there itself."""
     moved = [(start + 1, end + 1) for start, end in offsets]
     moved[0] = (0, 1 if is_blank else moved[0][1])
     return moved

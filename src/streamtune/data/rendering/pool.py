@@ -1,9 +1,9 @@
-"""Render rows in several processes; they come back in their order, with what a single process would count.
+"""Render rows in several processes; they come back in order, with the counts of a single process.
 
     rows --batches--> child 1 .. N: a renderer each --outcomes, counts, messages--> rows with their outcomes
 
-A child is started anew (spawned), with a copy of the tokenizer, and ends when its pipe is closed. Each has a thread
-that sends a batch and waits for the answer, so that no pipe is filled from both ends.
+A child is spawned with a copy of the tokenizer, and ends when its pipe is closed. Each has a thread that sends a batch
+and waits for the answer, so that no pipe is filled from both ends.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ ItemT = TypeVar("ItemT")
 Notify = Callable[[str], None]
 
 BATCH_ROWS, BATCH_CHARACTERS = 256, 1 << 20
-"""Rows that a process is given at a time."""
+"""Most rows and characters of a batch for a process."""
 ENDING_SECONDS = 5.0
 
 
 @dataclass
 class Item(Generic[ItemT]):
-    """A row to be rendered, which is forgotten once it is: of a long row the memory counts."""
+    """A row to be rendered, and dropped then: a long row takes much memory."""
 
     path: str
-    """the dataset that it comes from"""
+    """dataset of the row"""
     origin: str
-    """the row, for errors"""
+    """row, for errors"""
     size: int
-    """about its characters"""
+    """its characters, about"""
     row: ItemT | None
     weight: float = 1.0
     """factor of its loss"""
     source: int = 0
-    """the number of its source"""
+    """number of its source"""
     error: DataError | None = None
-    """the fault of a row that could not be read"""
+    """fault of a row that could not be read"""
 
     def take(self) -> ItemT:
         row, self.row = self.row, None
@@ -60,21 +60,17 @@ class Renderer(Protocol):
     log: RenderLog
 
     def render_item(self, item: Item[Any]) -> Any:
-        """Return a row as it is fitted to the length, and forget it.
-
-        Raises:
-            DataError: The row cannot be rendered.
-        """
+        """Return a row as it is fitted to the length, and drop it; raise ``DataError`` if it cannot be rendered."""
         ...
 
     def render_ahead(self, items: Sequence[Item[Any]]) -> None:
-        """Take notice of rows that are rendered next."""
+        """Prepare for rows that are rendered next."""
         ...
 
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """The result of rendering a row: a value, or an error."""
+    """Result of rendering a row: a value, or an error."""
 
     value: Any = None
     error: StreamTuneError | None = None
@@ -93,17 +89,16 @@ Render = Callable[[Iterable[Item[Any]]], RenderedItems[Any]]
 def rendering(
     make: Callable[..., Renderer], processes: int, note: Notify, *, rows_at_once: int = 128
 ) -> Iterator[tuple[RenderLog, Render]]:
-    """Yield a log, and a function that renders items in their order; the log is complete once they are.
+    """Yield a log, and a function that renders items in order; afterwards the log is complete.
 
     Args:
-        make: Makes a renderer; ``notify`` is what it calls with messages for the user. It is pickled for other
-            processes.
-        processes: Processes that render; 1 is this one.
+        make: Makes a renderer, given ``notify`` for messages to the user. It is pickled for other processes.
+        processes: Processes that render; 1 renders in this process.
         note: Called with messages for the user.
         rows_at_once: Rows that this process looks at before it renders the first.
 
     Raises:
-        ArgumentError: The renderer cannot be sent to another process: its tokenizer has code of its own.
+        ArgumentError: The renderer cannot be pickled: its tokenizer has code of its own.
         RunError: A process ended.
     """
     renderer = make(notify=note)
@@ -133,7 +128,7 @@ def rendering(
 
 
 def batches(items: Iterable[Item[ItemT]], rows: int, characters: int) -> Iterator[list[Item[ItemT]]]:
-    """Yield items together, so many or of so many characters, and none of two sources."""
+    """Yield batches of at most ``rows`` items or ``characters``, each of one source."""
     batch: list[Item[ItemT]] = []
     size = 0
     for item in items:
@@ -213,7 +208,6 @@ def _elsewhere(
 
 
 def _serve(connection: Any, packed: bytes) -> None:
-    """Render batches until the pipe is closed."""
     messages: list[str] = []
     make, date = pickle.loads(packed)
     fix_date(date)  # the one that templates of this run print

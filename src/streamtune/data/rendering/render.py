@@ -1,19 +1,18 @@
 """From a row, or a prompt with its answers, to token ids and labels.
 
-The text of a row is tokenised **once**, as a whole; its ids are what is trained on. What is trained is known as
-characters of that text (see :mod:`streamtune.data.rendering.chat`) and carried over to tokens by the tokenizer's
-character offsets: a token is trained if it holds a trained character (:mod:`streamtune.data.rendering.tokens`).
-Tokenising messages by themselves and gluing ids would be simpler and wrong: byte-pair merges cross their borders.
+The text of a row is tokenised **once**, as a whole; its ids are trained on. The trained characters of that text
+(:mod:`streamtune.data.rendering.chat`) become trained tokens by the tokenizer's character offsets: a token is trained
+if it holds a trained character (:mod:`streamtune.data.rendering.tokens`). Tokenising messages by themselves and
+concatenating ids would be wrong: byte-pair merges cross their borders.
 
-A prompt with its answers becomes one trunk and the tokens of each answer that count. Every answer is tokenised **with
-its prompt before it**, whole, as supervised training does: a conversation by the chat template, text as the plain joint
-of both with the end token behind it. The tree's prompt is then the longest beginning that all of these have in common
-and in which no token counts. So ``prompt + completion`` is, token for token, what the whole conversation renders to,
-for any template and tokenizer, also at the border:
+A prompt with its answers becomes a trunk and the counted tokens of each answer. Every answer is tokenised whole **with
+its prompt before it**, as in supervised training: a conversation by the chat template, text as prompt, answer and end
+token. The tree's prompt is the longest common beginning without a counted token. So ``prompt + completion`` is, token
+for token, what the whole conversation renders to, for any template and tokenizer, also at the border:
 
 - A token that holds the end of the prompt and the start of an answer belongs to the answer and counts there.
-- Where that token differs from answer to answer, or a template writes a prompt differently before different answers,
-  the tokens that differ and do not count go with the completion, masked.
+- If that token differs from answer to answer, or a template writes a prompt differently before different answers, the
+  differing tokens that do not count go with the completion, masked.
 
 A token counts if it holds a character of an assistant's turn behind the prompt, its terminator included; the end token
 behind a text counts. Messages of users and tools in an answer of several turns do not.
@@ -54,8 +53,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TRAIN_ON = ("assistant", "completion", "last", "all")
-"""``assistant``: every assistant turn; ``completion``: the last one, of a row of prompt and completion all behind the
-prompt; ``last``: the last one of any row; ``all``: every token of a row. Other roles as ``roles_to_train`` says."""
+"""``assistant``: every assistant turn; ``completion``: the last turn, in a row of prompt and completion all behind the
+prompt; ``last``: the last turn of any row; ``all``: every token. ``roles_to_train`` adds other roles."""
 
 
 _SYSTEM = ("system", "developer")
@@ -63,21 +62,21 @@ _NO_END = "the tokenizer has no end token: rows end without one and the model do
 
 
 MOST_AHEAD = 1 << 16
-"""Characters of a conversation that is rendered with others: the rendering of a long one takes no time to ask for."""
+"""Characters from which a conversation is rendered alone: for a long one the time of a request does not matter."""
 
 
 class RowRenderer:
     """Renders normalised rows to token ids and labels.
 
     Args:
-        tokenizer: The model's tokenizer, with its chat template.
+        tokenizer: Tokenizer with the chat template.
         train_on: One of :data:`TRAIN_ON`.
-        notify: Called once with each thing a user should know.
+        notify: Called once with each message for the user.
         chat: Options of rendering.
-        policy: The length of rows, and what becomes of longer ones; without it no row is cut.
+        policy: The length, and the handling of longer rows; without it no row is cut.
 
     Raises:
-        ArgumentError: ``train_on`` is none of the four.
+        ArgumentError: ``train_on`` is unknown.
     """
 
     def __init__(
@@ -96,13 +95,13 @@ class RowRenderer:
         self._train_on = train_on
         self._options = chat
         self.log = RenderLog(chat, notify)
-        """what was found in the rows; its ``finish`` is called behind the last"""
+        """findings in the rows; call its ``finish`` after the last row"""
         self._chat = ChatRenderer(tokenizer, chat)
         self._policy = policy
         self._tokens = MaskTokenizer(tokenizer, policy, self.log.note)
         self._specials = SpecialText(tokenizer, policy, self.log.note)
         self._counted: tuple[str, set[int]] = ("", set())
-        """the row that special tokens were counted of last, and its messages by identity"""
+        """row whose special tokens were counted last, and its messages by identity"""
         self._variables = TemplateVariables(tokenizer, chat.variables)
         self._renders_ahead = True
         """False once the template could not render several rows at once"""
@@ -117,7 +116,7 @@ class RowRenderer:
         self.ask_ahead([item.row for item in items])
 
     def ask_ahead(self, contents: Iterable[Content | None]) -> None:
-        """Have the chat template render rows together, as it is asked to one by one when they come to be rendered."""
+        """Let the chat template render rows together before they are rendered one by one."""
         if not self._renders_ahead:
             return
         requests = []
@@ -135,11 +134,7 @@ class RowRenderer:
             self._renders_ahead = render_ahead(self._tokenizer, requests)
 
     def __call__(self, content: Content, origin: str) -> Rendered:
-        """Render one row.
-
-        Raises:
-            DataError: The row cannot be rendered, or has no token to train on.
-        """
+        """Render a row."""
         if isinstance(content, Conversation):
             rendered = self._conversation(content, origin)
         elif isinstance(content, PromptCompletion):
@@ -155,7 +150,7 @@ class RowRenderer:
         return rendered
 
     def leaves_out(self, content: Content | None, origin: str) -> bool:
-        """Count the empty answers of a row that would be trained; return True if it is not to be rendered for them."""
+        """Count the empty trained answers of a row; return True if the row is left out for them."""
         if isinstance(content, Conversation):
             empty = sum(_is_empty(content.messages[index]) for index in self._trained(content))
         else:
@@ -209,7 +204,6 @@ class RowRenderer:
         return self._rendered(tokens, has_answer=self._train_on != "all", system=None if head is None else tokens.head)
 
     def _shielded(self, content: Conversation, origin: str) -> Conversation:
-        """Return a conversation with stand-ins for the special tokens that it spells; itself if it spells none."""
         messages = self._specials.shield(content.messages, origin)
         tools = self._specials.shield(content.tools, origin)
         same = messages is content.messages and tools is content.tools
@@ -239,9 +233,9 @@ class RowRenderer:
         return self._specials.tokenise(text, ask, origin, rendered=False) if splits else ask(self._tokens, text)
 
     def _head(self, content: Conversation, chat: RenderedChat, origin: str) -> int | None:
-        """Return the characters of the system message, with what is printed before it; 0 where it is not by itself.
+        """Return the characters of the system message and what precedes it, 0 if it does not stand by itself.
 
-        None where there is none at the start, and where no row is cut there.
+        None without a system message at the start, and if rows are not cut there.
         """
         policy, messages = self._policy, content.messages
         count = next((index for index, each in enumerate(messages) if each["role"] not in _SYSTEM), len(messages))
@@ -265,11 +259,11 @@ class RowRenderer:
         now.flags_of_other_roles.update(role for role in marked if role not in self._options.roles_to_train)
 
     def _answers(self, content: Conversation) -> list[int]:
-        """Return the indices of the assistant messages among those that are trained on."""
+        """Return the indices of the trained assistant messages."""
         return [index for index in self._trained(content) if content.messages[index]["role"] == "assistant"]
 
     def trainable(self, content: Conversation) -> list[int]:
-        """Return the indices of the messages that ``roles_to_train`` and the row itself allow to be trained on."""
+        """Return the indices of the messages that ``roles_to_train`` and the row itself allow to be trained."""
         return [
             index
             for index, message in enumerate(content.messages)
@@ -279,7 +273,7 @@ class RowRenderer:
         ]
 
     def _trained(self, content: Conversation) -> list[int]:
-        """Return the indices of the messages that are trained on; with ``train_on: all`` of those that could be."""
+        """Return the indices of the trained messages; with ``train_on: all`` of those that could be."""
         found = self.trainable(content)
         last = self._train_on == "last" or (self._train_on == "completion" and content.first_answer == 0)
         return found[-1:] if last else found
@@ -301,14 +295,14 @@ class RowRenderer:
         return self._rendered(self._ended(tokens))
 
     def _begun_once(self, text: str, tokens: TextTokens) -> TextTokens:
-        """Return the tokens without the first, where the text begins with that token already."""
+        """Return the tokens without BOS if the text begins with BOS and the tokenizer added another."""
         if not _begins_twice(self._tokenizer, text, tokens.ids):
             return tokens
         self.log.now.begins_twice += 1
         return tokens.without_first()
 
     def _ended(self, tokens: TextTokens) -> TextTokens:
-        """Return the tokens with the end token behind them; a row of which only the beginning was read has none."""
+        """Return the tokens with the end token behind them, unless only the beginning of the row was read."""
         end = self._tokenizer.eos_token_id
         if end is None:
             self.log.note(_NO_END)
@@ -336,7 +330,6 @@ def _ask(
 
 
 def _with_default_system(content: Conversation, text: str | None) -> Conversation:
-    """Return the conversation with a system message, unless it has one."""
     if text is None or has_system(content.messages):
         return content
     first = content.first_answer + 1 if content.first_answer else 0
@@ -344,7 +337,7 @@ def _with_default_system(content: Conversation, text: str | None) -> Conversatio
 
 
 def _names(tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
-    """Return the names of tools; of one without a name all that it says."""
+    """Return the names of tools; for a tool without a name all that it says."""
     functions = [tool.get("function") or tool for tool in tools or ()]
     return [str(each.get("name", each)) for each in functions]
 
@@ -357,19 +350,17 @@ def _is_empty(message: Message) -> bool:
 
 
 def _begins_twice(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int]) -> bool:
-    """Return True if a text begins with the tokenizer's first token, and the tokenizer put another before it."""
+    """Return True if the text starts with BOS and the tokenizer added a second BOS."""
     begin = tokenizer.bos_token
     return begin is not None and text.startswith(begin) and list(ids[:2]) == [tokenizer.bos_token_id] * 2
 
 
 class TurnRenderer:
-    """Renders rows turn by turn; a row that is no conversation is rendered as it is.
+    """Renders a row for every trained turn of a conversation, as the model sees it when it writes that turn.
 
-    Args:
-        tokenizer: The model's tokenizer, with its chat template.
-        notify: Called once with each thing a user should know.
-        chat: Options of rendering. Reasoning that the template drops even from a last answer is put back.
-        policy: The length of rows, and what becomes of longer ones.
+    Chat templates that drop the reasoning of earlier answers render a conversation that ends with a turn differently
+    from one in which others follow. ``reasoning: per_turn`` trains each turn on the first. Other rows are rendered
+    unchanged. Reasoning that the template drops even from a last answer is put back. Arguments as :class:`RowRenderer`.
     """
 
     def __init__(
@@ -404,12 +395,8 @@ class TurnRenderer:
 
 
 class TreeRenderer:
-    """Renders prompts with their answers to trees.
-
-    Args:
-        tokenizer: The model's tokenizer, with its chat template.
-        notify: Called once with each thing a user should know.
-        chat: Options of rendering; the assistant's messages alone count.
+    """Renders prompts with their answers to trees; only the assistant's messages count. Arguments as
+    :class:`RowRenderer`.
     """
 
     def __init__(
@@ -434,11 +421,7 @@ class TreeRenderer:
         self._render.ask_ahead(content for item in items if item.row is not None for content in item.row.contents)
 
     def __call__(self, answers: Answers, origin: str) -> Tree:
-        """Render one prompt and its answers.
-
-        Raises:
-            DataError: A row cannot be rendered, an answer has no token that counts, or the prompt has no token.
-        """
+        """Render a prompt and its answers."""
         rendered = [self._render(content, origin) for content in answers.contents]
         ids = [row.input_ids for row in rendered]
         counted = [[label != IGNORE_INDEX for label in row.labels] for row in rendered]
@@ -461,7 +444,7 @@ class TreeRenderer:
 
 
 def _common_beginning(rows: Sequence[Sequence[int]]) -> int:
-    """Return the number of items in the common beginning of all rows."""
+    """Return the length of the common beginning of all rows."""
     shortest = min(map(len, rows))
     return next((index for index in range(shortest) if len({row[index] for row in rows}) > 1), shortest)
 
@@ -469,13 +452,8 @@ def _common_beginning(rows: Sequence[Sequence[int]]) -> int:
 class PromptRenderer:
     """Renders prompts: messages by the chat template with its generation prompt, text as it is.
 
-    A text is tokenised by itself, with what the tokenizer puts in front of texts but without the end token that some
-    put behind them: after an end there is nothing to write.
-
-    Args:
-        tokenizer: The model's tokenizer, with its chat template.
-        chat: Options of rendering.
-        notify: Called once with each thing a user should know.
+    A text gets what the tokenizer puts in front of texts, but not the end token that some tokenizers append: after an
+    end there is nothing to write. Arguments as :class:`RowRenderer`.
     """
 
     def __init__(
@@ -493,7 +471,6 @@ class PromptRenderer:
         self._specials = SpecialText(tokenizer, None, self.log.note)
 
     def render_item(self, item: Item[tuple[Row, TextOrMessages]]) -> tuple[Prompt, bytes]:
-        """Return the prompt and its hash."""
         (row, prompt), origin = item.take(), item.origin
         tools, wrapped = tools_and_form(row.columns.get("tools"), origin)
         self.log.now.wrapped_tools += wrapped
@@ -511,7 +488,7 @@ class PromptRenderer:
         origin: str,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Render one prompt.
+        """Render a prompt.
 
         Raises:
             ArgumentError: The template does not read a variable of the options.
@@ -557,7 +534,7 @@ class PromptRenderer:
         return self._ids(text, origin, special=False, splits=shown[0] is not messages, rendered=True)
 
     def _ids(self, text: str, origin: str, *, special: bool, splits: bool, rendered: bool) -> list[int]:
-        """Return the ids of a text; ``splits`` says that special tokens which it spells stay text, where asked for."""
+        """Return the ids of a text; with ``splits`` it spells special tokens, which stay text if the options say so."""
         if not splits or not self._options.split_special_tokens:
             return list(self._pieces.ids(text, special=special))
 

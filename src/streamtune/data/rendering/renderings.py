@@ -25,10 +25,10 @@ _GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
 
 _KEPT_RENDERINGS = 4
-"""A turn needs its prompt, its history, itself and the prompt behind the whole chat."""
+"""Renderings of a turn: its prompt, its history, itself and the prompt behind the whole chat."""
 
 _LONG = 1 << 20
-"""Characters of a rendering that are not kept where the whole conversation begins with them."""
+"""Characters from which a rendering is not kept if the whole conversation begins with it."""
 
 
 def special_names(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ def special_names(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase, noun: str, origin: str) -> None:
-    """Raise unless the tokenizer has a chat template for a conversation, which ``noun`` names: a row or a prompt."""
+    """Raise unless the tokenizer has a chat template; ``noun`` names the conversation: a row or a prompt."""
     if not tokenizer.chat_template:
         raise DataError(
             f"the {noun} is a conversation and the tokenizer has no chat template",
@@ -56,7 +56,7 @@ def render_messages(
     template: str | None = None,
     explain: bool = False,
 ) -> str:
-    """Render a conversation by the chat template, or by another one, which sees no flag of a message.
+    """Render a conversation by the chat template, or by another one, without the flags of messages.
 
     A template that refuses answers without ``content`` (tool calls alone) gets an empty string in its place. With
     ``explain`` the error of a refusal names the message, which takes more renderings to find.
@@ -79,11 +79,11 @@ def render_messages(
 
 _MISSING = re.compile(r"has no attribute '(\w+)'")
 _MOST_TRIED = 256
-"""Messages that are looked at to find the one that a template refuses."""
+"""Most messages that are tried to find the one that a template refuses."""
 
 
 def _refused_at(tokenizer: PreTrainedTokenizerBase, request: ChatRequest, template: str | None) -> int | None:
-    """Return the index of the message behind those that a template takes; None if that cannot be told."""
+    """Return the index of the first message that a template refuses; None if unknown."""
     messages = request.messages
     for count in range(len(messages) - 1, max(0, len(messages) - _MOST_TRIED), -1):
         with suppress(TemplateRefusalError):
@@ -93,7 +93,6 @@ def _refused_at(tokenizer: PreTrainedTokenizerBase, request: ChatRequest, templa
 
 
 def _refusal(messages: Sequence[Mapping[str, Any]], index: int | None, what: str, origin: str) -> DataError:
-    """Return the error of a conversation that the template refuses at a message."""
     at = "" if index is None else f" at messages[{index}], of the role '{messages[index]['role']}'"
     mend = "mend the row, or set chat_template to a template that takes it"
     found = _MISSING.search(what)
@@ -111,7 +110,6 @@ def without_flags(request: ChatRequest) -> ChatRequest:
 
 
 def has_marks(tokenizer: PreTrainedTokenizerBase, tools: Any) -> bool:
-    """Return True if the chat template has ``{% generation %}`` blocks."""
     try:
         return _GENERATION.search(tokenizer.get_chat_template(tools=tools)) is not None
     except ValueError:  # no template, of which rendering says so
@@ -119,7 +117,7 @@ def has_marks(tokenizer: PreTrainedTokenizerBase, tools: Any) -> bool:
 
 
 def check_unicode(text: str, origin: str) -> str:
-    """Return the text of a rendered conversation; raise if it is no valid Unicode."""
+    """Return the text of a rendered conversation; raise if it is not valid Unicode."""
     try:
         for start in range(0, len(text), _LONG):
             text[start : start + _LONG].encode()
@@ -129,12 +127,7 @@ def check_unicode(text: str, origin: str) -> str:
 
 
 class Renderings:
-    """One conversation, rendered in every way that helps to find the assistant's turns in it.
-
-    Args:
-        tokenizer: Tokenizer with the chat template.
-        request: The conversation.
-        origin: The row, for errors.
+    """A conversation, rendered in every way that helps to find the assistant's turns in it.
 
     Raises:
         DataError: The template refuses the conversation.
@@ -145,10 +138,10 @@ class Renderings:
         self.messages = messages = request.messages
         self._tokenizer, self._request, self._origin = tokenizer, request, origin
         self._cache: dict[tuple[int, bool], str | int | None] = {}
-        """renderings; of a long text that they begin, the number of characters alone"""
+        """renderings; for a long prefix of the whole text only its length"""
         self.system: Literal["printed", "late", "left out"] = "printed"
-        """where the template prints the first message, if that is of the system: ``late`` is with the last message of
-        the user, and only where a conversation ends with that message"""
+        """place of a system message at the start: ``late`` if the template prints it with the user's last message, and
+        only in a conversation that ends with that message"""
         ahead = rendered_ahead(tokenizer, without_flags(request))
         self._spans = None if ahead is None else ahead[1]
         text = render_messages(tokenizer, request, origin, explain=True) if ahead is None else ahead[0]
@@ -157,7 +150,6 @@ class Renderings:
             self._look_for_system()
 
     def answers(self) -> list[int]:
-        """Return the indices of the assistant messages."""
         return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     def _render(self, messages: list[Message], *, generation: bool = False, template: str | None = None) -> str:
@@ -171,10 +163,10 @@ class Renderings:
         return render_messages(self._tokenizer, request, self._origin, template=template)
 
     def _look_for_system(self) -> None:
-        """Find the system message, which the rendering does not hold as it is, and render it where the template can.
+        """Find the system message, which the rendering does not hold as it is, and render it if the template can.
 
-        Templates such as Mistral's of 2024 print it with the last message of the user, if the conversation ends with
-        that message. A model is asked so; so the answer is put behind what it was asked.
+        Templates such as Mistral's of 2024 print it with the user's last message, if the conversation ends with it: so
+        a model is asked. The answer is then put behind that prompt.
         """
         if self.place(0) != (0, 0):
             return  # in another form
@@ -188,7 +180,7 @@ class Renderings:
             self.text = check_unicode(self._render(self.messages), self._origin)
 
     def _behind_its_prompt(self, messages: list[Message], template: str | None) -> str:
-        """Render the prompt of the last answer, and that answer as it is printed behind the prompt without a system."""
+        """Render the prompt of the last answer, then the answer as printed behind a prompt without a system message."""
         shorter = self._as_printed(messages[1:-1], True, template)
         whole = self._as_printed(messages[1:], False, template)
         if not whole.startswith(shorter):
@@ -212,7 +204,7 @@ class Renderings:
         return self.text[:kept] if isinstance(kept, int) else kept
 
     def _kept(self, count: int, generation: bool) -> str | int | None:
-        """Do as :meth:`_cut`; of a long text that the whole begins with, return the number of characters."""
+        """Do as :meth:`_cut`; for a long prefix of the whole text return its length."""
         if (count, generation) not in self._cache:
             if len(self._cache) >= _KEPT_RENDERINGS:
                 del self._cache[next(iter(self._cache))]
@@ -230,15 +222,15 @@ class Renderings:
         return self._cut(index, True)
 
     def through(self, index: int) -> str | None:
-        """Render the messages up to and with ``index``; None if the template refuses them."""
+        """Render the messages up to ``index``, it included; None if the template refuses them."""
         return self._cut(index + 1, False)
 
     def prompt_length(self, index: int) -> int | None:
-        """Return the characters of :meth:`prompt`; None if the whole conversation does not begin with it."""
+        """Return the length of :meth:`prompt`; None if the whole conversation does not begin with it."""
         return self._length(index, True)
 
     def through_length(self, index: int) -> int | None:
-        """Return the characters of :meth:`through`; None if the whole conversation does not begin with it."""
+        """Return the length of :meth:`through`; None if the whole conversation does not begin with it."""
         return len(self.text) if index + 1 == len(self.messages) else self._length(index + 1, False)
 
     def _length(self, count: int, generation: bool) -> int | None:
@@ -248,9 +240,9 @@ class Renderings:
         return kept
 
     def headers(self, index: int) -> Iterator[str]:
-        """Yield headers that an answer may have: the generation prompt after the messages before it, or after all.
+        """Yield possible headers of an answer: the generation prompt after the messages before it, or after all.
 
-        A ``<think>`` that the prompt opens and leaves open belongs to the answer, which closes it, not to the header.
+        A ``<think>`` that the prompt leaves open belongs to the answer, which closes it, not to the header.
         """
         for count in (index, len(self.messages)):
             history, prompt = self._cut(count, False), self._cut(count, True)
@@ -259,21 +251,18 @@ class Renderings:
                 yield header[: len(header) - opened_reasoning(header)]
 
     def has_generation_prompt(self, index: int) -> bool:
-        """Return True if the template prints something in front of an answer that is yet to be written."""
+        """Return True if the template prints something in front of an answer that is not written yet."""
         return self._kept(index, True) != self._kept(index, False)
 
     def lead(self, index: int) -> str | None:
-        """Return what the template prints between the messages before an answer and its text; None if that is unknown.
-
-        Of templates without a generation prompt: with one, the header says it.
-        """
+        """Return what a template without a generation prompt prints between history and answer; None if unknown."""
         history, through, place = self.history(index), self.through(index), self.place_in_prefix(index)
         if history is None or through is None or place is None or not through.startswith(history):
             return None
         return through[len(history) : place[0]] if len(history) <= place[0] else None
 
     def bare_answer(self, index: int) -> tuple[str, int]:
-        """Render an answer of one character in place of message ``index``, and return where that stands; -1 if not."""
+        """Render a one-character answer in place of message ``index``; return the text and its place, -1 if missing."""
         mark = self.unused_character()
         plain = {"role": "assistant", "content": mark}
         text = self.try_render([*self.messages[:index], plain, *self.messages[index + 1 :]]) or ""
@@ -287,13 +276,13 @@ class Renderings:
         """Return the characters of the full rendering that depend on the text of message ``index``.
 
         Returns:
-            Start and end (exclusive): equal where the message has no text, (0, 0) where the template leaves it out.
-            None if the template refuses the replacement or escapes it.
+            Start and end (exclusive): equal if the message has no text, (0, 0) if the template leaves it out. None if
+                the template refuses the replacement or escapes it.
         """
         return self._place(self.messages, self.text, index)
 
     def place_in_prefix(self, index: int) -> tuple[int, int] | None:
-        """Do as :meth:`place` in the rendering of the messages up to and with ``index``."""
+        """Do as :meth:`place` in the rendering of the messages up to ``index``."""
         return self._place(self.messages[: index + 1], self.through(index), index)
 
     def _place(self, messages: list[Message], original: str | None, index: int) -> tuple[int, int] | None:
@@ -310,14 +299,14 @@ class Renderings:
         return start, len(original) - _common_suffix(original, variant, limit)
 
     def spans_ahead(self) -> list[tuple[int, int]] | None:
-        """Return what :meth:`marked_spans` does, from the rendering of :attr:`text` itself; None if that has none."""
+        """Return what :meth:`marked_spans` does, from the rendering ahead itself; None if it has no spans."""
         return None if self.system == "late" else self._spans
 
     def marked_spans(self) -> list[tuple[int, int]] | None:
-        """Return the characters inside the template's ``{% generation %}`` blocks; None if it has none.
+        """Return the characters inside the template's ``{% generation %}`` blocks; None without blocks.
 
-        The blocks are made to print two unused characters at their ends. Whitespace control stays as it was, which is
-        checked: without these characters the rendering must be the original.
+        The blocks are made to print two unused characters at their ends. Without these the rendering must be the
+        original, or whitespace control has changed it.
         """
         template: str = self._tokenizer.get_chat_template(tools=self._request.tools)
         if not _GENERATION.search(template):
@@ -357,7 +346,6 @@ _KEPT_FIELDS = frozenset({"role", "type", "id", "tool_call_id", "name"})
 
 
 def _replaced(message: Message, mark: str) -> Message:
-    """Return the message with all its text replaced by ``mark``."""
     replaced = {key: _replace_strings(value, key, mark) for key, value in message.items()}
     if replaced == message:  # it says nothing: let it say the mark
         replaced["content"] = mark
@@ -375,7 +363,7 @@ def _replace_strings(value: Any, key: str, mark: str) -> Any:
 
 
 def opened_reasoning(prompt: str) -> int:
-    """Return the length of the ``<think>`` that ``prompt`` ends with, with the blanks after it; 0 if there is none."""
+    """Return the length of the ``<think>`` that ``prompt`` ends with, blanks after it included; 0 without it."""
     stripped = prompt.rstrip()
     return len(prompt) - len(stripped.removesuffix("<think>")) if stripped.endswith("<think>") else 0
 
@@ -393,7 +381,6 @@ def common_prefix(first: str, second: str) -> int:
 
 
 def _common_suffix(first: str, second: str, limit: int) -> int:
-    """Return the length of the longest common suffix, ``limit`` at most."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -408,7 +395,7 @@ def _common_suffix(first: str, second: str, limit: int) -> int:
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _MOST_REPLACED = 1000
-"""Answers of one chat whose reasoning is replaced by a mark: each takes a character that occurs nowhere."""
+"""Most answers of a chat whose reasoning is replaced by a mark: each takes a character that occurs nowhere."""
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
@@ -446,7 +433,6 @@ def dropped_answers(chat: Renderings, answers: Sequence[int], turns: Mapping[int
 
 
 def _with_marked_reasoning(message: Message, mark: str) -> Message:
-    """Return the message with its reasoning replaced by ``mark``."""
     text = reasoning_of(message)
     if isinstance(message.get("content"), str) and not any(message.get(name) for name in REASONING_FIELDS):
         return {**message, "content": message["content"].replace(text, mark, 1)}
@@ -454,7 +440,7 @@ def _with_marked_reasoning(message: Message, mark: str) -> Message:
 
 
 def as_last_answer(chat: Renderings, index: int) -> list[list[Message]]:
-    """Return conversations that end with an answer, for a template that prints the reasoning of the last one.
+    """Return two conversations that end with an answer, for a template that prints the last answer's reasoning.
 
     The second has the reasoning under every name that templates read.
     """

@@ -4,9 +4,9 @@ A tokenizer takes them for the tokens that the chat template writes. With ``spli
 
     messages --shield--> stand-ins --template--> text --spell--> ids
 
-A stand-in is as long as what it stands for, so characters that are trained stay where they are. Before the text is
-tokenised the stand-ins are put back, and what the template wrote is spelled in characters that a copy of the tokenizer
-takes for its special tokens. So the ids are those of one text that is tokenised whole.
+A stand-in has the length of its token, so trained characters stay in place. Before tokenising, the stand-ins become
+text again, and the template's special tokens are spelled in characters that a copy of the tokenizer takes for them. So
+the ids are those of one text that is tokenised whole.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _KEPT = ("<think>", "</think>")
 """Marks that a row writes itself: around the reasoning of an answer."""
 _STAND_IN, _WRITTEN = 0xF0000, 0x100000
-"""First of the private-use characters that stand for special tokens of rows, and for those of the template."""
+"""First private-use characters that stand for special tokens of rows, and of the template."""
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 _STEERING = frozenset({"role", "type", *FLAGS})
 """Fields of a message that say nothing."""
@@ -42,8 +42,8 @@ class SpecialText:
 
     Args:
         tokenizer: The model's tokenizer.
-        policy: The length of rows, as :class:`MaskTokenizer` takes it.
-        note: Called with what a user should know.
+        policy: Length of rows, as in :class:`MaskTokenizer`.
+        note: Called with messages for the user.
     """
 
     def __init__(
@@ -64,15 +64,10 @@ class SpecialText:
         return list(dict.fromkeys(self._pattern.findall(text)))
 
     def found_in(self, message: Message) -> list[str]:
-        """Return the special tokens that a message spells, each once."""
         return list(dict.fromkeys(name for text in _texts(message) for name in self.found(text)))
 
     def shield(self, value: Any, origin: str) -> Any:
-        """Return messages or tools with stand-ins for the special tokens that they spell; the value itself without any.
-
-        Raises:
-            DataError: The text holds characters that stand for special tokens.
-        """
+        """Return messages or tools with stand-ins for the special tokens they spell; without any, the value itself."""
         if not any(map(self.found, _texts(value))):
             return value
         self._refuse_private(_texts(value), origin)
@@ -88,7 +83,7 @@ class SpecialText:
 
         Args:
             text: The text.
-            tokens: Calls the tokenizer it is given with the text it is given.
+            tokens: Function that calls the given tokenizer with the given text.
             origin: The row, for errors.
             rendered: The text has stand-ins, and special tokens of the template.
 
@@ -109,7 +104,7 @@ class SpecialText:
         return replace(made, ids=array("i", (copy.numbers.get(number, number) for number in made.ids)))
 
     def _spelled(self, text: str) -> str:
-        """Return the text with the template's special tokens as the copy spells them, and stand-ins put back."""
+        """Return the text with the template's special tokens as the copy spells them, and stand-ins replaced."""
         text = self._all.sub(lambda match: self._copy.written[match.group()], text)
         for place, name in enumerate(self._names):
             text = text.replace(chr(_STAND_IN + place) * len(name), name)
@@ -144,12 +139,12 @@ class _Copy:
     numbers: Mapping[int, int]
     """id of an added token in the copy -> its id in the tokenizer"""
     of_words: frozenset[int | None]
-    """special tokens that the copy's vocabulary has, as a part of words"""
+    """special tokens that the copy's vocabulary has as a part of words"""
     around: frozenset[int]
     """tokens that it puts around a text"""
 
     def makes_special(self, ids: Sequence[int]) -> bool:
-        """Return True if one of the ids, but for those around the text, is a special token made of its text."""
+        """Return True if an id other than those around the text is a special token made of its text."""
         first = int(bool(ids) and ids[0] in self.around)
         last = len(ids) - int(len(ids) > first and ids[-1] in self.around)
         return not self.of_words.isdisjoint(ids[first:last])

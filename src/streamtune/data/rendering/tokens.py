@@ -1,7 +1,12 @@
-"""From the text of a row, and the characters of it that are trained, to token ids and labels.
+"""From the text of a row, and its trained characters, to token ids and labels.
 
 A token is trained if it holds a trained character. Text is tokenised whole, or in pieces that are proven to give the
-same ids (:mod:`streamtune.data.rendering.long_text`). With 32 bits for an id and label a long row takes little memory.
+same ids (:mod:`streamtune.data.rendering.long_text`). Ids and labels of 32 bits keep a long row small.
+
+A tokenizer can list the characters of every token, but that takes longer than all other work on a short row. If the
+bytes of the tokens, concatenated, are the bytes of the text, each token holds exactly its own bytes, and their lengths
+suffice (:class:`ByteSpeller`). The bytes are compared for every text, so a tokenizer that changes the text or puts
+tokens around it is never misread.
 """
 
 from __future__ import annotations
@@ -27,34 +32,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 STOP = 1 << 22
-"""Characters that are not worth tokenising behind the limit of a row that is dropped or refused."""
+"""Characters behind the limit from which a dropped or refused row is not tokenised to its end."""
 
 _LIKELY = 3
-"""Characters of a token at least, as a rule: a text with fewer than this times the limit is not likely too long."""
+"""Fewest characters of a token, as a rule: a text with fewer than this times the limit is likely short enough."""
 
 Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """Token ids of a row and their labels: the id itself where it is trained on, ``IGNORE_INDEX`` elsewhere.
+    """Token ids of a row and their labels: the id if it is trained, else ``IGNORE_INDEX``.
 
-    Labels are not shifted. The first token is never trained on: nothing comes before it to predict it from.
+    Labels are not shifted. The first token is never trained: nothing predicts it.
     """
 
     input_ids: Sequence[int]
     labels: Sequence[int]
     breaks: npt.NDArray[np.uint8] | None = None
-    """[T] border before each token, as an index of :data:`SPLIT_AT`; None where rows are not split at borders"""
+    """[T] border before each token, as an index of :data:`SPLIT_AT`; None if rows are not split at borders"""
     head: int = 0
     """tokens at the start, such as a system message, that a cut on the left keeps"""
     has_answer: bool = False
     """True if answers are trained, and what comes before them is not"""
     system: int | None = None
-    """tokens of the system message at the start, 0 where it does not stand there by itself; None if there is none, or
-    rows are not cut on the left"""
+    """tokens of the system message at the start, 0 if it does not stand by itself; None without it, or if rows are not
+    cut on the left"""
     estimated: int | None = None
-    """tokens of the row, about, where only its beginning was tokenised"""
+    """about the tokens of the row, if only its beginning was tokenised"""
     trained_share: float = 1.0
     """part of the characters that is trained"""
     weight: float = 1.0
@@ -63,24 +68,22 @@ class Rendered:
 
 @dataclass(frozen=True)
 class TextTokens:
-    """Tokens of a text."""
+    """Tokens of a text; fields as in :class:`Rendered`."""
 
     ids: MutableSequence[int]
     """[T], 32 bits each"""
     trained: Mask
     """[T]"""
     breaks: npt.NDArray[np.uint8] | None = None
-    """as :class:`Rendered` has them"""
     head: int = 0
     """tokens of the head"""
     estimated: int | None = None
     trained_share: float = 1.0
-    """part of the characters that is trained"""
     crosses: bool = False
     """True if a token holds characters on both sides of the border that was asked for"""
 
     def labels(self) -> MutableSequence[int]:
-        """Return the labels: the ids where they are trained; the first is not."""
+        """Return the labels: the ids of trained tokens; the first is not trained."""
         found = array("i", self.ids)
         if found:
             np.frombuffer(found, dtype=np.int32)[~self.trained] = IGNORE_INDEX
@@ -92,7 +95,7 @@ class TextTokens:
         return replace(self, ids=self.ids[1:], trained=self.trained[1:], breaks=breaks, head=max(0, self.head - 1))
 
     def ended(self, end: int) -> TextTokens:
-        """Return the tokens with an end token behind them, which is trained; the tokenizer may have put its own."""
+        """Return the tokens with a trained end token behind them, if the tokenizer has not put it there itself."""
         if self.ids and self.ids[-1] == end:
             self.trained[-1] = True
             return self
@@ -103,16 +106,16 @@ class TextTokens:
 
 @dataclass(frozen=True)
 class MarkedText:
-    """A text to tokenise, with the characters of it that matter."""
+    """A text to tokenise, with the characters that matter."""
 
     text: str
     turns: Sequence[ChatTurn] | None
-    """characters that are trained, in order; None trains all tokens"""
+    """trained characters, in order; None trains all tokens"""
     origin: str
     """the row, for errors"""
     _: KW_ONLY
     special: bool
-    """with the tokens that the tokenizer puts around a text"""
+    """add the tokens that the tokenizer puts around a text"""
     exchanges: Sequence[int] = ()
     """characters where a new exchange of a chat begins, in order"""
     head: int = 0
@@ -122,12 +125,12 @@ class MarkedText:
 
 
 class MaskTokenizer:
-    """Tokenises texts of any length and carries over from characters to tokens what is trained.
+    """Tokenises texts of any length, and finds the tokens of trained characters.
 
     Args:
         tokenizer: Any tokenizer.
         policy: The length of rows; without it no row is cut.
-        note: Called with what a user should know.
+        note: Called with messages for the user.
     """
 
     def __init__(
@@ -141,11 +144,7 @@ class MaskTokenizer:
         self._speller = ByteSpeller(tokenizer.backend_tokenizer) if tokenizer.is_fast else None
 
     def __call__(self, asked: MarkedText) -> TextTokens:
-        """Tokenise a text.
-
-        Raises:
-            DataError: A token crosses the border of an answer, and the tokenizer gives no offsets.
-        """
+        """Tokenise a text."""
         most = self._policy.max_length if self._policy is not None and self._policy.finds_breaks else None
         # Borders need offsets, which take time: so they are asked for where the row is likely to be too long.
         breaks = most is not None and bool(self._tokenizer.is_fast) and len(asked.text) > _LIKELY * most
@@ -187,16 +186,12 @@ class MaskTokenizer:
         return policy is not None and not policy.needs_length and tokens > policy.max_length and left > STOP
 
     def ids(self, text: str, *, special: bool) -> MutableSequence[int]:
-        """Return the ids of a text alone."""
         return self._pieces.ids(text, special=special)
 
     def _by_prefixes(self, asked: MarkedText, whole: TokenPiece) -> Mask:
         """Return the trained tokens without offsets, for tokenizers in pure Python.
 
         The text up to the border of a turn must give a prefix of the ids.
-
-        Raises:
-            DataError: A token crosses a border.
         """
         ids = list(whole.ids)
         trained: Mask = np.zeros(len(ids), dtype=np.bool_)
@@ -217,7 +212,7 @@ class MaskTokenizer:
 
 
 class _PieceReader:
-    """Reads the pieces of one text in order: which tokens are trained, where borders are, how many the head has."""
+    """Reads a text piece by piece: which tokens are trained, where borders fall, and how many tokens its head takes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, asked: MarkedText, speller: ByteSpeller | None) -> None:
         self.tokenizer, self.text, self.turns, self.speller = tokenizer, asked.text, asked.turns, speller
@@ -230,7 +225,7 @@ class _PieceReader:
         """offsets of the last piece, [T, 2]"""
 
     def mask(self, piece: TokenPiece) -> Mask:
-        """Return the tokens of the next piece that are trained, [T]."""
+        """Return a mask of the trained tokens of the next piece, [T]."""
         if piece.read_offsets is None:
             return np.full(len(piece.ids), self.turns is None)
         if self.speller is not None:
@@ -255,7 +250,7 @@ class _PieceReader:
         return _cover(pairs, *self._turns_in(piece))
 
     def _turns_in(self, piece: TokenPiece) -> tuple[list[int], list[int]]:
-        """Return starts and ends of the turns that a piece holds characters of, counted from its start, in it."""
+        """Return starts and ends of the turns in a piece, counted from its start."""
         near = slice(bisect_right(self.turn_ends, piece.start), bisect_left(self.turn_starts, piece.stop))
         starts = [max(start - piece.start, 0) for start in self.turn_starts[near]]
         return starts, [min(end, piece.stop) - piece.start for end in self.turn_ends[near]]
@@ -296,7 +291,7 @@ _PARAGRAPH = re.compile(r"\n(?:[^\S\n]*\n)+[^\S\n]*")
 
 
 def _places(border: re.Pattern[str], text: str, piece: TokenPiece) -> npt.NDArray[np.int64]:
-    """Return for each border the first place and the last where what follows it may begin, [borders, 2].
+    """Return for each border the first and the last place where what follows it may begin, [borders, 2].
 
     From behind the last line break to behind the blanks that indent what follows.
     """
@@ -311,7 +306,7 @@ def _places(border: re.Pattern[str], text: str, piece: TokenPiece) -> npt.NDArra
 
 
 def _cover(extents: npt.NDArray[np.int64], turn_starts: Any, turn_ends: Any) -> Mask:
-    """Return for each token True if it holds a character of a turn.
+    """Return a mask [T] of the tokens that hold a character of a turn.
 
     Args:
         extents: [T, 2] first character and end of each token, in order; a token without characters may stand anywhere.
@@ -345,12 +340,12 @@ def _extents(
 
     Byte-level tokenizers like GPT-2's and Llama 3's (``trim_offsets``) report a token without the blanks at its ends.
     Blanks that no token claims belong to the token before them as far as its piece ends with blanks (``Ġ``), the rest
-    to the token after them. A token the tokenizer added itself stands for no character.
+    to the token after them. A token that the tokenizer added itself stands for no character.
 
     Args:
-        text: The text that was tokenised.
+        text: The tokenised text.
         offsets: Start and end (exclusive) of each token as the tokenizer reports them.
-        pieces: Returns the tokens as the vocabulary writes them; called only where blanks are left out.
+        pieces: Returns the tokens as the vocabulary writes them; called only if blanks are left out.
     """
     extents = [*offsets, (len(text), len(text))]  # the end stands for one more token: blanks may come before it
     names: list[str] | None = None
@@ -376,11 +371,7 @@ def _unclaimed_blanks(piece: str, extent: tuple[int, int]) -> int:
 
 
 class ByteSpeller:
-    """Finds the tokens that hold some characters of a text.
-
-    Args:
-        backend: The Rust tokenizer.
-    """
+    """Finds the tokens that hold some characters of a text, by the bytes of byte-level tokens."""
 
     def __init__(self, backend: Any) -> None:
         parts = component_parts(backend.pre_tokenizer, "pretokenizers")
@@ -389,13 +380,13 @@ class ByteSpeller:
     def cover(
         self, ids: Sequence[int], text: str, starts: Sequence[int], ends: Sequence[int]
     ) -> npt.NDArray[np.bool_] | None:
-        """Return for each token True if it holds a character of a span, [T]; None if the tokens do not spell the text.
+        """Return a mask [T] of the tokens that hold a character of a span; None if the tokens do not spell the text.
 
         Args:
             ids: [T] all tokens of the text.
             text: The text.
             starts: [spans] first character of each span, in order.
-            ends: [spans] character behind each span; no span begins before the end of another.
+            ends: [spans] character behind each span; spans do not overlap.
         """
         if self._bytes is None:
             return None
@@ -421,7 +412,7 @@ def _byte_places(text: str, places: Sequence[int]) -> Sequence[int]:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """The bytes of tokens by id, found when they are first asked for: a vocabulary has many that no text of a run has.
+    """Bytes of tokens by id, found when first asked for: most of a vocabulary occurs in no text of a run.
 
     Raises:
         KeyError: A token does not stand for bytes.
@@ -446,4 +437,4 @@ class _TokenBytes(dict[int, bytes]):
 _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHER = (byte for byte in range(0x100) if byte not in _PRINTED)
 _BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {chr(0x100 + place): byte for place, byte in enumerate(_OTHER)}
-"""The byte of each character of a byte-level vocabulary: those that print stand for themselves."""
+"""Byte of each character of a byte-level vocabulary: printing characters stand for themselves."""

@@ -1,12 +1,12 @@
 """Chat templates, rendered in a process of their own: bounded in time, memory and output.
 
-    render_chat(tokenizer, messages) --request--> worker.py: transformers' sandbox
-                                     <--text-----
+    render_chat(tokenizer, request) --request--> worker.py: transformers' sandbox
+                                    <--text-----
 
-A template is a program that comes with a model. The sandbox keeps it from files and modules, and not from looping for
-ever or filling the memory, of which a single operation is enough (``10 ** 10 ** 10``). So it runs in a process that is
-killed at its limits, with no secrets in its environment. The process is started with the first chat, and kept for
-the next.
+A template is a program that comes with a model. The sandbox keeps it from files and modules, but not from endless loops
+or from filling the memory, for which a single operation is enough (``10 ** 10 ** 10``). So it runs in a process that is
+killed at its limits, with no secrets in its environment. The process is started with the first chat, and kept for the
+next.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ HEADER, ANSWER = struct.Struct(">QdQQ"), struct.Struct(">Q")
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """The resources one rendering may use. They grow with its input: a long chat takes more than a short one."""
+    """Resources of one rendering. They grow with its input: a long chat takes more than a short one."""
 
     seconds: float = 5.0
-    """Of processor time; and one more for each MB of messages."""
+    """processor time; and one second more for each MB of messages"""
     memory_mib: int = 256
-    """Beyond what the process has when it starts; and 48 bytes more for each byte of messages."""
+    """memory beyond what the process has when it starts; and 48 bytes more for each byte of messages"""
     output_characters: int = 1 << 20
-    """Of text; and 16 more for each byte of messages."""
+    """characters of text; and 16 more for each byte of messages"""
     template_characters: int = 1 << 20
-    """Of the template itself."""
+    """characters of the template itself"""
 
 
 class TemplateLimitError(ArgumentError):
@@ -71,7 +71,7 @@ class TemplateLimitError(ArgumentError):
 
 
 class TemplateRefusalError(ArgumentError):
-    """A chat template refuses a conversation, or is no template."""
+    """A chat template refuses a conversation, or is not a template."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what, where="chat_template", mend="set chat_template to a template that takes it")
@@ -128,8 +128,8 @@ def render_chat(
 def render_ahead(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[ChatRequest]) -> bool:
     """Render several conversations at once: :func:`render_chat` and :func:`rendered_ahead` then find them ready.
 
-    What was rendered ahead before is forgotten. A conversation that the template refuses is left to
-    :func:`render_chat`, which raises the error.
+    Earlier results are forgotten. A conversation that the template refuses is left to :func:`render_chat`, which raises
+    the error.
 
     Returns:
         False if nothing was rendered ahead: the tokenizer renders by itself, or a limit was met.
@@ -172,7 +172,6 @@ def rendered_ahead(
 def _shared(
     tokenizer: PreTrainedTokenizerBase, template: str | None, tools: Any, limits: TemplateLimits
 ) -> dict[str, Any]:
-    """Return the part of a request that conversations share."""
     try:
         text = tokenizer.get_chat_template(template, tools)
     except ValueError as error:
@@ -186,7 +185,7 @@ def template_variables(tokenizer: PreTrainedTokenizerBase, tools: Any) -> set[st
     """Return the variables that a tokenizer's chat template reads, ``messages`` and ``tools`` among them.
 
     Args:
-        tokenizer: Has the template, or several: one of them for conversations with tools.
+        tokenizer: Tokenizer with a template, or with several: one for conversations with tools.
         tools: JSON schemas of tools, or None.
 
     Returns:
@@ -194,7 +193,7 @@ def template_variables(tokenizer: PreTrainedTokenizerBase, tools: Any) -> set[st
 
     Raises:
         TemplateLimitError: Reading the template takes too much time or memory.
-        TemplateRefusalError: It is no template.
+        TemplateRefusalError: It is not a template.
     """
     if _renders_itself(tokenizer):
         return None
@@ -210,23 +209,18 @@ _GIVEN = {"messages", "tools", "add_generation_prompt", "continue_final_message"
 
 
 class TemplateVariables:
-    """Variables of the chat template: those of the recipe, and those of a row, which come first.
-
-    Args:
-        tokenizer: Has the template.
-        shared: Variables for all rows.
-    """
+    """Variables of the chat template, such as ``enable_thinking``: the recipe's (``shared``), then a row's own."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, shared: Mapping[str, Any]) -> None:
         self._tokenizer, self._shared = tokenizer, shared
         self._read: dict[bool, set[str] | None] = {}
 
     def __call__(self, own: Mapping[str, Any] | None, tools: Any, origin: str) -> dict[str, Any]:
-        """Return the variables for one conversation.
+        """Return the variables of a conversation.
 
         Raises:
             ArgumentError: The template does not read a variable of the recipe.
-            DataError: It does not read one of the row.
+            DataError: It does not read a variable of the row.
         """
         if self._shared:
             self._check(self._shared, tools, ArgumentError, "chat_template_kwargs")
@@ -257,13 +251,11 @@ class TemplateVariables:
 def fix_date(date: str | None) -> None:
     """Let templates that print the date (``strftime_now``) print this one from now on, in this process.
 
-    A run keeps its date, so that it renders the same when it is resumed on another day.
-
-    Args:
-        date: ISO 8601; None lets them print the day on which they are rendered.
+    A run keeps its date, so that it renders the same when it is resumed on another day. ``date`` is ISO 8601; None lets
+    templates print the day of rendering.
 
     Raises:
-        ArgumentError: It is no date.
+        ArgumentError: It is not a date.
     """
     try:
         _WORKERS.date = None if date is None else datetime.fromisoformat(date).isoformat()
@@ -272,12 +264,11 @@ def fix_date(date: str | None) -> None:
 
 
 def fixed_date() -> str | None:
-    """Return the date that :func:`fix_date` set; None if templates print the day on which they are rendered."""
+    """Return the date that :func:`fix_date` set; None if templates print the day of rendering."""
     return _WORKERS.date
 
 
 def _renders_itself(tokenizer: Any) -> bool:
-    """Return True if the tokenizer renders chats by a method of its own, without a template."""
     kind: Any = type(tokenizer)
     return _has_own_method(kind)
 
@@ -312,8 +303,6 @@ def _too_much(what: str) -> TemplateLimitError:
 
 
 class _Worker:
-    """One process that renders."""
-
     def __init__(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(WORKER)],
@@ -326,7 +315,7 @@ class _Worker:
         self.owner = os.getpid()
 
     def ask(self, head: bytes, request: bytes, patience: float) -> bytes | None:
-        """Return the answer; None where the process ended or sends nothing for ``patience`` seconds."""
+        """Return the answer; None if the process ended or sends nothing for ``patience`` seconds."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -342,7 +331,6 @@ class _Worker:
             return None
 
     def close(self) -> int:
-        """End the process and return its exit code."""
         if self.owner != os.getpid():  # a fork's copy: the process is not its child
             return 0
         with suppress(OSError):
@@ -358,7 +346,7 @@ class _Worker:
 
 
 class _Workers:
-    """The worker of this process, started when it is needed and again where it was killed."""
+    """The worker of this process, started when it is needed and again if it was killed."""
 
     def __init__(self) -> None:
         self.date: str | None = None
@@ -368,7 +356,7 @@ class _Workers:
         atexit.register(self.close)
 
     def render_ahead(self, shared: dict[str, Any], own: Sequence[dict[str, Any]], limits: TemplateLimits) -> None:
-        """Render several conversations, and keep what was rendered."""
+        """Render several conversations, and keep the results."""
         found = json.loads(self.render({**shared, "many": list(own)}, limits))
         for request, rendered in zip(own, found, strict=True):
             if rendered is not None and (key := _key(shared["chat_template"], request)):
@@ -379,14 +367,14 @@ class _Workers:
         return bool(self._ready)
 
     def take(self, template: str, own: dict[str, Any]) -> Any:
-        """Return ``[text, spans]`` of a conversation that was rendered ahead, None of another."""
+        """Return ``[text, spans]`` of a conversation that was rendered ahead; otherwise None."""
         return self._ready.get(_key(template, own)) if self._ready else None
 
     def forget(self) -> None:
         self._ready.clear()
 
     def render(self, request: dict[str, Any], limits: TemplateLimits) -> str:
-        """Render one conversation, or several as JSON, or return the variables of a template."""
+        """Render a conversation, or several as JSON, or return the variables of a template."""
         data = pickle.dumps({"date": self.date, "request": request}, protocol=pickle.HIGHEST_PROTOCOL)
         seconds = limits.seconds + len(data) / 1e6
         memory, output = (limits.memory_mib << 20) + 48 * len(data), limits.output_characters + 16 * len(data)
@@ -415,7 +403,7 @@ class _Workers:
 
 
 def _key(template: str, own: dict[str, Any]) -> bytes:
-    """Return the key of a conversation that is rendered ahead; empty for one with more than plain values."""
+    """Return the key of a conversation that is rendered ahead; empty if it holds more than plain values."""
     try:
         return marshal.dumps((template, own), 2)  # the last version without references: equal values, equal bytes
     except ValueError:

@@ -1,7 +1,7 @@
-"""The program of the process that renders chat templates: started by path, ends with its input.
+"""Program of the process that renders chat templates: started by path, ends with its input.
 
-A template is a program by the model's makers. It is rendered by transformers, in the sandbox of jinja2; the sandbox
-does not bound time and memory, so this process does, and ends where a limit is met inside a single operation.
+A template is a program by the model's makers. transformers renders it in the sandbox of jinja2, which does not bound
+time and memory; so this process does, and ends if a limit is met inside a single operation.
 
 Requests come as pickles from the process that started this one, and answers go back as a status byte and text:
 
@@ -9,8 +9,8 @@ Requests come as pickles from the process that started this one, and answers go 
     J items    several conversations, each as [text, spans], in JSON; null for one that the template refuses
     E message  the template raised, or refuses what it is given
 
-Spans are the characters that ``{% generation %}`` blocks print, [start, end]; null where the template has none, or one
-inside of what it collects (``set``, ``macro``, ``filter``, a recursive loop), whose place in the text is not known.
+Spans are the characters that ``{% generation %}`` blocks print, [start, end]; null if the template has none, or one
+inside of what it collects (``set``, ``macro``, ``filter``, a recursive loop), whose place in the text is unknown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ OUTPUT, MEMORY = "output", "memory"
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints is no answer
     gc.disable()  # imports make no garbage, and what they made is left out of collections
@@ -61,9 +60,9 @@ def main() -> None:
 
 
 def _import_library() -> Any:
-    """Import the rendering of transformers without the rest of it, whose import takes most of a second.
+    """Import the rendering of transformers without the rest, whose import takes most of a second.
 
-    Packages are set up without running their ``__init__``; where the module turns out to need these, all is imported.
+    Packages are set up without running their ``__init__``; if the module needs these, all is imported.
     """
     name = "transformers.utils.chat_template_utils"
     try:
@@ -97,7 +96,7 @@ def _answer(library: Any, request: dict[str, Any], date: str | None, most: int) 
 
 
 def _render_many(library: Any, many: list[dict[str, Any]], chat_template: str, **shared: Any) -> Any:
-    """Yield ``[text, spans]`` for each conversation, with its own variables; None for one that is refused."""
+    """Yield ``[text, spans]`` for each conversation, with its own variables; None if it is refused."""
     marks = _marks_in_place(library, chat_template)
     for own in many:
         try:
@@ -132,7 +131,6 @@ def _marks_in_place(library: Any, template: str) -> bool:
 
 
 def _variables(library: Any, template: str) -> str:
-    """Return the names of the variables that a template reads, with blanks between them."""
     from jinja2 import meta
 
     environment = library._compile_jinja_template(template).environment
@@ -146,7 +144,7 @@ def _set_date(environment: Any, date: str | None) -> None:
 
 
 def _stop_after(seconds: float) -> None:
-    """Have the system end this process after ``seconds`` of processor time, even within one operation; 0 cancels it."""
+    """Let the system end this process after ``seconds`` of processor time, even within an operation; 0 cancels it."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
@@ -171,7 +169,7 @@ class _MemoryBound:
 
 
 def _forbid_files() -> None:
-    """Forbid this process to write to files, so that a template that breaks out of the sandbox cannot either."""
+    """Forbid this process to write files, also for a template that breaks out of the sandbox."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -180,7 +178,7 @@ def _forbid_files() -> None:
 
 
 def _address_space() -> int:
-    """Return the bytes of address space this process has by now; a guess where the system does not say."""
+    """Return the bytes of this process's address space; a guess if the system does not tell."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 (no more imports than it needs)
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
