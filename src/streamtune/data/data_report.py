@@ -39,7 +39,6 @@ class SourceReport:
 
     @property
     def title(self) -> str:
-        """Path, configuration and eval set."""
         evaluates = f"(eval {self.evaluates})" if self.evaluates else None
         return " ".join(filter(None, (self.path, self.name, evaluates)))
 

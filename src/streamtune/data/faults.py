@@ -30,7 +30,6 @@ class BadRows:
     Args:
         on_bad_row: ``raise`` raises the first; ``error`` collects them for :meth:`check`; ``skip`` counts them.
         limit: Most rows that ``skip`` leaves out.
-        notify: Called with each message for the user.
     """
 
     def __init__(

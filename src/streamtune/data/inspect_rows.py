@@ -91,7 +91,6 @@ class RowInspector:
 
     Args:
         prepared: The data; its records stay on disk.
-        tokenizer: Tokenizer of the data.
         kinds: Names of a tree's first and second completion.
     """
 
@@ -122,7 +121,6 @@ class RowInspector:
         )
 
     def find(self, origin: str) -> list[int]:
-        """Return the numbers of the records made of a row."""
         return [place + 1 for place in self.records.find(origin)]
 
     def spread(self, count: int) -> list[int]:
@@ -176,8 +174,6 @@ def decode_pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], bounds
     """Return the decoded text of ``ids`` in pieces that together are all of it.
 
     Args:
-        tokenizer: The tokenizer.
-        ids: Token ids.
         bounds: Numbers of tokens after which a piece ends, ascending; the last is ``len(ids)``.
     """
     whole = _decode(tokenizer, ids)
@@ -289,7 +285,6 @@ def trained_ends(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chat: 
 
     Args:
         rows: Examples, trees or prompts to train on.
-        tokenizer: Tokenizer with the chat template.
         chat: Options of rendering; with ``train_on_eos: none`` no end is trained.
     """
     if chat.train_on_eos == "none":

@@ -43,7 +43,6 @@ def histogram(lengths: Lengths, limit: int, most: int = MOST_BINS) -> list[Lengt
     Args:
         lengths: [rows] tokens, at least one row.
         limit: Length at which a bin ends.
-        most: Bins.
     """
     low, high = int(lengths.min()), int(lengths.max())
     if high - low < most:
@@ -94,11 +93,9 @@ def choose_lengths(
 
     Args:
         measured: Sizes of all rows, held-out ones included.
-        limit: The present limit.
         options: Options of preparing the rows. Overlaps are counted as cut at tokens.
         batch_size: Rows of a batch; None counts neither padding nor packs.
         shuffle: False if rows keep their order.
-        cuts_trees: True if the rows are trees.
     """
     found = []
     overlap, seed = options.split_overlap, options.seed
@@ -284,7 +281,6 @@ def lay_out(
     """Return the measures of an epoch on one rank.
 
     Args:
-        epoch: Steps of the epoch.
         tokens: [units] tokens.
         squares: [units] sum of the squared lengths of their rows.
         batch_size: Most sequences of a batch.

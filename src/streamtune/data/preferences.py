@@ -75,7 +75,6 @@ def _answer_texts(content: PromptCompletion | Conversation) -> list[str]:
 
 
 def detect_preference_type(row: Row) -> str:
-    """Return the type of preference data that a row looks like."""
     for row_type, required in _REQUIRED.items():
         if all(name in row.columns for name in required):
             return row_type
@@ -96,7 +95,6 @@ def preference_columns_read(row_type: str, answers: Answers) -> tuple[str, ...]:
 
 
 def normalise_preference(row: Row, row_type: str) -> Answers:
-    """Convert a row of a known type to its normal form."""
     for name in _REQUIRED[row_type]:
         if name not in row.columns:
             raise DataError(
@@ -155,7 +153,6 @@ def _refuse_other_prompt(row: Row, *, is_text: bool) -> None:
 def _split(
     row: Row, chosen: TextOrMessages, rejected: TextOrMessages, start: int
 ) -> tuple[TextOrMessages, TextOrMessages, TextOrMessages]:
-    """Return the common beginning of both answers, and the rest of each."""
     if start == 0:
         raise DataError(
             "the prompt is missing: the row has no column 'prompt', and 'chosen' and 'rejected' begin differently",

@@ -218,12 +218,6 @@ def prepare(
 ) -> PreparedData:
     """Read every source and make examples of its rows.
 
-    Args:
-        sources: Sources of the rows, in order.
-        tokenizer: Tokenizer with the chat template.
-        options: Options of preparing rows.
-        notify: Called with each message for the user.
-
     Raises:
         DataError: A file is missing, a row is malformed, too long or has nothing to train on, or nothing is left.
         ArgumentError: ``overlength``, ``train_on`` or another choice is unknown.
@@ -343,7 +337,7 @@ def prepare_preferences(
 ) -> PreparedTrees:
     """Read every source and make a tree of each pair, with the completions ``[chosen, rejected]``.
 
-    Sources are of type ``preference``; arguments as :func:`prepare`.
+    Sources are of type ``preference``.
 
     Raises:
         DataError: A file is missing, a row is malformed, identical, too long or empty, or nothing is left.
@@ -455,7 +449,7 @@ def prepare_prompts(
 ) -> PreparedPrompts:
     """Read every source and render its prompts.
 
-    Sources are of one of :data:`PROMPT_TYPES`; arguments as :func:`prepare`. ``max_prompt_length`` is the limit.
+    Sources are of one of :data:`PROMPT_TYPES`; ``max_prompt_length`` is the limit.
 
     Raises:
         DataError: A file is missing, a row is malformed or too long, or nothing is left.

@@ -80,7 +80,6 @@ class MappedTable:
 
     Args:
         file: Arrow stream, opened for reading; it may be closed and deleted afterwards.
-        path: Name of the file in errors.
         checksum: Checksum of the file, see :class:`streamtune.base.result_cache.WatchedFile`.
     """
 

@@ -88,10 +88,8 @@ class RowCache:
         """Return a text that is made of all rows, and True if it was kept from an earlier start.
 
         Args:
-            sources: Sources of the rows.
             settings: All else that decides the text.
             make: Makes the text; called again another time if it cannot be kept.
-            notify: Called with messages for the user.
         """
         contents = SourceContents.of(sources, self.root, notify)
         if contents is None:
@@ -140,7 +138,6 @@ def fit_rows(
     """Load rows that were prepared before from the same contents, or prepare and keep them.
 
     Args:
-        made_of: All that decides the rows.
         make: Makes an empty fit, given the writer of its records.
         fill: Reads, renders and fits every row; its second argument takes messages for the user.
         cache: Cache of prepared rows; None keeps nothing.
@@ -330,10 +327,7 @@ def fingerprint_stream(
     """Return a hash of the known contents of streamed sources, the paths of unknown ones, and a watch on their files.
 
     Args:
-        sources: The sources.
         root: Folder of the remembered hashes of files.
-        keep: Remember new hashes.
-        notify: Called if remembered hashes are damaged.
     """
     hashes = FileHashes(root / "files.json", notify)
     contents = [fingerprint_rows(source, hashes) for source in sources]

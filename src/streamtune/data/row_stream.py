@@ -65,7 +65,6 @@ class RowStream:
     Args:
         sources: Sources of the rows, read one after the other, or drawn by their weights.
         tokenizer: Tokenizer with the chat template; the caller of ``examples`` uses it.
-        options: Options of preparing rows.
         notify: Called with each message for the user; it may be replaced.
 
     Attributes:

@@ -66,16 +66,12 @@ class Conversation:
 
 @dataclass(frozen=True)
 class PromptCompletion:
-    """A prompt and its continuation, both plain text."""
-
     prompt: str
     completion: str
 
 
 @dataclass(frozen=True)
 class Document:
-    """Plain text."""
-
     text: str
 
 
@@ -108,7 +104,6 @@ def size_of(content: Content) -> int:
 
 
 def detect_type(row: Row) -> str:
-    """Return the type that a row looks like."""
     found = looks_like(row.columns)
     if found is None:
         raise DataError(
@@ -123,7 +118,6 @@ def detect_type(row: Row) -> str:
 
 
 def normalise(row: Row, row_type: str) -> Content:
-    """Convert a row of a known type to its normal form."""
     for names in REQUIRED_COLUMNS[row_type]:
         if not any(name in row.columns for name in names):
             raise _missing_column(row, row_type, names[0])
@@ -274,7 +268,6 @@ _COLUMN = {"prompts": "prompt", "messages": "messages"}
 
 
 def detect_prompt_type(row: Row) -> str:
-    """Return the type of prompts that a row looks like."""
     for row_type, column in _COLUMN.items():
         if column in row.columns:
             return row_type
@@ -286,7 +279,6 @@ def detect_prompt_type(row: Row) -> str:
 
 
 def prompt_of(row: Row, row_type: str) -> TextOrMessages:
-    """Return the prompt of a row."""
     column = _COLUMN[row_type]
     if row.columns.get(column) is None:
         raise DataError(

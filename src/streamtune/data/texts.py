@@ -104,7 +104,6 @@ def first_frame(sources: Sequence[Source], chat: ChatOptions) -> ChatFrame:
 
 
 def _detect(row: Row) -> str:
-    """Return the type that a row looks like, among the types of all commands."""
     if looks_like(row.columns) is None:
         if {"chosen", "rejected"} <= row.columns.keys():
             return "preference"

@@ -68,7 +68,6 @@ def collate(
     Args:
         examples: At least one.
         pad_token_id: Token of the padding; masked, so any id of the vocabulary does.
-        padding_side: Side of the padding.
         pad_to_multiple_of: Factor that the length is rounded up to a multiple of.
     """
     assert examples, "a batch holds at least one example"
@@ -285,7 +284,6 @@ def _size(node: _Node) -> int:
 
 
 def _row(example: Example) -> tuple[Ids, Ids]:
-    """Return the tokens of a row and what each predicts."""
     targets = np.full(len(example.input_ids), IGNORE_INDEX, np.int32)
     targets[:-1] = np.asarray(example.labels, np.int32)[1:]
     return np.asarray(example.input_ids, np.int32), targets
@@ -328,7 +326,6 @@ def pack_turns(examples: Sequence[Example], bounds: Sequence[int], max_length: i
     Args:
         examples: Rows of at most ``max_length`` tokens.
         bounds: [parts + 1] first row of each part, and the number of all rows.
-        max_length: Tokens of a sequence.
     """
     starts, sizes, squares, firsts = [0], [], [], [0]
     for first, stop in pairwise(bounds):
@@ -398,7 +395,6 @@ def collate_trees(
     Args:
         trees: At least one.
         pad_token_id: Token of the padding; masked, so any id of the vocabulary does. The shared layout has no padding.
-        share: True if rows share what they begin with.
         padding_side: Side of the padding of separate rows.
     """
     assert trees, "a batch holds at least one tree"

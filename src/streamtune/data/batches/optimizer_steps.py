@@ -107,7 +107,6 @@ def token_steps(rows: ResumableSampler, lengths: Numbers, budget: int) -> StepSa
     Args:
         rows: Sampler that gives the order of each epoch.
         lengths: [rows] tokens.
-        budget: Most tokens of a step.
     """
     facts = {name: rows.state_dict()[name] for name in ("num_rows", "seed", "shuffle")}
     return StepSampler(lambda epoch: _fill(rows.order(epoch), lengths, budget), facts)
@@ -140,7 +139,6 @@ def bucket_steps(buckets: Numbers, budget: int, *, curriculum: str, cycles: int,
 
     Args:
         buckets: [pieces] tokens of each piece's bucket, at most ``budget``.
-        budget: Tokens of a step.
         curriculum: Key of :data:`CURRICULA`.
         cycles: Times in an epoch that lengths grow.
         seed: Seed of the order of the pieces and of the draws.
@@ -186,9 +184,6 @@ def assign_rows(
 
     Args:
         rows: Row numbers in the order of the sampler; at least one.
-        cost: Function that returns the predicted time of a row, in any unit.
-        ranks: Number of ranks.
-        batch_size: Most rows of a micro-batch.
         padded: True if a batch is padded, so that each row takes as long as the longest.
 
     Returns:
@@ -304,8 +299,6 @@ def choose_rows(points: Points, sources: Sequence[int], count: int, small: froze
     Args:
         points: [rows, dimensions]
         sources: [rows] source of each row.
-        count: Rows to choose.
-        small: The small sources.
     """
     rows = len(points)
     assert rows == len(sources) >= count > 0, "there are rows to choose from"

@@ -116,8 +116,6 @@ class ResumableSampler:
     trained on, and a sampler that loads it continues with the next.
 
     Args:
-        num_rows: Number of rows.
-        seed: Seed of the order.
         shuffle: False keeps the rows' own order.
         mixture: Mixture of the same rows: each source is visited as often as its weight says.
     """
@@ -217,7 +215,6 @@ class Packs:
         return len(self.starts) - 1
 
     def __getitem__(self, pack: int) -> list[int]:
-        """Return the rows of a pack in order."""
         start, stop = self.starts[pack : pack + 2].tolist()
         return [int(row) for row in self.rows[start:stop]]
 
@@ -240,7 +237,6 @@ def pack_rows(lengths: Sequence[int] | Numbers, max_length: int, *, seed: int) -
 
     Args:
         lengths: Tokens of each row, at most ``max_length``.
-        max_length: Tokens of a sequence.
         seed: Seed of what the lengths leave open.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
@@ -262,8 +258,6 @@ def pack_parts(lengths: Numbers, bounds: Sequence[int], max_length: int, *, seed
     Args:
         lengths: [rows] tokens.
         bounds: [parts + 1] first row of each part, and the number of all rows.
-        max_length: Tokens of a sequence.
-        seed: As in :func:`pack_rows`.
     """
     rows, starts, firsts = [np.empty(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)], [0]
     for first, stop in pairwise(bounds):

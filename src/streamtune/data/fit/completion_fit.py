@@ -44,7 +44,6 @@ class LengthPolicy:
             )
 
     def holds(self, tree: Tree) -> bool:
-        """Return True if a tree needs no cut."""
         return self.holds_prompt(tree) and tree.longest_row <= self.max_length
 
     def holds_prompt(self, tree: Tree) -> bool:
@@ -68,9 +67,6 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
     """Fits prompts with their completions; trees with the same prompt are held out together.
 
     Args:
-        writer: Receives the trees.
-        policy: The limits.
-        identical_pairs: One of :data:`IDENTICAL_PAIRS`.
         kinds: Names of a tree's first and second completion, or of desirable and undesirable ones.
     """
 
@@ -109,7 +105,6 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
             self._keep(cut, prompt, lost=tree.num_tokens_separate - cut.num_tokens_separate)
 
     def skip_identical(self, origin: str) -> None:
-        """Leave out a pair whose answers are the same."""
         if self.identical_pairs == "error":
             raise DataError(
                 f"'{self.kinds[0]}' and '{self.kinds[1]}' are the same: there is nothing to prefer"
@@ -203,9 +198,7 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
     """Fits prompts whose completions are not written yet.
 
     Args:
-        writer: Receives the prompts.
         overlength: One of :data:`COMPLETION_OVERLENGTH`.
-        max_prompt_length: Most tokens of a prompt.
         truncate_side: One of :data:`PROMPT_SIDES`; ``auto`` is ``left``.
     """
 

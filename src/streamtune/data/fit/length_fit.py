@@ -95,7 +95,6 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
     """Writes records, and counts the kept, cut and dropped rows they are made of.
 
     Args:
-        writer: Receives the records.
         overlength: Handling of a row over the length, one of :data:`OVERLENGTH`.
         limit: Name of the limit, for an error.
         over: Name of the limit, for a note.
@@ -128,7 +127,6 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         self.starts: list[SourceStart] = []
 
     def begin(self, source: Source) -> None:
-        """Count the rows that follow for a source."""
         self.starts.append(self._now(source))
 
     def _now(self, source: Source) -> SourceStart:
@@ -179,9 +177,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
         """Split the written records into a training and a held-out part.
 
         Args:
-            table: Table of the written records.
             val_size: Rows to hold out: a fraction below 1, or a count.
-            seed: Seed of the choice.
             notify: Called with the rows of eval sets that are trained as well.
         """
         rows = np.frombuffer(self.row_of_record, dtype=np.int64)

@@ -88,7 +88,6 @@ def choose_held_out(groups: Digests, starts: Sequence[SourceStart], val_size: fl
         groups: [kept rows] hashes of what must not be in both parts.
         starts: Start of every source; eval sets come last.
         val_size: Rows to hold out of the others: a fraction below 1, or a count.
-        seed: Seed of the choice.
     """
     stops = [*(start.kept for start in starts[1:]), len(groups)]
     kept: Counter[str | None] = Counter()

@@ -47,8 +47,6 @@ def cut_row(trained: Mask, policy: RowPolicy, *, head: int, has_answer: bool) ->
 
     Args:
         trained: [T] True for trained tokens; T exceeds the length.
-        policy: The length, and the side.
-        head: Tokens of the head.
         has_answer: True if a prompt comes before what is trained.
     """
     size, most, side = len(trained), policy.max_length, policy.truncate_side
@@ -107,7 +105,6 @@ def split_row(trained: Mask, policy: RowPolicy, breaks: npt.NDArray[np.uint8] | 
 
     Args:
         trained: [T] True for trained tokens.
-        policy: The length, the strongest border and the overlap.
         breaks: [T] border before each token, as an index of :data:`SPLIT_AT`; None cuts at tokens.
     """
     size, start, pieces = len(trained), 0, []
@@ -140,12 +137,7 @@ def _border(trained: Mask, breaks: npt.NDArray[np.uint8], start: int, stop: int,
 
 
 class RowFit(LengthFit[Example, DataReport]):
-    """Fits rows of next tokens; rows with the same tokens and labels are held out together.
-
-    Args:
-        writer: Receives the examples.
-        policy: The length, and the handling of longer rows.
-    """
+    """Fits rows of next tokens; rows with the same tokens and labels are held out together."""
 
     record = Example
     report_type = DataReport
@@ -168,7 +160,6 @@ class RowFit(LengthFit[Example, DataReport]):
         """Fit a row to the length, and write the examples made of it.
 
         Args:
-            rendered: The row.
             origin: Its place, ``file:line``.
             group: Hash; rows with the same hash are held out together. None hashes the examples.
         """
@@ -268,7 +259,6 @@ class _Row:
     weight: float
 
     def joined(self, parts: Sequence[Kept]) -> tuple[IntArray, IntArray]:
-        """Return the ids and labels of some parts of the row, concatenated."""
         ids = [self.input_ids[part.start : part.stop] for part in parts]
         labels = [self.labels[part.start : part.stop].copy() for part in parts]
         for part, each in zip(parts, labels, strict=True):
@@ -292,5 +282,4 @@ def _covered(pieces: Sequence[Sequence[Kept]]) -> int:
 
 
 def _is_trained(trained: npt.NDArray[np.bool_], parts: Sequence[Kept]) -> bool:
-    """Return True if a token of some parts of a row is trained."""
     return any(trained[part.start + part.context : part.stop].any() for part in parts)

@@ -48,9 +48,7 @@ def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
     """Check a message and return it in the form that templates expect: content a string, tool arguments an object.
 
     Args:
-        message: Message as the row has it.
         place: Place in the row, ``messages[2]``.
-        origin: The row, for errors.
     """
     if not isinstance(message, dict):
         pairs = isinstance(message, (list, tuple)) and all(isinstance(each, (list, tuple)) for each in message)

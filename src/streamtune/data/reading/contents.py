@@ -37,7 +37,6 @@ class FileHashes:
 
     Args:
         path: The JSON file; it is made if it is missing, and anew if it is damaged.
-        notify: Called if it is damaged.
     """
 
     path: Path

@@ -135,7 +135,6 @@ def open_bytes(file: DataFile, *, text: bool = True) -> Iterator[IO[bytes]]:
     """Open a file, unpacked if its name says that it is compressed.
 
     Args:
-        file: The file.
         text: Refuse binary files by their first bytes; if False, refuse only LFS pointers and HTML.
     """
     with file.open() as raw:

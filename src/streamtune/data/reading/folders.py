@@ -78,11 +78,6 @@ def choose_files(
 
     Args:
         names: All files below the folder, relative to it, with ``/``.
-        read: Function that returns the text of a file.
-        split: The split.
-        config: Configuration of README.md.
-        shown: The folder, for an error.
-        where: Place in the recipe, for an error.
     """
     every = sorted(names)
     if "dataset_dict.json" in every or "state.json" in every:

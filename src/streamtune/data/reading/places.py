@@ -244,9 +244,6 @@ def load_hub(name: str, config: str | None, split: str, where: str, *, streamed:
 
     Args:
         name: ``name`` or ``owner/name``.
-        config: Configuration of the dataset.
-        split: The split.
-        where: Place in the recipe, for an error.
         streamed: Return an ``IterableDataset``, which reads from the hub and keeps nothing.
     """
     import datasets

@@ -94,7 +94,6 @@ def _json_fault(error: ValueError | RecursionError, origin: str, place: str) -> 
     """Return the error for JSON that the decoder refuses.
 
     Args:
-        error: Error of the decoder.
         origin: Place where the object begins.
         place: Place where the decoder stopped.
     """

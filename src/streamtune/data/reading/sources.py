@@ -96,7 +96,6 @@ def read_rows(source: Source, bad: BadRows | None = None) -> Iterator[Row]:
     """Read the rows of a source, at most ``max_rows``, with the columns renamed.
 
     Args:
-        source: The source.
         bad: Receives malformed rows and messages for the user; without it the first malformed row raises.
     """
     bad = bad or BadRows()
@@ -154,9 +153,7 @@ def typed_rows(
     """Yield every row with its type: the type that its source names, or the type detected from the source's first row.
 
     Args:
-        sources: Sources of the rows, in order.
         known: Types that a source may name, besides ``auto``.
-        detect: Function that returns the type a row looks like.
         bad: Receives malformed rows, and is notified of each detected type.
     """
     for source in sources:

@@ -106,11 +106,7 @@ class ChatRenderer:
         """Render a conversation.
 
         Args:
-            request: The conversation.
-            trained: Indices of the messages to train on.
-            origin: The row, for errors.
             reasoned: Indices of the answers whose reasoning matters; by default ``trained``.
-            find_exchanges: Find where exchanges begin.
         """
         messages = request.messages
         chat = Renderings(self._tokenizer, request, origin)

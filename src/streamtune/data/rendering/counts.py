@@ -98,7 +98,6 @@ class RenderLog:
 
     Args:
         options: Options that decide what is an error.
-        notify: Called with each message for the user.
     """
 
     def __init__(self, options: ChatOptions, notify: Callable[[str], None]) -> None:

@@ -94,7 +94,6 @@ def rendering(
     Args:
         make: Makes a renderer, given ``notify`` for messages to the user. It is pickled for other processes.
         processes: Processes that render; 1 renders in this process.
-        note: Called with messages for the user.
         rows_at_once: Rows that this process looks at before it renders the first.
 
     Raises:

@@ -69,10 +69,7 @@ class RowRenderer:
     """Renders normalised rows to token ids and labels.
 
     Args:
-        tokenizer: Tokenizer with the chat template.
         train_on: One of :data:`TRAIN_ON`.
-        notify: Called once with each message for the user.
-        chat: Options of rendering.
         policy: The length, and the handling of longer rows; without it no row is cut.
 
     Raises:
@@ -134,7 +131,6 @@ class RowRenderer:
             self._renders_ahead = render_ahead(self._tokenizer, requests)
 
     def __call__(self, content: Content, origin: str) -> Rendered:
-        """Render a row."""
         if isinstance(content, Conversation):
             rendered = self._conversation(content, origin)
         elif isinstance(content, PromptCompletion):
@@ -259,7 +255,6 @@ class RowRenderer:
         now.flags_of_other_roles.update(role for role in marked if role not in self._options.roles_to_train)
 
     def _answers(self, content: Conversation) -> list[int]:
-        """Return the indices of the trained assistant messages."""
         return [index for index in self._trained(content) if content.messages[index]["role"] == "assistant"]
 
     def trainable(self, content: Conversation) -> list[int]:
@@ -421,7 +416,6 @@ class TreeRenderer:
         self._render.ask_ahead(content for item in items if item.row is not None for content in item.row.contents)
 
     def __call__(self, answers: Answers, origin: str) -> Tree:
-        """Render a prompt and its answers."""
         rendered = [self._render(content, origin) for content in answers.contents]
         ids = [row.input_ids for row in rendered]
         counted = [[label != IGNORE_INDEX for label in row.labels] for row in rendered]

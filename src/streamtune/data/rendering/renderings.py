@@ -417,8 +417,6 @@ def dropped_answers(chat: Renderings, answers: Sequence[int], turns: Mapping[int
     Where the text of a turn lacks it, the reasoning is replaced by a mark, which a template prints in any form.
 
     Args:
-        chat: The conversation.
-        answers: Indices of messages that have reasoning.
         turns: Texts of turns by the index of their message; for a missing turn the whole rendering is searched.
     """
     missing = [index for index in answers if reasoning_of(chat.messages[index]) not in turns.get(index, chat.text)]

@@ -41,9 +41,7 @@ class SpecialText:
     """Finds special tokens in the text of rows, and tokenises such text without taking it for them.
 
     Args:
-        tokenizer: The model's tokenizer.
         policy: Length of rows, as in :class:`MaskTokenizer`.
-        note: Called with messages for the user.
     """
 
     def __init__(
@@ -82,9 +80,7 @@ class SpecialText:
         """Tokenise a text without taking what it spells for special tokens.
 
         Args:
-            text: The text.
             tokens: Function that calls the given tokenizer with the given text.
-            origin: The row, for errors.
             rendered: The text has stand-ins, and special tokens of the template.
 
         Raises:

@@ -128,9 +128,7 @@ class MaskTokenizer:
     """Tokenises texts of any length, and finds the tokens of trained characters.
 
     Args:
-        tokenizer: Any tokenizer.
         policy: The length of rows; without it no row is cut.
-        note: Called with messages for the user.
     """
 
     def __init__(
@@ -144,7 +142,6 @@ class MaskTokenizer:
         self._speller = ByteSpeller(tokenizer.backend_tokenizer) if tokenizer.is_fast else None
 
     def __call__(self, asked: MarkedText) -> TextTokens:
-        """Tokenise a text."""
         most = self._policy.max_length if self._policy is not None and self._policy.finds_breaks else None
         # Borders need offsets, which take time: so they are asked for where the row is likely to be too long.
         breaks = most is not None and bool(self._tokenizer.is_fast) and len(asked.text) > _LIKELY * most
@@ -343,7 +340,6 @@ def _extents(
     to the token after them. A token that the tokenizer added itself stands for no character.
 
     Args:
-        text: The tokenised text.
         offsets: Start and end (exclusive) of each token as the tokenizer reports them.
         pieces: Returns the tokens as the vocabulary writes them; called only if blanks are left out.
     """
@@ -384,7 +380,6 @@ class ByteSpeller:
 
         Args:
             ids: [T] all tokens of the text.
-            text: The text.
             starts: [spans] first character of each span, in order.
             ends: [spans] character behind each span; spans do not overlap.
         """

@@ -110,9 +110,7 @@ def render_chat(
 
     Args:
         tokenizer: Tokenizer with the template and the special tokens.
-        request: The conversation.
         template: Template in place of the tokenizer's own.
-        limits: Limits on the rendering.
 
     Raises:
         TemplateLimitError: A limit is exceeded.
@@ -186,7 +184,6 @@ def template_variables(tokenizer: PreTrainedTokenizerBase, tools: Any) -> set[st
 
     Args:
         tokenizer: Tokenizer with a template, or with several: one for conversations with tools.
-        tools: JSON schemas of tools, or None.
 
     Returns:
         Their names; None if the tokenizer renders by a method of its own, of which nothing is known.
@@ -356,7 +353,6 @@ class _Workers:
         atexit.register(self.close)
 
     def render_ahead(self, shared: dict[str, Any], own: Sequence[dict[str, Any]], limits: TemplateLimits) -> None:
-        """Render several conversations, and keep the results."""
         found = json.loads(self.render({**shared, "many": list(own)}, limits))
         for request, rendered in zip(own, found, strict=True):
             if rendered is not None and (key := _key(shared["chat_template"], request)):
