@@ -23,12 +23,12 @@ __all__ = ["StreamTuneCallback"]
 
 
 class StreamTuneCallback(TrainerCallback):
-    """Streams the model of a ``Trainer``, or of one of TRL's trainers, from the beginning of training to its end.
+    """Streams the model of a ``Trainer``, or of one of TRL's trainers, while it trains.
 
-    A model that is streamed already stays as it is, then and afterwards. At the beginning of training one line has the
-    schedule and the predicted peak of memory; every log of a training step gets ``peak_mem_gib``,
-    ``stream_chunk_size`` and, where it was predicted, ``predicted_peak_gib``. On a CPU ``peak_mem_gib`` is of the whole
-    process, while the prediction counts tensors.
+    A model that is streamed already stays streamed. At the beginning of training one line has the schedule and the
+    predicted peak of memory; every log of a training step gets ``peak_mem_gib``, ``stream_chunk_size`` and, if it was
+    predicted, ``predicted_peak_gib``. On a CPU ``peak_mem_gib`` is of the whole process, while the prediction counts
+    tensors.
 
     Example:
         >>> trainer = Trainer(model, args, train_dataset=rows, callbacks=[StreamTuneCallback()])
@@ -54,10 +54,9 @@ class StreamTuneCallback(TrainerCallback):
         Args:
             schedule: The schedule; None lets the planner choose.
             chunk_size: Tokens of a chunk, shorthand for ``schedule=Schedule(chunk_size=...)``.
-            max_length: Tokens of the longest row, for the planner and the predicted peak; None is what the trainer's
-                arguments say (``max_length`` of TRL's configurations).
-            rows: Rows of one forward, for the same; None is ``per_device_train_batch_size``, twice that for TRL's DPO.
-            device_memory: Memory to plan with, bytes or ``"80GiB"``; None is what is free.
+            max_length: Tokens of the longest row, for the plan; None is ``max_length`` of TRL's configurations.
+            rows: Rows of one forward, for the plan; None is ``per_device_train_batch_size``, twice that for TRL's DPO.
+            device_memory: Memory to plan with, bytes or ``"80GiB"``; None is the free memory.
             head: Stream the head as well, as in :func:`streamtune.stream`.
 
         Raises:
@@ -88,8 +87,8 @@ class StreamTuneCallback(TrainerCallback):
         """Plan, stream the model, print one line.
 
         Raises:
-            ArgumentError: Nobody says how long rows are, or no schedule fits.
-            UnsupportedModelError: The model cannot be streamed, or not any more in the wrapper that it is in.
+            ArgumentError: The longest row is unknown, or no schedule fits.
+            UnsupportedModelError: The model cannot be streamed, or not any more in its wrapper.
         """
         model: nn.Module = given["model"]
         self.remove()  # of a training that ended with an error
@@ -139,7 +138,7 @@ class StreamTuneCallback(TrainerCallback):
         self.handle, self._ours = None, False
 
     def _plan(self, model: nn.Module, args: TrainingArguments) -> Plan | None:
-        """Return the plan of a step; None where a schedule is given and nobody says how long rows are."""
+        """Return the plan of a step; None if a schedule is given and the longest row is unknown."""
         length = self.max_length or _longest(args)
         if length is None:
             if self.schedule is not None:
@@ -190,11 +189,7 @@ def _handle_of(model: nn.Module) -> StreamHandle | None:
 
 
 def _refuse_sharded(model: nn.Module, args: TrainingArguments) -> None:
-    """Refuse a model whose weights the trainer has distributed already.
-
-    Raises:
-        UnsupportedModelError: It is trained by DeepSpeed or FSDP.
-    """
+    """Refuse a model whose weights DeepSpeed or FSDP has distributed already."""
     by_deepspeed = args.deepspeed is not None or any(hasattr(weight, "ds_id") for weight in model.parameters())
     by_fsdp = bool(args.fsdp) or any(isinstance(weight, DTensor) for weight in model.parameters())
     if by_deepspeed or by_fsdp:
@@ -206,7 +201,7 @@ def _refuse_sharded(model: nn.Module, args: TrainingArguments) -> None:
 
 
 def _longest(args: TrainingArguments) -> int | None:
-    """Return the tokens of the longest row, as TRL's configurations say it; None where they do not."""
+    """Return the tokens of the longest row by TRL's configurations; None without them."""
     completion = getattr(args, "max_completion_length", None)
     prompt = getattr(args, "max_prompt_length", None)
     if completion is not None:
@@ -215,14 +210,14 @@ def _longest(args: TrainingArguments) -> int | None:
 
 
 def _rows(args: TrainingArguments) -> int:
-    """Return the rows of one forward: TRL's DPO calls the model with chosen and rejected rows together."""
+    """Return the number of rows of one forward: TRL's DPO calls the model with chosen and rejected rows together."""
     paired = hasattr(args, "precompute_ref_log_probs")
     return args.per_device_train_batch_size * (2 if paired else 1)
 
 
 @contextmanager
 def _own_forwards(model: nn.Module) -> Iterator[None]:
-    """Take out functions that stand in the place of ``forward`` (accelerate's autocast), which a copy would share."""
+    """Remove functions that replace ``forward`` (accelerate's autocast), while inside: a copy would share them."""
     found: list[tuple[nn.Module, dict[str, Any]]] = []
     for module in model.modules():
         names = [name for name in ("forward", "_original_forward") if name in module.__dict__]

@@ -31,7 +31,7 @@ from streamtune.errors import StreamTuneError
 
 PING_SECONDS = 2.0
 SILENCE_SECONDS = 20.0
-"""Without a message from the launcher for so long, the ranks are ended."""
+"""Time without a message from the launcher after which the ranks are ended."""
 
 
 def main() -> None:
@@ -137,7 +137,7 @@ class _Agent:
             self.say({"out": data.decode("utf-8", errors="replace"), "to": to})
 
     def close(self) -> None:
-        """End what still runs, and report it if the launcher still listens."""
+        """End all running ranks, and report them if the launcher still listens."""
         if self._ranks is not None:
             for end in self._ranks.close():
                 self.say({"end": asdict(end)})

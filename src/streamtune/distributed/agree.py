@@ -33,13 +33,13 @@ from streamtune.errors import DistributedError
 PURPOSE = "agree"
 PACKAGES = ("torch", "transformers", "deepspeed", "peft")
 TOGETHER_SECONDS = 300.0
-"""For the slowest rank to come: reading data takes one longer than another."""
+"""Wait for the slowest rank: reading data may take it longer."""
 REACH_SECONDS = 10.0
 SHOWN_LENGTH = 40
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that ranks must have in common to compute the same, without importing any package."""
+    """Return the versions that ranks must share to compute the same, without importing any package."""
     found = {"python": platform.python_version(), "streamtune": __version__}
     for package in PACKAGES:
         try:
@@ -50,40 +50,34 @@ def versions() -> dict[str, str]:
 
 
 def fingerprint(text: str) -> str:
-    """Return a short hash of a text, for facts that are too long to compare by eye."""
+    """Return a short hash of a text that is too long to compare by eye."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def agree(
     facts: Mapping[str, str], environment: RankEnvironment | None = None, seconds: float = TOGETHER_SECONDS
 ) -> None:
-    """Compare ``facts`` and :func:`versions` over all ranks. Called by every rank; with one rank nothing happens.
+    """Compare ``facts`` and :func:`versions` over all ranks, which all call this. With one rank nothing happens.
 
     Args:
-        facts: What must be the same everywhere, by name.
-        environment: That of this rank; None reads it.
+        facts: Values that must be the same everywhere, by name.
+        environment: Environment of this rank; None reads it.
         seconds: Time for the slowest rank to come.
 
     Raises:
-        DistributedError: The same on every rank: it names the ranks that differ, with their values, that have not come,
-            or that cannot reach others.
+        DistributedError: Ranks differ, have not come or cannot reach others; the same error on every rank.
     """
     env = read_environment() if environment is None else environment
     if env.world_size == 1:
         return
     message: dict[str, Any] = {"facts": {**versions(), **facts}, "leads": env.local_rank == 0}
-    outcome = _gather(env, message, seconds) if env.is_main else _ask(env, message, seconds)
+    outcome = _collect(env, message, seconds) if env.is_main else _report(env, message, seconds)
     if outcome is not None:
         raise Failure.from_dict(outcome).error(named=False)
 
 
-class _Answering:
-    """A context manager: a port of each machine's first rank that those of other machines can call.
-
-    Args:
-        env: The environment of this rank; on one machine there is no port.
-        address: The address at which this machine is reached.
-    """
+class _ReachablePort:
+    """A port of each machine's first rank that other machines can call, while inside; none on one machine."""
 
     def __init__(self, env: RankEnvironment, address: str) -> None:
         self._server: socket.socket | None = None
@@ -92,7 +86,7 @@ class _Answering:
             self._server = listen_at(address, 0)
             self.port = self._server.getsockname()[1]
 
-    def __enter__(self) -> _Answering:
+    def __enter__(self) -> _ReachablePort:
         if self._server is not None:
             threading.Thread(target=self._accept, args=(self._server,), daemon=True).start()
         return self
@@ -110,19 +104,18 @@ class _Answering:
                 caller.close()
 
 
-def _ask(env: RankEnvironment, message: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-    """Send this rank's facts to rank 0 and return the outcome; for ranks other than 0."""
+def _report(env: RankEnvironment, message: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+    """Send this rank's facts to rank 0, and return the outcome."""
     line = dial(env, PURPOSE, {}, seconds)
     try:
         own = line.connection.getsockname()[0]
-        with _Answering(env, own) as answering:
-            line.send({**message, "address": own, "port": answering.port})
+        with _ReachablePort(env, own) as reachable:
+            line.send({**message, "address": own, "port": reachable.port})
             answer = line.receive(seconds + REACH_SECONDS)
             if answer["outcome"] is None:
-                line.send({"unreached": _try(answer["leaders"], env.rank)})
+                line.send({"unreached": _call_leaders(answer["leaders"], env.rank)})
                 answer = line.receive(2 * REACH_SECONDS + seconds)
-        outcome: dict[str, Any] | None = answer["outcome"]
-        return outcome
+        return answer["outcome"]
     except OSError as error:
         raise DistributedError(
             f"rank {env.rank} on {env.host} lost rank 0 at {env.master_addr} before the first step: {error}",
@@ -132,33 +125,33 @@ def _ask(env: RankEnvironment, message: dict[str, Any], seconds: float) -> dict[
         line.close()
 
 
-def _gather(env: RankEnvironment, message: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+def _collect(env: RankEnvironment, message: dict[str, Any], seconds: float) -> dict[str, Any] | None:
     """Collect the facts of all ranks on rank 0, send the outcome to the ranks that came, and return it."""
     callers: dict[int, tuple[Line, dict[str, Any]]] = {}
     hosts = {0: env.host}
     try:
-        with _Answering(env, env.master_addr) as answering:
-            outcome = _come(env, callers, hosts, seconds)
+        with _ReachablePort(env, env.master_addr) as reachable:
+            outcome = _wait_for_facts(env, callers, hosts, seconds)
             everyone = {0: message, **{rank: said for rank, (_, said) in callers.items()}}
             if outcome is None:
                 outcome = compare_facts({rank: said["facts"] for rank, said in everyone.items()}, hosts)
-            own = {**message, "address": env.master_addr, "port": answering.port}
+            own = {**message, "address": env.master_addr, "port": reachable.port}
             leaders = [
                 {"rank": rank, "host": hosts[rank], "address": said["address"], "port": said["port"]}
                 for rank, said in sorted({**everyone, 0: own}.items())
                 if said["leads"]
             ]
-            _tell(callers, outcome, leaders)
+            _send_outcome(callers, outcome, leaders)
             if outcome is None:
-                outcome = _reached(env, callers, hosts, leaders)
-                _tell(callers, outcome, [])
+                outcome = _check_reach(env, callers, hosts, leaders)
+                _send_outcome(callers, outcome, [])
     finally:
         for line, _ in callers.values():
             line.close()
     return asdict(outcome) if outcome is not None else None
 
 
-def _come(
+def _wait_for_facts(
     env: RankEnvironment, callers: dict[int, tuple[Line, dict[str, Any]]], hosts: dict[int, str], seconds: float
 ) -> Failure | None:
     """Wait for every rank to call and send its facts; return a failure if some do not."""
@@ -184,7 +177,7 @@ def _come(
 def _hear_facts(
     line: Line, greeting: dict[str, Any], callers: dict[int, tuple[Line, dict[str, Any]]], hosts: dict[int, str]
 ) -> None:
-    """Receive and record the facts of an admitted rank; without them close the connection, and it calls again."""
+    """Record the facts of an admitted rank; without them close the connection, and the rank calls again."""
     try:
         said = line.receive(5.0)
         ranks = {name: said[name] for name in ("facts", "leads", "address", "port")}
@@ -196,15 +189,15 @@ def _hear_facts(
     callers[greeting["rank"]], hosts[greeting["rank"]] = (line, ranks), greeting["host"]
 
 
-def _tell(callers: Mapping[int, tuple[Line, Any]], outcome: Failure | None, leaders: Sequence[Any]) -> None:
+def _send_outcome(callers: Mapping[int, tuple[Line, Any]], outcome: Failure | None, leaders: Sequence[Any]) -> None:
     document = {"outcome": asdict(outcome) if outcome is not None else None, "leaders": list(leaders)}
     for line, _ in callers.values():
         with suppress(OSError):
             line.send(document)
 
 
-def _try(leaders: Sequence[dict[str, Any]], rank: int) -> list[str]:
-    """Call the first ranks of the other machines, if this is one; return those that were not reached, and why."""
+def _call_leaders(leaders: Sequence[dict[str, Any]], rank: int) -> list[str]:
+    """Call the first ranks of the other machines, if this rank is a first; return those not reached, and why."""
     if rank not in [leader["rank"] for leader in leaders]:
         return []
     unreached = []
@@ -220,14 +213,14 @@ def _try(leaders: Sequence[dict[str, Any]], rank: int) -> list[str]:
     return unreached
 
 
-def _reached(
+def _check_reach(
     env: RankEnvironment,
     callers: Mapping[int, tuple[Line, Any]],
     hosts: Mapping[int, str],
     leaders: Sequence[dict[str, Any]],
 ) -> Failure | None:
     """Return a failure that names each machine that does not reach another; None if all do."""
-    found = {0: _try(leaders, 0)}
+    found = {0: _call_leaders(leaders, 0)}
     for rank, (line, _) in callers.items():
         try:
             found[rank] = line.receive(REACH_SECONDS * max(1, len(leaders)))["unreached"]

@@ -1,10 +1,10 @@
 """DeepSpeed as backend: ZeRO stages 1, 2 and 3 with the same traffic as without streaming.
 
 The engine's node returns each parameter's gradient once a layer and micro-step, for any number of chunks, so that ZeRO
-reduces it once. Under stage 3 a decoder layer is a *leaf module*: hooks around its call gather all of its
-weights at once, once for the forward and once for the backward. No function of DeepSpeed is patched.
+reduces it once. Under stage 3 a decoder layer is a *leaf module*: hooks around its call gather all of its weights at
+once, once for the forward and once for the backward. No function of DeepSpeed is patched.
 
-DeepSpeed averages over ranks; the shares of ranks add up, so each is multiplied with their number.
+DeepSpeed averages over ranks, while the shares of ranks add up: each is multiplied by the number of ranks.
 """
 
 from __future__ import annotations
@@ -31,18 +31,14 @@ class _OptimizerPart(NamedTuple):
 
     flat: Tensor
     start: int
-    """In ``flat``."""
+    """Offset in ``flat``."""
     offset: int
-    """In the parameter, flattened."""
+    """Offset in the flattened parameter."""
     length: int
 
 
 def check_deepspeed() -> None:
-    """Raise if DeepSpeed is not installed.
-
-    Raises:
-        ArgumentError: It is not; the error has the line that installs it.
-    """
+    """Refuse to go on without DeepSpeed; the error has the command that installs it."""
     try:
         import deepspeed  # noqa: F401
     except ImportError as error:
@@ -64,11 +60,8 @@ def _prepare() -> None:
 class DeepSpeedBackend(Backend):
     """Weights, gradients and optimizer shared by ZeRO.
 
-    Args:
-        module: Streamed already; on this rank's device, offloaded weights on the host.
-        optimizer: Over its parameters.
-        config: From :func:`streamtune.distributed.deepspeed_config.resolve_config`.
-        layers: The decoder layers, each gathered whole.
+    The module is streamed already and on this rank's device; offloaded weights are on the host. Each decoder layer of
+    ``layers`` is gathered whole.
 
     Raises:
         ArgumentError: DeepSpeed is not installed, or refuses the configuration or the optimizer.
@@ -104,16 +97,13 @@ class DeepSpeedBackend(Backend):
 
     @property
     def model(self) -> Any:
-        """See :class:`streamtune.train.Backend`."""
         return self.engine
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
-        """See :class:`streamtune.train.Backend`."""
         self.engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """See :class:`streamtune.train.Backend`."""
         self.engine.backward(loss * self.size, scale_wrt_gas=False)
 
     def clip_gradients(self, max_norm: float) -> float:
@@ -127,7 +117,7 @@ class DeepSpeedBackend(Backend):
         return math.sqrt(total.item())
 
     def _gradients(self) -> Iterator[Tensor]:
-        """Yield the parts of the gradient this rank holds; those of all ranks are the whole."""
+        """Yield the parts of the gradient that this rank holds; the parts of all ranks are the whole."""
         from deepspeed.utils import safe_get_local_grad
 
         for parameter in self.module.parameters():
@@ -139,12 +129,10 @@ class DeepSpeedBackend(Backend):
                 yield parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group)  # type: ignore[attr-defined]
 
     def step(self, learning_rate: float) -> None:
-        """See :class:`streamtune.train.Backend`."""
         set_learning_rate(self.engine.optimizer, learning_rate)
         self.engine.step()
 
     def drop_gradients(self) -> None:
-        """See :class:`streamtune.train.Backend`."""
         optimizer = self.engine.optimizer
         optimizer.zero_grad(set_to_none=True)
         optimizer.averaged_gradients.clear()
@@ -155,7 +143,6 @@ class DeepSpeedBackend(Backend):
             optimizer._offload_accumulated_param_ids = set()
 
     def reset_optimizer(self) -> None:
-        """See :class:`streamtune.train.Backend`."""
         for state in self.engine.optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
@@ -163,12 +150,11 @@ class DeepSpeedBackend(Backend):
             state.update({key: 0 for key, value in state.items() if isinstance(value, int)})
 
     def stepped(self) -> Iterator[Tensor]:
-        """See :class:`streamtune.train.Backend`. In float32, where weights have fewer bits."""
+        """Yield the trained values of this rank, in float32 if weights have fewer bits."""
         parts = (self._held(parameter) for _, parameter in self._trained())
         return (part.flat[part.start : part.start + part.length] for part in parts if part is not None)
 
     def slices(self) -> Iterator[Slice]:
-        """See :class:`streamtune.train.Backend`."""
         for name, parameter in self._trained():
             found = self._held(parameter)
             if found is None:
@@ -183,7 +169,6 @@ class DeepSpeedBackend(Backend):
                     yield Slice(name, key, (), 0, self._saved_count(value).reshape(1))
 
     def load_slices(self, saved: SliceReader) -> None:
-        """See :class:`streamtune.train.Backend`."""
         trained = self._trained()
         saved.check_parameters([name for name, _ in trained])
         state = self.engine.optimizer.optimizer.state
@@ -230,11 +215,10 @@ class DeepSpeedBackend(Backend):
         return tuple(parameter.ds_shape if self.stage == 3 else parameter.shape)
 
     def _state(self, flat: Tensor) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.engine.optimizer.optimizer.state.get(flat, {})
-        return found
+        return self.engine.optimizer.optimizer.state.get(flat, {})
 
     def _held(self, parameter: Any) -> _OptimizerPart | None:
-        """Return the place of this rank's part of a parameter, without padding; None if it has none."""
+        """Return this rank's part of a parameter, without padding; None if it has none."""
         optimizer = self.engine.optimizer
         if self.stage == 3:
             group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -251,20 +235,16 @@ class DeepSpeedBackend(Backend):
         return _OptimizerPart(flat, high.start, low.start, low.numel)
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-        """See :class:`streamtune.train.Backend`."""
         return whole_weights(self.module, names)
 
     def close(self) -> None:
-        """Free DeepSpeed's threads and buffers."""
         self.engine.destroy()
 
 
 def share_module(module: nn.Module, config: Mapping[str, Any]) -> None:
     """Partition a module by ZeRO-3: rank 0's weights are distributed, and each rank keeps its part.
 
-    Args:
-        module: Holds the weights on rank 0, uninitialised tensors on the others; those partitioned before are left.
-        config: As for :class:`DeepSpeedBackend`.
+    On other ranks the tensors are uninitialised. Parameters that are partitioned already are left.
     """
     _prepare()
     import deepspeed
@@ -273,12 +253,7 @@ def share_module(module: nn.Module, config: Mapping[str, Any]) -> None:
 
 
 def share_frozen(model: nn.Module, config: Mapping[str, Any], layers: Iterable[nn.Module]) -> Any:
-    """Let ZeRO-3 gather the weights of a frozen model whenever its modules are called.
-
-    Args:
-        model: Shared by :func:`share_module`.
-        config: As for :class:`DeepSpeedBackend`.
-        layers: The decoder layers.
+    """Let ZeRO-3 gather the weights of a frozen model, shared by :func:`share_module`, when its modules are called.
 
     Returns:
         The DeepSpeed engine that gathers them; keep it for as long as the model is called.
@@ -294,9 +269,7 @@ def share_frozen(model: nn.Module, config: Mapping[str, Any], layers: Iterable[n
 def whole_weights(model: nn.Module, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
     """Yield the parameters one by one: each whole on rank 0, None on the other ranks, which must iterate too.
 
-    Args:
-        model: Shared by ZeRO or not.
-        names: Only these.
+    ``names`` selects some of them; the model may be shared by ZeRO or not.
     """
     import deepspeed
 

@@ -1,11 +1,11 @@
 """The DeepSpeed configuration of a recipe: shipped presets, or a file whose ``auto`` values the recipe fills.
 
-    zero1          optimizer shared
+    zero1          optimizer sharded
     zero2          gradients too
     zero3          weights too: a decoder layer is gathered whole, once forward and once backward
     zero3_offload  weights and optimizer are kept on the host
 
-Where both the recipe and a file have a value the two must agree: a run trains by the numbers of its recipe.
+If both the recipe and a file have a value, the two must agree: a run trains by the numbers of its recipe.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepsp
     Args:
         name: A preset, or the path of a JSON file.
         values: Values from the recipe, by dotted key: ``{"bf16.enabled": True, ...}``.
-        where: The line that asks for it.
+        where: Place for errors.
 
     Raises:
-        ArgumentError: There is no such preset or file, it is no JSON object, it contradicts the recipe, leaves ``auto``
+        ArgumentError: There is no such preset or file, or it is not valid, contradicts the recipe, leaves ``auto``
             where the recipe has no value, names an optimizer or a scheduler, or asks for another stage than 1 to 3.
     """
     config = read_config(name, where=where)
@@ -91,14 +91,13 @@ def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepsp
         raise ArgumentError(
             f'{source} leaves {left[0]} "auto", which the recipe does not know', where=where, mend="write its value"
         )
-    if "optimizer" in config or "scheduler" in config:
-        both = "optimizer" if "optimizer" in config else "scheduler"
-        key = "optim" if both == "optimizer" else "lr_scheduler_type"
-        raise ArgumentError(
-            f"{source} names {'an' if both == 'optimizer' else 'a'} {both}, and the recipe has one ({key})",
-            where=where,
-            mend=f"delete {both!r} there; {key}, learning_rate and warmup_steps of the recipe say it",
-        )
+    for section, article, key in (("optimizer", "an", "optim"), ("scheduler", "a", "lr_scheduler_type")):
+        if section in config:
+            raise ArgumentError(
+                f"{source} names {article} {section}, and the recipe has one ({key})",
+                where=where,
+                mend=f"delete {section!r} there; {key}, learning_rate and warmup_steps of the recipe say it",
+            )
     if (stage := stage_of(config)) not in (1, 2, 3):
         raise ArgumentError(
             f"{source} asks for ZeRO stage {stage}",
@@ -109,12 +108,7 @@ def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepsp
 
 
 def filled(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that were ``auto`` in a preset or file: dotted key -> value in ``config``.
-
-    Args:
-        name: As for :func:`resolve_config`.
-        config: The configuration that it returned.
-    """
+    """Return the values of the resolved ``config`` that are ``auto`` in its preset or file, by dotted key."""
     found = {}
     for key in _autos(read_config(name)):
         holder, last = _holder(dict(config), key)
@@ -124,16 +118,12 @@ def filled(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(name: str, *, where: str = "deepspeed") -> dict[str, Any]:
-    """Return a preset or a file, as it is written.
-
-    Raises:
-        ArgumentError: There is no such preset or file, or it is no JSON object.
-    """
+    """Return a preset or the JSON object of a file, as it is written."""
     return copy.deepcopy(PRESETS[name]) if name in PRESETS else _read(name, where)
 
 
 def stage_of(config: Mapping[str, Any]) -> int:
-    """Return the stage of ZeRO a configuration asks for."""
+    """Return the ZeRO stage of a configuration."""
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 
@@ -169,7 +159,7 @@ def _read(name: str, where: str) -> dict[str, Any]:
 
 
 def _secret_in(value: Any, path: str = "") -> tuple[str, str] | None:
-    """Return the kind of the first token or password in JSON values, and the dotted key that holds it; None without."""
+    """Return the kind of the first token or password in JSON values and its dotted key; None without."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             place = f"{path}.{key}" if path else str(key)
@@ -188,7 +178,7 @@ def _secret_in(value: Any, path: str = "") -> tuple[str, str] | None:
 
 
 def _holder(config: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]:
-    """Return the section that holds a dotted key (None if there is no such section), and the last part of the key."""
+    """Return the section that holds a dotted key, None if it is missing, and the last part of the key."""
     *path, last = key.split(".")
     holder: Any = config
     for name in path:

@@ -24,9 +24,9 @@ DEFAULT_PORT = 29500
 COUNTING = ("streamtune", "torchrun", "deepspeed")
 """Launchers that always say how many ranks are on a machine."""
 SECRET_VARIABLE = "STREAMTUNE_SECRET"
-"""A secret that the user gives to all ranks and nobody else, where another launcher starts them."""
+"""A secret that the user gives to all ranks and nobody else, for ranks that another launcher starts."""
 RUN_ID_VARIABLE = "STREAMTUNE_RUN_ID"
-"""Differs from run to run: what tells the connections of one from those of another on the same ports."""
+"""A value of its own for each run, which tells apart the connections of two runs on the same ports."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,10 @@ class RankEnvironment:
     master_port: int = DEFAULT_PORT
     launcher: str = "none"
     """Launcher of this process: ``streamtune``, ``torchrun``, ``deepspeed``, ``srun``, ``mpirun``, ``another
-    launcher``; ``none`` where it is alone."""
+    launcher``; ``none`` if it is alone.
+    """
     run_id: str = ""
-    """The same on every rank of a run, and on none of another."""
+    """The same on every rank of a run, and on no rank of another."""
     one_machine: bool = False
     """True if all ranks are known to be on this machine."""
 
@@ -56,11 +57,11 @@ class RankEnvironment:
 
     @property
     def host(self) -> str:
-        """The name of this machine in messages."""
+        """Name of this machine in messages."""
         return os.environ.get("STREAMTUNE_HOST") or socket.gethostname()
 
     def export(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Set variables that PyTorch, DeepSpeed and their libraries read; variables that the user has set stay.
+        """Set the variables that PyTorch, DeepSpeed and their libraries read; those the user has set stay.
 
         Call it before torch is imported, which reads the number of threads once.
         """
@@ -97,7 +98,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment
     """Return the rank environment of this process; an ordinary process is rank 0 of 1.
 
     Raises:
-        ArgumentError: Variables of a launcher that are no numbers, contradict each other or lack one.
+        ArgumentError: A launcher variable is missing, not a number, or contradicts another.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         found = _from_torch(environ)
@@ -229,7 +230,7 @@ def _missing(name: str, launcher: str) -> ArgumentError:
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Expand Slurm's short form of a list of hosts: ``n[01-03,7],gpu2`` -> ``n01, n02, n03, n7, gpu2``."""
+    """Expand Slurm's list of hosts: ``n[01-03,7],gpu2`` -> ``n01, n02, n03, n7, gpu2``."""
     nodes: list[str] = []
     for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         nodes += _expand_entry(entry)
@@ -248,7 +249,7 @@ def _expand_entry(entry: str) -> list[str]:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """Expand Slurm's short form of the tasks of each node: ``2(x3),1`` -> ``2, 2, 2, 1``."""
+    """Expand Slurm's number of tasks for each node: ``2(x3),1`` -> ``2, 2, 2, 1``."""
     tasks: list[int] = []
     for entry in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
@@ -258,7 +259,7 @@ def expand_tasks(text: str) -> list[int]:
 
 
 def usable_cpus() -> int:
-    """Return the number of cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,8 +1,8 @@
 """Failures of ranks: the file that a rank writes for its launcher, and the choice of the first failure.
 
-A rank of ``streamtune --nproc`` prints no error. It writes it as JSON into the file its launcher named, and the
-launcher shows one: that of the rank that failed first. A rank that ends only because
-another one has failed writes that the other is at fault.
+A rank of ``streamtune --nproc`` does not print its error. It writes it as JSON into the file its launcher named, and
+the launcher shows the error of the rank that failed first. A rank that ends only because another failed names the
+other.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from streamtune import errors
 from streamtune.errors import DistributedError, StreamTuneError
 
 ERROR_FILE_VARIABLE = "STREAMTUNE_ERROR_FILE"
-"""Names the file a rank writes its failure into; where it is not set, the rank prints it."""
+"""Names the file for a rank's failure; without it the rank prints the error."""
 TAIL_LINES = 8
 AT_ONCE = 2.0
-"""Seconds within which the order of several ends says nothing: a rank whose peer dies fails as fast as that is seen."""
+"""Seconds within which the order of several ends says nothing: ranks notice a dead peer that fast."""
 ENDED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""The log of a rank that ends so knows nothing of it."""
+"""Signals of which the log of a rank knows nothing."""
 MENDS = {
     "SIGKILL": "the system kills what takes the host's last memory: see `dmesg`, and try fewer ranks on this host",
     "SIGSEGV": "a library crashed: its last lines are in the log",
@@ -40,7 +40,7 @@ class Failure:
     """An error of a rank, in the form that processes send each other."""
 
     rank: int
-    """Whose fault it is."""
+    """The rank at fault."""
     host: str
     what: str
     where: str = ""
@@ -49,9 +49,9 @@ class Failure:
     """Name of the error's class."""
     exit_code: int = 1
     own: bool = True
-    """True if the rank reports it of itself, and not of another."""
+    """True if the rank reports its own error."""
     seen: str = ""
-    """If other ranks found it: that it ``died``, is ``silent``, stands ``still`` or is ``missing``."""
+    """Finding of other ranks: it ``died``, is ``silent``, stands ``still`` or is ``missing``."""
     time: float = field(default_factory=time.time)
 
     @classmethod
@@ -64,11 +64,11 @@ class Failure:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Failure:
-        """Make a failure from a :func:`dataclasses.asdict` of one; keys of another version are left out."""
+        """Make a failure from :func:`dataclasses.asdict`; keys of another version are left out."""
         return cls(**{name: document[name] for name in cls.__dataclass_fields__ if name in document})
 
     def error(self, *, named: bool = True) -> StreamTuneError:
-        """Return the error, of its own class; ``named`` puts rank and host in front, unless other ranks found it."""
+        """Return the error in its own class; ``named`` puts rank and host in front, unless other ranks found it."""
         kind = getattr(errors, self.kind, None)
         if not (isinstance(kind, type) and issubclass(kind, StreamTuneError)):
             kind = StreamTuneError
@@ -79,9 +79,7 @@ class Failure:
 def write_failure(failure: Failure, path: str | Path | None = None) -> bool:
     """Write a failure for the launcher, atomically; return True if there is a launcher to show it.
 
-    Args:
-        failure: The failure of this rank. The first one written stays.
-        path: The file; None takes the one the launcher named.
+    The first failure that is written stays. ``path`` defaults to the file that the launcher named.
     """
     path = path or os.environ.get(ERROR_FILE_VARIABLE)
     if not path:
@@ -99,7 +97,6 @@ def write_failure(failure: Failure, path: str | Path | None = None) -> bool:
 
 
 def read_failure(path: Path) -> Failure | None:
-    """Return the failure that :func:`write_failure` wrote; None if there is none."""
     try:
         return Failure.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -113,15 +110,15 @@ class RankEnd:
     rank: int
     host: str
     code: int
-    """Its exit code; the negative number of the signal that killed it."""
+    """Exit code; the negative number of the signal that killed it."""
     failure: Failure | None = None
     tail: tuple[str, ...] = ()
-    """The last lines of its log."""
+    """Last lines of its log."""
     log: str = ""
     at: float = field(default_factory=time.monotonic)
-    """Time at which its launcher saw it, monotonic."""
+    """Monotonic time at which its launcher saw the end."""
     sent: tuple[int, ...] = ()
-    """Signals its launcher had sent it before."""
+    """Signals that its launcher had sent before."""
 
     @property
     def stopped(self) -> bool:
@@ -130,18 +127,18 @@ class RankEnd:
 
     @property
     def exit_code(self) -> int:
-        """The exit code as a shell reports it."""
+        """Exit code as a shell reports it."""
         return self.code if self.code >= 0 else 128 - self.code
 
 
 def first_failure(ends: Sequence[RankEnd]) -> tuple[StreamTuneError, int] | None:
     """Return the error to show for the ranks that ended, and the exit code; None if none failed."""
     failed = sorted((end for end in ends if end.code != 0 and not end.stopped), key=lambda end: end.at)
-    # Where the way between two is cut each accuses the other: that of rank 0 is taken first.
-    in_order = sorted(ends, key=lambda end: end.rank)
-    accused = [end.failure for end in in_order if end.failure is not None and not end.failure.own]
     if not failed:
         return None
+    # Where the connection of two ranks is cut, each accuses the other: the accusation of rank 0 comes first.
+    in_order = sorted(ends, key=lambda end: end.rank)
+    accused = [end.failure for end in in_order if end.failure is not None and not end.failure.own]
     blamed = {failure.rank for failure in accused}
     # Those that did not end because of another; a killed process before the errors its death caused.
     culprits = [end for end in failed if end.failure is None or end.failure.own]
@@ -149,9 +146,9 @@ def first_failure(ends: Sequence[RankEnd]) -> tuple[StreamTuneError, int] | None
     if not culprits:
         return accused[0].error(), failed[0].exit_code
     first = culprits[0]
-    of_it = [failure for failure in accused if failure.rank == first.rank]
-    of_it.sort(key=lambda failure: failure.seen == "died")  # as do those that are ended for another reason
-    seen = of_it[0] if of_it else None
+    about = [failure for failure in accused if failure.rank == first.rank]
+    # A rank that is ended for another reason dies too: that it died comes last.
+    seen = min(about, key=lambda failure: failure.seen == "died", default=None)
     if first.failure is None and seen is not None and seen.seen != "died":
         return seen.error(), 1
     if first.failure is None:
@@ -163,13 +160,10 @@ def first_failure(ends: Sequence[RankEnd]) -> tuple[StreamTuneError, int] | None
 
 def _silent_end(end: RankEnd, seen: Failure | None) -> StreamTuneError:
     """Return an error for a rank that wrote none, with the observations of the other ranks."""
+    what, mend = f"rank {end.rank} on {end.host} ended with exit code {end.code}", ""
     if end.code < 0:
         name = _signal_name(-end.code)
-        what = f"rank {end.rank} on {end.host} was killed by {name}"
-        mend = MENDS.get(name, "")
-    else:
-        what = f"rank {end.rank} on {end.host} ended with exit code {end.code}"
-        mend = ""
+        what, mend = f"rank {end.rank} on {end.host} was killed by {name}", MENDS.get(name, "")
     if seen is not None and (doing := re.search(r", (in step .*)", seen.what.splitlines()[0])):
         what += f", {doing[1]}"
     if end.tail and -end.code not in ENDED_FROM_OUTSIDE:

@@ -29,7 +29,7 @@ SIDE_PORTS = 8
 
 
 def free_port() -> int:
-    """Return a port nobody listens on, if possible outside the range that the system gives to connections."""
+    """Return a free port, if possible outside the range that the system gives to connections."""
     for _ in range(100):  # by chance: two runs that start at once are not to find the same
         port = 25000 + secrets.randbelow(7000)
         if is_free(port):
@@ -40,7 +40,6 @@ def free_port() -> int:
 
 
 def is_free(port: int) -> bool:
-    """Return True if this machine can listen on ``port``."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -53,15 +52,8 @@ def is_free(port: int) -> bool:
 def listen_at(host: str, port: int) -> socket.socket:
     """Listen at the one address at which other ranks call rank 0: on one machine, the loopback.
 
-    Only if the address is none of this machine's (others reach it through address translation), listen on all of its
-    interfaces: it is not known on which of them the calls arrive.
-
-    Args:
-        host: The name or address of rank 0.
-        port: The port.
-
-    Raises:
-        OSError: The port is taken.
+    If the address does not belong to this machine (others reach it through address translation), listen on all
+    interfaces: it is unknown on which one the calls arrive. OSError if the port is taken.
     """
     places: list[tuple[int, str]] = []
     with suppress(OSError), among_ranks():
@@ -84,9 +76,9 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def side_ports(master_port: int) -> list[int]:
-    """Return ports derived from that of the process group, of which rank 0 takes the first free one.
+    """Return ports derived from the process group's port; rank 0 takes the first free one.
 
-    Those of neighbouring ports differ: two runs on one machine seldom collide, and notice if they do.
+    Neighbouring ports give different ones: two runs on one machine seldom collide, and notice if they do.
     """
     first = master_port * SIDE_PORTS % 10000
     return [15000 + (first + index) % 10000 for index in range(SIDE_PORTS)]
@@ -101,15 +93,9 @@ SHOWN_LENGTH = 80
 
 
 def check_host(name: str, where: str, *, user: bool = False) -> None:
-    """Refuse what is no name of a host, and what ssh would read as an option (``-oProxyCommand=...``).
+    """Refuse a name that is not a host, or that ssh would read as an option (``-oProxyCommand=...``).
 
-    Args:
-        name: A host name or address.
-        where: Of the error: ``file:line`` or a variable.
-        user: Users may stand before it: ``user@host``.
-
-    Raises:
-        ArgumentError: It is none.
+    ``where`` is the place for the error: ``file:line`` or a variable. ``user`` allows users before it: ``user@host``.
     """
     *users, host = name.split("@") if user else [name]
     if HOST.fullmatch(host) and all(USER.fullmatch(part) for part in users):
@@ -126,7 +112,7 @@ def check_host(name: str, where: str, *, user: bool = False) -> None:
 
 LINE = re.compile(r"(?P<name>\S+)(?:\s+slots=(?P<slots>-?[0-9]+))?")
 MOST_SLOTS = 1024
-"""Ranks of one machine: those known have 16 accelerators, and ranks on the CPU take a core each."""
+"""Most ranks of one machine: known machines have 16 accelerators, and ranks on the CPU take a core each."""
 LONGEST_LINE = 1000
 MOST_BYTES = 1 << 20
 
@@ -136,27 +122,21 @@ class Host:
     """A machine, and the ranks it takes."""
 
     name: str
-    """As ssh takes it: ``node-a``, ``user@10.0.0.1``."""
+    """Name for ssh: ``node-a``, ``user@10.0.0.1``."""
     slots: int
     where: str = ""
     """``file:line``."""
 
     @property
     def address(self) -> str:
-        """Its name on the network, without the user."""
+        """Name on the network, without the user."""
         return self.name.rpartition("@")[2]
 
 
 def read_hostfile(path: Path, per_host: int | None = None) -> list[Host]:
-    """Read a hostfile.
+    """Read a hostfile; ``per_host`` ranks start on each host, None takes all slots.
 
-    Args:
-        path: The file.
-        per_host: Ranks to start on each host; None takes all its slots.
-
-    Raises:
-        ArgumentError: With ``file:line``: a line that says something else, a host twice, no slots, too few slots, more
-            than a machine has, or no host at all; or it is no text file.
+    Errors have ``file:line`` of a line that is not valid, or whose slots do not allow ``per_host``.
     """
     text = _read_text(path)
     hosts: list[Host] = []
@@ -177,7 +157,7 @@ def read_hostfile(path: Path, per_host: int | None = None) -> list[Host]:
 
 
 def _read_text(path: Path) -> str:
-    """Return the text of a hostfile; of a regular file, so that no pipe keeps us waiting and no device has no end."""
+    """Return the text of a hostfile, which must be a regular file: a pipe may wait, and a device may never end."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

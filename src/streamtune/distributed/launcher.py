@@ -31,9 +31,9 @@ from streamtune.errors import ArgumentError
 
 LAUNCH_OPTIONS = ("--nproc", "--hostfile")
 TOGETHER_SECONDS = 3.0
-"""After the first rank fails: the others see that themselves, and write down what they saw."""
+"""Time after the first failure, in which the other ranks notice it and write down what they saw."""
 GRACE_SECONDS = 4.0
-"""Between SIGTERM and SIGKILL."""
+"""Time between SIGTERM and SIGKILL."""
 POLL_SECONDS = 0.03
 
 
@@ -54,15 +54,15 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
     """Run ``streamtune ARGUMENTS`` in several ranks, and return the exit code for all of them.
 
     Args:
-        arguments: The command and its arguments; those for the number of ranks are removed.
+        arguments: The command and its arguments; options for the number of ranks are removed.
         nproc: Ranks on each host.
-        hostfile: The hosts; None is this machine.
-        device: ``cpu``, ``cuda`` or ``auto``, as the recipe says.
+        hostfile: Path of the hosts; None is this machine.
+        device: ``cpu``, ``cuda`` or ``auto``, as in the recipe.
 
     Raises:
-        ArgumentError: Too few or too many ranks, a hostfile that contradicts them, a port that is taken.
-        DistributedError: A host cannot be reached; a rank failed, and this is the one that did so first.
-        StreamTuneError: A rank failed, and this is its error.
+        ArgumentError: Too few or too many ranks, a hostfile that contradicts them, or a port that is taken.
+        DistributedError: A host cannot be reached, or a rank failed without an error of its own.
+        StreamTuneError: The error of the rank that failed first.
     """
     found = read_environment()
     if found.launcher != "none":
@@ -103,7 +103,7 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
 
 
 def _without_echoes(ends: Sequence[RankEnd]) -> list[RankEnd]:
-    """Return the ends of ranks; if ranks were asked to stop, errors that this caused in others count as stops."""
+    """Return the ends of ranks. After a request to stop, errors that it caused in other ranks count as stops."""
     if not any(end.stopped for end in ends):
         return list(ends)
     kinds = ("DistributedError", "StreamTuneError")
@@ -116,7 +116,7 @@ def _without_echoes(ends: Sequence[RankEnd]) -> list[RankEnd]:
 
 
 def without_launch_options(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a command without those for the number of its ranks."""
+    """Return the arguments of a command without the options for the number of its ranks."""
     kept: list[str] = []
     skip = False
     for argument in arguments:
@@ -130,7 +130,7 @@ def without_launch_options(arguments: Sequence[str]) -> list[str]:
 
 
 def _start(hosts: Sequence[Host], arguments: Sequence[str], device: str, groups: list[Any], *, alone: bool) -> None:
-    """Start every rank of every host into ``groups``, those of other machines once all of them have answered."""
+    """Start every rank of every host into ``groups``; ranks of other machines once all these have answered."""
     remotes: dict[str, RemoteRanks] = {}
     is_here = [alone or _is_this_machine(host) for host in hosts]
     for host, here in zip(hosts, is_here, strict=True):
@@ -165,7 +165,7 @@ def _start(hosts: Sequence[Host], arguments: Sequence[str], device: str, groups:
 
 
 def _is_this_machine(host: Host) -> bool:
-    """Return True if the host's address is one of this machine: only then can a socket be bound to it."""
+    """Return True if the host's address belongs to this machine: only then can a socket be bound to it."""
     if "@" in host.name:
         return False
     try:
@@ -181,7 +181,7 @@ def _is_this_machine(host: Host) -> bool:
 
 
 def _check_devices(host: Host, devices: int) -> None:
-    """Raise if there are more ranks than devices; without any device the ranks compute on the CPU."""
+    """Refuse more ranks than devices; without devices the ranks compute on the CPU."""
     if 0 < devices < host.slots:
         raise ArgumentError(
             f"{host.slots} ranks need as many devices, and {host.address} has {devices}",
@@ -191,7 +191,7 @@ def _check_devices(host: Host, devices: int) -> None:
 
 
 def _choose_port(*, here: bool, free_there: int | None) -> int:
-    """Return the port of rank 0: the one that was asked for, or a free one."""
+    """Return rank 0's port: ``MASTER_PORT``, or a free one."""
     asked = os.environ.get("MASTER_PORT")
     if not asked:
         return free_port() if here or free_there is None else free_there
@@ -246,7 +246,7 @@ def _send(groups: Sequence[RankGroup], signum: int) -> None:
 
 
 class _Signals:
-    """A context manager that keeps arriving signals for :func:`_wait`, which passes them on to every rank."""
+    """Keeps arriving signals, while inside, for :func:`_wait`, which passes them on to every rank."""
 
     def __init__(self) -> None:
         self.started = False

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO
 
@@ -26,20 +26,23 @@ from streamtune.errors import ArgumentError
 
 PARENT_VARIABLE = "STREAMTUNE_LAUNCHER_PID"
 LOG_FILE_VARIABLE = "STREAMTUNE_LOG_FILE"
-"""Names the file of a rank's output until it has a run directory."""
+"""Names the file for a rank's output until it has a run directory."""
 PR_SET_PDEATHSIG = 1
+
+Output = tuple[IO[bytes] | int | None, IO[bytes] | int | None]
+"""Standard output and error of a process."""
 
 
 class LocalRanks:
-    """The processes of the ranks of this machine.
+    """The processes of the ranks of this machine, ``first_rank`` and the next.
 
     Args:
-        command: The command that each of them runs.
-        first_rank: The rank of the first of them.
-        count: The number of ranks.
-        environment: Of the processes, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT`` and the run's id included.
-        host: This machine, as messages name it.
-        main_output: Standard output and error of rank 0; None is this process's own.
+        command: Command that each rank runs.
+        first_rank: Number of the first of these ranks.
+        count: Number of ranks.
+        environment: Variables, with ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT`` and the run's id.
+        host: Name of this machine in messages.
+        main_output: Output of rank 0; None is the output of this process.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class LocalRanks:
         count: int,
         environment: Mapping[str, str],
         host: str,
-        main_output: tuple[IO[bytes] | int | None, IO[bytes] | int | None] = (None, None),
+        main_output: Output = (None, None),
     ) -> None:
         self.host = host
         self._folder = tempfile.TemporaryDirectory(prefix="streamtune-ranks-")
@@ -85,16 +88,12 @@ class LocalRanks:
         command: Sequence[str],
         rank: int,
         environment: Mapping[str, str],
-        main_output: tuple[IO[bytes] | int | None, IO[bytes] | int | None],
+        main_output: Output,
     ) -> subprocess.Popen[bytes]:
-        if rank == 0:
-            out, err = main_output
+        with nullcontext() if rank == 0 else self._log_file(rank).open("ab") as log:
+            out, err = main_output if log is None else (log, log)
             return subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, process_group=0
-            )
-        with self._log_file(rank).open("ab") as log:
-            return subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
             )
 
     def _error_file(self, rank: int) -> Path:
@@ -105,7 +104,7 @@ class LocalRanks:
 
     @property
     def running(self) -> list[int]:
-        """The ranks whose process has not ended."""
+        """Ranks whose process has not ended."""
         return list(self._running)
 
     def process(self, rank: int) -> subprocess.Popen[bytes]:
@@ -131,7 +130,6 @@ class LocalRanks:
         return ends
 
     def send(self, signum: int) -> None:
-        """Send a signal to every running rank."""
         self._sent.append(signum)
         for process in self._running.values():
             with suppress(ProcessLookupError):
@@ -145,7 +143,7 @@ class LocalRanks:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> list[RankEnd]:
-        """End what still runs, wait for it, and remove the files that were for the launcher alone."""
+        """End all running ranks, wait for them, and remove the files that were for the launcher alone."""
         self.kill()
         ends: list[RankEnd] = []
         deadline = time.monotonic() + 10
@@ -183,7 +181,6 @@ def count_devices() -> int:
 
 
 def log_path(directory: Path, rank: int) -> Path:
-    """Return ``DIRECTORY/logs/rank-0003.log``."""
     return directory / "logs" / f"rank-{rank:04d}.log"
 
 
@@ -208,7 +205,7 @@ def leave_terminal(environment: RankEnvironment) -> int | None:
 def keep_log(directory: Path, environment: RankEnvironment) -> None:
     """Move the log of a rank other than 0 into the run directory, and continue it there.
 
-    Nothing happens in rank 0. A log that cannot be moved stays in its file.
+    A log that cannot be moved stays in its file.
     """
     current = os.environ.get(LOG_FILE_VARIABLE)
     if environment.is_main or not current or Path(current).is_symlink():

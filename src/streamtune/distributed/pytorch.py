@@ -37,18 +37,11 @@ from streamtune.train.backend import TorchBackend
 from streamtune.train.slices import MASTER, Slice, SliceReader, share_out_whole
 
 PATIENCE = timedelta(hours=2)
-"""Timeout of a collective: a rank may compute that long. Ranks that are gone are noticed by the watchdog."""
+"""Timeout of a collective: a rank may compute for so long. The watchdog notices ranks that are gone."""
 
 
 def join(device: torch.device) -> None:
-    """Join the default process group by ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``.
-
-    Args:
-        device: This rank's.
-
-    Raises:
-        DistributedError: Another program has the port that rank 0 is to listen at.
-    """
+    """Join the default process group by ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``."""
     if distributed.is_initialized():
         return
     cuda = device.type == "cuda"
@@ -69,10 +62,10 @@ def join(device: torch.device) -> None:
 
 
 def _store(environment: RankEnvironment) -> Store:
-    """Return the store of the ranks' addresses: a server in rank 0, at the address the others call and no other.
+    """Return the store of the ranks' addresses: a server in rank 0, only at the address that the others call.
 
-    PyTorch's own would listen on all interfaces. It authenticates nobody; keys begin with a hash that only the ranks
-    of a run know, so that runs that call each other's address by mistake do not mix.
+    PyTorch's own server would listen on all interfaces. It authenticates nobody: keys begin with a hash that only the
+    ranks of a run know, so that runs that call each other's address by mistake do not mix.
     """
     if environment.world_size == 1:
         return HashStore()
@@ -128,7 +121,7 @@ class LayerSource(Protocol):
         ...
 
     def awaits(self, name: str) -> bool:
-        """Return True if it is still to be loaded; a parameter that is used in several places is loaded once."""
+        """Return True if a parameter is still to be loaded. One that is used in several places is loaded once."""
         ...
 
     def shape(self, name: str) -> nn.Parameter:
@@ -157,15 +150,14 @@ def fill(
     main: Callable[[Callable[[], Any]], Any],
     share: Callable[[nn.Module], None],
 ) -> None:
-    """Load the weights of ``model``, shared among the ranks.
+    """Load the weights of ``model``, on ``meta`` with buffers on the CPU, shared among the ranks.
 
-    Args:
-        model: On ``meta``, buffers on the CPU.
-        layers: Its decoder layers.
-        source: The weights.
-        device: The device on which a layer is whole, before it is shared.
-        main: Calls a function on rank 0, and raises its error on all ranks.
-        share: Called by all ranks with a module that has weights on rank 0, uninitialised tensors on the others.
+    For each decoder layer, and each other module with weights of its own: rank 0 reads or draws them, the others
+    allocate tensors for them, and the engine distributes them and keeps each rank's part. So a rank holds its part of
+    the layers before, and one whole layer, on ``device``.
+
+    ``main`` calls a function on rank 0, and raises its error on all ranks. All ranks call ``share`` with a module that
+    has weights on rank 0, uninitialised tensors on the others.
     """
     layers = list(layers)
     inside = {id(module) for layer in layers for module in layer.modules()}
@@ -209,12 +201,7 @@ def _move(module: nn.Module, device: torch.device) -> None:
 
 
 class DdpBackend(TorchBackend):
-    """PyTorch's ``DistributedDataParallel``.
-
-    Args:
-        module: Streamed already, the same on every rank.
-        optimizer: Over its parameters.
-    """
+    """PyTorch's ``DistributedDataParallel`` of a streamed module, the same on every rank."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(module, optimizer)
@@ -229,19 +216,17 @@ class DdpBackend(TorchBackend):
 
     @property
     def model(self) -> Any:
-        """See :class:`streamtune.train.Backend`."""
         return self.engine
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
-        """See :class:`streamtune.train.Backend`. Gradients cross the wire with the last micro-batch."""
+        """Reduce gradients with the last micro-batch only."""
         return nullcontext() if last else self.engine.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        """See :class:`streamtune.train.Backend`."""
         (loss * self.size).backward()
 
     def slices(self) -> Iterator[Slice]:
-        """See :class:`streamtune.train.Backend`. Every rank has all of it; parameters are shared out for writing."""
+        """Yield the optimizer state: every rank has all of it, and parameters are shared out for writing."""
         return share_out_whole(self.optimizer_tensors(), distributed.get_rank(), self.size)
 
 
@@ -253,13 +238,9 @@ def _offset(parameter: Tensor) -> int:
 
 
 def share_layer(module: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Broadcast rank 0's weights of a module; of a decoder layer, each rank keeps its part.
+    """Broadcast rank 0's weights of a module; of a decoder layer each rank keeps its part.
 
-    Modules outside of the layers are one group, which :class:`FsdpBackend` shares when all of it is loaded.
-
-    Args:
-        module: Holds the weights on rank 0, uninitialised tensors on the others.
-        layers: The decoder layers.
+    Modules outside the layers are one group, which :class:`FsdpBackend` shares when all of it is loaded.
     """
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor):
@@ -271,9 +252,7 @@ def share_layer(module: nn.Module, layers: Iterable[nn.Module]) -> None:
 def whole_weights(model: Any, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
     """Yield the parameters one by one: each whole on rank 0, None on the other ranks, which must iterate too.
 
-    Args:
-        model: Shared.
-        names: Only these.
+    ``names`` selects some of them.
     """
     model.reshard()  # what a forward without backward leaves gathered
     for name, parameter in model.named_parameters():
@@ -284,12 +263,9 @@ def whole_weights(model: Any, names: Collection[str] | None = None) -> Iterator[
 
 
 class FsdpBackend(TorchBackend):
-    """FSDP2 over all ranks.
+    """FSDP2 over all ranks of a module that is streamed already, the same on every rank.
 
-    Args:
-        module: Streamed already, the same on every rank.
-        make_optimizer: The optimizer over the parameters of a model, once they are shared.
-        layers: The decoder layers.
+    ``make_optimizer`` makes the optimizer over the parameters of a model, once they are shared.
     """
 
     module: Any  # fully_shard makes an FSDPModule of it
@@ -305,18 +281,16 @@ class FsdpBackend(TorchBackend):
         self.size = distributed.get_world_size()
 
     def backward(self, loss: Tensor) -> None:
-        """See :class:`streamtune.train.Backend`. Every micro-batch is reduced: a whole gradient would not fit."""
+        """Reduce every micro-batch: a whole gradient would not fit."""
         (loss * self.size).backward()
 
     def _number(self, norm: Tensor) -> float:
         return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
 
     def stepped(self) -> Iterator[Tensor]:
-        """See :class:`streamtune.train.Backend`."""
         return (p.to_local() if isinstance(p, DTensor) else p for p in super().stepped())
 
     def slices(self) -> Iterator[Slice]:
-        """See :class:`streamtune.train.Backend`."""
         self.module.reshard()  # what a forward without backward leaves gathered: parameters are the optimizer's again
         for name, parameter in self.module.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -327,7 +301,6 @@ class FsdpBackend(TorchBackend):
                     yield Slice(name, key, (), 0, count.reshape(1))
 
     def load_slices(self, saved: SliceReader) -> None:
-        """See :class:`streamtune.train.Backend`."""
         trained = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         saved.check_parameters([name for name, _ in trained])
         for name, parameter in trained:
@@ -346,12 +319,11 @@ class FsdpBackend(TorchBackend):
             self.optimizer.state[parameter] = state
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-        """See :class:`streamtune.train.Backend`."""
         return whole_weights(self.module, names)
 
     @contextmanager
     def called_directly(self) -> Iterator[None]:
-        """See :class:`streamtune.train.Backend`. Gathers weights outside of layers, as a call of the model does."""
+        """Gather weights outside the layers while inside, as a call of the model does."""
         self.module.unshard()
         try:
             yield

@@ -26,13 +26,13 @@ SSH = (
     "ssh -T -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 "
     "-o LogLevel=ERROR --"
 )
-"""The host comes behind it, whatever it begins with."""
+"""The host follows, whatever it begins with."""
 SSH_VARIABLE = "STREAMTUNE_SSH"
-"""Another command than that; it is given the host and a line for its shell."""
+"""Names another command, which is given the host and a line for its shell."""
 AGENT = "streamtune.distributed.agent"
 HELLO_SECONDS = 25.0
 NEEDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-"""Needed to start Python at all, so written into the command; everything else goes through the connection."""
+"""Variables that Python needs to start, so they are written into the command; others go through the connection."""
 PASSED = (
     "CUDA_DEVICE", "CUDA_LAUNCH", "CUBLAS_", "DEEPSPEED_", "DS_", "FI_", "GLOO_", "HF_", "HUGGING", "KMP_", "LANG",
     "LC_", "MKL_", "NCCL_", "NO_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "OMP_", "PYTHON", "PYTORCH_", "STREAMTUNE_",
@@ -42,7 +42,7 @@ PASSED = (
 
 
 def passed_on(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that ranks on other machines get from this one: those of libraries, not of a login."""
+    """Return the variables that ranks on other machines get from this one: for libraries, not of a login."""
     more = {name.strip() for name in environ.get("STREAMTUNE_EXPORT", "").split(",")}
     return {
         name: value
@@ -52,11 +52,7 @@ def passed_on(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 class RemoteRanks:
-    """The processes of the ranks of another machine.
-
-    Args:
-        host: The machine.
-    """
+    """The processes of the ranks of another machine."""
 
     def __init__(self, host: Host) -> None:
         self.host = host.address
@@ -87,11 +83,7 @@ class RemoteRanks:
             thread.start()
 
     def hello(self, until: float) -> dict[str, Any]:
-        """Wait for the agent's first message, at most until ``until`` (monotonic), and return it.
-
-        Raises:
-            DistributedError: The host cannot be reached, or StreamTune cannot run there.
-        """
+        """Wait for the agent's first message until the monotonic time ``until``, and return it."""
         try:
             message = self._messages.get(timeout=max(0.1, until - time.monotonic()))
         except queue.Empty:
@@ -115,13 +107,12 @@ class RemoteRanks:
         return DistributedError(f"{what}: {said}", where=self._host.where, mend=mend)
 
     def _last_complaints(self, count: int) -> list[str]:
-        """Return the last lines of standard error; of a command that has ended, all of it is read first."""
+        """Return the last lines of standard error; if the command has ended, all of it is read first."""
         if self._process.poll() is not None:
             self._threads[1].join(2)  # a child of it may hold the other end
         return self._complaints[-count:]
 
     def start(self, arguments: Sequence[str], first_rank: int, count: int, environment: Mapping[str, str]) -> None:
-        """Start ``count`` ranks there, ``first_rank`` the first."""
         self._running = set(range(first_rank, first_rank + count))
         asked = {
             "arguments": list(arguments),
@@ -134,11 +125,11 @@ class RemoteRanks:
 
     @property
     def running(self) -> list[int]:
-        """The ranks that have not ended, as far as is known."""
+        """Ranks that have not ended, as far as is known."""
         return sorted(self._running)
 
     def poll(self) -> list[RankEnd]:
-        """Return the ranks that ended since the last call, all if the connection broke; print what the ranks print."""
+        """Return the ranks that ended since the last call, all if the connection broke; print their output."""
         ends: list[RankEnd] = []
         while True:
             try:
@@ -166,7 +157,7 @@ class RemoteRanks:
         return RankEnd(message["rank"], self.host, message["code"], failure, tail, log, sent=sent)
 
     def _lost(self) -> list[RankEnd]:
-        """Return the ends of all remaining ranks, after the connection was lost."""
+        """Return the ends of all remaining ranks after the connection was lost."""
         said = "; ".join(self._last_complaints(2)) or "it was closed"
         ends = []
         for rank in self.running:
@@ -177,17 +168,15 @@ class RemoteRanks:
         return ends
 
     def send(self, signum: int) -> None:
-        """Send a signal to every rank there."""
         self._sent.append(signum)
         self._say({"signal": signum})
 
     def kill(self) -> None:
-        """End every rank there, now."""
         self._sent.append(signal.SIGKILL)
         self._say({"kill": True})
 
     def close(self) -> list[RankEnd]:
-        """End the ranks that still run there, and the connection. If that is broken, the agent ends by itself."""
+        """End the ranks that still run there, and the connection. If it is broken, the agent ends by itself."""
         self.kill()
         self._closed.set()
         with suppress(OSError, ValueError), self._speaking:

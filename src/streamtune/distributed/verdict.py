@@ -1,4 +1,4 @@
-"""The rank at fault, found from the reports of all ranks: functions without a clock of their own."""
+"""Verdicts on ranks: the rank at fault, found from the reports of all. The functions read no clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from streamtune.distributed.vitals import computes
 
 LOOK_SECONDS = 0.5
 RAN_SECONDS = 5.0
-"""A process that computed within so long is not gone, even if all cores are taken by others."""
+"""A process that computed within so many seconds is alive, even if other processes take all cores."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
@@ -29,40 +29,42 @@ class WatchLimits:
     silence: float = 15.0
     """Without a message from a rank: it is stopped, or its machine cannot be reached."""
     stillness: float = 16.0
-    """All ranks stand still for so long (and the window of ``vitals``, 4 s): none of them waits for work to be done."""
+    """All ranks stand still for so long (and the window of ``vitals``, 4 s): nobody does the work that they wait
+    for."""
     place: float = 1800.0
-    """Every main thread stands at one and the same place for so long, even if it keeps a core busy waiting there, as it
-    does for an accelerator."""
+    """Every main thread is at one place for so long, even if it keeps a core busy there, as it does while it waits for
+    an accelerator.
+    """
     waiting: float = 7200.0
     """A rank waits for so long for something outside: a reward's answer, a disk."""
     start: float = 900.0
-    """For the slowest rank to come."""
+    """Wait for the slowest rank to come."""
     course: float = 30.0
-    """A rank is slow only if it was over so long."""
+    """Shortest measurement of a slow rank."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """The report that a rank sends of itself about once a second."""
+    """Report of a rank on itself, about once a second."""
 
     step: int = 0
     phase: str = "starting"
     patient: bool = False
-    """It may wait for something outside: a reward's answer, a slow disk."""
+    """True if it may wait for something outside: a reward's answer, a slow disk."""
     still: float = 0.0
-    """Seconds it has not computed, read, written or sent."""
+    """Seconds without computing, reading, writing or sending."""
     placed: float = 0.0
-    """Seconds its main thread has stood at one place."""
+    """Seconds that its main thread has been at one place."""
     place: str = ""
     collective: bool = False
     busy: float = 0.0
-    """Seconds its main thread did not wait for other ranks, since it started."""
+    """Seconds since the start in which its main thread did not wait for other ranks."""
     unanswered: str = ""
-    """The address of a connection over which what it sends is not acknowledged."""
+    """Address of a connection whose other end does not acknowledge."""
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Beat:
-        """Make a report from a :func:`dataclasses.asdict` of one."""
+        """Make a report from :func:`dataclasses.asdict`; keys of another version are left out."""
         return cls(**{name: document[name] for name in cls.__dataclass_fields__ if name in document})
 
     @property
@@ -78,36 +80,35 @@ class Beat:
 
 @dataclass
 class Peer:
-    """The known state of a rank."""
+    """State of a rank, as far as it is known."""
 
     rank: int
     host: str
     last_heard: float
     """Time of its last message."""
     process: tuple[str, int] = ("", 0)
-    """:func:`this_process` there."""
+    """:func:`this_process` of that rank."""
     beat: Beat = field(default_factory=Beat)
     done: bool = False
-    """It has said that it is done."""
+    """True if it has said that it is done."""
     gone: bool = False
-    """Its connection is closed, and it has not said why."""
+    """True if its connection was closed without a word."""
     seconds: tuple[float, float] = (0.0, 0.0)
-    """Those its process has computed and waited for a core when it was last looked at, where it is on this machine."""
+    """CPU seconds of its process and seconds that it waited for a core, at the last look, if it is on this machine."""
     looked: float = float("-inf")
-    """Time of that look."""
+    """Time of the last look."""
     ran: float = float("-inf")
     """Time at which it was last seen to compute."""
     was_stopped: bool = False
-    """A signal had stopped it at a look since it was last heard of; another rank may have ended it since."""
+    """True if a signal had stopped it at a look since its last message. Another rank may have killed it since."""
 
 
 def this_process() -> tuple[str, int]:
-    """Return a name of the machine (its boot, and the name spaces of processes and network) and the process id."""
+    """Return a name of the machine (boot, and name spaces of processes and network) and the process id."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return "/".join(
-            [boot, *(str(Path(f"/proc/self/ns/{space}").readlink()) for space in ("pid", "net"))]
-        ), os.getpid()
+        spaces = [str(Path(f"/proc/self/ns/{space}").readlink()) for space in ("pid", "net")]
+        return "/".join([boot, *spaces]), os.getpid()
     except OSError:
         return "", os.getpid()
 
@@ -146,7 +147,7 @@ def find_failure(peers: Iterable[Peer], now: float, limits: WatchLimits) -> Fail
 
 
 def _watch_from_outside(peer: Peer, now: float) -> None:
-    """Record in ``peer`` if a silent rank on this machine still computes: a library may hold the interpreter long."""
+    """Record whether a silent rank on this machine still computes: a library may hold the interpreter's lock."""
     state, (ran, waited) = _state(peer), _cpu_seconds(peer)
     # Another rank may end it meanwhile: then it runs for a moment, until it is gone. One that goes on is heard of.
     peer.was_stopped = peer.was_stopped or state in ("T", "t")
@@ -158,7 +159,7 @@ def _watch_from_outside(peer: Peer, now: float) -> None:
 
 
 def end_stopped(peer: Peer) -> None:
-    """Kill the process of a stopped rank on this machine: it could not notice that the others have ended."""
+    """Kill the process of a stopped rank on this machine, which could not notice that the others have ended."""
     if _state(peer) in ("T", "t"):
         with suppress(OSError):
             os.kill(peer.process[1], signal.SIGKILL)
@@ -184,7 +185,7 @@ def _state(peer: Peer) -> str:
 
 
 def _cpu_seconds(peer: Peer) -> tuple[float, float]:
-    """Return the seconds the threads of its process had a core, and waited for one; 0 for the latter if unknown."""
+    """Return the seconds that the threads of its process had a core and waited for one; 0 if unknown."""
     fields = _stat(peer)
     if not fields:
         return 0.0, 0.0
@@ -197,9 +198,9 @@ def _cpu_seconds(peer: Peer) -> tuple[float, float]:
 
 
 def find_deadlock(peers: Iterable[Peer], limits: WatchLimits) -> Failure | None:
-    """Return a failure if all ranks that are left stand still, waiting in vain; None if one of them moves.
+    """Return a failure if all ranks that are left stand still and wait in vain; None if one of them moves.
 
-    A rank that computes keeps all others waiting for as long as it takes, and that is no deadlock.
+    A rank that computes may keep all others waiting for as long as it takes: that is not a deadlock.
     """
     left = [peer for peer in peers if not peer.done]
     if not left or any(peer.beat.phase == "starting" for peer in left):
@@ -250,10 +251,10 @@ class Stragglers:
     """Finds ranks that take much longer than the median for their part of each step.
 
     Args:
-        course: Seconds to measure over, at least: the time a rank waits is sampled.
-        ratio: A slow rank takes more than this many times the median.
-        steps: Steps to measure over, at least.
-        seconds: A slow rank takes this much longer a step, at least.
+        course: Shortest measurement in seconds: the time a rank waits is sampled.
+        ratio: Multiple of the median that a slow rank exceeds.
+        steps: Fewest steps to measure over.
+        seconds: Least seconds that a slow rank takes longer a step.
     """
 
     def __init__(self, course: float, ratio: float = 1.5, steps: int = 20, seconds: float = 0.05) -> None:
@@ -262,7 +263,7 @@ class Stragglers:
         self._named: set[int] = set()
 
     def add(self, rank: int, step: int, busy: float, now: float) -> None:
-        """Add a report at time ``now``: a rank was busy for ``busy`` seconds in all when it came to ``step``."""
+        """Add a report at time ``now``: when a rank came to ``step`` it had been busy for ``busy`` seconds."""
         course = self._courses.setdefault(rank, deque())
         if course and step < course[-1][0]:
             course.clear()
@@ -277,17 +278,17 @@ class Stragglers:
 
     def found(self) -> list[tuple[int, float, float]]:
         """Return each slow rank once, with its seconds a step and the median of the others."""
-        takes = {
+        step_seconds = {
             rank: (course[-1][1] - course[0][1]) / (course[-1][0] - course[0][0])
             for rank, course in self._courses.items()
             if len(course) > 1 and self._is_long(course)
         }
-        if len(takes) < len(self._courses) or len(takes) < 2:
+        if len(step_seconds) < max(2, len(self._courses)):
             return []
         slow = []
-        for rank, own in takes.items():
-            usual = statistics.median(other for known, other in takes.items() if known != rank)
-            if own > self._ratio * usual and own - usual > self._seconds and rank not in self._named:
+        for rank, seconds in step_seconds.items():
+            median = statistics.median(other for peer, other in step_seconds.items() if peer != rank)
+            if seconds > self._ratio * median and seconds - median > self._seconds and rank not in self._named:
                 self._named.add(rank)
-                slow.append((rank, own, usual))
+                slow.append((rank, seconds, median))
         return slow

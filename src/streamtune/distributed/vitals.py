@@ -20,28 +20,28 @@ from types import FrameType
 WINDOW_SECONDS = 4.0
 """Time over which the activity of a process is measured."""
 CPU_SHARE = 0.1
-"""Of one core: below, the threads that wait for the network and those that draw a progress line are all that runs."""
+"""Share of a core: below it only threads run that wait for the network or draw a progress line."""
 STARVED = 4.0
-"""On a busy machine a thread that only polls now and then waits for a core each time, as one that computes does. So
-waiting counts up to so many times the time that was computed."""
+"""Multiple of the computed time up to which waiting for a core counts. On a busy machine a thread that only polls waits
+for a core each time, as one that computes does.
+"""
 FILE_BYTES = 1 << 16
 NET_BYTES = 1 << 13
-"""A second. Below, nothing but these samples themselves is read."""
+"""Bytes a second, as ``FILE_BYTES``: below them only these samples themselves are read."""
 WAITING_SHARE = 0.2
-"""Of one core: a main thread below it in a collective waits there."""
+"""Share of a core: a main thread below it in a collective waits there."""
 TCP_INFO = 11
 RETRANSMITS, BYTES_ACKED, BYTES_RECEIVED = 2, 120, 128
 """Offsets in Linux's ``struct tcp_info``."""
 SENT_AGAIN = 4
-"""So many times in a row without an answer (3 s, as Linux waits): what is sent does not arrive."""
+"""Retransmissions in a row without an answer (3 s on Linux) after which data does not arrive."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")
 DDP = ("/torch/nn/parallel/distributed.py",)
-"""Sends by itself where it is innermost; it is also around every forward of the model."""
+"""File that sends where it is the innermost frame; it is also around every forward."""
 WRAPPERS = ("c10d_logger.py", "_dynamo/")
 BACKWARD = "_engine_run_backward"
 """The call in which hooks reduce gradients, without a visible frame of the collective."""
-HERE = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,22 @@ class CodePlace:
     """The place of the main thread in the code."""
 
     text: str
-    """For people: ``all_reduce (train/step.py:88)``"""
+    """Function and line: ``all_reduce (train/step.py:88)``."""
     frames: tuple[tuple[str, int], ...]
-    """Code and line of the innermost frames: another place is progress."""
+    """Files and lines of the innermost frames: a change is progress."""
     collective: bool
-    """In a call that waits for other ranks, or in a backward that may hold one."""
+    """True in a call that waits for other ranks, or in a backward that may hold one."""
 
 
 def computes(ran: float, waited: float, passed: float) -> bool:
-    """Return True if a process has something to compute, and does not just wait for others.
+    """Return True if a process has something to compute and does not only wait for others.
 
-    It had a core for ``ran`` of ``passed`` seconds, while its threads waited for one for ``waited`` seconds.
+    Of ``passed`` seconds it had a core for ``ran``; its threads waited for a core for ``waited``.
     """
     return ran + min(waited, STARVED * ran) > CPU_SHARE * passed
 
 
 def place_of_main() -> CodePlace:
-    """Return the present place of the main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return CodePlace("nowhere", (), False)
@@ -102,18 +101,17 @@ def _spot(frame: FrameType) -> str:
 class _Sample:
     at: float
     ran: float
-    """Seconds of a core, those of children included."""
+    """CPU seconds, children included."""
     waited: float
-    """Seconds of threads that waited for a core."""
+    """Seconds that threads waited for a core."""
     files: int
     net: int
 
 
 class Vitals:
-    """The activity of this process: one thread calls :meth:`sample` some times a second, :meth:`look` about once.
+    """Activity of this process. One thread calls :meth:`sample` several times a second, and :meth:`look` about once.
 
-    Args:
-        ours: Descriptors of connections that do not count: those over which samples are sent.
+    ``ours`` are the descriptors of connections that do not count: reports travel over them.
     """
 
     def __init__(self, ours: frozenset[int] = frozenset()) -> None:
@@ -132,7 +130,7 @@ class Vitals:
         self._child_seconds = 0.0
 
     def sample(self) -> None:
-        """Sample the place of the main thread, and the time it did not wait for other ranks."""
+        """Sample the place of the main thread, and the time in which it did not wait for other ranks."""
         now, cpu, place = time.monotonic(), self._main_seconds(), place_of_main()
         passed = now - self._glanced
         waits = place.collective and cpu - self._main_cpu < WAITING_SHARE * passed
@@ -169,12 +167,12 @@ class Vitals:
         return time.monotonic() - max(self._moved, self._placed)
 
     def progress(self) -> None:
-        """Note that the main thread came to another phase: what it waited for before does not count."""
+        """Note that the main thread came to another phase: earlier waiting does not count."""
         self._moved = self._placed = time.monotonic()
 
     @property
     def placed(self) -> float:
-        """Seconds the main thread has been at its place."""
+        """Seconds that the main thread has been at its place."""
         return time.monotonic() - self._placed
 
     @staticmethod
@@ -215,7 +213,7 @@ class Vitals:
         return 0
 
     def _net_bytes(self) -> int:
-        """Return the bytes the connections of this process have sent and got acknowledged, and received."""
+        """Return the bytes that the connections of this process have received, or sent and got acknowledged."""
         found: dict[str, int] = {}
         self.unanswered = ""
         with suppress(OSError):

@@ -45,13 +45,13 @@ MOST_SECONDS = 10**6
 SAMPLE_SECONDS = 0.1
 BEAT_SECONDS = 1.0
 MOVE_SECONDS = 0.2
-"""A rank that comes to another step or phase says so after this long."""
+"""Delay after which a rank reports another step or phase."""
 SUSPENDED_SECONDS = 5.0
-"""Between two turns of the thread: this process itself was stopped, or the whole machine slept."""
+"""Time between two turns of the thread after which this process was stopped, or the whole machine slept."""
 VERDICT_SECONDS = 4.0
-"""Seconds that a rank whose collective fails waits to learn which rank is to blame."""
+"""Time that a rank whose collective fails waits to learn which rank is to blame."""
 LEAVE_SECONDS = 10.0
-"""For a rank that ends by an error to be gone."""
+"""Time for a rank with an error to be gone."""
 COMMUNICATION = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
 
 Show = Callable[[StreamTuneError], None]
@@ -68,10 +68,10 @@ class Watchdog:
     ``STREAMTUNE_WATCHDOG=off`` switches it off, and a number is the seconds for which all ranks may stand still.
 
     Args:
-        environment: The environment of this rank.
+        environment: Environment of this rank.
         show: Prints an error where no launcher does.
-        event: Called on rank 0, from another thread, with the name and the details of an event to be logged.
-        limits: The time limits; None is the defaults.
+        event: Logs an event by name and details; called on rank 0, from another thread.
+        limits: Time limits; None for the defaults.
     """
 
     def __init__(
@@ -99,12 +99,9 @@ class Watchdog:
         self._post: _Hub | _Client | None = None
 
     def at(self, step: int, phase: str, *, patient: bool = False) -> None:
-        """Record the step and the phase of the main thread.
+        """Record the step, counted from 1, and the phase of the main thread.
 
-        Args:
-            step: Number of the optimizer step, from 1.
-            phase: The part of the step, in a few words.
-            patient: True if the thread may wait there for something outside this process, without computing.
+        ``patient`` is True if the thread may wait for something outside this process without computing.
         """
         self._at = (step, phase, patient)
 
@@ -195,19 +192,8 @@ class Watchdog:
 
     @staticmethod
     def _beat(vitals: Vitals, at: tuple[int, str, bool]) -> Beat:
-        step, phase, patient = at
-        place = vitals.place
-        return Beat(
-            step,
-            phase,
-            patient,
-            vitals.still,
-            vitals.placed,
-            place.text,
-            place.collective,
-            round(vitals.busy, 3),
-            vitals.unanswered,
-        )
+        place, busy = vitals.place, round(vitals.busy, 3)
+        return Beat(*at, vitals.still, vitals.placed, place.text, place.collective, busy, vitals.unanswered)
 
     def _end(self, verdict: Failure) -> None:
         """Show the failure and end the process, unless the main thread leaves within one second."""
@@ -227,11 +213,7 @@ class Watchdog:
 
 
 def _asked_limits() -> WatchLimits | None:
-    """Return the limits that ``STREAMTUNE_WATCHDOG`` asks for; None where it is ``off``.
-
-    Raises:
-        ArgumentError: It is neither ``off`` nor a number of seconds.
-    """
+    """Return the limits of ``STREAMTUNE_WATCHDOG``; None for ``off``."""
     text = os.environ.get(VARIABLE, "")
     if text == "off":
         return None
@@ -248,13 +230,8 @@ def _asked_limits() -> WatchLimits | None:
             mend="unset it: ranks that all stand still for 16 seconds end the run",
         )
     usual = WatchLimits()
-    return replace(
-        usual,
-        stillness=seconds,
-        place=max(usual.place, seconds),
-        waiting=max(usual.waiting, seconds),
-        silence=max(usual.silence, seconds),
-    )
+    longer = {name: max(getattr(usual, name), seconds) for name in ("place", "waiting", "silence")}
+    return replace(usual, stillness=seconds, **longer)
 
 
 def _is_communication(error: BaseException) -> bool:
@@ -276,7 +253,7 @@ def _is_communication(error: BaseException) -> bool:
 
 
 class _Hub:
-    """Rank 0's side: receives the reports of all ranks, finds the failed one, and names it to all others."""
+    """Rank 0's side: receives all reports, finds the failed rank, and names it to all others."""
 
     def __init__(self, environment: RankEnvironment, limits: WatchLimits, event: Event) -> None:
         self._env, self._limits, self._event = environment, limits, event
@@ -341,16 +318,16 @@ class _Hub:
                 self._received = Failure.from_dict(message["failed"])
 
     def beat(self, beat: Beat, now: float) -> None:
-        """Record rank 0's own report, send it to the others as a sign of life, and log stragglers."""
+        """Record rank 0's own report, send it to the others as a sign of life, and log slow ranks."""
         self._peers[0].beat, self._peers[0].last_heard = beat, now
         self._stragglers.add(0, beat.step, beat.busy, now)
         for rank, line in self._lines.items():
             if not self._peers[rank].gone:
                 with suppress(OSError):  # a stopped rank's fills up; that it is stopped shows otherwise
                     line.send({"tick": True, "beat": asdict(beat)}, seconds=0.05)
-        for rank, own, usual in self._stragglers.found():
-            details = {"rank": rank, "host": self._peers[rank].host, "seconds_per_step": round(own, 3)}
-            self._event("straggler", {**details, "median_of_others": round(usual, 3)})
+        for rank, seconds, median in self._stragglers.found():
+            details = {"rank": rank, "host": self._peers[rank].host, "seconds_per_step": round(seconds, 3)}
+            self._event("straggler", {**details, "median_of_others": round(median, 3)})
 
     def forget(self, now: float) -> None:
         """Count the silence of all ranks from now on: this process was suspended and received nothing."""
@@ -358,7 +335,6 @@ class _Hub:
             peer.last_heard = now
 
     def verdict(self, now: float) -> Failure | None:
-        """Return the failure of the rank to blame, or None."""
         if self._received is not None:
             return self._received
         missing = [rank for rank in range(self._env.world_size) if rank not in self._peers]
@@ -372,7 +348,7 @@ class _Hub:
         )
 
     def close(self, own: Failure | None, verdict: Failure | None) -> None:
-        """Send the failure, or a goodbye, to all others; give them up to 1 s to receive a failure."""
+        """Send the failure, or a goodbye, to all others; they have 1 s to receive a failure."""
         failure = own or verdict
         message = {"verdict": asdict(failure)} if failure is not None else {"bye": True}
         for rank, line in self._lines.items():
@@ -394,7 +370,7 @@ class _Hub:
 
 
 class _Client:
-    """The side of the other ranks: reports to rank 0, and receives its signs of life and the failure it names."""
+    """The other ranks' side: reports to rank 0, and receives its signs of life and the failure it names."""
 
     def __init__(self, environment: RankEnvironment, limits: WatchLimits, event: Event) -> None:
         self._env, self._limits = environment, limits
@@ -432,7 +408,6 @@ class _Client:
                 self._received = Failure.from_dict(message["verdict"])
 
     def beat(self, beat: Beat, now: float) -> None:
-        """Send this rank's report to rank 0."""
         with suppress(OSError):
             self._line.send({"beat": asdict(beat)}, seconds=0.5)
 
@@ -441,11 +416,10 @@ class _Client:
         self._main.last_heard = now
 
     def verdict(self, now: float) -> Failure | None:
-        """Return the failure that rank 0 has sent, or that of rank 0 if it is gone or silent, or None."""
+        """Return the failure that rank 0 has sent, or that rank 0 itself is gone or silent; else None."""
         return self._received or find_failure([self._main], now, self._limits)
 
     def close(self, own: Failure | None, verdict: Failure | None) -> None:
-        """Send rank 0 this rank's own error, or a goodbye."""
         with suppress(OSError):
             self._line.send({"failed": asdict(own)} if own is not None else {"bye": True})
         self._line.close()

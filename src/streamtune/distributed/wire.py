@@ -32,17 +32,15 @@ from streamtune.distributed.hosts import listen_at, side_ports
 from streamtune.errors import DistributedError
 
 MOST_BYTES = 1 << 20
-"""Of one document. Ours have hundreds; a stranger's connection is not read beyond it."""
+"""Most bytes of a document. Ours have hundreds; a stranger's connection is not read beyond it."""
 ANSWER_SECONDS = 3.0
-"""For the answer to a greeting: what does not give it is another program."""
+"""Time for the answer to a greeting; without one the other side is another program."""
 
 
 class Line:
     """A connection that carries JSON documents in both directions, for one thread; calls block up to their time limit.
 
-    Args:
-        connection: The connection.
-        most: Most bytes that are read without the end of a document.
+    ``most`` is the number of bytes read at most without the end of a document.
     """
 
     def __init__(self, connection: socket.socket, most: int = MOST_BYTES) -> None:
@@ -57,20 +55,15 @@ class Line:
         self._most = MOST_BYTES
 
     def send(self, document: dict[str, Any], seconds: float = 2.0) -> None:
-        """Send a document.
-
-        Raises:
-            OSError: It was not sent in time, or the connection is closed.
-        """
+        """Send a document; OSError if it is not sent in time, or the connection is closed."""
         self.connection.settimeout(seconds)
         self.connection.sendall(json.dumps(document).encode() + b"\n")
 
     def receive(self, seconds: float) -> dict[str, Any]:
         """Wait at most ``seconds`` for the next document, and return it.
 
-        Raises:
-            TimeoutError: None came in time.
-            OSError: The connection was closed, or the other side sends something else than documents.
+        TimeoutError if none came in time; OSError if the connection was closed, or the other side does not send
+        documents.
         """
         until = time.monotonic() + seconds
         while b"\n" not in self._pending:
@@ -79,11 +72,10 @@ class Line:
         return self.arrived(1)[0]
 
     def drain(self, most: int = -1) -> list[dict[str, Any]]:
-        """Return the documents that have come, without waiting; at most ``most`` of them if that is positive.
+        """Return the documents that have come, at most ``most`` if that is positive, without waiting.
 
-        Raises:
-            OSError: The connection was closed, or the other side sends something else than documents. Those that came
-                before the connection was closed are returned by :meth:`arrived`.
+        OSError as in :meth:`receive`; then :meth:`arrived` returns documents that came before the connection was
+        closed.
         """
         self.connection.settimeout(0)
         with suppress(BlockingIOError):
@@ -92,7 +84,7 @@ class Line:
         return self.arrived(most)
 
     def arrived(self, most: int = -1) -> list[dict[str, Any]]:
-        """Return the documents that have been read already; at most ``most`` of them if that is positive."""
+        """Return the documents that have been read already, at most ``most`` if that is positive."""
         *lines, self._pending = self._pending.split(b"\n", most)
         try:
             return [dict(json.loads(line)) for line in lines]
@@ -108,34 +100,25 @@ class Line:
             raise ConnectionError("the other side is no rank of this run")
 
     def close(self) -> None:
-        """Close the connection; harmless when called twice."""
         with suppress(OSError):
             self.connection.close()
 
 
 def prove(environment: RankEnvironment, purpose: str, side: str, nonces: str) -> str:
-    """Return an HMAC of the arguments, which only a rank of this run can compute.
+    """Return an HMAC that only a rank of this run can compute.
 
-    Args:
-        environment: The environment of this rank.
-        purpose: As given to :func:`listen`.
-        side: The side that proves itself: ``rank 0`` or ``caller``.
-        nonces: The random numbers of both sides, used once.
+    ``side`` proves itself: ``rank 0`` or ``caller``. ``nonces`` are random numbers of both sides, used once.
     """
     said = f"{purpose}/{environment.world_size}/{side}/{nonces}"
     return hmac.new(environment.run_id.encode(), said.encode(), "sha256").hexdigest()
 
 
 def listen(environment: RankEnvironment, purpose: str) -> socket.socket:
-    """Open rank 0's socket, which the others find with :func:`dial`, at the address they call (``ports.listen_at``).
-
-    Raises:
-        DistributedError: All ports that it may use are taken.
-    """
-    for port in side_ports(environment.master_port):
+    """Open rank 0's socket, which the others find with :func:`dial`."""
+    ports = side_ports(environment.master_port)
+    for port in ports:
         with suppress(OSError):
             return listen_at(environment.master_addr, port)
-    ports = side_ports(environment.master_port)
     raise DistributedError(
         f"rank 0 cannot listen for the others ({purpose}): ports {ports[0]} to {ports[-1]} are taken",
         mend="give another MASTER_PORT: they follow from it",
@@ -143,28 +126,21 @@ def listen(environment: RankEnvironment, purpose: str) -> socket.socket:
 
 
 def dial(environment: RankEnvironment, purpose: str, about: dict[str, Any], seconds: float) -> Line:
-    """Connect this rank, which is not rank 0, to rank 0; try until it answers.
+    """Connect this rank, which is not rank 0, to rank 0; retry until ``seconds`` have passed.
 
-    Args:
-        environment: The environment of this rank.
-        purpose: As given to :func:`listen`.
-        about: Entries of this rank's greeting besides rank and host.
-        seconds: Time limit.
-
-    Raises:
-        DistributedError: It did not answer in time.
+    ``about`` are entries of this rank's greeting besides rank and host.
     """
     until = time.monotonic() + seconds
+    address, ports = environment.master_addr, side_ports(environment.master_port)
     greeting = {"rank": environment.rank, "host": environment.host, **about}
     reason = "nobody answers"
     while True:
-        for port in side_ports(environment.master_port):
+        for port in ports:
             try:
                 return _call(environment, purpose, greeting, port, max(0.2, min(3.0, until - time.monotonic())))
             except OSError as error:
                 reason = str(error)
             if time.monotonic() > until:
-                address, ports = environment.master_addr, side_ports(environment.master_port)
                 raise DistributedError(
                     f"rank {environment.rank} on {environment.host} cannot reach rank 0 at {address}: {reason}",
                     mend=f"ports {ports[0]} to {ports[-1]} of {address} must be open to the other hosts, "
@@ -208,7 +184,7 @@ class _Caller:
     line: Line
     until: float
     nonces: str = ""
-    """Both, once rank 0 has sent its own."""
+    """Random numbers of both sides, once rank 0 has sent its own."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
 
 

@@ -1,12 +1,12 @@
 """The files of a model: read a few parameters at a time and converted as ``transformers`` does, and fingerprinted.
 
 The mapping of tensors in the files to parameters, and their conversion (experts are stacked, fused projections split),
-are those of ``from_pretrained``: its own renamings and converters are used.
+use the renamings and converters of ``from_pretrained``.
 
-Fingerprints are by content, so that a folder may move and may not change. A folder of 16 GB is read once, by several
-threads, at the speed of its disk; its pages are in memory then for the loading that follows. What was read is
-remembered below the user's cache directory by each file's place, size and times, of which the system sets one itself
-(``ctime``): the next start on the same machine reads nothing again.
+Fingerprints are by content, so a folder may move but not change. A folder of 16 GB is read once, by several threads, at
+the speed of its disk; its pages are in memory then for the loading that follows. Hashes are remembered below the user's
+cache directory by each file's place, size and times, of which the system sets one itself (``ctime``): the next start on
+the same machine reads nothing again.
 """
 
 from __future__ import annotations
@@ -51,11 +51,7 @@ from streamtune.models.weights_check import check_dtypes, check_unused, is_finit
 
 
 def checkpoint_dtype(name_or_path: str, trust_remote_code: bool) -> torch.dtype | None:
-    """Return the dtype that ``auto`` loads a checkpoint in; None where it is quantised, or holds adapters.
-
-    Raises:
-        ArgumentError: There is no such checkpoint, or its configuration cannot be read.
-    """
+    """Return the dtype that ``auto`` loads a checkpoint in; None if it is quantised, or holds adapters."""
     check_exists(name_or_path)
     config = read_config(name_or_path, trust_remote_code)
     if config is None or getattr(config, "quantization_config", None) is not None:
@@ -70,14 +66,7 @@ def checkpoint_dtype(name_or_path: str, trust_remote_code: bool) -> torch.dtype 
 
 
 class CheckpointFiles:
-    """Weights in safetensors, in a folder or on the model hub.
-
-    Args:
-        name_or_path: The folder or name.
-
-    Raises:
-        ArgumentError: It has no weights in safetensors.
-    """
+    """Weights in safetensors, in a folder or on the model hub."""
 
     def __init__(self, name_or_path: str) -> None:
         check_exists(name_or_path)
@@ -106,11 +95,7 @@ class CheckpointFiles:
         return torch.float32
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """Find the tensors and the conversion that give each parameter of ``model``; no values are read.
-
-        Raises:
-            ArgumentError: The files lack parameters, or have some of another size or of more layers.
-        """
+        """Find the tensors and the conversion that give each parameter of ``model``; no values are read."""
         self._model = model
         state = model.state_dict(keep_vars=True)
         first: dict[int, str] = {}
@@ -174,15 +159,10 @@ class CheckpointFiles:
             )
 
     def gives(self, name: str) -> bool:
-        """Return True if a parameter or buffer is in the files."""
         return self._aliases.get(name, name) in self._gives
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read parameters and buffers by name, on the CPU, in the model's dtypes. Each can be read once.
-
-        Raises:
-            ArgumentError: The files cannot be read.
-        """
+        """Read parameters and buffers by name, on the CPU, in the model's dtypes. Each can be read once."""
         assert self._model is not None, "prepare() comes first"
         wanted, found = list(names), dict[str, Tensor]()
         for start in dict.fromkeys(self._gives[name] for name in wanted):
@@ -202,7 +182,7 @@ class CheckpointFiles:
         return {name: found[name].contiguous() for name in wanted}
 
     def _tensor(self, key: str, dtype: torch.dtype) -> Tensor:
-        """Return a copy of a tensor: kernels may round differently for the alignment that it has in the file."""
+        """Return a copy of a tensor: kernels may round differently for its alignment in the file."""
         with safe_open(self._files[key], framework="pt", backend=READ) as file:
             values: Tensor = file.get_tensor(key)
             if not is_finite(values):
@@ -211,7 +191,7 @@ class CheckpointFiles:
 
 
 def _may_lack(model: Any) -> Callable[[str], bool]:
-    """Return a function that is True for names which, by the model's own rules, may be missing from the files."""
+    """Return a function that is True for names that may be missing from the files, by the model's own rules."""
     patterns = model._keys_to_ignore_on_load_missing or []
     if not patterns:
         return lambda name: False
@@ -232,7 +212,6 @@ def _dtypes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, to
 
 
 def _find(name_or_path: str) -> dict[str, Path]:
-    """Return the file of each tensor."""
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     try:
         index = inside(HUB_FILE)(name_or_path, SAFE_INDEX, **options)
@@ -272,17 +251,13 @@ def fingerprint_model(
 ) -> str | None:
     """Return the fingerprint of a model: of a folder its configuration and weights, of a hub's model its commit.
 
+    None without such a model, which its loading reports.
+
     Args:
-        name_or_path: As the recipe has it.
-        code: Whether Python files that come with the model are run.
-        weights: Whether the weights are read, besides the configuration.
-        times: See :func:`fingerprint_files`.
-
-    Returns:
-        None where there is no such model, which its loading says.
-
-    Raises:
-        ArgumentError: A file cannot be read, or was written to since.
+        name_or_path: Name in the recipe.
+        code: True if Python files that come with the model are run.
+        weights: True if the weights are read, besides the configuration.
+        times: Times of files, for :func:`fingerprint_files`.
     """
     if not is_folder(name_or_path):
         return _commit_of(name_or_path)
@@ -293,12 +268,12 @@ def fingerprint_model(
 
 
 def absolute_name(name_or_path: str) -> str:
-    """Return the absolute path of a folder, and any other name as it is: adapters are loaded from any directory."""
+    """Return the absolute path of a folder, and any other name unchanged: adapters are loaded from any directory."""
     return str(Path(name_or_path).expanduser().absolute()) if is_folder(name_or_path) else name_or_path
 
 
 def is_folder(name_or_path: str) -> bool:
-    """Return True if ``name`` is a folder on this machine, and not a model on a hub."""
+    """Return True if the name is a folder on this machine, and not a model on a hub."""
     try:
         return Path(name_or_path).expanduser().is_dir()
     except (OSError, ValueError, RuntimeError):  # no name of a file: too long, or ``~`` of nobody
@@ -306,7 +281,7 @@ def is_folder(name_or_path: str) -> bool:
 
 
 def fingerprint_tokenizer(name_or_path: str) -> str | None:
-    """Return the fingerprint of the tokenizer's files in a folder; None where it is no folder."""
+    """Return the fingerprint of the tokenizer's files in a folder; None without a folder."""
     if not is_folder(name_or_path):
         return None
     folder = Path(name_or_path).expanduser()
@@ -314,15 +289,10 @@ def fingerprint_tokenizer(name_or_path: str) -> str | None:
 
 
 def fingerprint_files(files: Iterable[tuple[str, Path]], times: FileTimes | None = None) -> str:
-    """Return one fingerprint of files by what they are called and hold.
+    """Return one fingerprint of files by name and content.
 
-    Args:
-        files: Names that count, and where each is.
-        times: The files that were hashed before this: one that was written to since is an error, also where it holds
-            the same again, for it may have been read in between. The others are added.
-
-    Raises:
-        ArgumentError: One cannot be read, or was written to since.
+    ``times`` has the files that were hashed before, and gets the others. A file that was written to since is an error,
+    also if it holds the same again: it may have been read in between.
     """
     ordered = sorted(files)
     for _, path in ordered if times is not None else ():
@@ -366,7 +336,7 @@ def _commit_of(name: str) -> str | None:
 
 
 def _hash_of(path: Path) -> str:
-    """Return the SHA-256 of a file, or what is remembered of it."""
+    """Return the SHA-256 of a file, from the cache if it is there."""
     try:
         with path.open("rb") as file:
             state = os.fstat(file.fileno())
@@ -389,7 +359,7 @@ def _hash_of(path: Path) -> str:
 
 
 def _remembered(path: Path, state: os.stat_result) -> CacheFile:
-    """Return the file that keeps the hash of a file in this state."""
+    """Return the cache file for the hash of a file in this state."""
     facts = (str(path.resolve()), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
     key = hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()
     return CacheFile(cache_folder() / "files" / key, f"files/{key}")

@@ -1,8 +1,8 @@
 """Configurations of models: read from a checkpoint, made of a recipe's keys, and checked before a model is made.
 
 Transformers makes a model of numbers that no model can have: one of width 0 trains to its end and learns nothing, a
-dropout of 1.5 is never applied, and the rest fails later with an error about tensors. An attention kernel of the hub,
-which is code, is never taken from a configuration.
+dropout of 1.5 is never applied, and the rest fails later with an error about tensors. A kernel of the hub, which is
+code, is never taken from a configuration.
 """
 
 from __future__ import annotations
@@ -33,11 +33,7 @@ from streamtune.models.folder import pickles_in
 
 
 def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
-    """Read the configuration of a checkpoint, without kernels of a hub; return None for adapters, which have none.
-
-    Raises:
-        ArgumentError: There is no configuration, it is not valid, or no model can have its numbers.
-    """
+    """Read the configuration of a checkpoint, without kernels of a hub; return None for adapters alone."""
     folder = Path(name_or_path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         return None
@@ -52,11 +48,7 @@ def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
 
 
 def wanted_vocabulary(config: Mapping[str, Any], smallest: int) -> int:
-    """Return the size of the vocabulary that a configuration asks for; that of the tokenizer where it does not say.
-
-    Raises:
-        ArgumentError: It asks for one that is no number, or smaller than the tokenizer's.
-    """
+    """Return the vocabulary size of a configuration, by default and at least the tokenizer's, ``smallest``."""
     wanted = config.get("vocab_size", smallest)
     where, mend = place_in_init("vocab_size"), "leave vocab_size out: it follows the tokenizer"
     if isinstance(wanted, bool) or not isinstance(wanted, int):
@@ -70,14 +62,7 @@ def wanted_vocabulary(config: Mapping[str, Any], smallest: int) -> int:
 
 @contextmanager
 def making_model(keys: Mapping[str, Any]) -> Iterator[None]:
-    """Report a model that cannot be made from a configuration as an error of the configuration.
-
-    Args:
-        keys: The configuration as the recipe has it.
-
-    Raises:
-        ArgumentError: Making it failed, and not for lack of memory.
-    """
+    """Report a model that cannot be made as an error of its configuration, ``keys`` as the recipe has them."""
     try:
         yield
     except StreamTuneError:
@@ -93,7 +78,7 @@ def making_model(keys: Mapping[str, Any]) -> Iterator[None]:
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Return True for the ways in which Python and torch report that memory ran out."""
+    """Return True for the errors by which Python and torch report that memory ran out."""
     texts = ("can't allocate memory", "out of memory", "not enough memory")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
@@ -101,7 +86,7 @@ def is_memory_error(error: BaseException) -> bool:
 
 
 def first_words(error: BaseException) -> str:
-    """Return the first sentence of an error of a library, without the stack that torch adds to some."""
+    """Return the first sentence of a library's error, without the stack that torch adds to some."""
     if isinstance(error, KeyError):
         return f"there is no {error}"
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
@@ -112,11 +97,7 @@ def first_words(error: BaseException) -> str:
 
 
 def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
-    """Turn plain keys into a transformers configuration; refuse unknown keys, which the library itself would keep.
-
-    Raises:
-        ArgumentError: An unknown model type or key, or a value its class does not take.
-    """
+    """Turn plain keys into a transformers configuration; refuse unknown keys, which the library would keep."""
     known_types = sorted(name for name in inside(CAUSAL_NAMES) if name in CONFIG_MAPPING)
     model_type = str(keys.get("model_type", ""))
     if model_type not in known_types:
@@ -165,8 +146,7 @@ def _reads(config_class: type[Any], key: str) -> bool:
 def check_exists(name_or_path: str) -> None:
     """Refuse a name that is spelled like a local path and does not exist, before a hub is asked for it.
 
-    Raises:
-        ArgumentError: There is no such folder, or it is that of a run; the message names one to use if there is one.
+    The directory of a run is refused too; the message names a folder to use if there is one.
     """
     path = Path(name_or_path).expanduser()
     try:
@@ -193,11 +173,7 @@ def check_exists(name_or_path: str) -> None:
 
 
 def _check_no_run(path: Path) -> None:
-    """Refuse the directory of a run, or of a run's checkpoint, given in place of the model in it.
-
-    Raises:
-        ArgumentError: ``path`` is such a directory; the message names the folder that holds the model.
-    """
+    """Refuse the directory of a run, or of a run's checkpoint, in place of the model in it."""
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return
     for what, mark, inner in (("a run", "run.json", "final"), ("a checkpoint of a run", "manifest.json", "model")):
@@ -213,7 +189,7 @@ def _check_no_run(path: Path) -> None:
 
 
 def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentError:
-    """Return an error that gives the cause of a loader's failure in one sentence, and what to do about it."""
+    """Return an error with the cause of a loader's failure in one sentence, and a fix."""
     first_line, where = first_words(error), "model_name_or_path"
     mend = "check the name or folder; a gated model needs `hf auth login`; offline, give a local folder"
     if isinstance(error, UnpicklingError):  # torch advises to run it
@@ -250,11 +226,7 @@ def _short(text: str) -> str:
 
 
 def check_kernels(keys: Any) -> None:
-    """Refuse a configuration in a recipe that names an attention or experts kernel of a hub.
-
-    Raises:
-        ArgumentError: It names one.
-    """
+    """Refuse a configuration that would download an attention or experts kernel of the hub: it is code."""
     for key in ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"):
         if _names_kernel(keys.get(key)):
             raise ArgumentError(
@@ -265,7 +237,7 @@ def check_kernels(keys: Any) -> None:
 
 
 def without_hub_kernels(config: Any) -> Any:
-    """Remove kernels of a hub from a configuration and return it; transformers chooses its own in their place."""
+    """Remove kernels of the hub from a configuration and return it; transformers then chooses its own."""
     for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())):
         for key in ("_attn_implementation", "_experts_implementation"):
             if part is not None and _names_kernel(getattr(part, key, None)):
@@ -283,28 +255,25 @@ SIZES = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size",
 )  # fmt: skip
-"""Keys that count something a model has at least one of. Configurations with other names for them map them to these."""
+"""Keys of which a model has at least one. Configurations with other names for them map them to these."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LARGEST = {"num_hidden_layers": 10_000}
-"""More layers than this would be built one by one until the memory is full."""
+"""Most layers: more would be built one by one until the memory is full."""
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 LARGEST_SIZE = 2**31 - 1
 DROPOUT = re.compile(r"(dropout(_p|_prob|_rate)?|pdrop|layerdrop)$")
 
 Where = Callable[[str], str]
-"""The place of a key, for an error."""
+"""Returns the place of a key, for an error."""
 
 
 def check_config(config: Any, given: Mapping[str, Any], where: Where) -> None:
     """Refuse sizes, heads, experts, dropouts and numbers that no model can have.
 
     Args:
-        config: A configuration of transformers; of a model with several parts the one of the text is checked.
-        given: The keys as the user or the file has them; other keys of ``config`` were derived or are defaults.
-        where: Returns the place at which a key is written.
-
-    Raises:
-        ArgumentError: A key is wrong; the message names the first such key and its place.
+        config: Configuration of transformers; of several parts the text part is checked.
+        given: Keys as the user or the file has them; other keys of ``config`` were derived or are defaults.
+        where: Returns the place of a key.
     """
     text = config.get_text_config(decoder=True)
     names: Mapping[str, str] = getattr(text, "attribute_map", None) or {}
@@ -335,15 +304,7 @@ def check_config(config: Any, given: Mapping[str, Any], where: Where) -> None:
 
 
 def check_count(given: Mapping[str, Any], where: Where) -> None:
-    """Refuse a number of layers that no model has, before a configuration makes a list of as many entries.
-
-    Args:
-        given: The keys as the user or the file has them.
-        where: Returns the place at which a key is written.
-
-    Raises:
-        ArgumentError: The number is too large; the message names its place.
-    """
+    """Refuse a number of layers that no model has, before a configuration makes a list of as many entries."""
     text = given.get("text_config")
     for keys in (given, text if isinstance(text, Mapping) else {}):
         for key in LAYERS:
@@ -374,7 +335,7 @@ def _check_heads(
 
 
 def _value(text: Any, key: str) -> Any:
-    """Return a value of a configuration: None where it has none, and a list where each layer has its own."""
+    """Return a value of a configuration; None without one, and a list if each layer has its own."""
     try:
         return getattr(text, key, None)
     except Exception:  # of transformers, where layers differ and nothing was said of all of them
@@ -399,15 +360,13 @@ def _show(value: Any) -> str:
 
 
 def place_in_init(key: str) -> str:
-    """Return the place of a key in a recipe's own configuration."""
     return f"model.init.{key}"
 
 
 def key_place(name_or_path: str) -> tuple[dict[str, Any], Where]:
     """Return the keys of a folder's ``config.json``, and a function that gives file and line of each.
 
-    Args:
-        name_or_path: A folder. For a model on a hub the keys are empty and each place is ``model_name_or_path``.
+    For a model on a hub the keys are empty and each place is ``model_name_or_path``.
     """
     path = Path(name_or_path).expanduser() / "config.json"
     try:
@@ -428,7 +387,7 @@ def key_place(name_or_path: str) -> tuple[dict[str, Any], Where]:
 
 
 def keys_of_size(config: Any, size: int) -> list[str]:
-    """Return the keys of a configuration that have this value, among those that determine sizes of weights."""
+    """Return the keys of a configuration that have this value, among the keys that determine sizes of weights."""
     text = config.get_text_config(decoder=True)
     names: Mapping[str, str] = getattr(text, "attribute_map", None) or {}
     return [names.get(key, key) for key in SIZES if _count(text, key) == size]

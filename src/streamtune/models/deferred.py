@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,18 +39,15 @@ class WeightSource(Protocol):
     """A source of weights by name."""
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the tensors of these parameters and buffers, on the CPU. A source may free its own copy afterwards."""
+        """Return these parameters and buffers, on the CPU. A source may free its own copy afterwards."""
         ...
 
 
 class Deferred:
-    """The weights of a model that is on ``meta``.
+    """The weights of a model that is on ``meta``, without adapters; they may be added afterwards.
 
-    Args:
-        model: Without adapters; they may be put into it afterwards.
-        open_source: Makes the source; called at the first read, which happens on one rank only.
-        dtypes: Dtypes of parameters that come in another one than the model was made in.
-        note: A remark for the user on how the weights are made, or None.
+    ``open_source`` makes the source at the first read, which happens on one rank only. ``dtypes`` are dtypes of
+    parameters that differ from the model's. ``note`` is a remark for the user on how the weights are made.
     """
 
     def __init__(
@@ -83,7 +80,8 @@ class Deferred:
         return
 
     def names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
-        """Return the parameters of a module (and of those below it) whose weights came, or are to come, from here."""
+        """Return the parameters of a module, with ``recurse`` also of its submodules, that get their weights from
+        here."""
         below = {id(each) for each in (module.modules() if recurse else (module,))}
         return [name for name, places in self._places.items() if any(id(owner) in below for owner, _ in places)]
 
@@ -92,11 +90,7 @@ class Deferred:
         return name in self._awaited
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read the values of parameters, on the CPU.
-
-        Raises:
-            ArgumentError: The checkpoint cannot be read.
-        """
+        """Read the values of parameters, on the CPU."""
         if self._source is None:
             assert self._open is not None
             self._source = self._open()
@@ -110,7 +104,7 @@ class Deferred:
         self._awaited.remove(name)
 
     def shape(self, name: str) -> nn.Parameter:
-        """Return the parameter that the model has now: on ``meta`` until its values are placed."""
+        """Return the current parameter: on ``meta`` until its values are placed."""
         owner, key = self._places[name][0]
         found = owner._parameters[key]
         assert found is not None
@@ -123,7 +117,7 @@ class Deferred:
 
     @contextmanager
     def phantom(self) -> Iterator[None]:
-        """Replace the parameters, while inside, by ones on the CPU without memory: tensors made like them are real."""
+        """Replace the parameters, while inside, by CPU tensors without memory: tensors made like them are real."""
         real = {name: self.shape(name) for name in self._places}
         for name, parameter in real.items():
             stand_in = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
@@ -149,28 +143,16 @@ def deferred_of(model: Any) -> Deferred | None:
 
 @contextmanager
 def phantom_weights(model: PreTrainedModel) -> Iterator[None]:
-    """Replace deferred weights, while inside, by ones on the CPU that take no memory: adapters are made for real."""
+    """Replace deferred weights, while inside, by CPU tensors that take no memory: adapters are made for real."""
     found = deferred_of(model)
-    if found is None:
-        yield
-        return
-    with found.phantom():
+    with nullcontext() if found is None else found.phantom():
         yield
 
 
 def defer_load(
     name_or_path: str, options: ModelOptions = DEFAULTS, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Make the model that ``load_model`` loads, with its weights deferred.
-
-    Args:
-        name_or_path: A folder with ``config.json`` and safetensors, or a name on the model hub.
-        options: Dtype and positions; weights that ranks share are not quantised here.
-        trust_remote_code: Allow code that comes with the checkpoint to run.
-
-    Raises:
-        ArgumentError: There is no such checkpoint.
-    """
+    """Make the model that ``load_model`` loads, with its weights deferred; they are not quantised."""
     config = read_plain_config(name_or_path, trust_remote_code)
     if options.rope is not None:
         options.rope.apply(config)
@@ -210,9 +192,7 @@ def defer_init(
 
     ``draw`` is True on the rank that reads the weights.
     """
-    keys = {**token_ids, **config, "vocab_size": wanted_vocabulary(config, vocab_size)}
-
-    wanted = build_config(keys)
+    wanted = build_config({**token_ids, **config, "vocab_size": wanted_vocabulary(config, vocab_size)})
     if options.rope is not None:
         options.rope.apply(wanted)
 
@@ -252,7 +232,7 @@ class _Replayed:
 
 
 class _Whole:
-    """The weights of a model that was made as a whole, because its initialisation could not be recorded."""
+    """Weights of a model that was made whole, because its initialisation could not be recorded."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._left = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -273,21 +253,21 @@ class _Operation:
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
     state: Tensor | None
-    """The generator's before it; None where it draws nothing."""
+    """State of the generator before it; None if it draws nothing."""
 
 
 @dataclass
 class _History:
     made: Tensor
-    """As it was made, on ``meta``; kept, so that its storage's address is not another's later."""
+    """The tensor on ``meta``, kept so that the address of its storage is not reused."""
     operations: list[_Operation] = field(default_factory=list)
 
 
 class RecordedInit(TorchDispatchMode):
     """A context that makes empty floating-point tensors on ``meta`` and records the in-place operations on them.
 
-    Args:
-        draw: Perform the draws, so that the random state before each is known. False where nothing is to be replayed.
+    ``draw`` performs the draws, so that the random state before each is known. It is False if nothing is to be
+    replayed.
     """
 
     def __init__(self, *, draw: bool) -> None:

@@ -1,32 +1,26 @@
-"""Write a model the way every other tool reads it: Hugging Face layout, safetensors only.
+"""Write a model in Hugging Face format, safetensors only.
 
-A model of which no rank has more than a part is written one parameter after another, in files of bounded size. Ranks go
-through the parameters together; each parameter is gathered on rank 0, which writes it, before the next one. The files
-are those of ``save_pretrained``: the same names (experts unstacked, fused projections split as the checkpoint had
-them), tied weights once, adapters in peft's format.
+A sharded model is written one parameter after another, in files of bounded size. Ranks go through the parameters
+together; each is gathered on rank 0, which writes it, before the next one. The files are those of ``save_pretrained``:
+the same names (experts unstacked, fused projections split as in the checkpoint), tied weights once, adapters in peft's
+format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-if TYPE_CHECKING:
-    from peft import PeftModel
-import json
-import re
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from streamtune.base.adapters import base_of
 from streamtune.engine.hf_names import AS_IN_FILES, SAFE_FILE, SAFE_INDEX, inside, tied_weights
@@ -36,8 +30,11 @@ from streamtune.models.adapters.start import keep_taken
 from streamtune.models.generation import add_ends, ends_of
 from streamtune.models.older import AS_TRANSFORMERS, TOKENIZER_CONFIG, add_old_names, old_tokenizer_config
 
+if TYPE_CHECKING:  # it imports every quantiser: two seconds
+    from peft import PeftModel
+
 SHARD_BYTES = 2 << 30
-"""Most bytes that are collected on the host before a file of weights is written."""
+"""Most bytes collected on the host before a file of weights is written."""
 
 
 class SavedTokenizer:
@@ -65,7 +62,6 @@ class SavedTokenizer:
         return self._files
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write the files into ``folder``."""
         for name, content in self.read().items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
@@ -74,11 +70,8 @@ class SavedTokenizer:
 def copy_weights(model: nn.Module, trained: Sequence[nn.Parameter] | None = None) -> dict[str, Any]:
     """Copy the state of ``model`` to the host as it is now, except frozen weights, which are returned uncopied.
 
-    A shared weight is copied once, and is shared in the copy.
-
-    Args:
-        model: The model.
-        trained: The weights that may change while the copy is used; None are those that require a gradient now.
+    A shared weight is copied once, and is shared in the copy. ``trained`` are the weights that may change while the
+    copy is used; None takes the weights that require a gradient now.
     """
     changing = {id(p) for p in trained or (p for p in model.parameters() if p.requires_grad)}
     copies: dict[int, torch.Tensor] = {}
@@ -106,41 +99,35 @@ def save_pretrained(
 ) -> None:
     """Write model and tokenizer into ``folder``.
 
-    A model with adapters writes the adapters and the name of their base, not the base. Any other model is written one
-    layer after another, on the host: transformers' own ``save_pretrained`` splits all stacked experts at once, on
-    their device, which then holds a second copy of them.
+    A model with adapters writes the adapters and the name of their base. Any other model is written one layer after
+    another, on the host: transformers' own ``save_pretrained`` splits all stacked experts at once, on their device,
+    which then holds a second copy of them.
 
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        folder: The folder to write.
-        weights: From :func:`copy_weights`, not to be used afterwards; None writes the weights the model has now.
-        shard_bytes: Most bytes of a file of weights; a single larger tensor is a file of its own.
+    ``weights`` come from :func:`copy_weights` and are not used afterwards; None writes the current weights. A tensor
+    larger than ``shard_bytes`` is a file of its own.
     """
     if not hasattr(model, "peft_config"):
         _write(model, tokenizer, folder, _on_host(model, weights), shard_bytes)
         keep_taken(model, folder)
         return
-    more: dict[str, Any] = {} if weights is None else {"state_dict": weights}
     if is_written_as_lora(model):
         folder.mkdir(parents=True, exist_ok=True)
         config, adapters = written_adapters(model, weights)
         save_file(adapters, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         config.save_pretrained(str(folder))
-        _write_generation(model, folder)
-        tokenizer.save_pretrained(folder)
-        return
-    # Rows of new tokens are among the adapters: the whole table is not needed.
-    model.save_pretrained(folder, save_embedding_layers=False, **more)
+    else:
+        more: dict[str, Any] = {} if weights is None else {"state_dict": weights}
+        # Rows of new tokens are among the adapters: the whole table is not needed.
+        model.save_pretrained(folder, save_embedding_layers=False, **more)
+        keep_taken(base_of(model), folder)
     _write_generation(model, folder)
-    keep_taken(base_of(model), folder)
     tokenizer.save_pretrained(folder)
 
 
 def save_architecture(
     model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase | SavedTokenizer, folder: Path
 ) -> None:
-    """Write a model without its weights into ``folder``, for an engine that is handed these: configurations, tokenizer.
+    """Write configurations and tokenizer without weights into ``folder``, for an engine that is given the weights.
 
     Of a model with adapters it is the base, into which the adapters are merged.
     """
@@ -152,18 +139,14 @@ def save_architecture(
 
 
 def _write_generation(model: Any, folder: Path) -> None:
-    """Write ``generation_config.json``, beside adapters as well: it says at which tokens the trained turns end."""
+    """Write ``generation_config.json``, beside adapters too: it says at which tokens the trained turns end."""
     base = base_of(model)
     if base.can_generate() and base.generation_config is not None:
         base.generation_config.save_pretrained(folder)
 
 
 def use_saved_ends(model: Any, folder: Path) -> None:
-    """Let generation end where ``generation_config.json`` beside saved adapters says, besides the ends of the base.
-
-    Raises:
-        ArgumentError: The file cannot be read.
-    """
+    """Let generation also end where ``generation_config.json`` beside saved adapters says."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return
@@ -174,17 +157,18 @@ def use_saved_ends(model: Any, folder: Path) -> None:
     add_ends(model, ends)
 
 
-Weights = Callable[[Collection[str] | None], Iterator[tuple[str, Tensor | None]]]
+Found = Iterator[tuple[str, Tensor | None]]
+"""Names of parameters, and on rank 0 their values."""
+Weights = Callable[[Collection[str] | None], Found]
 """Goes through some parameters, or all: their names, and on rank 0 their values."""
 
 
 def copy_gathered(model: Any, weights: Weights, *, is_main: bool) -> dict[str, Tensor]:
     """Copy the tensors that a save of ``model`` writes to the host of rank 0. Called by all ranks.
 
-    Called from the training thread, as :func:`save_gathered` is: all ranks take part, and no second thread may gather
-    parameters while the model trains.
+    The training thread calls it: no second thread may gather parameters while the model trains.
     """
-    with _passing(weights(_saved_names(model))) as found:
+    with _exhausted(weights(_saved_names(model))) as found:
         saved = _with_buffers(model, found) if is_main else ()
         return {name: x.detach().to("cpu", copy=True) for name, x in saved}
 
@@ -213,24 +197,14 @@ def save_gathered(
     """Write model and tokenizer into ``folder``. Called by all ranks.
 
     A failure to write is raised at the end: until then the other ranks wait for rank 0 at every parameter.
-
-    Args:
-        model: With or without adapters.
-        tokenizer: Its tokenizer.
-        folder: The folder to write.
-        weights: See :data:`Weights`.
-        is_main: True on rank 0.
-        shard_bytes: Most bytes of a file; a single larger tensor is a file of its own.
     """
-    with _passing(weights(_saved_names(model))) as found:
+    with _exhausted(weights(_saved_names(model))) as found:
         if is_main:
             _write(model, tokenizer, folder, _with_buffers(model, found), shard_bytes)
 
 
 @contextmanager
-def _passing(
-    found: Iterator[tuple[str, Tensor | None]],
-) -> Iterator[Iterator[tuple[str, Tensor | None]]]:
+def _exhausted(found: Found) -> Iterator[Found]:
     """Exhaust ``found`` on exit, also after an error on rank 0: the other ranks wait for it at every parameter."""
     try:
         yield found
@@ -246,7 +220,6 @@ def _write(
     saved: Iterator[tuple[str, Tensor]],
     shard_bytes: int,
 ) -> None:
-    """Write weights, configuration and tokenizer into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "peft_config"):
         model.save_pretrained(folder, state_dict={name: x.contiguous() for name, x in saved})
@@ -259,12 +232,12 @@ def _write(
 
 
 def _saved_names(model: Any) -> Collection[str] | None:
-    """Return the names of trained parameters in a model with adapters; None, which stands for all, in any other."""
+    """Return the names of trained parameters of a model with adapters; None, for all, of any other model."""
     adapters = hasattr(model, "peft_config")
     return {name for name, x in model.named_parameters() if x.requires_grad} if adapters else None
 
 
-def _whole(found: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
+def _on_main(found: Found) -> Iterator[tuple[str, Tensor]]:
     for name, values in found:
         assert values is not None, "rank 0 has it"
         yield name, values
@@ -273,13 +246,13 @@ def _whole(found: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Te
 def write_shards(
     model: Any, saved: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int, *, untied: bool = False
 ) -> None:
-    """Write weights in safetensors, under the names that ``save_pretrained`` gives them; an index if files are several.
+    """Write weights in safetensors, under the names of ``save_pretrained``, with an index for several files.
 
     Args:
-        model: The model that the weights belong to, without adapters; its own are not looked at.
-        saved: Names of parameters and buffers with their values, those of a layer next to each other.
-        folder: The folder to write into, which exists.
-        shard_bytes: Most bytes of a file; a single larger tensor is a file of its own.
+        model: Model that the weights belong to, without adapters; its own weights are not read.
+        saved: Parameters and buffers by name, tensors of one layer next to each other.
+        folder: Folder that exists.
+        shard_bytes: Most bytes of a file; a larger tensor is a file of its own.
         untied: Write both of two weights that the model ties, which differ.
     """
     ties = {} if untied else _ties(model)
@@ -319,8 +292,8 @@ def _on_host(model: Any, weights: Mapping[str, Any] | None) -> Iterator[tuple[st
     return _with_buffers(model, found, state)
 
 
-def _with_shared(model: Any, found: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, of which ``found`` has each once, under all names that are saved, each with values of its own.
+def _with_shared(model: Any, found: Found) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, of which ``found`` has each once, under all saved names, each with values of its own.
 
     Of weights that the model's class ties, one is saved. A class that does not know that weights are shared could not
     load the others.
@@ -330,26 +303,19 @@ def _with_shared(model: Any, found: Iterator[tuple[str, Tensor | None]]) -> Iter
         names[id(parameter)].append(name)
     shared = {first: [name for name in more if name not in ties] for first, *more in names.values()}
     copies = []
-    for name, values in _whole(found):
+    for name, values in _on_main(found):
         yield name, values
         copies += [(other, values.clone()) for other in shared.get(name, ())]
     yield from copies  # last: a layer's own weights stay next to each other
 
 
-def _with_buffers(
-    model: Any, found: Iterator[tuple[str, Tensor | None]], state: Mapping[str, Any] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and the buffers that are saved: buffers before their layer's parameters, or at the end.
+def _with_buffers(model: Any, found: Found, state: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers that are saved: buffers before their layer's parameters, or at the end.
 
-    Of a model with adapters no buffers are saved.
-
-    Args:
-        model: Says which names are of parameters.
-        found: The parameters.
-        state: Has the buffers; None is the state of ``model``.
+    ``state`` has the buffers; None is the state of ``model``. A model with adapters saves no buffers.
     """
     if hasattr(model, "peft_config"):
-        yield from _whole(found)
+        yield from _on_main(found)
         return
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict(keep_vars=True) if state is None else state
@@ -366,7 +332,7 @@ def _with_buffers(
 
 
 def _layers(found: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield groups of tensors to convert together: all of a layer, and each of the others by itself."""
+    """Yield groups of tensors to convert together: all of a layer, and each of the others alone."""
     held: dict[str, Tensor] = {}
     layer = ""
     for name, values in found:
@@ -380,19 +346,19 @@ def _layers(found: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
 
 
 def _layer(name: str) -> str:
-    """Return the prefix ``model.layers.3`` for any name below it; the name itself if no number is in it."""
+    """Return the prefix ``model.layers.3`` for any name below it; the name itself without a number."""
     match = re.match(r"^(?:.*?\.)?\d+(?=\.)", name)
     return match[0] if match else name
 
 
 def _ties(model: Any) -> dict[str, str]:
-    """Return the weights that the model's class ties and that are tied now, each with the name that is saved."""
+    """Return the weights that the model's class ties and that are tied now, each with its saved name."""
     named = dict(model.named_parameters(remove_duplicate=False))
     return {name: kept for name, kept in tied_weights(model).items() if named.get(name) is named.get(kept)}
 
 
 def _as_saved(model: Any, group: dict[str, Tensor], ties: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return tensors with names and shapes as ``save_pretrained`` writes them; of tied weights, only one."""
+    """Return tensors with names and shapes of ``save_pretrained``; only one of tied weights."""
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = {ties.get(name, name): values for name, values in group.items() if name not in ignored}
     converted: dict[str, Tensor] = inside(AS_IN_FILES)(model, kept)

@@ -46,18 +46,12 @@ WHERE = "model_name_or_path"
 def check_folder(name_or_path: str, *, allow_pickle: bool = False, reads_weights: bool = True) -> bool:
     """Check a local folder with a model or adapters. A name on a hub is not checked.
 
-    Args:
-        name_or_path: As the recipe has it.
-        allow_pickle: Allow weights in a pickle.
-        reads_weights: True if weights are read, and so have to exist.
+    Refused are weights in a pickle without ``allow_pickle``, names in a file that lead out of the folder, and adapters
+    with a base that the recipe does not name. Weights must exist if ``reads_weights``.
 
     Returns:
-        True if weights have to be safetensors. False, where pickles are allowed, for a folder that has only those, for
+        True if weights must be safetensors. False, if pickles are allowed, for a folder that has only pickles, for
         adapters without a model, and for a name on a hub.
-
-    Raises:
-        ArgumentError: The weights are a pickle, a name in a file leads out of the folder, or adapters name a base that
-            the recipe does not.
     """
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
@@ -148,7 +142,7 @@ def _pickle(folder: Path, name: str) -> ArgumentError:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a JSON object; return an empty one where there is no file."""
+    """Read a JSON object; return an empty one without a file."""
     if not path.is_file():
         return {}
     try:
@@ -166,23 +160,17 @@ def _read(path: Path) -> dict[str, Any]:
 
 ENDS = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.experts.down_proj", "input_layernorm"]
 USUAL = [f"model.layers.{layer}.{end}" for layer in range(32) for end in ENDS]
-"""Names to try patterns on where there is no model yet."""
+"""Names to try patterns on before there is a model."""
 MOST_RANK = 10**5
 
 
 def check_saved_settings(
     folder: Path, names: Sequence[str], *, where: str, mend: str = "use a whole copy of it"
 ) -> None:
-    """Read the settings of a folder with adapters, and refuse what peft would trip over or match for minutes.
+    """Read the settings of a folder with adapters, and refuse settings that peft fails on or matches for minutes.
 
-    Args:
-        folder: The folder.
-        names: Names of the modules that the patterns are matched with.
-        where: The key or the argument that named the folder, for errors.
-        mend: The way out where the file cannot be read.
-
-    Raises:
-        ArgumentError: A setting is of another type, or a pattern takes too long.
+    ``names`` of modules are matched with the patterns. In errors ``where`` is the key that named the folder, and
+    ``mend`` the fix for a file that cannot be read.
     """
     path = folder / "adapter_config.json"
     try:
@@ -193,16 +181,9 @@ def check_saved_settings(
 
 
 def check_adapter_settings(settings: Any, path: Path, names: Sequence[str] = USUAL, *, where: str) -> None:
-    """Refuse settings of adapters of another type than peft's, and patterns that take too long on ``names``.
+    """Refuse adapter settings of another type than peft's, and patterns that take too long on ``names``.
 
-    Args:
-        settings: The content of ``adapter_config.json``.
-        path: The file.
-        names: Names of modules.
-        where: The key or the argument that named the folder.
-
-    Raises:
-        ArgumentError: It names the setting.
+    ``settings`` is the content of ``adapter_config.json`` at ``path``; ``where`` names the folder in errors.
     """
 
     def refuse(key: str, wanted: str) -> ArgumentError:
@@ -244,31 +225,26 @@ def _are_texts(value: Any) -> bool:
 
 
 READ = "pread"
-"""The way in which safetensors reads a file without mapping it. Each slice of a tensor reads all of the tensor."""
+"""Backend by which safetensors reads a file without mapping it. Each slice of a tensor reads all of the tensor."""
 SETTINGS_BYTES = 1 << 20
 SETTLED_SECONDS = 3.0
-"""A file that changed so recently may change again without another time."""
+"""A file that changed so recently may change again with the same times."""
 FILES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".py")
-"""Endings of the files that a model is made of."""
+"""Suffixes of the files of a model."""
 PEFT_READS = "peft.utils.save_and_load", "safe_load_file"
 
 State = tuple[int, int, int, int, str]
-"""Size, times and inode of a file, and the checksum of one that changed only just."""
+"""Size, times and inode of a file, and the checksum of a file that changed just now."""
 
 
 @contextmanager
 def unchanged(name_or_path: str | Path, *, where: str = "model_name_or_path") -> Iterator[None]:
-    """Refuse a folder whose files are written to while they are read inside, also where they are put back.
+    """Refuse a folder whose files are written to while they are read inside, also if they are put back.
 
-    Args:
-        name_or_path: The folder of a model or of adapters, whose base is watched as well. Of a name on a hub, whose
-            files do not change, nothing is watched.
-        where: The key or the argument that names it, for the error.
-
-    Raises:
-        ArgumentError: A file was written to, in place of any error that this made.
+    The base of adapters is watched as well; files of a hub do not change. The error replaces any error inside;
+    ``where`` is the key or argument that names the folder.
     """
-    folders = [name for name in (str(name_or_path), adapter_base(str(name_or_path))) if name is not None]
+    folders = _with_base(name_or_path)
     before = _states(folders)
 
     def check(cause: Exception | None) -> None:
@@ -292,9 +268,7 @@ def unchanged(name_or_path: str | Path, *, where: str = "model_name_or_path") ->
 def _states(folders: list[str], recent: set[Path] | None = None) -> dict[Path, State]:
     """Return the states of the files in folders.
 
-    Args:
-        folders: The folders.
-        recent: The files that are read for their checksum; None for those that changed only just.
+    ``recent`` files are read for their checksum; None reads the files that changed just now.
     """
     found: dict[Path, State] = {}
     for folder in folders:
@@ -316,11 +290,7 @@ def _checksum(path: Path) -> str:
 
 @contextmanager
 def unmapped(name_or_path: str | Path) -> Iterator[None]:
-    """Have transformers and peft read safetensors without mapping them, if the weights fit into half of free memory.
-
-    Args:
-        name_or_path: The folder whose weights are read inside.
-    """
+    """Let transformers and peft read safetensors without mapping them, if they fit into half of free memory."""
     with ExitStack() as stack:
         if _ranks_here() * _weights_bytes(name_or_path) <= usable_host_bytes() // 2:
             opens = inside(SAFE_OPEN)
@@ -339,7 +309,7 @@ def unmapped(name_or_path: str | Path) -> Iterator[None]:
 
 
 def _open(opens: Any, filename: Any, framework: str, device: Any = "cpu", *, backend: str = "") -> Any:
-    """Open a file of safetensors, as ``safe_open`` does, without mapping it."""
+    """Open a file of safetensors as ``safe_open`` does, without mapping it."""
     return opens(filename, framework=framework, device=device, backend=READ)
 
 
@@ -350,16 +320,21 @@ def _ranks_here() -> int:
 
 
 def _weights_bytes(name_or_path: str | Path) -> int:
-    folders = [name for name in (str(name_or_path), adapter_base(str(name_or_path))) if name is not None]
     total = 0
-    for folder in folders:
+    for folder in _with_base(name_or_path):
         with suppress(OSError, ValueError, RuntimeError):
             total += sum(path.stat().st_size for path in Path(folder).expanduser().glob("*.safetensors"))
     return total
 
 
+def _with_base(name_or_path: str | Path) -> list[str]:
+    """Return a folder, and the folder of its base if it holds adapters that name one."""
+    base = adapter_base(str(name_or_path))
+    return [str(name_or_path), *([] if base is None else [base])]
+
+
 def adapter_base(name_or_path: str) -> str | None:
-    """Return the folder of the base that adapters at ``name_or_path`` name; None where they name none."""
+    """Return the folder of the base that adapters at ``name_or_path`` name; None without one."""
     try:
         folder = Path(name_or_path).expanduser()
         settings = folder / "adapter_config.json"

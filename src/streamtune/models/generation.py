@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 
 def ends_of(settings: GenerationConfig | None) -> list[int]:
-    """Return the tokens that a generation config ends at; none without one."""
+    """Return the end tokens of a generation config; an empty list without one."""
     found: Any = getattr(settings, "eos_token_id", None)
     return [int(token) for token in (found if isinstance(found, list | tuple) else [found]) if token is not None]
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
-    """Return the tokenizer's end token, and the tokens that the model's generation config ends at."""
+    """Return the tokenizer's end token and the end tokens of the model's generation config."""
     configured = ends_of(getattr(base_of(model), "generation_config", None))
     return sorted({token for token in (*configured, tokenizer.eos_token_id) if token is not None})
 
 
 def add_ends(model: nn.Module, tokens: Sequence[int]) -> list[int]:
-    """Let a model's generation end at more tokens; return those at which it did not end before.
+    """Let a model's generation end at more tokens; return the tokens at which it did not end before.
 
     The model gets a changed copy of its generation config: another thread may be writing the old one.
     """
@@ -54,8 +54,8 @@ def add_ends(model: nn.Module, tokens: Sequence[int]) -> list[int]:
 def with_generation(model: Any, settings: GenerationConfig) -> Any:
     """Return a model that generates by ``settings`` alone, and is ``model`` in all else.
 
-    Both are the same modules, weights and hooks; ``model`` keeps its own generation config. Settings that are handed to
-    ``generate`` would not do: what they leave open is filled from the model's own.
+    Both are the same modules, weights and hooks; ``model`` keeps its own generation config. Settings passed to
+    ``generate`` would not do: the model's own config fills what they leave open.
     """
     seen = object.__new__(type(model))
     vars(seen).update(vars(model))
@@ -66,7 +66,7 @@ def with_generation(model: Any, settings: GenerationConfig) -> Any:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Settings of a text that is generated."""
+    """Settings of generated text."""
 
     max_new_tokens: int
     """Most tokens; generation stops sooner at an end token."""
@@ -79,16 +79,7 @@ class Decoding:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: ChatOptions) -> list[int]:
-    """Return the token ids of a prompt: of a message of the user where there is a chat template, else of its text.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        prompt: The text.
-        chat: Options of rendering.
-
-    Raises:
-        ArgumentError: The chat template refuses the prompt, or the prompt has no token.
-    """
+    """Return the token ids of a prompt: a user message if there is a chat template, else plain text."""
     asked: str | list[dict[str, Any]] = [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt
     try:
         return PromptRenderer(tokenizer, chat=chat)(asked, None, "")
@@ -106,14 +97,8 @@ def sample_text(
 ) -> str:
     """Return the model's answer to ``prompt``, or its continuation, without special tokens.
 
-    The model, streamed or not, stays in evaluation mode. The caller's random state is left as it was.
-
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer. With a chat template it renders the prompt as a user's message.
-        prompt: The text.
-        decoding: Length and sampling.
-        chat: Options of rendering, as for the rows that were trained on.
+    With a chat template, by the options ``chat``, the prompt is a user message. The model, streamed or not, stays in
+    evaluation mode. The caller's random state is left as it was.
     """
     ids = encode_prompt(tokenizer, prompt, chat or ChatOptions())
     ends, pad = end_tokens(model, tokenizer), tokenizer.pad_token_id
@@ -133,7 +118,7 @@ def likeliest_tokens(
     pad: int | None,
     in_step: bool = False,
 ) -> list[int]:
-    """Return the token ids of the greedy continuation of ``prompt``, an end token among ``ends`` included.
+    """Return the token ids of the greedy continuation of ``prompt``, a final end token included.
 
     The model stays in evaluation mode.
     """
@@ -141,7 +126,6 @@ def likeliest_tokens(
 
 
 def _generate(model: Any, prompt: Sequence[int], decoding: Decoding, ends: Sequence[int], pad: int | None) -> list[int]:
-    """Return the token ids that the model generates after ``prompt``."""
     ids = torch.tensor([list(prompt)], device=model_device(model))
     sampling = {"do_sample": True, "temperature": decoding.temperature} if decoding.temperature > 0 else {}
     model.eval()

@@ -39,14 +39,14 @@ class ModelOptions:
     """Options by which a model is made, from a checkpoint or from a configuration."""
 
     dtype: str = "auto"
-    """Dtype of the weights: ``float32``, ``bfloat16``, ``float16``, or ``auto``: the checkpoint's dtype, and float32
-    for a configuration without one."""
+    """Dtype of the weights: ``float32``, ``bfloat16``, ``float16``, or ``auto``: the checkpoint's dtype, float32
+    without one."""
     quantization: str | None = None
-    """``nf4`` or ``int8`` of frozen layers and experts, see ``models.quantize``; None leaves them."""
+    """``nf4`` or ``int8`` for frozen layers and experts (``models.quantize``)."""
     rope: RopeChange | None = None
-    """A change to the positions of the configuration."""
+    """Change to the positions of the configuration."""
     change: QuantisationChange | None = None
-    """A change of the weights before they are quantised."""
+    """Change of the weights before they are quantised."""
 
 
 DEFAULTS = ModelOptions()
@@ -54,14 +54,14 @@ DEFAULTS = ModelOptions()
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """The number of parameters of a model, shared ones counted once."""
+    """Number of parameters of a model, shared ones counted once."""
 
     total: int
     trainable: int
 
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """Count all parameters and those that require a gradient; a quantised one counts as the weights it stands for."""
+    """Count all parameters and the trained ones; a quantised parameter counts as its dequantised weights."""
     sizes = [(count_weights(parameter), parameter.requires_grad) for parameter in model.parameters()]
     return ParameterCount(sum(n for n, _ in sizes), sum(n for n, trainable in sizes if trainable))
 
@@ -76,17 +76,16 @@ def left_out(model: Any) -> str | None:
     """Return a warning if the checkpoint of ``model`` has layers that ``transformers`` does not load, else None.
 
     These layers predict several tokens ahead. ``transformers`` loads them as a separate model without a loss, to draft
-    tokens in generation. Its causal language models ignore their weights without a warning.
+    tokens in generation, and its causal language models ignore their weights without a warning.
     """
     config = model.config.get_text_config(decoder=True)
     counts = {name: getattr(config, name, None) for name in DRAFT_LAYERS}
-    found = [(name, count) for name, count in counts.items() if isinstance(count, int) and count > 0]
-    if not found or not model.config.name_or_path:
+    name = next((name for name, count in counts.items() if isinstance(count, int) and count > 0), None)
+    if name is None or not model.config.name_or_path:
         return None
-    name, count = found[0]
     return (
-        f"the checkpoint has layers for multi-token prediction ({name}: {count}); transformers loads the model without "
-        "them, so they are not trained, and not in what is saved"
+        f"the checkpoint has layers for multi-token prediction ({name}: {counts[name]}); transformers loads the model "
+        "without them, so they are not trained, and not in what is saved"
     )
 
 
@@ -98,18 +97,14 @@ def load_model(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> PreTrainedModel:
-    """Load a checkpoint, by hub name or from a local folder.
+    """Load a checkpoint from a local folder, with ``config.json`` and safetensors, or by its name on the model hub.
 
-    Args:
-        name_or_path: A folder with ``config.json`` and safetensors, or a name on the model hub.
-        options: Dtype, quantisation and positions.
-        device: Device of the weights.
-        trust_remote_code: Allow code that comes with the checkpoint to run.
-        allow_pickle: Allow weights in a pickle; only tensors are read from it.
+    ``trust_remote_code`` allows code that comes with the checkpoint to run, ``allow_pickle`` weights in a pickle, from
+    which only tensors are read.
 
     Raises:
-        ArgumentError: There is no such checkpoint, it is not safe to read (``models.folder``), it lacks
-            weights that the model needs, cannot be quantised so, or was written to while it was read.
+        ArgumentError: There is no such checkpoint, it is not safe to read (``models.folder``), lacks weights, cannot be
+            quantised so, or was written to while it was read.
     """
     check_exists(name_or_path)
     with unchanged(name_or_path), unmapped(name_or_path):
@@ -144,9 +139,8 @@ def load_model(
 def _own_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Copy weights and buffers that may still be memory-mapped pages of the file they were read from.
 
-    Such pages have the alignment of the file, and its content: the training would follow what is written to it. Kernels
-    of the CPU may round differently for another alignment, and a resumed run must give exactly the losses of one that
-    was never interrupted.
+    Training would follow what is written to the file. Pages also have the alignment of the file: CPU kernels may round
+    differently for another alignment, and a resumed run must give exactly the losses of an uninterrupted one.
     """
     copies: dict[int, torch.Tensor] = {}
     with torch.no_grad():
@@ -180,10 +174,6 @@ def init_model(
         token_ids: ``bos_token_id``, ``eos_token_id``, ``pad_token_id`` of the tokenizer.
         device: Device of the weights. They are drawn on the CPU, so they do not depend on it.
         seed: Seed of the weights. The caller's random state is left as it was.
-
-    Raises:
-        ArgumentError: An unknown model type or key, a wrong value, a vocabulary smaller than the tokenizer's, or a
-            model that cannot be quantised.
     """
     keys = {**token_ids, **config, "vocab_size": wanted_vocabulary(config, vocab_size)}
     hf_config = build_config(keys)
@@ -210,14 +200,11 @@ def blueprint(
     """Build a causal language model on ``meta``: parameters have shapes and dtypes and take no memory.
 
     Args:
-        source: A hub name or folder, of which the configuration alone is read, or the keys of a configuration.
-        options: Dtype, quantisation and positions; weights that are not there are not changed.
-        vocab_size: Size of the vocabulary where ``source`` is keys and has none among them.
+        source: A hub name or folder, of which only the configuration is read, or the keys of a configuration.
+        options: Dtype, quantisation and positions.
+        vocab_size: Size of the vocabulary if ``source`` is keys without it.
         trust_remote_code: Allow code that comes with the checkpoint to run.
         new_tokens: Number of rows for tokens beyond those of a checkpoint.
-
-    Raises:
-        ArgumentError: There is no such checkpoint, or it is not a configuration of a causal language model.
     """
     remote: dict[str, Any] = {}
     if isinstance(source, str):
@@ -248,11 +235,7 @@ def blueprint(
 
 
 def read_plain_config(name_or_path: str, trust_remote_code: bool) -> Any:
-    """Read the configuration of a checkpoint.
-
-    Raises:
-        ArgumentError: There is no such checkpoint, or its weights are quantised already.
-    """
+    """Read the configuration of a checkpoint; refuse weights that are quantised already."""
     check_exists(name_or_path)
     check_folder(name_or_path, allow_pickle=True, reads_weights=False)
     config = read_config(name_or_path, trust_remote_code)
@@ -268,10 +251,7 @@ def read_plain_config(name_or_path: str, trust_remote_code: bool) -> Any:
 def small_like(model: Any, layers: Sequence[nn.Module], *, seed: int) -> PreTrainedModel:
     """Build a model of the first layers of ``model``, enough to have one of each kind, with random weights.
 
-    Args:
-        model: With or without adapters, which are left out; its weights are not read.
-        layers: Its decoder layers.
-        seed: Of the weights. The caller's random state is left as it was.
+    Adapters are left out, and no weights are read. The caller's random state is left as it was.
     """
     base = base_of(model)
     config = copy.deepcopy(base.config)
@@ -288,7 +268,7 @@ def small_like(model: Any, layers: Sequence[nn.Module], *, seed: int) -> PreTrai
 
 
 def _until_all_kinds(text: Any, layers: Sequence[nn.Module]) -> int:
-    """Return the smallest number of layers, from the first on, that has a layer of every kind."""
+    """Return the number of first layers that have a layer of every kind."""
     types = getattr(text, "layer_types", None) or [""] * len(layers)
     kinds = [
         (type(layer), kind, tuple((name, tuple(x.shape)) for name, x in layer.named_parameters()))

@@ -1,8 +1,8 @@
-"""Written folders that ``transformers`` 4 reads as well: inference servers stay with it for years.
+"""Saved folders that ``transformers`` 4 reads as well: inference servers stay with it for years.
 
 ``transformers`` 5 writes the base of rotary positions, their scaling, the dtype and the class of a tokenizer under new
-names. Version 4 knows none of them, and says nothing: it takes a base of 10,000 for a model that has 1,000,000. The old
-names are written beside the new ones; version 5 reads both.
+names. Version 4 ignores them without a warning: it takes a base of 10,000 for a model that has 1,000,000. The old names
+are written beside the new ones; version 5 reads both.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ AS_TRANSFORMERS: dict[str, Any] = {"indent": 2, "sort_keys": True, "ensure_ascii
 """Layout of the JSON files that transformers writes."""
 
 NEW_CLASS = "TokenizersBackend"
-"""The class of a tokenizer in ``transformers`` 5 that is all in ``tokenizer.json``."""
+"""Class in ``transformers`` 5 of a tokenizer that is all in ``tokenizer.json``."""
 OLD_CLASS = "PreTrainedTokenizerFast"
-"""Class name of such a tokenizer in ``transformers`` 4."""
+"""Class of such a tokenizer in ``transformers`` 4."""
 
 OLD_KEYS = ("add_bos_token", "add_eos_token")
 """Settings of the old classes that ``transformers`` 5 leaves out: without them they add tokens by their defaults."""
@@ -36,7 +36,7 @@ THETA: tuple[tuple[str, str, str], ...] = (
     ("", "rope_theta", ""),
 )
 SHARE: tuple[tuple[str, str], ...] = (("gpt_neox", "rotary_pct"), ("", "partial_rotary_factor"))
-"""The old name of the share of a head that is rotated."""
+"""Start of the model type, and the old name of the share of a head that is rotated."""
 ORIGINAL = "original_max_position_embeddings"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts: version 5 writes one of them, version 4 may read another."""
@@ -44,7 +44,7 @@ LAYERS: dict[str, tuple[str, dict[str, str]]] = {
     "granitemoehybrid": ("layer_types", {"linear_attention": "mamba", "full_attention": "attention"}),
     **dict.fromkeys(("zamba", "zamba2"), ("layers_block_type", {"linear_attention": "mamba"})),
 }
-"""The list of the kinds of layers, and the old words in it."""
+"""Model type -> the list of the kinds of layers, and the old words in it."""
 
 
 def add_old_names(folder: Path) -> None:
@@ -55,11 +55,7 @@ def add_old_names(folder: Path) -> None:
 
 
 def with_old_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration, as JSON has it, with the names of ``transformers`` 4 beside those of 5.
-
-    Args:
-        config: As it is in ``config.json``; configurations in it are changed too.
-    """
+    """Return the JSON of a configuration, nested ones included, with old names beside the new ones."""
     found = {
         key: with_old_names(value) if isinstance(value, Mapping) and key.endswith("_config") else _plain(value)
         for key, value in config.items()
@@ -98,7 +94,7 @@ def with_old_names(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expert_names(model_type: str) -> Iterator[tuple[str, str]]:
-    """Yield names of the number of experts that a configuration takes for each other: as written, and another."""
+    """Yield synonyms for the number of experts in a configuration: as written, and another."""
     for alias, written in (CONFIG_MAPPING[model_type].attribute_map if model_type in CONFIG_MAPPING else {}).items():
         if alias in EXPERTS and written in EXPERTS:
             yield written, alias
@@ -112,13 +108,9 @@ def _plain(value: Any) -> Any:
 
 
 def old_tokenizer_config(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return a ``tokenizer_config.json`` with the class and the settings that ``transformers`` 4 reads.
+    """Return the ``tokenizer_config.json`` of version 5 with the class and the settings that version 4 reads.
 
-    The class is the one that the files name from which the tokenizer was loaded.
-
-    Args:
-        config: What ``transformers`` 5 wrote.
-        tokenizer: Whose it is.
+    The class is named by the files from which ``tokenizer`` was loaded.
     """
     found, base = dict(config), _base_config(tokenizer)
     named = base.get("tokenizer_class")
@@ -135,7 +127,7 @@ def old_tokenizer_config(config: Mapping[str, Any], tokenizer: PreTrainedTokeniz
 
 
 def _base_config(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:
-    """Return the ``tokenizer_config.json`` that a tokenizer was loaded with; empty where there is none."""
+    """Return the ``tokenizer_config.json`` that a tokenizer was loaded with; empty without one."""
     name = tokenizer.name_or_path
     if not name:
         return {}

@@ -1,13 +1,13 @@
 """Experts that are one tensor ``[E, M, N]`` a layer, frozen in 8 or 4 bits.
 
-    nf4   blocks of 64 weights of one expert, the blocks' scales in 8 bits, as bitsandbytes has linear layers (QLoRA,
+    nf4   blocks of 64 weights of one expert, scales of blocks in 8 bits, as bitsandbytes has linear layers (QLoRA,
           Dettmers et al., arXiv 2305.14314)
-    int8  symmetric, one scale to an output channel of an expert, in the dtype of the weights
+    int8  symmetric, one scale for an output channel of an expert, in the dtype of the weights
 
-A :class:`PackedExperts` takes the place of the parameter: it has its shape and dtype, and a function of torch that is
-given one gets the weights written out, a tensor that lives as long as the function or autograd needs it. One expert,
-``experts[i]``, is written out alone. So whatever multiplies with experts does so as before: loops over them, grouped
-and batched products, and peft, which adds the product of its factors to the tensor in each call.
+A :class:`PackedExperts` replaces the parameter: it has its shape and dtype. A torch function that is given one gets the
+weights dequantised, as a tensor that lives as long as the function or autograd needs it. One expert, ``experts[i]``, is
+dequantised alone. So all products with experts work as before: loops, grouped and batched products, and peft, which
+adds the product of its factors to the tensor in each call.
 
 ``bitsandbytes.nn.parametrize`` does the same by a parametrization of the module. Peft has adapters on such tensors by
 a second one, added and removed in each call. With both on one tensor, peft 0.21 leaves its own behind after a call, and
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 BLOCK = 64
-"""Weights with a scale of their own, in nf4."""
+"""Number of weights with a scale of their own, in nf4."""
 OUTER = 256
-"""Scales of blocks that share a scale."""
+"""Number of block scales that share a scale."""
 MOST = 1 << 30
-"""Weights that are passed to bitsandbytes at once: it counts them in 32 bits."""
+"""Most weights passed to bitsandbytes at once: it counts them in 32 bits."""
 
 
 class Codes(Protocol):
@@ -37,24 +37,24 @@ class Codes(Protocol):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the weights, ``[E, M, N]``."""
+        """Shape of the weights, ``[E, M, N]``."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights that were packed, in which they are written out."""
+        """The dtype of the weights that were packed, in which they are dequantised."""
 
     @property
     def device(self) -> torch.device:
         """The device of the parts."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors that it is made of."""
+        """Return the tensors that hold the packed weights."""
 
     def written(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
         """Return the weights of experts ``first`` to ``last``, ``[last - first, M, N]``, computed in ``dtype``."""
 
     def moved(self, device: torch.device) -> Codes:
-        """Return the same on another device."""
+        """Return a copy on another device."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Int8Codes:
     codes: Tensor
     """``[E, M, N]``, int8."""
     scales: Tensor
-    """``[E, M, 1]``, or ``[E, 1, N]`` where the outputs come last; of ``dtype``."""
+    """``[E, M, 1]``, or ``[E, 1, N]`` if the outputs come last; of ``dtype``."""
 
     @classmethod
     def of(cls, weight: Tensor, device: torch.device, *, transposed: bool) -> Int8Codes:
-        """Pack ``[E, M, N]``, one expert after another on ``device``; outputs are along M, ``transposed`` along N."""
+        """Pack ``[E, M, N]``, one expert at a time on ``device``; outputs are along M, ``transposed`` along N."""
         along = 0 if transposed else 1
         count, rows, columns = weight.shape
         codes = torch.empty(weight.shape, dtype=torch.int8, device=device)
@@ -100,27 +100,27 @@ class Int8Codes:
 
 @dataclass(frozen=True)
 class Nf4Codes:
-    """Places in the table of nf4, two in a byte, with scales of blocks, which are packed in 8 bits again.
+    """Indices into the table of nf4, two in a byte, with scales of blocks, which are quantised to 8 bits.
 
-    The weights of an expert are filled up with zeros to whole blocks, so that each expert has its own.
+    The weights of an expert are padded with zeros to whole blocks, so that each expert has its own.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     codes: Tensor
-    """``[E, P / 2]``, uint8; P is M N, filled up."""
+    """``[E, P / 2]``, uint8; P is M N, padded."""
     scales: Tensor
-    """``[E P / 64]``, uint8: places in ``table``."""
+    """``[E P / 64]``, uint8: indices into ``table``."""
     outer: Tensor
     """``[E P / 64 / 256]``, fp32: the scales of the scales."""
     table: Tensor
     """``[256]``, fp32."""
     offset: Tensor
-    """The mean of the scales, which is added to them again."""
+    """Mean of the scales, which is added to them again."""
 
     @classmethod
     def of(cls, weight: Tensor, device: torch.device) -> Nf4Codes:
-        """Pack ``[E, M, N]``, some experts after others on ``device``."""
+        """Pack ``[E, M, N]``, some experts at a time on ``device``."""
         from bitsandbytes import functional
 
         count, size = weight.shape[0], weight.shape[1:].numel()
@@ -174,7 +174,7 @@ class Nf4Codes:
         return found
 
     def _scales(self, blocks: slice) -> Tensor:
-        """Return the scales of some blocks, in fp32; a factor that many share is at the index of theirs."""
+        """Return the scales of some blocks, in fp32."""
         outer = slice(blocks.start // OUTER, -(-blocks.stop // OUTER))
         factors = self.outer[outer].repeat_interleave(OUTER)[blocks.start - outer.start * OUTER :]
         values = self.table[self.scales[blocks].int()]
@@ -186,11 +186,9 @@ class Nf4Codes:
 
 
 class PackedExperts(Tensor):
-    """The weights of experts ``[E, M, N]``, packed: a frozen tensor that is written out where it is computed with.
+    """The weights of experts ``[E, M, N]``, packed: a frozen tensor that is dequantised for each use.
 
-    Args:
-        codes: The packed weights.
-        dtype: As which the weights are written out: those of ``codes.dtype``, the same numbers where it is wider.
+    ``dtype`` is the dtype of the dequantised weights: ``codes.dtype``, or wider with the same numbers.
     """
 
     codes: Codes
@@ -228,7 +226,7 @@ class PackedExperts(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer what is asked of a parameter without its values; call all else with the weights written out."""
+        """Answer questions about the form of the parameter; call all else with the weights dequantised."""
         kwargs = kwargs or {}
         if (own := OWN.get(func)) is not None:
             return own(*args, **kwargs)
@@ -241,7 +239,7 @@ class PackedExperts(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call operators below autograd with the weights written out; ``detach`` gives another of its kind."""
+        """Call operators below autograd with the weights dequantised; ``detach`` gives another packed tensor."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return _like(args[0])
         if func is torch.ops.aten.set_.source_Tensor:  # torch functions that write in place come here at once
@@ -250,13 +248,9 @@ class PackedExperts(Tensor):
 
 
 def pack_experts(weight: Tensor, kind: str, device: torch.device, *, transposed: bool = False) -> PackedExperts:
-    """Pack the weights of experts on ``device``, which never holds them whole.
+    """Pack weights ``[E, M, N]`` of experts on ``device``, which never holds them whole; ``meta`` packs nothing.
 
-    Args:
-        weight: ``[E, M, N]``, of a floating-point dtype.
-        kind: ``nf4`` or ``int8``.
-        device: Of the packed weights; ``meta`` packs nothing.
-        transposed: The outputs of an expert are along N.
+    The outputs of an expert are along M, or along N if ``transposed``.
     """
     with torch.no_grad():
         if kind == "int8":
@@ -291,9 +285,9 @@ ABOUT = {
     Tensor.get_device, Tensor.requires_grad_, Tensor.__len__, Tensor.__hash__, torch.is_floating_point,
     torch.is_complex, torch.is_inference, torch.numel,
 }  # fmt: skip
-"""Functions that do not ask for values."""
+"""Functions that do not read values."""
 VALUES = {"T", "mT", "H", "mH", "real", "imag"}
-"""Attributes that do."""
+"""Attributes that read values."""
 
 
 def _to(tensor: PackedExperts, *args: Any, **kwargs: Any) -> PackedExperts:
@@ -310,18 +304,14 @@ def _like(tensor: PackedExperts, dtype: torch.dtype | None = None, device: torch
 
 
 def _set_data(tensor: PackedExperts, value: PackedExperts) -> None:
-    """Take over the weights of another, as ``module.to()`` and casts in place do."""
+    """Take the weights of another tensor, as ``module.to()`` and casts in place do."""
     with torch._C.DisableTorchFunctionSubclass():
         Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
     tensor.codes = value.codes
 
 
 def _set(tensor: PackedExperts, value: Tensor) -> PackedExperts:
-    """Return ``tensor.set_(value)``: peft parametrizes the tensor for a call, and torch then sets it to itself.
-
-    Raises:
-        TypeError: They are other weights.
-    """
+    """Return ``tensor.set_(value)``: peft parametrizes the tensor for a call, and torch then sets it to itself."""
     if not isinstance(value, PackedExperts) or value.codes is not tensor.codes:
         raise TypeError("packed experts are frozen: they cannot be set to other values")
     return tensor
@@ -337,7 +327,7 @@ def _copied(tensor: PackedExperts, memo: dict[int, Any]) -> PackedExperts:
 
 
 def _item(tensor: PackedExperts, index: Any) -> Tensor:
-    """Return ``tensor[index]``: of one expert, or of several that follow one another, no more than these."""
+    """Return ``tensor[index]``; one expert, or consecutive ones, are dequantised alone."""
     count = tensor.codes.shape[0]
     if isinstance(index, Tensor) and index.dim() == 0 and not index.is_floating_point() and index.dtype != torch.bool:
         index = int(index)
@@ -367,18 +357,14 @@ OWN: dict[Any, Callable[..., Any]] = {
     Tensor.bfloat16: lambda tensor, *_, **__: _to(tensor, torch.bfloat16),
     Tensor.__repr__: lambda tensor, **_: PackedExperts.__repr__(tensor),
 }
-"""Functions that give another packed tensor, or less than all weights."""
+"""Functions that return another packed tensor, or less than all weights."""
 
 
 def divide_experts(outer: nn.Module, dtype: torch.dtype) -> None:
-    """Let ranks divide the packed weights of experts, as numbers of ``dtype`` of the same bits.
+    """Let ranks divide the packed weights of experts, as numbers of ``dtype`` with the same bits.
 
     Hooks around each call put the packed tensors back, made of the numbers that were gathered for it. The scales stay
-    whole on each rank, with the module.
-
-    Args:
-        outer: The module that has the experts, or the outermost wrapper of adapters around it; changed in place.
-        dtype: Of the model's other weights.
+    whole on each rank, with the module. ``outer`` has the experts, or is the outermost wrapper of adapters around them.
     """
     inner: Any = _innermost(outer)
     inner.packed_experts, inner.divided_experts = {}, {}

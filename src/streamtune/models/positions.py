@@ -1,4 +1,4 @@
-"""Rotary positions of a model beyond those it was made for: scaled, or of another base frequency.
+"""Rotary positions of a model beyond its pretrained length: scaled, or of another base frequency.
 
 Position interpolation is ``linear`` (Chen et al., arXiv 2306.15595), YaRN ``yarn`` (Peng et al., arXiv 2309.00071),
 ``llama3`` the scaling by wavelength of Llama 3.1, ``dynamic`` NTK scaling with a base for each length, and ``longrope``
@@ -38,9 +38,9 @@ class RopeChange:
 
     Attributes:
         scaling: ``rope_type`` (``default``, ``linear``, ``yarn``, ``llama3``, ``dynamic`` or ``longrope``), ``factor``
-            and other keys that ``transformers`` reads for that type. Without a factor it is the smallest whole number
+            and other keys that ``transformers`` reads for that type. The default factor is the smallest whole number
             with which ``length`` tokens are reached. None leaves the scaling.
-        theta: The base of the frequencies. None leaves it.
+        theta: Base of the frequencies. None leaves it.
         length: Tokens of the longest row. A configuration without scaling is said to reach so far.
     """
 
@@ -50,10 +50,9 @@ class RopeChange:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> RopeChange | None:
-        """Return the change that the settings of a run ask for; None if they ask for none.
+        """Return the change that settings ask for by ``rope_scaling`` and ``rope_theta``; None without them.
 
-        Args:
-            settings: ``rope_scaling``, ``rope_theta`` and ``max_length``, as a recipe has them.
+        ``max_length`` of the settings is the length.
         """
         scaling, theta = settings.get("rope_scaling"), settings.get("rope_theta")
         if scaling is None and theta is None:
@@ -63,10 +62,7 @@ class RopeChange:
     def apply(self, config: Any) -> None:
         """Change a configuration in place. A configuration that has been changed so stays as it is.
 
-        Layers with a window keep their rotation where the configuration has another one for them (Gemma 3).
-
-        Raises:
-            ArgumentError: The model has no rotary positions, or ``transformers`` takes no such values.
+        Layers with a window keep their rotation if the configuration has another one for them (Gemma 3).
         """
         key = "rope_scaling" if self.scaling is not None else "rope_theta"
         text = config.get_text_config(decoder=True)
@@ -102,11 +98,9 @@ class RopeChange:
             ) from error
 
     def _changed(self, old: Mapping[str, Any], limit: int) -> tuple[dict[str, Any], int]:
-        """Return the parameters of the rotation, and the number of positions that the model reaches with them.
+        """Return the new parameters of the rotation, and the number of positions that the model then reaches.
 
-        Args:
-            old: The parameters it has.
-            limit: Positions that it reaches now.
+        ``old`` are the parameters it has, ``limit`` the positions that it reaches now.
         """
         theta = {} if self.theta is None else {"rope_theta": self.theta}
         was = old.get("rope_type", "default")
@@ -129,7 +123,7 @@ class RopeChange:
 
 
 def position_limit(config: Any) -> int | None:
-    """Return the number of positions that a model was made for, its scaling included; None if it does not say."""
+    """Return the number of positions that a model reaches, scaling included; None if it does not say."""
     limit = _written_limit(config)
     for kind in _scalings(config) if limit is not None else ():
         # Some configurations give the positions before the scaling, as Qwen's pages advise for YaRN.
@@ -142,7 +136,7 @@ def position_limit(config: Any) -> int | None:
 
 
 def pretrained_positions(config: Any) -> int | None:
-    """Return the number of positions that a model was pretrained for, without any scaling; None if it does not say."""
+    """Return the number of positions that a model was pretrained for, without scaling; None if it does not say."""
     limit = _written_limit(config)
     for kind in _scalings(config) if limit is not None else ():
         if isinstance(original := kind.get(ORIGINAL), int):
@@ -153,11 +147,7 @@ def pretrained_positions(config: Any) -> int | None:
 
 
 def _factors(config: Any, name: str, given: Sequence[float]) -> list[float]:
-    """Return the factors of ``longrope`` as a list.
-
-    Raises:
-        ArgumentError: There is not one for each frequency.
-    """
+    """Return the factors of ``longrope`` as a list; refuse another number of factors than of frequencies."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     parameters = config.rope_parameters
     partial = parameters.get("full_attention", parameters).get("partial_rotary_factor", 1.0)
@@ -184,19 +174,14 @@ def _scalings(config: Any) -> list[Mapping[str, Any]]:
 
 
 def check_positions(model: Any, longest: int, *, training: bool = True) -> str | None:
-    """Refuse rows of ``longest`` tokens if they exceed the positions that ``model`` was made for.
+    """Refuse rows of ``longest`` tokens if they exceed the positions of ``model``.
 
     Rotary and other computed positions go on past ``max_position_embeddings``, though the model was not trained on
-    them; a learnt table ends there.
-
-    Args:
-        model: Its configuration is read.
-        longest: Tokens of the longest row.
-        training: The rows are trained on. Others are measured on rotary positions that the model has never seen, with
-            the warning that is returned.
+    them; a learnt table ends there. Rows that are not for ``training`` may use unseen rotary positions: then a warning
+    is returned.
 
     Raises:
-        ArgumentError: The rows are longer than the positions that the model reaches, its scaling included.
+        ArgumentError: The rows are longer than the positions that the model reaches, scaling included.
     """
     limit = position_limit(model.config)
     if limit is None or longest <= limit:
@@ -229,11 +214,9 @@ def check_positions(model: Any, longest: int, *, training: bool = True) -> str |
 
 
 def describe_positions(model: Any, longest: int) -> str | None:
-    """Return one line for rows of ``longest`` tokens over the positions of a model, with what to write; else None.
+    """Return one line for rows of ``longest`` tokens beyond the positions of a model, with a fix; else None.
 
-    Args:
-        model: Its configuration is read, and its modules; it may have no weights.
-        longest: Tokens of the longest row.
+    The model may have no weights.
     """
     try:
         return check_positions(model, longest)

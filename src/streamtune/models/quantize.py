@@ -1,14 +1,13 @@
 """A frozen base in 8 or 4 bits, to train adapters on: QLoRA (Dettmers et al., arXiv 2305.14314).
 
     int8  torchao, weight-only: one scale to an output channel, symmetric. CPU and CUDA.
-    nf4   bitsandbytes: 4 bits to a weight in blocks of 64, the blocks' scales in 8 bits ("double quantisation").
+    nf4   bitsandbytes: 4 bits to a weight in blocks of 64, scales of blocks in 8 bits ("double quantisation").
           CUDA, and the CPU through the same package.
 
 The weight of every ``nn.Linear`` but the head is quantised, as in the paper, and so are experts that are one 3-D tensor
-a layer (:mod:`streamtune.models.packed`). Embedding, norms and biases stay as they are. One layer after the other goes
-to the device and is quantised there, so the device never holds the unquantised model. Forward and backward compute in
-the dtype of the activations, with the weights written out anew in each call: a product with the rounded weights, the
-same for a chunk as for the sequence.
+a layer (:mod:`streamtune.models.packed`). Embedding, norms and biases stay as they are. One layer after the other is
+moved to the device and quantised there, so the device never holds the unquantised model. Forward and backward compute
+in the dtype of the activations, with weights dequantised in each call: the same for a chunk as for the sequence.
 
 peft's ``prepare_model_for_kbit_training`` is not used. It turns on gradient checkpointing, which streaming replaces,
 and casts the rest of a bitsandbytes base to fp32: twice the bytes for embedding and head, norms that give fp32 to
@@ -39,21 +38,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
-"""The package that each kind needs; the extra ``streamtune[quant]`` installs both."""
+"""Package that each kind needs; the extra ``streamtune[quant]`` installs both."""
 QUANTISED = ("Params4bit", "Int8Tensor", "PackedExperts")
 """Classes of a quantised weight: of bitsandbytes, of torchao, and of experts that are one tensor."""
 
 
 def choose_quantization(kind: str, device: torch.device) -> str:
-    """Return the kind that will be used: ``nf4`` or ``int8``.
-
-    Args:
-        kind: ``nf4``, ``int8``, or ``auto``: nf4 on an accelerator, int8 on the CPU.
-        device: The device of the model.
-
-    Raises:
-        ArgumentError: The package it needs is not installed.
-    """
+    """Return ``nf4`` or ``int8``, whose package is installed; ``auto`` is nf4 on an accelerator, int8 on the CPU."""
     chosen = kind if kind != "auto" else "int8" if device.type == "cpu" else "nf4"
     package = PACKAGES[chosen]
     if not _installed(package):
@@ -70,17 +61,8 @@ def quantize(
 ) -> None:
     """Quantise the linear layers and the experts of ``model`` in place and freeze them; they move to ``device``.
 
-    A model that came quantised from its checkpoint is left as it is.
-
-    Args:
-        model: A model whose weights are loaded, on the CPU.
-        kind: ``nf4`` or ``int8``.
-        device: The device of the quantised weights; the others stay where they are.
-        change: Of the weights of linear layers before they are quantised; None quantises them as they are.
-
-    Raises:
-        ArgumentError: The model has no linear layers, or came in another quantisation, or quantised where its weights
-            are to be changed.
+    The other weights stay. A model that came quantised from its checkpoint is left as it is, and refused if it has
+    another kind or ``change`` is given: a change of the weights of linear layers before they are quantised.
     """
     before = quantization(model)
     if before is not None and change is not None:
@@ -124,7 +106,7 @@ def quantization(model: nn.Module) -> str | None:
 def left_whole(model: nn.Module) -> str | None:
     """Return a note if a quantised model has experts in one tensor that are not quantised, else None.
 
-    That is so where it came quantised from its checkpoint, or keeps them in fp32.
+    It came quantised from its checkpoint, or keeps them in fp32.
     """
     if quantization(model) is None:
         return None
@@ -148,7 +130,7 @@ def _nbytes(parameter: torch.Tensor) -> int:
 
 
 def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield the experts that are one 3-D tensor of a layer: their name, the module that has them, and the tensor."""
+    """Yield the experts that are one 3-D tensor of a layer: name, module and tensor."""
     for name, module in model.named_modules():
         if "expert" not in f"{name}.{type(module).__name__}".lower() or isinstance(module, nn.modules.conv._ConvNd):
             continue
@@ -165,12 +147,11 @@ def logical_size(parameter: torch.Tensor) -> int:
 
 
 def is_quantised(weight: Any) -> bool:
-    """Return True if a parameter holds packed or scaled integers."""
     return type(weight).__name__ in QUANTISED
 
 
 def dequantised(weight: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the weight that a quantised one stands for, of its shape, computed in ``dtype`` from its parts."""
+    """Return the dequantised weight in its shape, computed in ``dtype`` from its parts."""
     if isinstance(weight, PackedExperts):
         return weight.written(dtype)
     if type(weight).__name__ == "Params4bit":
@@ -185,18 +166,13 @@ def dequantised(weight: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor
 
 
 def divide_packed(model: nn.Module, *, keeps_objects: bool) -> None:
-    """Let ranks divide the 4-bit weights of a model: as numbers of the dtype of its other weights, of the same bits.
+    """Let ranks divide the 4-bit weights of a model: as numbers of the dtype of its other weights, with the same bits.
 
-    Engines that share weights divide floating-point parameters. The scales of a weight's blocks stay whole on each
-    rank, with the module: a 32nd of the packed weights.
+    Engines that share weights divide floating-point parameters. The scales of blocks stay whole on each rank, with the
+    module: a 32nd of the packed weights.
 
-    Args:
-        model: On its device, with its adapters; changed in place.
-        keeps_objects: True for an engine that gathers weights into the parameter that it divided (ZeRO-3), False for
-            one that puts another in its place (FSDP2).
-
-    Raises:
-        ArgumentError: The packed bytes of a weight do not fill whole numbers of that dtype.
+    ``keeps_objects`` is True for an engine that gathers weights into the parameter that it divided (ZeRO-3), False for
+    one that replaces it (FSDP2).
     """
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point() and not p.requires_grad), torch.float32)
     for name, module in model.named_modules():
@@ -232,22 +208,18 @@ def _convert(model: PreTrainedModel, kind: str, device: torch.device, change: Qu
         raise ArgumentError(
             f"{type(model).__name__} has no nn.Linear layers to quantise", where="finetuning_type", mend="write lora"
         )
-    if kind == "int8":
-        _to_int8(model, linears, device, change)
-    else:
-        _to_nf4(model, linears, device, change)
+    (_to_int8 if kind == "int8" else _to_nf4)(model, linears, device, change)
     wide, width = kept_wide(model), model.config.get_text_config(decoder=True).hidden_size
     for name, module, parameter in list(stacked_experts(model)):
         if wide.isdisjoint(name.split(".")):
             key = name.rpartition(".")[2]
-            packed = pack_experts(
-                parameter, kind, device, transposed=_outputs_last(module, key, parameter.shape, width)
-            )
+            transposed = _outputs_last(module, key, parameter.shape, width)
+            packed = pack_experts(parameter, kind, device, transposed=transposed)
             module._parameters[key] = nn.Parameter(packed, requires_grad=False)
 
 
 def _outputs_last(module: nn.Module, key: str, shape: torch.Size, width: int) -> bool:
-    """Return True for experts ``[E, in, out]``: as their class says, or by the width of the model if it does not."""
+    """Return True for experts ``[E, in, out]``: by their class, or else by the width of the model."""
     if (said := getattr(module, "is_transposed", None)) is not None:
         return bool(said)
     first, last = (shape[2], shape[1]) if key.startswith("down") else (shape[1], shape[2])

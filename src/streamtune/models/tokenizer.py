@@ -1,8 +1,7 @@
-"""Tokenizers: loaded or trained from text; tokens that a recipe adds, and their rows in embedding and head.
+"""Tokenizers, loaded or trained from text; tokens that a recipe adds, and their rows in embedding and head.
 
-A new row is the mean of the rows of the tokens that were there before: of a size that the layers of the model are
-used to, and the same on every rank and in every run. Rows of new tokens are trained with all others, or alone beside
-adapters.
+A new row is the mean of the rows of the previous tokens: of a size that the layers are used to, and the same on every
+rank and in every run. Rows of new tokens are trained with all others, or alone beside adapters.
 """
 
 from __future__ import annotations
@@ -75,17 +74,9 @@ message, calls stand between ``<tool_call>`` and ``</tool_call>``, and their res
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE: no unknown token, every string decodes back to itself.
 
-    Digits stand one by one; a line break with its indentation can become one token, which suits code.
-
-    Args:
-        texts: What to learn from; read once.
-        vocab_size: Tokens at most, the 256 bytes and the three special tokens included.
-
-    Returns:
-        A tokenizer with the ChatML template, ``<|im_end|>`` as end and ``<|endoftext|>`` as padding.
-
-    Raises:
-        ArgumentError: ``vocab_size`` has no room for the bytes and the special tokens.
+    Digits are single tokens; a line break with its indentation can become one token, which suits code. The tokenizer
+    has the ChatML template, ``<|im_end|>`` as end and ``<|endoftext|>`` as padding. ``vocab_size`` is the most tokens,
+    with the 256 bytes and the three special tokens.
     """
     special = [END_OF_TEXT, TURN_START, TURN_END]
     smallest = 256 + len(special)
@@ -111,7 +102,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
 
 
 def read_trained_tokenizer(text: str) -> PreTrainedTokenizerFast:
-    """Return the tokenizer that :func:`train_tokenizer` makes of a trained vocabulary, ``text`` in JSON."""
+    """Return the tokenizer of a vocabulary that :func:`train_tokenizer` trained, ``text`` in JSON."""
     bpe = Tokenizer.from_str(text)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -132,14 +123,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer, by hub name or from a local folder. Without a padding token it pads with its end token.
 
-    Args:
-        name_or_path: The tokenizer.
-        trust_remote_code: Allow code that comes with it to run.
-        special_tokens: See :func:`streamtune.models.tokenizer.add_tokens`.
-        added_tokens: See there.
-
-    Raises:
-        ArgumentError: There is no such tokenizer, or it has neither a padding nor an end token.
+    ``special_tokens`` and ``added_tokens`` are added by :func:`add_tokens`.
     """
     tokenizer = _read_tokenizer(name_or_path, trust_remote_code)
     special = special_tokens or {}
@@ -158,11 +142,7 @@ def load_tokenizer(
 
 
 def read_vocabulary(name_or_path: str, *, trust_remote_code: bool = False) -> dict[str, int]:
-    """Return the tokens of a tokenizer with their numbers, as its files have them.
-
-    Raises:
-        ArgumentError: There is no such tokenizer.
-    """
+    """Return the tokens of a tokenizer's files with their ids."""
     return _read_tokenizer(name_or_path, trust_remote_code).get_vocab()
 
 
@@ -202,11 +182,7 @@ def _patterns(value: Any) -> Iterator[str]:
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    """Give ``tokenizer`` a chat template: ``chatml``, the path of a Jinja file, or the template itself.
-
-    Raises:
-        ArgumentError: ``template`` names a file that is not there, or is no template.
-    """
+    """Give ``tokenizer`` a chat template: ``chatml``, the path of a Jinja file, or the template itself."""
     if template == "chatml":
         tokenizer.chat_template = CHATML_TEMPLATE
         return
@@ -238,12 +214,10 @@ SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any], added: Sequence[str]) -> None:
-    """Give a tokenizer its special tokens, and tokens of the user's own; those that it has keep their number.
+    """Give a tokenizer, in place, its special tokens and tokens of the user's own. Known tokens keep their ids.
 
-    Args:
-        tokenizer: Changed in place. Adding the same tokens twice changes nothing.
-        special: The tokens for ``bos_token`` and the like, and a list of ``additional_special_tokens``.
-        added: Tokens that are ordinary text when decoded, such as ``<think>``.
+    ``special`` has tokens for ``bos_token`` and the like, and a list of ``additional_special_tokens``. ``added`` tokens
+    are ordinary text when decoded, such as ``<think>``. Adding the same tokens twice changes nothing.
     """
     for name in SPECIAL:
         if (text := special.get(name)) is not None:
@@ -256,13 +230,9 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any], a
 def new_tokens(
     known: Collection[str], tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any], added: Sequence[str]
 ) -> list[int]:
-    """Return the numbers of the tokens of a recipe that its tokenizer did not have before, ascending.
+    """Return the ids of a recipe's tokens that its tokenizer did not have before, ascending.
 
-    Args:
-        known: Tokens that it had.
-        tokenizer: With those of the recipe.
-        special: See :func:`add_tokens`.
-        added: See there.
+    ``known`` are the tokens that it had; ``tokenizer`` has the new ones, ``special`` and ``added``.
     """
     vocabulary = tokenizer.get_vocab()
     named = dict.fromkeys([*_named(special), *added])
@@ -278,13 +248,8 @@ def _named(special: Mapping[str, Any]) -> list[str]:
 def add_rows(model: Any, size: int, new: Collection[int]) -> None:
     """Make the embedding and the head as large as the vocabulary, and set the rows of new tokens to the mean row.
 
-    Args:
-        model: With its weights; not quantised, without adapters. Spare rows of its tables are used before new ones.
-        size: Tokens of the tokenizer.
-        new: Numbers of the tokens that were added, which are the last ones.
-
-    Raises:
-        ArgumentError: The model cannot have other rows.
+    The model has its weights, not quantised, without adapters. Spare rows of its tables are used before new ones.
+    ``size`` is the number of tokens, of which ``new`` are the last ids.
     """
     if size > model.get_input_embeddings().weight.shape[0]:
         try:
@@ -310,12 +275,9 @@ def add_rows(model: Any, size: int, new: Collection[int]) -> None:
 
 
 def use_special_tokens(model: Any, tokenizer: PreTrainedTokenizerBase, special: Mapping[str, Any]) -> None:
-    """Write the numbers of changed special tokens into the configurations of a model, where generation reads them.
+    """Write the ids of changed special tokens into the configurations of a model, in place, for generation.
 
-    Args:
-        model: Its configurations are changed in place.
-        tokenizer: With the special tokens.
-        special: The tokens that the recipe names. A new end of text is added to those that generation stops at.
+    ``special`` are the recipe's tokens. A new end of text is added to the tokens at which generation stops.
     """
     text = model.config.get_text_config(decoder=True)
     generation = getattr(model, "generation_config", None)

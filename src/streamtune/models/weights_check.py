@@ -1,4 +1,4 @@
-"""Checks of loaded weights: of other sizes, of too many layers, not finite, or quantised."""
+"""Checks of loaded weights: their sizes, number of layers, finite values and quantisation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from streamtune.models.config import key_place, keys_of_size
 from streamtune.models.folder import READ
 
 FLOAT_NAMES = ("F64", "F32", "F16", "BF16")
-"""As safetensors calls them."""
+"""Names in safetensors."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PART = 1 << 22
 DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -25,15 +25,9 @@ DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_la
 
 
 def check_report(name_or_path: str, model: Any, report: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose weights do not fit its configuration.
+    """Refuse a checkpoint whose weights have other sizes, are missing, or belong to layers that the model lacks.
 
-    Args:
-        name_or_path: The checkpoint.
-        model: The model loaded from it.
-        report: The loading report of ``from_pretrained``.
-
-    Raises:
-        ArgumentError: Weights have other sizes, are missing, or are of layers that the model does not have.
+    ``report`` is the loading report of ``from_pretrained``.
     """
     mismatched = sorted(report["mismatched_keys"])
     if mismatched:
@@ -52,18 +46,10 @@ def check_report(name_or_path: str, model: Any, report: Mapping[str, Any]) -> No
 
 
 def check_unused(name_or_path: str, model: Any, unused: Collection[str]) -> None:
-    """Refuse a checkpoint with tensors that belong to a layer of the model but have no place in it.
+    """Refuse a checkpoint with tensors, ``unused``, that belong to a layer of the model but have no place in it.
 
     A bias of a matrix that has none here, adapters that were not merged and scales of a quantisation would be left out,
     and another model than the one in the files trained. Tensors of parts that the model does not have are allowed.
-
-    Args:
-        name_or_path: The checkpoint.
-        model: The model loaded from it.
-        unused: Names of the tensors in the files that the model has no place for.
-
-    Raises:
-        ArgumentError: There are such tensors, or the configuration leaves out layers; the message names the first.
     """
     check_layers(name_or_path, model, unused)
     if getattr(model.config, "quantization_config", None) is not None:
@@ -72,7 +58,6 @@ def check_unused(name_or_path: str, model: Any, unused: Collection[str]) -> None
     prefix = f"{model.base_model_prefix}."
 
     def matrix_of(name: str) -> bool:
-        """Return True if a name lies under a module that has a weight of its own."""
         parts = name.split(".")
         above = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
         found = (named.get(path) or named.get(prefix + path) or named.get(path.removeprefix(prefix)) for path in above)
@@ -93,11 +78,7 @@ def check_unused(name_or_path: str, model: Any, unused: Collection[str]) -> None
 
 
 def check_dtypes(name_or_path: str, config: Any) -> None:
-    """Refuse weights in a folder's safetensors that are not floating-point, unless its configuration quantises them.
-
-    Raises:
-        ArgumentError: There are such weights; the message names the file and the tensor.
-    """
+    """Refuse weights in a folder's safetensors that are not floating-point, unless its configuration quantises them."""
     folder = Path(name_or_path).expanduser()
     if getattr(config, "quantization_config", None) is not None or not folder.is_dir():
         return
@@ -118,11 +99,7 @@ def check_dtypes(name_or_path: str, config: Any) -> None:
 
 
 def check_layers(name_or_path: str, model: Any, unused: Collection[str]) -> None:
-    """Refuse a checkpoint with more decoder layers than its configuration says: they would be left out.
-
-    Raises:
-        ArgumentError: It has more layers.
-    """
+    """Refuse a checkpoint with more decoder layers than its configuration says: they would be left out."""
     text = model.config.get_text_config(decoder=True)
     count = getattr(text, "num_hidden_layers", None)
     drafts = [getattr(text, key, None) for key in DRAFT_LAYERS]
@@ -167,15 +144,8 @@ def _shape(sizes: tuple[int, ...]) -> str:
 def check_quantised(name_or_path: str, config: Any, wanted: str | None, device: str) -> None:
     """Refuse a checkpoint whose weights are quantised in a way that cannot be trained here.
 
-    Args:
-        name_or_path: The checkpoint.
-        config: Its configuration; None for adapters.
-        wanted: ``nf4`` or ``int8`` where the frozen layers are to be quantised; None where they are not.
-        device: The device of the model.
-
-    Raises:
-        ArgumentError: The configuration names no ``quant_method``; or the model goes to the CPU, and the method needs
-            an accelerator or the frozen layers are not to be quantised.
+    That is without a ``quant_method``, or on the CPU if the method needs an accelerator or the frozen layers are not to
+    be quantised (``wanted``: ``nf4`` or ``int8``).
     """
     said = getattr(config, "quantization_config", None)
     if said is None:
@@ -203,22 +173,16 @@ def check_quantised(name_or_path: str, config: Any, wanted: str | None, device: 
 
 
 OURS = {"bitsandbytes": "nf4", "torchao": "int8"}
-"""Ways that run on the CPU too, by the name a checkpoint has for them, and what a recipe calls them."""
+"""Quantisations that also run on the CPU: name in a checkpoint -> name in a recipe."""
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
 def check_finite(model: Any, name_or_path: str = "", where: str = "model_name_or_path") -> None:
-    """Refuse weights that hold NaN or infinity: no loss can be computed with them.
+    """Refuse weights with NaN or infinity: no loss can be computed with them.
 
-    Args:
-        model: Its weights are read once, on their device.
-        name_or_path: The checkpoint, to name the file; empty for a model that was initialised.
-        where: The place to name if there is no file.
-
-    Raises:
-        ArgumentError: There are such weights; the message names the tensor, and the file if there is one.
+    The message names the tensor, and its file in the folder ``name_or_path``, or else ``where``.
     """
     for name, parameter in model.named_parameters():
         if not is_finite(parameter.detach()):
@@ -227,7 +191,7 @@ def check_finite(model: Any, name_or_path: str = "", where: str = "model_name_or
 
 
 def not_finite(name: str, values: Tensor, where: str) -> ArgumentError:
-    """Return an error that gives the number of values of a tensor that are not finite."""
+    """Return an error with the number of values of a tensor that are not finite."""
     flat = values.flatten()
     nan, inf = int(torch.isnan(flat).sum()), int(torch.isinf(flat).sum())
     held = " and ".join(f"{count:,} {what}" for count, what in ((nan, "NaN"), (inf, "infinite")) if count)
@@ -239,7 +203,7 @@ def not_finite(name: str, values: Tensor, where: str) -> ArgumentError:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Return True if all values are finite. Their sum is tested first; if it is not finite, each value is tested."""
+    """Return True if all values are finite. Only if their sum is not finite, each value is tested."""
     plain = type(values) in (Tensor, torch.nn.Parameter)  # quantised ones are classes of their own
     if not plain or values.dtype not in FLOATS or values.device.type == "meta":
         return True
@@ -249,7 +213,7 @@ def is_finite(values: Tensor) -> bool:
 
 
 def _in_files(name_or_path: str) -> tuple[Path, str, Tensor] | None:
-    """Return the first tensor in a folder's safetensors that is not finite, with its file; None if all are."""
+    """Return the first tensor in a folder's safetensors that is not finite, with its file; None if all are finite."""
     folder = Path(name_or_path).expanduser() if name_or_path else None
     paths: Iterable[Path] = sorted(folder.glob("*.safetensors")) if folder is not None and folder.is_dir() else ()
     for path in filter(Path.is_file, paths):

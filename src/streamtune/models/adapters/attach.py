@@ -1,8 +1,7 @@
 """Adapters on a model: new ones of the kinds of ``base/adapters.py``, and saved ones.
 
 Adapters with a constant part are written as one LoRA of twice the rank, ``[B, -B0] [A; A0]``, which peft puts on the
-model as it was, and taken apart again when a run goes on. ``paca`` is written as a LoRA whose ``A`` has a one for each
-column.
+original base; resuming splits it again. ``paca`` is written as a LoRA whose ``A`` has a one for each column.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ def add_adapters(
     Args:
         model: The base; changed in place. On ``meta`` no weight is decomposed.
         spec: The adapters. Of kind ``lora_ga`` they change nothing until ``models.start_from_factors``.
-        seed: Of their random start. The caller's random state is left as it was.
-        new_tokens: Tokens whose rows in the embedding and the head are trained beside the adapters.
+        seed: Seed of their random start. The caller's random state is left as it was.
+        new_tokens: Ids of tokens whose rows in the embedding and the head are trained beside the adapters.
 
     Raises:
         ArgumentError: A name or a pattern matches nothing in this model, a rank is larger than a matrix, or adapters
@@ -94,10 +93,8 @@ def add_adapters(
 def loftq_start(spec: AdapterSpec, *, iterations: int, seed: int) -> LoftqStart:
     """Return the change by which a model is quantised for adapters of kind ``loftq``.
 
-    Args:
-        spec: The adapters that :func:`add_adapters` will add.
-        iterations: Of quantisation and decomposition, for each layer.
-        seed: Of the decompositions.
+    ``iterations`` of quantisation and decomposition are made for each layer; ``seed`` is the seed of the
+    decompositions.
     """
 
     def layers(model: PreTrainedModel) -> dict[str, tuple[int, float]]:
@@ -151,11 +148,7 @@ def add_unstarted(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_toke
 
 
 def _refuse_for(spec: AdapterSpec, model: PreTrainedModel, new_tokens: Sequence[int]) -> None:
-    """Refuse what only adapters of low rank can be together with.
-
-    Raises:
-        ArgumentError: It says what.
-    """
+    """Refuse new tokens and shared ends for kinds that are not LoRA."""
     *others, last = (name for name, kind in ADAPTERS.items() if kind.low_rank)
     mend = f"write adapter_type: {', '.join(others)} or {last}"
     if new_tokens:
@@ -173,22 +166,14 @@ def _refuse_for(spec: AdapterSpec, model: PreTrainedModel, new_tokens: Sequence[
 
 
 def _check_patterns(spec: AdapterSpec, model: nn.Module) -> None:
-    """Refuse what is no pattern, and what would take too long on the names of this model.
-
-    Raises:
-        ArgumentError: It names it.
-    """
+    """Refuse patterns that are not valid, or take too long on the names of this model."""
     names = module_names(model)
     for where, patterns in (("lora_rank_pattern", spec.ranks), ("lora_alpha_pattern", spec.alphas)):
         find_matches(list(patterns), names, where=where, how="match", form=PEFT_FORM)
 
 
 def _check_ranks(layers: Mapping[str, Any], spec: AdapterSpec) -> None:
-    """Refuse ranks that are larger than a matrix, and patterns that match no adapter.
-
-    Raises:
-        ArgumentError: It names the matrix, or the layers there are.
-    """
+    """Refuse ranks that are larger than a matrix, and patterns that match no adapter."""
     for where, patterns in (("lora_rank_pattern", spec.ranks), ("lora_alpha_pattern", spec.alphas)):
         for pattern in patterns:
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in layers):
@@ -218,11 +203,7 @@ def _check_ranks(layers: Mapping[str, Any], spec: AdapterSpec) -> None:
 
 
 def _check_lengths(adapted: Any) -> None:
-    """Refuse DoRA on a weight with a row of zeros, by whose length it divides.
-
-    Raises:
-        ArgumentError: It names the layer.
-    """
+    """Refuse DoRA on a weight with a row of zeros, by whose length it divides."""
     for name, layer in low_rank_layers(adapted):
         lengths = layer.lora_magnitude_vector["default"].weight
         zeros = 0 if lengths.is_meta else int((lengths == 0).sum())
@@ -236,11 +217,7 @@ def _check_lengths(adapted: Any) -> None:
 
 
 def _check_rank(layers: Sequence[Any], spec: AdapterSpec) -> None:
-    """Refuse a rank, or a number of reflections, above the size of every layer: nothing is gained by it.
-
-    Raises:
-        ArgumentError: It names the size.
-    """
+    """Refuse a rank, or a number of reflections, above the size of every layer: it gains nothing."""
     if spec.row.even_rank and spec.r % 2:
         raise ArgumentError(
             f"reflections start in pairs that undo each other, and {spec.r} is odd: the model would start as another",
@@ -266,7 +243,7 @@ def _most(layer: Any, spec: AdapterSpec) -> int:
 
 
 COLUMNS = "lora_A.index"
-"""End of the names of the columns that ``paca`` trains, in the state of the adapters."""
+"""Suffix of the names of the columns that ``paca`` trains, in the state of the adapters."""
 
 
 def is_written_as_lora(adapted: Any) -> bool:
@@ -279,11 +256,9 @@ def _has_columns(layer: Any) -> bool:
 
 
 def written_adapters(adapted: Any, weights: Mapping[str, Tensor] | None = None) -> tuple[PeftConfig, dict[str, Tensor]]:
-    """Return the adapters of a model that :func:`is_written_as_lora`, as a LoRA on the model as it was.
+    """Return the adapters of a model that :func:`is_written_as_lora`, as a LoRA on the original base.
 
-    Args:
-        adapted: The model.
-        weights: Its state at the moment that is written; None is now.
+    ``weights`` is the model's state to write; None for its state now.
     """
     from peft import get_peft_model_state_dict
 
@@ -312,16 +287,9 @@ def written_adapters(adapted: Any, weights: Mapping[str, Tensor] | None = None) 
 def load_adapters(
     model: PreTrainedModel, folder: Path, spec: AdapterSpec, *, new_tokens: Sequence[int] = ()
 ) -> PeftModel:
-    """Put saved adapters on their base, ready to be trained further as they were.
+    """Put adapters that a run saved on their base, ready to be trained further as they were.
 
-    Args:
-        model: The base.
-        folder: With the adapters, as a run saves them.
-        spec: The adapters as they were added. Of kinds with a constant part the file has both parts.
-        new_tokens: As they were added.
-
-    Raises:
-        ArgumentError: They are a pickle.
+    ``spec`` and ``new_tokens`` are the adapters as they were added.
     """
     if not spec.row.written_as_lora:
         return load_lora(model, folder)
@@ -350,22 +318,14 @@ def load_adapters(
 
 
 def _weights_in(folder: Path) -> Path:
-    """Return the file of saved adapters.
-
-    Raises:
-        ArgumentError: There is none.
-    """
+    """Return the file of saved adapters; refuse a folder without safetensors."""
     if not (path := folder / "adapter_model.safetensors").is_file():
         raise ArgumentError(f"{folder} has no adapters in safetensors", where="--resume", mend="use another checkpoint")
     return path
 
 
 def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
-    """Put the adapters saved in ``folder`` on their base, ready to be trained further.
-
-    Raises:
-        ArgumentError: They are a pickle.
-    """
+    """Put the adapters saved in ``folder`` on their base, ready to be trained further."""
     from peft import PeftModel
 
     _weights_in(folder)
@@ -375,14 +335,9 @@ def load_lora(model: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
-    """Put adapters that were saved in peft's format on their base, to be trained from there.
+    """Put adapters in peft's format on their base, to be trained from there; on ``meta`` no weight is read.
 
-    Args:
-        model: The base; on ``meta`` no weight is read.
-        folder: With ``adapter_config.json`` and ``adapter_model.safetensors``.
-
-    Raises:
-        ArgumentError: There are none, they are of a kind that is not trained here, or not of this base.
+    Refused are a folder without adapters, kinds that are not trained here, and adapters of another base.
     """
     from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
     from safetensors import safe_open

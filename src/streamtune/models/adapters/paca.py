@@ -2,11 +2,11 @@
 
     y = x (W + D)',   D is zero but in r columns drawn at random,   dL/dD[:, index] = (dL/dy)' x[:, index]
 
-The layer is one product with the changed weight, where LoRA has two more after one another; of its input the backward
-needs r columns. The trained columns are kept as the difference from the base, in the dtype of adapters, and added to
-the weight for the time of a product: between products the base is as it was, so references, saves and merges find it.
+The layer is one product with the changed weight, while LoRA has two more in sequence; the backward needs r columns of
+its input. The trained columns are kept as the difference from the base, in the dtype of adapters, and added to the
+weight only during a product: between products the base is unchanged for references, saves and merges.
 
-``D`` is ``B A`` with rows of the identity as ``A``. So peft's LoRA has all else: the layer is one, and is saved as one.
+``D`` is ``B A`` with rows of the identity as ``A``. So peft's LoRA does the rest, and the layer is saved as LoRA.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from streamtune.ops.fused import outer
 
 
 class Columns(nn.Module):
-    """The columns of the input that belong to trained columns of the weight; in the place of LoRA's ``A``.
+    """Selects the columns of the input that belong to trained columns of the weight, in place of LoRA's ``A``.
 
     Attributes:
         index: ``[r]`` int64, ascending.
@@ -41,24 +41,21 @@ class Columns(nn.Module):
         self.register_buffer("index", index)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return these columns of ``x``, ``[..., r]``."""
         return x.index_select(-1, self.index)
 
 
 class PacaLinear(lora.Linear):
-    """A linear layer of which some columns are trained: ``lora_B`` holds their difference from the base, ``[out, r]``.
+    """A linear layer with some trained columns: ``lora_B`` holds their difference from the base, ``[out, r]``.
 
     The columns are drawn from torch's random state when adapters are added.
     """
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, *, config: Any, **options: Any) -> None:
-        config.fan_in_fan_out = isinstance(
-            base_layer, inside(CONV1D)
-        )  # as peft says it of its own layers, and saves it
+        config.fan_in_fan_out = isinstance(base_layer, inside(CONV1D))  # peft sets it for its own layers, and saves it
         super().__init__(base_layer, adapter_name, config=config, **options)
 
     def update_layer(self, adapter_name: str, r: int, *args: Any, **options: Any) -> None:
-        """Add an adapter, as peft does, with columns in the place of ``A``."""
+        """Add an adapter as peft does, with columns in place of ``A``."""
         super().update_layer(adapter_name, r, *args, **options)
         index = torch.randperm(self.in_features)[:r].sort().values
         self.lora_A[adapter_name] = Columns(index.to(self.get_base_layer().weight.device), self.in_features)
@@ -81,7 +78,7 @@ class PacaLinear(lora.Linear):
 
 
 class _WithColumns(torch.autograd.Function):
-    """``x (W + D)' + b`` with the gradients of ``x`` and of the columns of ``D`` that are trained."""
+    """``x (W + D)' + b`` with gradients for ``x`` and for the trained columns of ``D``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, columns: Tensor, base: Any, index: Tensor, is_transposed: bool) -> Tensor:
@@ -106,10 +103,10 @@ class _WithColumns(torch.autograd.Function):
 
 @contextmanager
 def _added(columns: Tensor, weight: Tensor, index: Tensor, is_transposed: bool) -> Iterator[Tensor]:
-    """Add the trained columns to the weight while inside, and give it as ``[out, in]``.
+    """Add the trained columns to the weight while inside, and yield it as ``[out, in]``.
 
-    It is written as data: autograd would count a change of a weight that other calls have saved, and each call has the
-    same values in it for its own product.
+    It is written as data: autograd would notice the change of a weight that other calls have saved, and each call has
+    the same values in it for its own product.
     """
     whole = weight.data.T if is_transposed else weight.data
     kept = whole.index_select(1, index)
@@ -121,11 +118,7 @@ def _added(columns: Tensor, weight: Tensor, index: Tensor, is_transposed: bool) 
 
 
 def train_columns(model: nn.Module, config: Any) -> None:
-    """Let peft put :class:`PacaLinear` on linear layers.
-
-    Raises:
-        ArgumentError: A weight is quantised.
-    """
+    """Let peft put :class:`PacaLinear` on linear layers; refuse quantised ones."""
     for name in linear_names(model):
         if not is_whole(model.get_submodule(name).weight):
             raise ArgumentError(

@@ -49,11 +49,7 @@ CONSTANT = (f"lora_A.{START}.weight", f"lora_B.{START}.weight")
 
 
 def start_from_weights(adapted: Any, spec: AdapterSpec) -> None:
-    """Start LoRA from the leading part of each weight.
-
-    Raises:
-        ArgumentError: The weights are quantised.
-    """
+    """Start LoRA from the leading part of each weight; refuse quantised weights."""
     for name, layer in low_rank_layers(adapted):
         weight = layer.get_base_layer().weight
         if weight.device.type == "meta":
@@ -84,11 +80,11 @@ def _by_qr(weight: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
 
 
 LEADING_PARTS: Mapping[str, Callable[[Tensor, int, float], tuple[Tensor, Tensor]]] = {"pissa": _by_svd, "olora": _by_qr}
-"""Kind that starts from weights -> ``A`` and ``B`` of a weight ``[out, in]``, a rank and a scale."""
+"""Kind that starts from weights -> function of a weight ``[out, in]``, a rank and a scale that returns ``A``, ``B``."""
 
 
 def set_start(layer: Any, down: Tensor, up: Tensor) -> None:
-    """Start the adapters of a layer from ``A0`` ``[r, in]`` and ``B0`` ``[out, r]``, and take ``B0 A0`` away again."""
+    """Start the adapters of a layer from ``A0`` ``[r, in]`` and ``B0`` ``[out, r]``; the constant one subtracts it."""
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     a.copy_(down)
     b.copy_(up)
@@ -97,7 +93,7 @@ def set_start(layer: Any, down: Tensor, up: Tensor) -> None:
 
 
 def started_values(adapted: Any) -> Iterator[Tensor]:
-    """Yield all that :func:`set_start` writes into, layer by layer."""
+    """Yield all tensors that :func:`set_start` writes, layer by layer."""
     for _, layer in low_rank_layers(adapted):
         for parts in (layer.lora_A, layer.lora_B):
             yield from (parts[name].weight for name in ("default", START))
@@ -118,20 +114,20 @@ def add_start(adapted: Any) -> None:
 
 
 Factors = dict[str, tuple[Tensor, Tensor]]
-"""Name of a layer in the base -> ``A0`` ``[r, in]`` and ``B0`` ``[out, r]``."""
+"""Name of a layer in the base -> ``A`` ``[r, in]`` and ``B`` ``[out, r]``."""
 
 
 def first_factors(adapted: Any, losses: Sequence[Callable[[], Tensor]], *, gamma: float, seed: int) -> Factors:
-    """Return what the adapters of a model start from.
+    """Return the first values of the adapters of a model, from gradients (``lora_ga``).
 
     Args:
-        adapted: With adapters of kind ``lora_ga`` that change nothing yet; streamed or not. It is left as it was.
-        losses: Each computes the loss of a micro-batch. The gradient is that of their sum.
-        gamma: The smaller, the larger are both factors.
-        seed: Of dropout, and of the random start of each decomposition.
+        adapted: Model with adapters that change nothing yet, streamed or not. It is left as it was.
+        losses: Functions that compute the losses of micro-batches. The gradient is of their sum.
+        gamma: Both factors are proportional to ``gamma ** -0.5``.
+        seed: Seed of dropout, and of the random start of each decomposition.
 
     Raises:
-        NonFiniteError: A gradient has values that are no numbers.
+        NonFiniteError: A gradient is not finite.
     """
     layers = dict(low_rank_layers(adapted))
     names = {id(layer.get_base_layer().weight): name for name, layer in layers.items()}
@@ -174,7 +170,7 @@ def first_factors(adapted: Any, losses: Sequence[Callable[[], Tensor]], *, gamma
 def leading_factors(grad: Tensor, rank: int, gamma: float, seed: int) -> tuple[Tensor, Tensor]:
     """Return ``A0`` and ``B0`` of a gradient ``[out, in]``, in fp32 or wider.
 
-    Singular vectors are those of a random projection to four times the rank (Halko et al.), as the authors' are.
+    Singular vectors come from a random projection to four times the rank (Halko et al.), as in the authors' code.
     """
     wide = grad.detach().to(torch.promote_types(grad.dtype, torch.float32))
     with torch.random.fork_rng(), torch.no_grad():
@@ -186,14 +182,14 @@ def leading_factors(grad: Tensor, rank: int, gamma: float, seed: int) -> tuple[T
 
 @torch.no_grad()
 def start_from_factors(adapted: Any, factors: Factors) -> None:
-    """Start the adapters of a model from these factors. A layer without any, which had no gradient, stays as it is."""
+    """Start the adapters of a model from these factors. A layer without factors, which had no gradient, is left."""
     for name, layer in low_rank_layers(adapted):
         if name in factors:
             set_start(layer, *factors[name])
 
 
 def summed_bytes(adapted: Any) -> int:
-    """Return the bytes on the host of the gradients' sums, where they are of several micro-batches."""
+    """Return the host bytes of the gradients that are summed over several micro-batches."""
     return sum(4 * layer.get_base_layer().weight.numel() for _, layer in low_rank_layers(adapted))
 
 
@@ -224,37 +220,32 @@ def _hooked(weights: Sequence[Tensor], hook: Callable[[Tensor], None]) -> Iterat
 
 
 LOFTQ_FILE = "loftq.safetensors"
-"""What is taken from the weights before they are quantised, beside the adapters; absent where nothing is."""
+"""Factors subtracted from the weights before quantisation, beside the adapters; absent without any."""
 FACTORS = "_streamtune_loftq_factors"
 TAKEN = "_streamtune_loftq_taken"
 
 Quantise = Callable[[Tensor], tuple[Any, Tensor]]
-"""Returns the quantised weight, and the same written out in fp32, ``[out, in]``."""
+"""Function of a weight that returns it quantised, and dequantised to fp32, ``[out, in]``."""
 
 
 class QuantisationChange(Protocol):
     """A change of weights before they are quantised."""
 
     def quantised(self, name: str, weight: Tensor, quantise: Quantise) -> Any:
-        """Return the quantised weight of a layer.
+        """Return the quantised weight of the layer ``name``.
 
-        Args:
-            name: Of the layer in the model.
-            weight: ``[out, in]``, on the device of the quantised one.
-            quantise: The model's quantiser.
+        ``weight`` is ``[out, in]``, on the device of the quantised one; ``quantise`` is the model's quantiser.
         """
 
     def finish(self, model: PreTrainedModel) -> None:
-        """Note in the model what adapters and checkpoints need, once all layers are quantised."""
+        """Record in the model what adapters and checkpoints need, once all layers are quantised."""
 
 
 class LoftqStart:
-    """Quantises layers by LoftQ and finds what their adapters start from.
+    """Quantises layers by LoftQ and finds the first values of their adapters.
 
-    Args:
-        layers: Finds the layers with adapters: name -> rank and scale.
-        iterations: T of the paper.
-        seed: Of the decompositions.
+    ``layers`` finds the layers with adapters: name -> rank and scale. ``iterations`` is T of the paper, ``seed`` is the
+    seed of the decompositions.
     """
 
     def __init__(
@@ -303,10 +294,9 @@ class LoftqStart:
 
 
 class QuantisedBefore:
-    """Quantises layers as a run did, from what it took from the weights.
+    """Quantises layers as a run did.
 
-    Args:
-        taken: Name of a layer -> ``A`` and ``s B``.
+    ``taken`` are the factors that the run subtracted from the weights: ``A`` and ``s B`` by name of the layer.
     """
 
     def __init__(self, taken: Factors) -> None:
@@ -315,11 +305,7 @@ class QuantisedBefore:
 
     @classmethod
     def of(cls, folder: Path) -> QuantisedBefore | None:
-        """Return the change of the adapters in a folder; None where there is none.
-
-        Raises:
-            ArgumentError: The file is damaged.
-        """
+        """Return the change of the adapters in a folder; None without one."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -347,11 +333,7 @@ class QuantisedBefore:
         return quantise(_less(weight, taken))[0]
 
     def finish(self, model: PreTrainedModel) -> None:
-        """Check that all layers were quantised, and note what was taken from them.
-
-        Raises:
-            ArgumentError: The model lacks a layer.
-        """
+        """Check that all layers were quantised, and record the factors in the model."""
         if self._left:
             raise self._another(min(self._left))
         setattr(model, TAKEN, self._taken)
@@ -364,12 +346,8 @@ class QuantisedBefore:
         )
 
 
-def first_values(model: PreTrainedModel) -> Factors:
-    """Return what the adapters start from, once; the model keeps it no longer.
-
-    Raises:
-        ArgumentError: The model was not quantised by :class:`LoftqStart`.
-    """
+def start_from_quantisation(model: PreTrainedModel, layers: Iterable[tuple[str, Any]]) -> None:
+    """Start the adapters of quantised layers, by the names of the modules in the base."""
     if not hasattr(model, FACTORS):
         raise ArgumentError(
             "adapters of kind loftq start from the difference between the weights and their quantised form, and this "
@@ -377,33 +355,22 @@ def first_values(model: PreTrainedModel) -> Factors:
             where="adapter_type",
             mend="write finetuning_type: qlora and name a checkpoint that is not quantised, or adapter_type: lora",
         )
-    found: Factors = getattr(model, FACTORS)
+    factors: Factors = getattr(model, FACTORS)
     delattr(model, FACTORS)
-    return found
-
-
-def start_from_quantisation(model: PreTrainedModel, layers: Iterable[tuple[str, Any]]) -> None:
-    """Start the adapters of quantised layers.
-
-    Args:
-        model: The base, quantised by :class:`LoftqStart`.
-        layers: Peft's layers, by the name of the module in the base.
-    """
-    factors = first_values(model)
     for name, layer in layers:
-        if name in factors:  # what is not quantised has nothing to make up for
+        if name in factors:  # others are not quantised: there is no error to make up for
             layer.lora_A["default"].weight.copy_(factors[name][0])
             layer.lora_B["default"].weight.copy_(factors[name][1])
 
 
 def taken_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of :data:`LOFTQ_FILE` of a model without wrappers; none where nothing was taken."""
+    """Return the tensors of :data:`LOFTQ_FILE` for a model without wrappers."""
     taken: Factors = getattr(model, TAKEN, {})
     return {f"{name}.{key}": x for name, pair in taken.items() for key, x in zip("AB", pair, strict=True)}
 
 
 def keep_taken(model: nn.Module, folder: Path) -> None:
-    """Write :data:`LOFTQ_FILE` into a folder of saved adapters, where something was taken from the weights."""
+    """Write :data:`LOFTQ_FILE` beside saved adapters, if factors were subtracted from the weights."""
     from safetensors.torch import save_file
 
     if taken := taken_of(model):

@@ -1,4 +1,4 @@
-"""Layers that get adapters: linear layers, experts that are one tensor, by the names that a recipe gives."""
+"""Layers that get adapters: linear layers and experts that are one tensor, by the names that a recipe gives."""
 
 from __future__ import annotations
 
@@ -40,16 +40,12 @@ def linear_names(model: nn.Module) -> list[str]:
 
 
 def ends_with(name: str, end: str) -> bool:
-    """Return True if peft takes ``end`` for this name: it is the whole name, or what follows a dot."""
+    """Return True if peft takes ``end`` for this name: the whole name, or the part after a dot."""
     return name == end or name.endswith(f".{end}")
 
 
 def matching(ends: Sequence[str], names: Sequence[str], where: str, what: str, model: nn.Module) -> list[str]:
-    """Return the names that end so.
-
-    Raises:
-        ArgumentError: An end matches none.
-    """
+    """Return the names that end in one of ``ends``; refuse an end that matches none."""
     for end in ends:
         if not any(ends_with(name, end) for name in names):
             known = sorted({name.rsplit(".", 1)[-1] for name in names} - {str(i) for i in range(len(names))})
@@ -62,7 +58,7 @@ def matching(ends: Sequence[str], names: Sequence[str], where: str, what: str, m
 
 
 def _stacked(model: nn.Module) -> list[str]:
-    """Return the names of parameters that peft can adapt and that are no linear layers: stacked experts, routers."""
+    """Return the names of parameters that peft can adapt and that are not linear layers: stacked experts, routers."""
     linear = {f"{name}.weight" for name in linear_names(model)}
     return [
         name for name, x in model.named_parameters() if x.dim() == 3 or (is_router(model, name) and name not in linear)
@@ -84,11 +80,7 @@ def is_router(model: nn.Module, name: str) -> bool:
 
 
 def linear_targets(model: PreTrainedModel, spec: AdapterSpec) -> list[str]:
-    """Return the whole names of the linear layers that get adapters.
-
-    Raises:
-        ArgumentError: A name matches none, or none is left.
-    """
+    """Return the full names of the linear layers that get adapters."""
     names = linear_names(model)
     excluded = matching(spec.exclude, names, "lora_exclude", "linear layer", model)
     if isinstance(spec.target, str):
@@ -102,19 +94,15 @@ def linear_targets(model: PreTrainedModel, spec: AdapterSpec) -> list[str]:
 
 
 def low_rank_targets(model: PreTrainedModel, spec: AdapterSpec) -> dict[str, Any]:
-    """Return peft's options for the targets of LoRA, which can be tensors too.
-
-    Raises:
-        ArgumentError: A name matches none, or none is left.
-    """
+    """Return peft's options for the targets of LoRA, which can be tensors too."""
     if isinstance(spec.target, str):
         linear_targets(model, spec)
         routers = [name for name in linear_names(model) if is_router(model, name)]
         return {"target_modules": spec.target, "exclude_modules": [*spec.exclude, *routers] or None}
     tensors = _stacked(model)
     linear = linear_names(model)
-    named = [end for end in spec.target if not any(ends_with(name, end) for name in linear)]
-    named = [end for end in named if any(ends_with(name, end) for name in tensors)]
+    others = [end for end in spec.target if not any(ends_with(name, end) for name in linear)]
+    named = [end for end in others if any(ends_with(name, end) for name in tensors)]
     modules = [end for end in spec.target if end not in named]
     if modules:
         linear_targets(model, replace(spec, target=modules))
@@ -126,10 +114,9 @@ def low_rank_targets(model: PreTrainedModel, spec: AdapterSpec) -> dict[str, Any
 
 
 def name_experts(model: PreTrainedModel, spec: AdapterSpec, config: PeftConfig) -> None:
-    """Let peft name the stacked experts that it adapts, and take the router from them, unless the recipe names it.
+    """Let peft name the stacked experts that it adapts, without the router unless the recipe names it.
 
-    Raises:
-        ArgumentError: There are some, and this kind of adapters cannot be on them.
+    Refuse stacked experts for kinds of adapters that cannot be on them, and with dropout.
     """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -153,16 +140,16 @@ def name_experts(model: PreTrainedModel, spec: AdapterSpec, config: PeftConfig) 
 
 
 def shared_ends(model: PreTrainedModel, whole: Sequence[str]) -> list[str]:
-    """Return the embedding and the head where they share their weight and are among the modules that end so."""
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    if ends[1] is None or ends[0].weight is not ends[1].weight:
+    """Return the embedding and the head if they share their weight and are among the modules that end so."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or embedding.weight is not head.weight:
         return []
-    names = [name for name, module in model.named_modules() if module in ends]
+    names = [name for name, module in model.named_modules() if module in (embedding, head)]
     return [name for name in names if any(ends_with(name, end) for end in whole)]
 
 
 def end_names(model: PreTrainedModel) -> list[str]:
-    """Return the names of the embedding and of the head; of the embedding alone where they share their weight."""
+    """Return the names of the embedding and of the head; of the embedding alone if they share their weight."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     if ends[1] is None or ends[0].weight is ends[1].weight:  # peft trains a tied head with the embedding
         del ends[1]
@@ -173,11 +160,8 @@ def end_names(model: PreTrainedModel) -> list[str]:
 def module_names(model: nn.Module) -> list[str]:
     """Return the names that peft matches patterns with."""
     modules = [name for name, _ in model.named_modules() if name]
-    return [
-        *modules,
-        *(name for name, _ in model.named_parameters()),
-        *(f"base_model.model.{name}" for name in modules),
-    ]
+    parameters = [name for name, _ in model.named_parameters()]
+    return [*modules, *parameters, *(f"base_model.model.{name}" for name in modules)]
 
 
 def low_rank_layers(adapted: Any) -> Iterator[tuple[str, Any]]:
