@@ -29,7 +29,7 @@ from benchmarks.batching import CONFIG, processor_seconds
 from benchmarks.gpu import LARGE
 from streamtune import Schedule, data
 from streamtune.data.batches.collate import PrefixTree
-from streamtune.plan.simulate.flops import FlopCount, Span
+from streamtune.plan.simulate.workload import FlopCount, Span
 from streamtune.tasks.sft import prefix_batch
 from streamtune.train import MicroBatch
 

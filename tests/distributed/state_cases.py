@@ -36,7 +36,7 @@ from streamtune.run import ranks as build_world
 from streamtune.run.build import build_run
 from streamtune.run.ranks import fill_model, make_backend
 from streamtune.run.train import Run, train_run
-from streamtune.train.rng import capture_rng
+from streamtune.train.process import capture_rng
 from streamtune.train.saver import CheckpointSaver, Keep
 from streamtune.train.slices import MASTER, Slice, SliceReader
 

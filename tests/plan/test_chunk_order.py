@@ -12,7 +12,7 @@ from streamtune import Schedule
 from streamtune.errors import ArgumentError
 from streamtune.models import ModelOptions, blueprint
 from streamtune.plan import Limits, Rates, choose
-from streamtune.plan.chunk_order import may_order_chunks
+from streamtune.plan.choices import may_order_chunks
 from streamtune.plan.simulate import Simulation, Workload, simulate
 from streamtune.plan.simulate.cluster import Cluster
 

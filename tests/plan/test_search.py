@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from streamtune.plan.search import Attempt, Bracket, Range, search_largest
+from streamtune.plan.budget import Attempt, Bracket, Range, search_largest
 
 LENGTHS = Range(first=2048, least=256, most=1 << 27, step=256, grain=64)
 

@@ -317,7 +317,7 @@ def test_a_mistake_below_the_recipe_is_blamed_on_its_line(
 def test_a_second_signal_leaves_at_once() -> None:
     code = """
 import os, signal, time
-from streamtune.train.signals import StopRequest
+from streamtune.train.process import StopRequest
 with StopRequest() as stop:
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop.exit_code == 143

@@ -27,7 +27,7 @@ from streamtune.train import (
 )
 from streamtune.train.backend import LocalBackend, load_optimizer_tensors, optimizer_tensors
 from streamtune.train.checkpoint import newest_checkpoint, open_checkpoint, write_manifest
-from streamtune.train.rng import capture_rng, restore_rng, seed_everything
+from streamtune.train.process import capture_rng, restore_rng, seed_everything
 from streamtune.train.saver import Keep, ModelWriter, rotate
 
 

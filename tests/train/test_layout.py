@@ -9,7 +9,7 @@ import pytest
 import torch
 from train_kit import State, Trainer, make_model, save_tensors
 
-from streamtune.train.rng import RngState
+from streamtune.train.process import RngState
 from streamtune.train.saver import CheckpointSaver, Keep, ModelWriter, write_final
 
 MODEL = {"model/config.json": "ca3d163bab055381", "model/model.safetensors": "9a129038d9a00aed"}

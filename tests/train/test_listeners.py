@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from streamtune.train.listeners import Listener, Listeners
+from streamtune.train.progress import Listener, Listeners
 
 
 class Changing(Listener):

@@ -16,7 +16,7 @@ from streamtune.errors import CheckpointError
 from streamtune.models import load_model
 from streamtune.train import read_records
 from streamtune.train.checkpoint import open_checkpoint
-from streamtune.train.rng import capture_rng
+from streamtune.train.process import capture_rng
 from streamtune.train.saver import CheckpointSaver, Keep, ModelWriter, rotate
 
 

@@ -28,8 +28,8 @@ from streamtune.train import (
     TrainSettings,
     train,
 )
-from streamtune.train.rng import capture_rng
-from streamtune.train.saver import save_checkpoint
+from streamtune.train.process import capture_rng
+from streamtune.train.saver import Content, save_checkpoint
 from streamtune.train.slices import Slice, share_out_whole
 
 VOCABULARY = 64
@@ -156,12 +156,5 @@ def save_tensors(
     """Write a checkpoint of these tensors, by one rank."""
     needed = writer.num_bytes + sum(tensor.nbytes for tensor in tensors.values())
     slices = share_out_whole(tensors, 0, 1)
-    return save_checkpoint(
-        folder,
-        **{"rng": capture_rng(), **more},
-        state=state,
-        slices=slices,
-        whole=whole,
-        writer=writer,
-        needed=needed,
-    )
+    content = Content(**{"rng": capture_rng(), **more}, state=state, slices=slices, whole=whole, needed=needed)
+    return save_checkpoint(folder, content, writer)

@@ -21,7 +21,7 @@ from .rank_process import enter_rank, launch_ranks, shown, watch
 from .training_screens import print_banner, print_outcome
 
 if TYPE_CHECKING:
-    from streamtune.train.listeners import Listener, Listeners
+    from streamtune.train.progress import Listener, Listeners
 
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Load everything, say what would run, and stop.", show_default=False)
@@ -146,7 +146,7 @@ def _load_callbacks(loaded: LoadedRecipe, main: bool) -> list[Listener]:
 
 def _listeners(loaded: LoadedRecipe, callbacks: Sequence[Listener]) -> Listeners:
     """Return what is told how the run goes on: trackers, then callbacks."""
-    from streamtune.train.listeners import Listeners
+    from streamtune.train.progress import Listeners
 
     make = load(PARTS["trackers"])
     trackers = make(loaded.recipe.report_to, offline=is_offline(), notify=_note, doing=err.status)

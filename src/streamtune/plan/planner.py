@@ -25,16 +25,14 @@ from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates
-from streamtune.plan.choices import Candidate, Space, candidates
-from streamtune.plan.chunk_order import best_in_chunk_order, may_order_chunks
+from streamtune.plan.choices import Candidate, Space, best_in_chunk_order, candidates, may_order_chunks
 from streamtune.plan.estimate import Estimator, Figures, Simulate
 from streamtune.plan.rates import Rates, nearest_device, sheet_rates
 from streamtune.plan.refusal import NothingFitsError, excess_of, nothing_fits, smallest_step
-from streamtune.plan.simulate.flops import workload_flops
 from streamtune.plan.simulate.memory import device_held_bytes, host_held_bytes
 from streamtune.plan.simulate.meta_operators import meta_copy
 from streamtune.plan.simulate.simulate import Simulation, simulate
-from streamtune.plan.simulate.workload import Workload
+from streamtune.plan.simulate.workload import Workload, workload_flops
 from streamtune.plan.traffic import Pace, Traffic
 from streamtune.schedule import GIVEN, Schedule
 

@@ -12,11 +12,9 @@ from typing import Any
 from streamtune.base.text import show_size
 from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError
-from streamtune.plan.budget import Limits
-from streamtune.plan.choices import CHUNKS, HEAD_CHUNKS, Space
-from streamtune.plan.chunk_order import may_order_chunks, smallest_in_chunk_order
+from streamtune.plan.budget import Attempt, Limits, Range, search_largest
+from streamtune.plan.choices import CHUNKS, HEAD_CHUNKS, Space, may_order_chunks, smallest_in_chunk_order
 from streamtune.plan.estimate import Simulate
-from streamtune.plan.search import Attempt, Range, search_largest
 from streamtune.plan.simulate.simulate import Simulation, simulate
 from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule

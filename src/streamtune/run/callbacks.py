@@ -22,7 +22,7 @@ from typing import Any
 from streamtune import train
 from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.tasks.rewards.spec import import_target, shielded
-from streamtune.train.listeners import Listener, RunFacts
+from streamtune.train.progress import Listener, RunFacts
 
 EVENTS = ("on_start", "on_step", "on_evaluate", "on_end")
 SPEC = re.compile(r"(?P<target>.+?):(?P<name>[A-Za-z_]\w*)")

@@ -31,12 +31,11 @@ from streamtune.plan.planner import Plan, as_fixed, choose, evaluate_schedule, w
 from streamtune.plan.rates import Device, Rates, find_device, nearest_device, sheet_rates
 from streamtune.plan.refusal import NothingFitsError
 from streamtune.plan.simulate.cluster import Cluster
-from streamtune.plan.simulate.flops import sketch_flops
 from streamtune.plan.simulate.memory import device_held_bytes, distinct_bytes, held_bytes
 from streamtune.plan.simulate.meta_operators import meta_copy
 from streamtune.plan.simulate.scored import Completions, Scored
 from streamtune.plan.simulate.simulate import Simulation, holdings_of, simulate
-from streamtune.plan.simulate.workload import TeacherShape, Workload
+from streamtune.plan.simulate.workload import TeacherShape, Workload, sketch_flops
 from streamtune.recipe.keys.engine import EngineSpec
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe

@@ -24,7 +24,7 @@ from streamtune.plan.budget import device_name
 from streamtune.plan.calibrate import correct_rates
 from streamtune.plan.planner import Plan
 from streamtune.plan.rates import peak_flops_of
-from streamtune.plan.simulate.flops import FlopCount, Span
+from streamtune.plan.simulate.workload import FlopCount, Span
 from streamtune.recipe.schema import Recipe
 
 COMPARED = 5
@@ -38,7 +38,7 @@ SHORTEST = 0.25
 
 
 class StepFlops:
-    """Counts the operations of optimizer steps, as :mod:`streamtune.plan.simulate.flops` defines them.
+    """Counts the operations of optimizer steps, as :mod:`streamtune.plan.simulate.workload` defines them.
 
     Args:
         model: With its adapters.

@@ -110,7 +110,7 @@ def train_run(run: Run, console: Console, listeners: train.Listeners | None = No
     Args:
         run: Built from its recipe; used once.
         console: The console that shows progress.
-        listeners: Called by rank 0 with what happens; see :mod:`streamtune.train.listeners`.
+        listeners: Called by rank 0 with what happens; see :mod:`streamtune.train.progress`.
 
     Raises:
         RunError: Training failed, or a listener did; the checkpoints saved before are intact.

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from streamtune.train.backend import Backend, BlockBackend, LocalBackend
-from streamtune.train.batch import MicroBatch, PrefixBatch, StepStream, TreeBatch, counted
+from streamtune.train.backend import Backend, BlockBackend, ForwardBackend, LocalBackend
 from streamtune.train.checkpoint import Checkpoint, checkpoint_path, supersede
-from streamtune.train.forward_only import ForwardBackend
 from streamtune.train.guard import skipped_most
 from streamtune.train.hold import DirectoryHold
-from streamtune.train.host_optimizer import HostOptimizer
-from streamtune.train.in_backward import InBackwardBackend
-from streamtune.train.listeners import Listener, Listeners, RunFacts
+from streamtune.train.in_backward import HostOptimizer, InBackwardBackend
 from streamtune.train.loop import Progressed, TrainJob, train
 from streamtune.train.objective import (
+    MicroBatch,
     ModelReference,
     Objective,
+    PrefixBatch,
     Reference,
     Score,
+    StepStream,
     SupervisedObjective,
+    TreeBatch,
     autocast,
+    counted,
     evaluating,
 )
-from streamtune.train.progress import Progress, draw_loss, format_duration, format_rate
+from streamtune.train.process import StopRequest, preserve_rng, seed_everything, use_deterministic_kernels
+from streamtune.train.progress import Listener, Listeners, Progress, RunFacts, draw_loss, format_duration, format_rate
 from streamtune.train.records import (
     append_event,
     append_records,
@@ -30,7 +32,6 @@ from streamtune.train.records import (
     read_records,
     record_failure,
 )
-from streamtune.train.rng import preserve_rng, seed_everything, use_deterministic_kernels
 from streamtune.train.rundir import (
     FILES,
     RunDirectory,
@@ -40,7 +41,6 @@ from streamtune.train.rundir import (
     tell_changes,
 )
 from streamtune.train.saver import ModelWriter, write_final
-from streamtune.train.signals import StopRequest
 from streamtune.train.slices import SliceReader, share_out_whole
 from streamtune.train.staging import commit_directory, write_durably
 from streamtune.train.step import (

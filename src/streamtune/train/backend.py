@@ -1,7 +1,5 @@
-"""Backends, which turn a loss into new weights: the part of a step that differs between one device and many.
-
-The loop has the loss that it minimises; a backend has gradients, optimizer and weights. The shares of all ranks add
-up to the gradient (``streamtune.distributed`` has the backends of several ranks).
+"""Backends turn a loss into new weights: gradients, optimizer and weights of one device (here) or of several ranks
+(``streamtune.distributed``). The shares of all ranks add up to the gradient.
 """
 
 from __future__ import annotations
@@ -9,7 +7,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -17,28 +15,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.errors import CheckpointError
-from streamtune.optim import RULES, BlockAdamW, averaged_weights, is_averaged, pack_state, set_learning_rate
+from streamtune.errors import ArgumentError, CheckpointError
+from streamtune.optim import (
+    RULES,
+    BlockAdamW,
+    ZerothOrderSGD,
+    averaged_weights,
+    is_averaged,
+    pack_state,
+    perturbed,
+    set_learning_rate,
+)
 from streamtune.train.objective import StepScore
+from streamtune.train.process import capture_rng, restore_rng
 from streamtune.train.slices import MASTER, Slice, SliceReader, share_out_whole
+from streamtune.train.world import WORLD, World
 
 TRAINED = "trained"
-"""The key of the weights that are trained, in the state of an optimizer whose average is saved as the model."""
+"""Key of the trained weights in the state of an optimizer whose average is saved as the model."""
 
 
 class Backend(ABC):
     """Weights, gradients and optimizer, wherever they are.
 
     Args:
-        module: The model; streamed already.
-        config: The configuration of the library behind it, every value in force; empty where there is none.
+        module: The streamed model.
+        config: Configuration of the library behind it, with every default filled in; empty without a library.
     """
 
     whole = False
-    """True if this rank alone holds all there is: its slices are whole tensors, and a checkpoint has them as such."""
+    """True if this rank alone holds everything: its slices are whole tensors, and so are those of a checkpoint."""
 
     clipped_by: float | None = None
-    """The norm that the gradient of this step is clipped by, where that may be another than its own."""
+    """Norm that this step's gradient is clipped by, where that may differ from its own norm."""
 
     def __init__(self, module: nn.Module, config: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.module, self.config = module, config
@@ -49,19 +58,10 @@ class Backend(ABC):
         return self.module
 
     def begin_step(self, learning_rate: float, again: Callable[[], object]) -> None:  # noqa: B027 (most need nothing)
-        """Prepare for the gradients of a step.
-
-        Args:
-            learning_rate: That of the step.
-            again: Computes the gradients once more, with the same rows and random numbers.
-        """
+        """Prepare a step; ``again`` computes its gradients once more, with the same rows and random numbers."""
 
     def compute(self, take: Callable[[], StepScore | None]) -> StepScore | None:
-        """Compute the gradients of a step, by calls of ``take``, which goes through all its micro-batches.
-
-        Args:
-            take: Returns None where it was broken off; then this does as well.
-        """
+        """Compute the gradients of a step by calls of ``take``, each over all micro-batches; None if it was stopped."""
         return take()
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
@@ -70,11 +70,11 @@ class Backend(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of ``loss``, a scalar with graph, to that of the step; the shares of all ranks add up."""
+        """Add the gradient of ``loss``, a scalar with graph, to the step's gradient."""
 
     @abstractmethod
     def clip_gradients(self, max_norm: float) -> float:
-        """Bound the gradient to ``max_norm`` (0: leave it) at the latest in :meth:`step`; return the norm it has."""
+        """Bound the gradient to ``max_norm`` (0: leave it) at the latest in :meth:`step`; return its norm."""
 
     @abstractmethod
     def step(self, learning_rate: float) -> None:
@@ -89,11 +89,11 @@ class Backend(ABC):
         """Reset the optimizer's state."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides tensors, as JSON has it: the same on every rank, mostly nothing."""
+        """Return what a checkpoint needs besides tensors, as JSON values: the same on every rank, mostly nothing."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (most have none)
-        """Put back what :meth:`state` returned; empty for a checkpoint that has none."""
+        """Restore what :meth:`state` returned; empty for a checkpoint without it."""
 
     @abstractmethod
     def stepped(self) -> Iterator[Tensor]:
@@ -101,58 +101,46 @@ class Backend(ABC):
 
     @abstractmethod
     def slices(self) -> Iterator[Slice]:
-        """Return the state that this rank writes, see ``slices.Slice``: all ranks together have each value once."""
+        """Return the state that this rank writes: all ranks together write each value once."""
 
     @abstractmethod
     def load_slices(self, saved: SliceReader) -> None:
-        """Load this rank's part of a state, whichever ranks wrote it.
-
-        Raises:
-            CheckpointError: It belongs to a model with other parameters, or lacks values.
-        """
+        """Load this rank's part of a state, whichever ranks wrote it; CheckpointError if it is another model's."""
 
     @abstractmethod
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-        """Iterate over the parameters (those of ``names`` alone), each whole on rank 0 until the next one.
-
-        Called by all ranks, each of which has to iterate to the end. Ranks other than 0 get None.
+        """Iterate over the parameters (or ``names``), each whole on rank 0 and None elsewhere. All ranks iterate to the
+        end.
         """
 
     def called_directly(self) -> AbstractContextManager[Any]:
-        """Return a context to call parts of the model (to write text), by all ranks in step; without gradients."""
+        """Return a context to call parts of the model without gradients, by all ranks in step, as to write text."""
         return nullcontext()
 
     def averaged(self) -> AbstractContextManager[Any]:
         """Return a context in which the model has the weights that are evaluated and saved.
 
-        They are others than those that are trained where the optimizer averages; those are back afterwards, to the bit.
+        If the optimizer averages, they differ from the trained weights, which are back afterwards, to the bit.
         """
         return nullcontext()
 
     def close(self) -> None:  # noqa: B027 (most have nothing to free)
-        """Free threads and buffers; nothing is called after it."""
+        """Free threads and buffers; nothing is called afterwards."""
 
 
 class TorchBackend(Backend):
-    """A torch optimizer over the parameters of the model: one device, or several that share gradients (DDP, FSDP2).
-
-    Args:
-        module: The model.
-        optimizer: Over its parameters.
-    """
+    """A torch optimizer over the parameters of the model: one device, or several that share gradients (DDP, FSDP2)."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(module)
         self.optimizer = optimizer
         self._trained_weights: dict[nn.Parameter, Tensor] = {}
-        """Copies of the weights that are trained, while the model has their averages."""
+        """Copies of the trained weights, while the model has their averages."""
 
     def backward(self, loss: Tensor) -> None:
-        """See :class:`Backend`."""
         loss.backward()
 
     def clip_gradients(self, max_norm: float) -> float:
-        """See :class:`Backend`."""
         trained = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in trained if parameter.grad is not None])
         value = self._number(norm)
@@ -164,28 +152,21 @@ class TorchBackend(Backend):
         return norm.item()
 
     def step(self, learning_rate: float) -> None:
-        """See :class:`Backend`."""
         set_learning_rate(self.optimizer, learning_rate)
         self.optimizer.step()
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """See :class:`Backend`."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def stepped(self) -> Iterator[Tensor]:
-        """See :class:`Backend`."""
         return (p for group in self.optimizer.param_groups for p in group["params"])
 
     def reset_optimizer(self) -> None:
-        """See :class:`Backend`."""
         self.optimizer.state.clear()  # it puts another dictionary there when it loads: looked up now
 
     def optimizer_tensors(self) -> Mapping[str, Tensor]:
-        """Return the optimizer's state by ``PARAMETER/KEY``; nothing is copied.
-
-        Of an optimizer that averages, the weights that are trained are a part of it: the model is saved as averaged.
-        """
+        """Return the optimizer's state by ``PARAMETER/KEY``, not copied; with trained weights if it averages."""
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         trained = {
             f"{names[id(p)]}/{TRAINED}": self._trained_weights.get(p, p.detach())
@@ -197,7 +178,7 @@ class TorchBackend(Backend):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """See :class:`Backend`. Copies of the trained weights are in the host's memory for as long."""
+        """While active, a copy of the trained weights is held in host memory."""
         if self._trained_weights or not any(map(is_averaged, self.optimizer.param_groups)):
             yield
             return
@@ -214,11 +195,9 @@ class TorchBackend(Backend):
             self._trained_weights = {}
 
     def slices(self) -> Iterator[Slice]:
-        """See :class:`Backend`."""
         return share_out_whole(self.optimizer_tensors(), 0, 1)
 
     def load_slices(self, saved: SliceReader) -> None:
-        """See :class:`Backend`."""
         trained = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         saved.check_parameters(trained)
         with torch.no_grad():
@@ -231,24 +210,19 @@ class TorchBackend(Backend):
             load_optimizer_tensors(self.optimizer, self.module, found)
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-        """See :class:`Backend`."""
         return ((name, x.detach()) for name, x in self.module.named_parameters() if names is None or name in names)
 
 
 class LocalBackend(TorchBackend):
-    """One device, which holds all there is."""
+    """One device, which holds everything."""
 
     whole = True
 
 
 class BlockBackend(LocalBackend):
-    """One device, which holds all weights and the gradients and moments of a block.
+    """One device with all weights, and the gradients and moments of one block of layers.
 
-    A checkpoint has the steps taken, which tell the block, and its moments; none where the block has just begun.
-
-    Args:
-        module: The model; the optimizer says which of its weights require a gradient.
-        optimizer: Over its parameters.
+    A checkpoint has the number of steps taken, which determines the block, and the block's moments, if there are any.
     """
 
     optimizer: BlockAdamW
@@ -257,15 +231,12 @@ class BlockBackend(LocalBackend):
         super().__init__(module, optimizer)
 
     def state(self) -> dict[str, Any]:
-        """See :class:`Backend`."""
         return {"steps_taken": self.optimizer.steps_taken}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """See :class:`Backend`."""
         self.optimizer.go_to(state["steps_taken"])
 
     def load_slices(self, saved: SliceReader) -> None:
-        """See :class:`Backend`."""
         if saved.parameters():
             super().load_slices(saved)
 
@@ -280,11 +251,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put the state back.
-
-    Raises:
-        CheckpointError: It belongs to a model with other parameters or to another optimizer, or has another form.
-    """
+    """Load a state by parameter name; CheckpointError if it is another model's or optimizer's."""
     by_parameter: dict[str, dict[str, Any]] = defaultdict(dict)
     for full_name, value in tensors.items():
         name, _, key = full_name.rpartition("/")
@@ -311,11 +278,7 @@ BLOCK = 256
 
 
 def _check_form(name: str, parameter: Tensor, entry: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
-    """Refuse a state that a kernel would read beyond its end: fused ones look at the size of the weight alone.
-
-    Raises:
-        CheckpointError: A tensor is missing, or has another shape or dtype.
-    """
+    """Refuse a state that a kernel would read beyond its end: fused kernels look at the size of the weight alone."""
 
     def refuse(what: str) -> CheckpointError:
         return CheckpointError(
@@ -338,3 +301,102 @@ def _check_form(name: str, parameter: Tensor, entry: Mapping[str, Tensor], group
             raise refuse(f"has '{key}' of shape {list(value.shape)}, and the weight is {list(parameter.shape)}")
         if key in ADAMW and not value.is_floating_point() and rule in (None, "adamw"):
             raise refuse(f"has '{key}' in {str(value.dtype).removeprefix('torch.')}")
+
+
+LEAST_MOVED = 0.5
+"""Share of the weights that a perturbation has to change."""
+
+
+class ForwardBackend(TorchBackend):
+    """Steps by the losses of a step's micro-batches at perturbed weights, without gradients (``optim.zeroth_order``).
+
+    Several ranks have the same weights and draw the same directions. They exchange the loss of each forward alone, and
+    then take the same step. The loss of a step is the mean of the measured losses; it equals the loss at the weights to
+    second order in eps. Dropout takes the same random numbers in all forwards.
+
+    Args:
+        module: The streamed model.
+        optimizer: Optimizer over its parameters.
+        layers: Its decoder layers.
+        world: The ranks that share the step.
+
+    Raises:
+        ArgumentError: The perturbation is lost in the rounding of most weights.
+    """
+
+    optimizer: ZerothOrderSGD
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: ZerothOrderSGD,
+        layers: Iterable[nn.Module],
+        world: World = WORLD,
+    ) -> None:
+        super().__init__(module, optimizer)
+        self.whole, self.layers = world.size == 1, list(layers)
+        self._world, self._loss = world, 0.0
+        self._slopes: list[float] = []
+        self._check_moved()
+
+    def compute(self, take: Callable[[], StepScore | None]) -> StepScore | None:
+        """Call ``take`` on both sides of the weights in each direction."""
+        optimizer, began, scores = self.optimizer, capture_rng(), list[StepScore]()
+        self._slopes = []
+        for direction in range(optimizer.directions):
+            losses = []
+            for sign in (1, -1):
+                restore_rng(began)
+                self._loss = 0.0
+                with perturbed(optimizer, self.module, self.layers, direction, sign), torch.no_grad():
+                    score = take()
+                if score is None:
+                    return None
+                scores.append(score)
+                losses += self._world.sums([self._loss])
+            self._slopes.append((losses[0] - losses[1]) / (2 * optimizer.eps))
+        return StepScore.mean(scores)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add a loss to the forward's loss."""
+        self._loss += loss.item()
+
+    def clip_gradients(self, max_norm: float) -> float:
+        """Bound and return the root mean square of the slopes, which estimates the gradient's norm."""
+        norm = math.sqrt(sum(slope * slope for slope in self._slopes) / max(1, len(self._slopes)))
+        if 0 < max_norm < norm < math.inf:
+            self._slopes = [slope * max_norm / norm for slope in self._slopes]
+        return norm
+
+    def step(self, learning_rate: float) -> None:
+        set_learning_rate(self.optimizer, learning_rate)
+        self.optimizer.step(self._slopes)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        self._slopes = []
+
+    def state(self) -> dict[str, Any]:
+        return {"steps_taken": self.optimizer.steps_taken}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.optimizer.steps_taken = state.get("steps_taken", 0)
+
+    def slices(self) -> Iterator[Slice]:
+        """Return nothing: no weight has a state."""
+        return iter(())
+
+    def load_slices(self, saved: SliceReader) -> None:
+        """Load nothing: no weight has a state."""
+
+    def _check_moved(self) -> None:
+        moved = self.optimizer.moved_share()
+        if moved < LEAST_MOVED:
+            trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+            dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
+            raise ArgumentError(
+                f"an eps of {self.optimizer.eps:g} is rounded off in {1 - moved:.0%} of the weights, which are in "
+                f"{' and '.join(dtypes)}",
+                where="optim_args.eps",
+                mend="write a larger eps, dtype: float32, or train adapters (finetuning_type: lora)",
+            )

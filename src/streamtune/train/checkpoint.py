@@ -1,13 +1,13 @@
-"""Checkpoints that can be trusted: complete or absent, verified before use, exact on resume.
+"""Checkpoints: complete or absent, verified before use, exact on resume.
 
     checkpoints/step-000100/
       model/                       in Hugging Face format, tokenizer included: `from_pretrained` loads it
       optimizer-00001.safetensors  the optimizer's tensors, by parameter name; with slices.json in parts, see ``slices``
       rng.safetensors              torch's generators, of rank 0; rng-r00003.safetensors and .json of rank 3
-      state.json                   step, position in the data, the other generators, what run this is
+      state.json                   step, position in the data, the other generators, identity of the run
       manifest.json                size and SHA-256 of every other file, written last
 
-No pickle anywhere: reading a checkpoint runs no code. ``saver`` writes them, and ``staging`` commits what was written.
+No pickle anywhere: reading a checkpoint runs no code. ``saver`` writes checkpoints, ``staging`` commits them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from streamtune.errors import CheckpointError, StreamTuneError
-from streamtune.train.rng import RngState
+from streamtune.train.process import RngState
 from streamtune.train.staging import (
     fsync_path,
     remove_any,
@@ -46,21 +46,19 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken when it was saved."""
         return int(self.state["step"])
 
     @property
     def model_dir(self) -> Path:
-        """The folder that ``from_pretrained`` loads."""
+        """Folder that ``from_pretrained`` loads."""
         return self.path / "model"
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """Read the optimizer's tensors, on the CPU."""
         return _read_tensors(sorted(self.path.glob("optimizer-*.safetensors")))
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that wrote it."""
+        """Number of ranks that wrote it."""
         return int(self.state.get("ranks", 1))
 
     def rng(self, rank: int = 0) -> RngState:
@@ -71,7 +69,7 @@ class Checkpoint:
 
 
 def rng_name(rank: int) -> str:
-    """Return the name of a rank's random state, without the ending."""
+    """Return the file name of a rank's random state, without the suffix."""
     return f"rng-r{rank:05d}" if rank else "rng"
 
 
@@ -81,11 +79,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Verify the checkpoint at ``path`` and open it. Every byte of it is read.
-
-    Raises:
-        CheckpointError: It is not a checkpoint, or one of its files is not what was written.
-    """
+    """Verify every byte of the checkpoint at ``path`` and open it; CheckpointError if it is damaged."""
     manifest = read_manifest(path)
     verify_files(path, manifest)
     try:
@@ -107,7 +101,7 @@ _OF_STATE: dict[str, tuple[type, ...]] = {
     "stream": (dict, type(None)),
     "rng": (dict,),
 }
-"""The types that entries of a state may have."""
+"""Types that entries of a state may have."""
 _OF_IDENTITY: dict[str, tuple[type, ...]] = dict.fromkeys(("recipe", "free", "versions", "files"), (dict,))
 _OF_RECIPE: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("model_name_or_path", "quantization", "objective", "finetuning_type", "dtype"), (str, type(None))),
@@ -118,11 +112,7 @@ _OF_RECIPE: dict[str, tuple[type, ...]] = {
 
 
 def _checked_state(value: Any) -> dict[str, Any]:
-    """Return the content of ``state.json``, if it has the form that a run writes.
-
-    Raises:
-        ValueError: It has not.
-    """
+    """Return the content of ``state.json``; ValueError unless it has the form that a run writes."""
     state = _checked(value, _OF_STATE, needed=("step", "identity"))
     ranks = state.get("ranks", 1)
     if state["step"] < 0 or not isinstance(ranks, int) or ranks < 1:
@@ -135,14 +125,10 @@ def _checked_state(value: Any) -> dict[str, Any]:
 
 
 def check_identity(value: Any, needed: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the identity of a run, as ``run.json`` and checkpoints have it, if it has the form that a run writes.
-
-    Args:
-        value: The content of the file, or of the entry.
-        needed: Entries that have to be there.
+    """Return the identity of a run, as ``run.json`` and checkpoints have it, with the entries ``needed``.
 
     Raises:
-        ValueError: It has not.
+        ValueError: The content does not have the form that a run writes.
     """
     identity = _checked(value, _OF_IDENTITY, needed)
     _checked(identity.get("recipe", {}), _OF_RECIPE)
@@ -167,11 +153,7 @@ def _checked(value: Any, types: Mapping[str, tuple[type, ...]], needed: Iterable
 
 @contextmanager
 def restoring(path: Path, what: str) -> Iterator[None]:
-    """Let whatever goes wrong inside be an error of the checkpoint, which names what could not be restored.
-
-    Raises:
-        CheckpointError: In place of errors that are not ours.
-    """
+    """Raise errors inside as a CheckpointError that names what could not be restored, but for errors of ours."""
     try:
         yield
     except (StreamTuneError, torch.OutOfMemoryError, MemoryError):
@@ -185,10 +167,10 @@ def restoring(path: Path, what: str) -> Iterator[None]:
 
 
 def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint | None:
-    """Open the newest checkpoint of a run that verifies; report the damaged ones passed over. None if there is none.
+    """Open the newest checkpoint of a run that verifies, None if there are none; report the damaged ones passed over.
 
     Raises:
-        CheckpointError: There are checkpoints and none of them verifies; it names each.
+        CheckpointError: There are checkpoints and none of them verifies; the message names each.
     """
     damaged: list[str] = []
     for path in reversed(step_directories(folder)):
@@ -212,9 +194,9 @@ def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint
 
 
 def supersede(folder: Path, step: int) -> None:
-    """Take the checkpoints after ``step`` out of use, where a run goes back to ``step``: ``step-000200.superseded``.
+    """Rename the checkpoints after ``step``, to which a run goes back, to ``step-000200.superseded``.
 
-    They are damaged, or the user went back behind them; the steps they stand for are taken again.
+    They are damaged, or the user went back behind them; their steps are taken again.
     """
     later = [path for path in step_directories(folder) if step_of(path) > step]
     for path in later:
@@ -250,41 +232,37 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
 NEEDED = (STATE, "rng.safetensors", "optimizer-00001.safetensors")
-"""Without these it is no checkpoint."""
+"""Files that every checkpoint has."""
 LARGEST = 16 << 20
-"""Bytes of a manifest; a real one has some hundred for each file."""
+"""Bytes of a manifest at most; a real one has some hundred for each file."""
 
 
 @dataclass(frozen=True)
 class Manifest:
     """``manifest.json``: every file of a checkpoint with its size and SHA-256, and a digest of the list itself.
 
-    A checkpoint consists of the files in its manifest, no less and no more: a file that differs, is missing or was
-    added is refused, and so is a symbolic link. The manifest's own bytes have to be those that :func:`write_manifest`
-    writes for its values, digest included, so that no change of a byte goes unnoticed.
+    A checkpoint consists of exactly the files in its manifest: a file that differs, is missing or was added is refused,
+    and so is a symbolic link. The manifest's own bytes have to be those that :func:`write_manifest` writes for its
+    values, digest included, so that every changed byte is noticed.
     """
 
     run: str
-    """The run that wrote it."""
+    """Id of the run that wrote it."""
     step: int
     metric: float | None
-    """The value to rank it by, where the best checkpoints are kept."""
+    """Value that ranks it, where the best checkpoints are kept."""
     files: Mapping[str, Mapping[str, Any]]
     """Path with ``/`` -> ``{"bytes": n, "sha256": hex}``"""
 
 
 def write_manifest(folder: Path, *, run: str, step: int, metric: float | None) -> None:
-    """Write the manifest of all files below ``folder``, which are read back from where they were written."""
+    """Write the manifest of all files below ``folder``, which are read back from disk."""
     files = {name: _describe(folder / name) for name in sorted(_files_below(folder))}
     (folder / MANIFEST).write_text(_text(Manifest(run, step, metric, files)), encoding="utf-8")
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint at ``path``; none of its files is read.
-
-    Raises:
-        CheckpointError: There is none, or it is not as it was written, or names files that cannot be the checkpoint's.
-    """
+    """Read the manifest of the checkpoint at ``path``, and none of its files; CheckpointError if it was changed."""
     try:
         if path.is_symlink() or stat.S_ISLNK((path / MANIFEST).lstat().st_mode):
             raise _damaged(path, "it is a symbolic link")
@@ -314,11 +292,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify_files(path: Path, manifest: Manifest) -> None:
-    """Compare every byte of a checkpoint with its manifest.
-
-    Raises:
-        CheckpointError: A file differs, is missing, was added, or is no plain file; it is named.
-    """
+    """Compare every byte of a checkpoint with its manifest; a CheckpointError names the first file that differs."""
     for name in NEEDED:
         if name not in manifest.files:
             raise _damaged(path, f"its manifest does not list {name}")
@@ -342,11 +316,7 @@ def _text(manifest: Manifest) -> str:
 
 
 def _files_below(folder: Path) -> Iterator[str]:
-    """Yield the paths of all files, with ``/``.
-
-    Raises:
-        CheckpointError: Something is neither a plain file nor a directory.
-    """
+    """Yield the paths of all files, with ``/``; CheckpointError for anything but plain files and directories."""
     for directory, subfolders, names in os.walk(folder, onerror=_raise):
         for name in (*subfolders, *names):
             found = Path(directory, name)
@@ -370,7 +340,6 @@ def _is_plain(name: str) -> bool:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    """Return size and SHA-256, read back from the file."""
     with path.open("rb") as file:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

@@ -1,7 +1,7 @@
-"""Handling of a step that goes wrong: numbers that are not finite, memory that runs out, sudden jumps.
+"""Watching of steps: numbers that are not finite, memory that runs out, sudden jumps, weights that do not move.
 
-Every decision is made in one place, :class:`StepGuard`, before the weights are touched. Several ranks must decide
-alike: :meth:`StepGuard.skips` is where their flags are combined, and all of them call it at the same place.
+:class:`StepGuard` makes every decision before the weights are touched. Several ranks must decide alike: all of them
+call :meth:`StepGuard.skips` at the same place, which combines their flags.
 """
 
 from __future__ import annotations
@@ -20,45 +20,40 @@ from torch import Tensor
 
 from streamtune.errors import NonFiniteError, OutOfMemoryError, StreamTuneError
 from streamtune.schedule import Schedule
-from streamtune.train.batch import MicroBatch
+from streamtune.train.objective import MicroBatch
+from streamtune.train.process import capture_rng, restore_rng
 from streamtune.train.records import append_event, read_records, records_backwards
-from streamtune.train.rng import capture_rng, restore_rng
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.step import GIB, TrainSettings, name_rows, peak_memory_bytes
 from streamtune.train.world import WORLD, World
 
 NextSchedule = Callable[[bool], Schedule | None]
-"""Finds a schedule that holds less than the one that ran out of memory, None where there is none. Given True it puts
-that into the model's engine as well."""
+"""Finds a schedule that holds less than the one that ran out of memory, None if there is none. Called with True it
+installs that schedule in the model's engine as well.
+"""
 
 Taken = TypeVar("Taken")
 
 WINDOW = 50
-"""Steps a value is compared with."""
+"""Steps that a value is compared with."""
 LEAST_STEPS = 10
 SPIKE = 6.0
-"""A spike is so many deviations (1.4826 x the median distance from the median) above the median of the window,"""
+"""A spike exceeds the median of the window by this many deviations (1.4826 x the median distance from the median), and
+by ``LEAST_SPIKE`` of the median: a curve without noise has no deviations.
+"""
 LEAST_SPIKE = 0.5
-"""and so much of the median: a curve without noise has no deviations."""
 MOST_REPLANS = 4
 """Schedules tried in one step."""
 FIRST_STEPS = 10
-"""Steps of a run whose share of changed weights is recorded."""
+"""Steps at the start of a run whose share of changed weights is recorded."""
 MOST = 1 << 22
 """Values of a model that are compared."""
 WHOLE = 4096
-"""Values of a weight that is always compared whole."""
+"""Values of a weight up to which all of them are compared."""
 
 
 def skipped_most(steps: int, skipped: int, run: RunDirectory, dtype: torch.dtype) -> NonFiniteError | None:
-    """Return the failure of a run that came to its end with most of its steps skipped; None where most were taken.
-
-    Args:
-        steps: Of the whole run.
-        skipped: Of these.
-        run: Its metrics and events show where that began.
-        dtype: Of the weights.
-    """
+    """Return the failure of a run at its end if most of its steps were skipped, with the first of them."""
     if 2 * skipped <= steps:
         return None
     first = next((r for r in read_records(run.metrics) if r.get("skipped")), {})
@@ -82,12 +77,9 @@ class StepGuard:
     """Watches the steps of a run.
 
     Args:
-        settings: What to do.
-        run: Its events are written, and its metrics give the steps before a resume.
-        device: Where the model is.
-        next_schedule: See :data:`NextSchedule`.
-        world: The ranks that train together. Others would wait in a collective while one of them takes a step again,
-            so with several of them running out of memory ends the run.
+        next_schedule: Finds another schedule, see :data:`NextSchedule`.
+        world: The ranks that train together. With several, running out of memory ends the run: while one of them
+            repeats a step, the others would wait in a collective.
     """
 
     def __init__(
@@ -105,19 +97,19 @@ class StepGuard:
         before = list(islice(losses, WINDOW))[::-1]
         self._seen = {name: deque((r[name] for r in before), maxlen=WINDOW) for name in ("loss", "grad_norm")}
         self._told: dict[str, int] = {}
-        """The step of the last event of each metric; later jumps within a window are counted in the next one."""
+        """Step of the last event of each metric; later jumps within a window are counted in the next event."""
         for event in islice((e for e in records_backwards(run.events) if e.get("event") == "spike"), 4 * WINDOW):
             if isinstance(event.get("step"), int):
                 self._told.setdefault(str(event.get("metric")), event["step"])
         self._untold: Counter[str] = Counter()
 
     def skips(self, wrong: NonFiniteError | None, step: int, skipped: int) -> bool:
-        """Return True if step ``step`` is left out: its gradients are dropped and the schedule goes on.
+        """Return True if ``step`` is left out: its gradients are dropped and the learning-rate schedule goes on.
 
         Args:
-            wrong: What is not finite on this rank; None if nothing is.
-            step: Its number, from 1.
-            skipped: Steps of the run that were skipped before.
+            wrong: Error of this rank, if something is not finite.
+            step: Number of the step, from 1.
+            skipped: Number of steps that the run skipped before.
 
         Raises:
             NonFiniteError: Something is not finite, and the run is to stop; nothing was changed by this step.
@@ -138,15 +130,10 @@ class StepGuard:
         return True
 
     def attempt(self, take: Callable[[], Taken], undo: Callable[[], None], step: int) -> Taken:
-        """Compute the gradients of step ``step``; if memory runs out, repeat it with another schedule if asked to.
+        """Compute the gradients of ``step``; if memory runs out, repeat it with another schedule if asked to.
 
         The gradient is exact under every schedule. Random numbers are those of the first attempt, as far as the
-        schedule does not decide how they are drawn.
-
-        Args:
-            take: Computes the gradients; called again after memory ran out.
-            undo: Frees the gradients.
-            step: Its number, from 1.
+        schedule does not decide how they are drawn. ``undo`` frees the gradients of an attempt.
 
         Raises:
             OutOfMemoryError: With the peak, and the schedule the planner would take next.
@@ -187,8 +174,8 @@ class StepGuard:
     def watch(self, step: int, loss: float, grad_norm: float, micro_batches: Sequence[MicroBatch]) -> None:
         """Write an event with this rank's rows if the loss or the gradient norm jumped.
 
-        There is one in a window of steps: a policy's loss and norms jump in most of its steps. The next event tells how
-        many jumps there were since.
+        At most one event is written in a window of steps: a policy's loss and norms jump in most of its steps. The next
+        event has the number of jumps since.
         """
         for name, value in (("loss", loss), ("grad_norm", grad_norm)):
             seen = self._seen[name]
@@ -231,7 +218,7 @@ class MovedWeights:
         self._before = [_values(x, n) for x, n in zip(self._weights, self._every, strict=True)]
 
     def share(self, world: World) -> float:
-        """Return the share of the weights of all ranks that are other ones now."""
+        """Return the share of the weights of all ranks that differ now."""
         moved = 0.0
         for x, n, before in zip(self._weights, self._every, self._before, strict=True):
             changed = int((_values(x, n) != before).sum())
@@ -245,13 +232,7 @@ def _values(x: Tensor, every: int) -> Tensor:
 
 
 def describe_moved(share: float, dtypes: Iterable[torch.dtype], learning_rate: float) -> str:
-    """Return a note on a step that changed next to nothing.
-
-    Args:
-        share: Share of the trained weights that it changed.
-        dtypes: Dtypes of the weights that the optimizer steps.
-        learning_rate: Learning rate of the step.
-    """
+    """Return a note on a step that changed only ``share`` of the trained weights, of these dtypes."""
     narrow = any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
     why = "it is smaller than the rounding of bfloat16 weights" if narrow else "it is smaller than a rounding of theirs"
     mend = "delete 'dtype' to train float32 weights, or write weight_rounding: stochastic" if narrow else (

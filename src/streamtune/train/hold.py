@@ -1,11 +1,11 @@
-"""The lock on a run directory, held from before a process looks at what is in it until its run is over.
+"""The lock on a run directory, held from before a process looks at its content until its run is over.
 
     output_dir/.lock    locked by the process that has the directory; names that process
 
-A new run and a resumed one, which run it is and which checkpoint is the newest: all of it is decided under the lock, so
-that two starts cannot decide the same. The system releases the lock when the process ends, however it ends. The file
-stays, for removing it would let two processes lock two files of that name. It is a file and not the directory because
-NFS has locks for files that are open for writing only.
+Whether a run is new or resumed, and from which checkpoint, is decided under the lock, so that two starts cannot decide
+the same. The system releases the lock when the process ends, however it ends. The file stays, because removing it would
+let two processes lock two files of that name. It is a file and not the directory because NFS locks only files that are
+open for writing.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from streamtune.train.staging import OpenFolder, make_directory, write_error
 
 LOCK = ".lock"
 IDENTITY = "run.json"
-"""The first file of a run. A directory without it holds none yet."""
+"""The first file of a run. A directory without it holds no run yet."""
 ATTEMPTS = 100
-"""Another start may remove a directory that it made for nothing, just when this one opens it."""
+"""Attempts to lock: another start may remove a directory that it made for nothing, just when this one opens it."""
 HOLDER_BYTES = 4096
 HOLDER_SECONDS = 1.0
-"""Time that a process which has just locked a directory needs to write down which one it is."""
+"""Time that a process which has just locked a directory needs to write its own id into the file."""
 
 _open_locks: set[int] = set()
 
@@ -53,8 +53,6 @@ if hasattr(os, "register_at_fork"):
 
 @dataclass
 class _Lock:
-    """A lock that was taken."""
-
     path: Path
     descriptor: int
     made: list[Path]
@@ -62,7 +60,7 @@ class _Lock:
     process: int
 
     def let_go(self, *, tidy: bool = True) -> None:
-        """Release the lock; if no run was begun, remove the files and folders that were made for it."""
+        """Release the lock; with ``tidy``, remove the files and folders made for it if no run was begun."""
         if os.getpid() != self.process:
             return
         if tidy and not os.path.lexists(self.path / IDENTITY):
@@ -78,9 +76,6 @@ class _Lock:
 class DirectoryHold:
     """Keeps other processes from training in a directory, until :meth:`release` or the end of the process.
 
-    Args:
-        path: The directory; it is made where it is not there.
-
     Raises:
         ArgumentError: Another process has it.
         CheckpointError: It cannot be made or written to.
@@ -91,7 +86,7 @@ class DirectoryHold:
         self._lock: _Lock | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self.works = True
-        """True if the file system has locks. Where it has none nothing keeps other processes away."""
+        """True if the file system has locks. Without locks nothing keeps other processes away."""
         self.take()
 
     def __enter__(self) -> DirectoryHold:
@@ -101,15 +96,7 @@ class DirectoryHold:
         self.release()
 
     def take(self, *, new: bool = False) -> None:
-        """Lock the directory, unless it is locked by this object.
-
-        Args:
-            new: Refuse a directory that is there already.
-
-        Raises:
-            ArgumentError: Another process has it.
-            CheckpointError: It cannot be made or written to.
-        """
+        """Lock the directory, unless this object has locked it; ``new`` refuses one that exists."""
         if self._lock is not None:
             return
         if sys.platform == "win32":
@@ -156,7 +143,7 @@ class DirectoryHold:
         raise self._unwritable(OSError(errno.EBUSY, "it is made and removed again and again"))
 
     def release(self) -> None:
-        """Let other processes lock it. A directory that was made for it, in which no run was begun, is removed."""
+        """Let other processes lock it; remove it if it was made here and no run was begun in it."""
         lock, self._lock = self._lock, None
         if lock is not None:
             assert self._finalizer is not None
@@ -164,7 +151,7 @@ class DirectoryHold:
             lock.let_go()
 
     def move_aside(self) -> Path:
-        """Rename the directory to the first free ``NAME.old-N``, and return that. It is not held any more."""
+        """Rename the directory to the first free ``NAME.old-N``, return that path, and release the lock."""
         number = 1
         while os.path.lexists(aside := self.path.with_name(f"{self.path.name}.old-{number}")):
             number += 1
@@ -188,7 +175,7 @@ class DirectoryHold:
 
 
 def _write_holder(descriptor: int) -> None:
-    """Write this process into the lock file, for the message to a process that is refused; nothing depends on it."""
+    """Write this process into the lock file, for the message to a refused process; nothing depends on it."""
     if os.fstat(descriptor).st_nlink != 1:
         return  # a hard link: the same bytes have a name elsewhere
     since = datetime.now(UTC).isoformat(timespec="seconds")
@@ -200,7 +187,7 @@ def _write_holder(descriptor: int) -> None:
 
 
 def _read_holder(descriptor: int) -> str:
-    """Return the process that has the lock, in words; empty where the file does not name it."""
+    """Return the process that has the lock, in words; empty if the file does not name it."""
     until = time.monotonic() + HOLDER_SECONDS
     while True:
         try:

@@ -1,20 +1,19 @@
-"""An optimizer that steps each weight in the backward, as soon as its gradient is whole, and frees the gradient.
+"""Optimizers that step each weight in the backward, or on the host.
 
-Gradients then take the room of a layer, not that of a model. What concerns all gradients at once cannot be known before
-the last one: with ``max_grad_norm`` a first backward measures the norm and keeps nothing, and a second one, with the
-same random numbers, steps with gradients that are scaled by it. Without, there is one backward. Both are the ordinary
-step to the same bits.
+In the backward a weight is stepped as soon as its gradient is complete, and the gradient is freed. Gradients then take
+the memory of one layer. With ``max_grad_norm`` a first backward measures the norm and keeps nothing; a second one, with
+the same random numbers, steps with gradients scaled by it. Without it there is one backward. Both equal the ordinary
+step to the bit.
 
-With ``lagged`` gradients are scaled by the norm of the step before, and there is one backward as well:
+With ``lagged`` gradients are scaled by the norm of the step before, in one backward:
 
     g_t <- g_t * min(1, max_norm / (|g_(t-1)| + 1e-6))        |g_0| for the first step, by a first backward
 
-That is another step than the ordinary one: a gradient that is suddenly large is not bounded until the step after it.
+This differs from the ordinary step: a gradient that is suddenly large is not bounded until the next step. Over several
+micro-batches gradients accumulate as usual, and the backward of the last micro-batch steps.
 
-Over several micro-batches gradients add up as ever, and the backward of the last one steps.
-
-What is stepped on the host is stepped by a thread of its own, while the device computes the gradients of the layer
-before: weights that wait there, and those whose optimizer is there (:class:`HostOptimizer`).
+A thread steps the weights that wait on the host, and those whose optimizer is there (:class:`HostOptimizer`), while the
+device computes the gradients of the layer before.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamtune.engine.memory.host import HostPool, is_host_storage
 from streamtune.errors import NonFiniteError, OutOfMemoryError
 from streamtune.optim import set_learning_rate
 from streamtune.train.backend import LocalBackend
-from streamtune.train.host_optimizer import HostOptimizer
 
 
 class InBackwardBackend(LocalBackend):
@@ -40,8 +39,8 @@ class InBackwardBackend(LocalBackend):
 
     Args:
         module: The model.
-        optimizer: Over its parameters; it treats each by itself, as AdamW does.
-        max_norm: The norm that gradients are bounded to; 0 leaves them, and needs one backward a step.
+        optimizer: Optimizer over its parameters, which steps each weight by itself, as AdamW does.
+        max_norm: Norm that gradients are bounded to; 0 leaves them, and needs one backward a step.
         lagged: Scale by the norm of the step before, which needs one backward too.
     """
 
@@ -51,7 +50,7 @@ class InBackwardBackend(LocalBackend):
         super().__init__(module, optimizer)
         self.max_norm, self.lagged = max_norm, lagged and max_norm > 0
         self._norm_before: float | None = None
-        """The norm of the last step that was taken, where steps are scaled by it."""
+        """Norm of the last step that was taken, where steps are scaled by it."""
         self._norm_now = math.nan
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._trained]
@@ -69,7 +68,6 @@ class InBackwardBackend(LocalBackend):
         """Held while the optimizer's groups have one weight: weights on the device are stepped beside the thread."""
 
     def begin_step(self, learning_rate: float, again: Callable[[], object]) -> None:
-        """See :class:`Backend`."""
         set_learning_rate(self.optimizer, learning_rate)
         self._norms, self._again, self._scale = {}, again, None
         self._measuring, self._stepping, self._stepped = True, self.max_norm == 0, False
@@ -80,7 +78,6 @@ class InBackwardBackend(LocalBackend):
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
-        """See :class:`Backend`."""
         self._last = last
         try:
             yield
@@ -88,14 +85,14 @@ class InBackwardBackend(LocalBackend):
             self._last = False
 
     def backward(self, loss: Tensor) -> None:
-        """See :class:`Backend`. A loss that is not finite steps nothing: the loop sees it, and ends the run."""
+        """Run the backward; a loss that is not finite steps nothing: the loop sees it, and ends the run."""
         if self._stepping and not math.isfinite(loss.item()):
             self._wrong = True
         else:
             loss.backward()
 
     def clip_gradients(self, max_norm: float) -> float:
-        """Return the norm of the gradients that went through the backward; they are scaled in the second one."""
+        """Return the norm of the gradients of this step; they are scaled by it in the second backward."""
         self._join()
         if not self._norms:
             return math.nan
@@ -121,7 +118,7 @@ class InBackwardBackend(LocalBackend):
         return torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
 
     def step(self, learning_rate: float) -> None:
-        """Take the second backward, where the first has only measured; wait for the optimizer."""
+        """Run the second backward, if the first one only measured; wait for the optimizer."""
         if not self._stepping:
             set_learning_rate(self.optimizer, learning_rate)
             self._stepping, self._measuring = True, False
@@ -132,11 +129,7 @@ class InBackwardBackend(LocalBackend):
             self._norm_before = self._norm_now
 
     def drop_gradients(self) -> None:
-        """See :class:`Backend`.
-
-        Raises:
-            OutOfMemoryError: Some weights were stepped before memory ran out: the step cannot be repeated.
-        """
+        """Drop the gradients; OutOfMemoryError if some weights were stepped: the step cannot be repeated."""
         self._join()
         if self._stepping and self._stepped:
             raise OutOfMemoryError(
@@ -149,21 +142,17 @@ class InBackwardBackend(LocalBackend):
         self._norms = {}
 
     def reset_optimizer(self) -> None:
-        """See :class:`Backend`. What comes is clipped by norms of its own."""
         super().reset_optimizer()
         self._norm_before = None
 
     def state(self) -> dict[str, Any]:
-        """See :class:`Backend`."""
         return {} if self._norm_before is None else {"norm_before": self._norm_before}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """See :class:`Backend`."""
         if self.lagged:
             self._norm_before = state.get("norm_before")
 
     def close(self) -> None:
-        """See :class:`Backend`."""
         self._join()
         for hook in self._hooks:
             hook.remove()
@@ -171,12 +160,11 @@ class InBackwardBackend(LocalBackend):
             self._thread.shutdown()
 
     def called_directly(self) -> AbstractContextManager[Any]:
-        """See :class:`Backend`."""
         self._join()
         return super().called_directly()
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        """Measure or use the gradient of a weight, which is whole now, and free it."""
+        """Measure or use the complete gradient of a weight, and free it."""
         if not self._last:  # more of it comes with the next micro-batch
             return
         grad, parameter.grad = parameter.grad, None
@@ -195,11 +183,11 @@ class InBackwardBackend(LocalBackend):
                 self._waiting.pop(0).result()
 
     def _is_beside(self, parameter: Tensor) -> bool:
-        """Return True for a weight that the thread steps: the processor has time for it while the device computes."""
+        """Return True if the thread steps a weight: the processor has time for it while the device computes."""
         return parameter.device.type == "cpu" or isinstance(self.optimizer, HostOptimizer)
 
     def _step_beside(self, parameter: Tensor, grad: Tensor, event: torch.cuda.Event | None) -> None:
-        """Step one weight in the thread; a gradient on the device is there once ``event`` is."""
+        """Step one weight in the thread, once ``event`` says that its gradient on the device is complete."""
         stream = self.optimizer.stream if isinstance(self.optimizer, HostOptimizer) else None
         if stream is None or event is None:
             self._step(parameter, grad)
@@ -211,7 +199,7 @@ class InBackwardBackend(LocalBackend):
 
     @torch.no_grad()
     def _step(self, parameter: Tensor, grad: Tensor) -> None:
-        """Step one weight by the optimizer: all others are left out of its groups for as long."""
+        """Step one weight: the others are taken out of the optimizer's groups meanwhile."""
         if self._scale is not None:
             grad.mul_(self._scale.to(grad.device))
         own = self._group_of[id(parameter)]
@@ -228,7 +216,7 @@ class InBackwardBackend(LocalBackend):
                 parameter.grad = None
 
     def _join(self) -> None:
-        """Wait until the thread has stepped what it was given."""
+        """Wait for the thread."""
         waiting, self._waiting = self._waiting, []
         for each in waiting:
             each.result()
@@ -236,3 +224,112 @@ class InBackwardBackend(LocalBackend):
 
 MOST_WAITING = 16
 """Gradients that may wait for the thread: about two layers' worth."""
+
+
+class HostOptimizer(torch.optim.Optimizer):
+    """An optimizer over weights on the device whose states are on the host, where it steps.
+
+    For one weight after another, weight and gradient are copied to the host, stepped there, and the weight is copied
+    back. So the host holds the states of all weights and two tensors of one weight. The step is bit-identical to the
+    wrapped optimizer's if the device is a CPU; an accelerator's kernels may round differently.
+
+    Args:
+        optimizer: Optimizer over the weights, without states yet. It is made anew, with the options of its groups, over
+            stand-ins on the CPU, each of which holds a weight only while it is stepped.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.param_groups = groups = [dict(group) for group in optimizer.param_groups]
+        every = [parameter for group in groups for parameter in group["params"]]
+        self._stand_ins = {
+            parameter: nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="cpu")) for parameter in every
+        }
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = type(optimizer)
+        self.inner = make([{**g, "params": [self._stand_ins[p] for p in g["params"]]} for g in groups])
+        self.state = _States(self._stand_ins, self.inner)  # type: ignore[assignment]
+        self.pool = HostPool()
+        device = next((p.device for p in every if p.device.type == "cuda"), None)
+        self.stream = None if device is None else torch.cuda.Stream(device)
+        """Stream of the copies, for a caller that steps beside the computation."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Step the weights that have a gradient, and free it."""
+        whole = [group["params"] for group in self.inner.param_groups]
+        try:
+            for index, group in enumerate(self.param_groups):
+                for inner in self.inner.param_groups:
+                    inner["params"] = []
+                own = self.inner.param_groups[index]
+                own.update({key: value for key, value in group.items() if key != "params"})
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        own["params"] = [self._stand_ins[parameter]]
+                        self._step_one(parameter)
+        finally:
+            for inner, parameters in zip(self.inner.param_groups, whole, strict=True):
+                inner["params"] = parameters
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, of an optimizer on the device or of this one; it stays on the host."""
+        self.inner.load_state_dict(state_dict)
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update({key: value for key, value in inner.items() if key != "params"})
+
+    def _step_one(self, parameter: nn.Parameter) -> None:
+        """Step one weight; the groups of the inner optimizer hold its stand-in alone."""
+        stand_in, grad = self._stand_ins[parameter], parameter.grad
+        assert grad is not None
+        stays = is_host_storage(parameter.untyped_storage())  # it waits there, and so does its gradient
+        nothing = stand_in.data
+        stand_in.data = parameter.data if stays else self._copied(parameter.data)
+        stand_in.grad = grad if stays else self._copied(grad)
+        parameter.grad = None
+        try:
+            self._wait(parameter)
+            self.inner.step()
+            if not stays:
+                parameter.copy_(stand_in, non_blocking=True)
+                self._wait(parameter)  # before the host's memory is used again
+        finally:
+            stand_in.data, stand_in.grad = nothing, None
+
+    def _copied(self, x: Tensor) -> Tensor:
+        return self.pool.take(x.shape, x.dtype, x.device).copy_(x, non_blocking=True)
+
+    def _wait(self, parameter: Tensor) -> None:
+        if parameter.device.type == "cuda":
+            torch.cuda.current_stream(parameter.device).synchronize()
+
+
+class _States(Mapping[Any, Any]):
+    """States by weight; the inner optimizer has them by stand-in."""
+
+    def __init__(self, stand_ins: Mapping[nn.Parameter, nn.Parameter], inner: torch.optim.Optimizer) -> None:
+        self._stand_ins, self._inner = stand_ins, inner
+
+    def __getitem__(self, parameter: Any) -> Any:
+        stand_in = self._stand_ins[parameter]
+        if stand_in not in self._inner.state:
+            raise KeyError(parameter)
+        return self._inner.state[stand_in]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (parameter for parameter, own in self._stand_ins.items() if own in self._inner.state)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def clear(self) -> None:
+        self._inner.state.clear()

@@ -15,17 +15,14 @@ from typing import Any
 from streamtune.engine import StreamHandle
 from streamtune.errors import did_you_mean
 from streamtune.train.backend import Backend
-from streamtune.train.batch import MicroBatch, StepStream, counted
 from streamtune.train.checkpoint import Checkpoint, checkpoint_path, restoring, step_of, supersede
 from streamtune.train.guard import FIRST_STEPS, MovedWeights, NextSchedule, StepGuard, describe_moved
-from streamtune.train.listeners import Listeners
-from streamtune.train.objective import Objective, StepScore
-from streamtune.train.progress import LossPlot, Progress
+from streamtune.train.objective import MicroBatch, Objective, StepScore, StepStream, counted
+from streamtune.train.process import RngState, StopRequest, capture_rng, restore_rng, seed_everything
+from streamtune.train.progress import Listeners, LossPlot, Progress
 from streamtune.train.records import append_event, append_record, append_records, cut_after_step, cut_events
-from streamtune.train.rng import RngState, capture_rng, restore_rng, seed_everything
 from streamtune.train.rundir import RunDirectory
 from streamtune.train.saver import CheckpointSaver, Keep, ModelWriter
-from streamtune.train.signals import StopRequest
 from streamtune.train.slices import SliceReader
 from streamtune.train.step import (
     GIB,

@@ -1,30 +1,35 @@
-"""Objectives, which the loop minimises: they score one micro-batch at a time, given the divisors of its step.
+"""Micro-batches, and the objectives that score them: the losses that the loop minimises.
 
 The loss of an optimizer step is a mean over something (tokens, pairs, completions) of the whole step, however many
 micro-batches it is split over. The loop calls :meth:`Objective.totals` once, for all micro-batches together, and each
-micro-batch's :class:`Score` is divided by them: the scores add up, and so do their gradients.
+micro-batch's :class:`Score` is divided by the totals: the scores add up, and so do their gradients.
 
-The reference of an objective is the model whose log-probs the trained one's are compared with (:class:`Reference`). It
-is always streamed and never differentiated, and computes as in evaluation, so dropout does not blur what is compared
-with. The model that is trained is its own reference where its adapters are switched off.
+A :class:`Reference` is the model whose log-probs are compared with the trained model's. It is always streamed, never
+differentiated, and in evaluation mode, so without dropout. A model with adapters is its own reference when the adapters
+are switched off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine import LazyLogits, LossRequest, StreamHandle
 from streamtune.errors import NonFiniteError
 from streamtune.ops import TokenLoss, token_loss_reference
-from streamtune.train.batch import MicroBatch, PrefixBatch, TreeBatch, counted
 from streamtune.train.world import WORLD, World
+
+if TYPE_CHECKING:
+    from streamtune.engine import Branches
+    from streamtune.ops import TopKTeacher
+
 
 SumAndCount = tuple[float, float]
 PLAIN = TokenLoss()
@@ -37,14 +42,15 @@ class Score:
     loss: Tensor
     """Scalar with graph: the micro-batch's share of the step's loss."""
     router_loss: Tensor | None = None
-    """Scalar with graph, added to what is minimised and not to what is shown."""
+    """Scalar with graph, added to the minimised loss and not to the shown loss."""
     reported: Tensor | None = None
-    """Scalar: ``loss`` as it is shown, where ``loss`` has something in it that is not shown. None: ``loss`` itself."""
+    """Scalar: ``loss`` as it is shown, if part of ``loss`` is not shown. None: ``loss`` itself."""
     metrics: Mapping[str, SumAndCount] = field(default_factory=dict)
     """Name -> (sum, count): the record of a step shows the sums of all micro-batches divided by their counts."""
     held_out: Sequence[SumAndCount] = ()
-    """The held-out loss as means that are added: (sum, count) of each, over this batch. Read in evaluation only, where
-    one mean is over all batches; empty where nothing is held out by its loss."""
+    """The held-out loss as means that are added: (sum, count) of each, over this batch. Read in evaluation alone, where
+    one mean is over all batches; empty for an objective without a held-out loss.
+    """
 
     @property
     def minimised(self) -> Tensor:
@@ -59,9 +65,9 @@ class StepScore:
     loss: float
     metrics: dict[str, float]
     not_finite: NonFiniteError | None = None
-    """Set, not raised, where the loss of a micro-batch was NaN or infinite: all ranks decide alike what follows."""
+    """Set, not raised, if the loss of a micro-batch was NaN or infinite: all ranks decide alike what follows."""
     aux_loss: float | None = None
-    """This rank's share of the balance loss of the routers, not multiplied with its coefficient; None without one."""
+    """This rank's share of the routers' balance loss, not multiplied with its coefficient; None without routers."""
 
     @classmethod
     def mean(cls, scores: Sequence[StepScore]) -> StepScore:
@@ -79,22 +85,17 @@ class Objective(Protocol):
     """A loss that is a mean over a whole optimizer step."""
 
     def totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> Any:
-        """Return the divisors of the step, counted before its first backward. Never None.
+        """Return the divisors of the step, counted over all ranks of ``world`` before its first backward. Never None.
 
-        Args:
-            micro_batches: This rank's. Those that are fillers count nothing, and take part in what all ranks compute.
-            world: The ranks that share the step: what is counted is counted over all of them.
+        Fillers count nothing, and take part in what all ranks compute.
         """
         ...
 
     def score(self, model: nn.Module, batch: MicroBatch, totals: Any) -> Score:
         """Score one micro-batch, under the loop's autocast.
 
-        Args:
-            model: What is trained.
-            batch: On the model's device.
-            totals: Of the step it belongs to. None in evaluation, where there are no gradients: nothing is divided,
-                ``loss`` is not read, ``held_out`` and ``metrics`` are.
+        ``totals`` are the divisors of its step. In evaluation, without gradients, they are None: nothing is divided,
+        ``loss`` is not read, ``held_out`` and ``metrics`` are.
         """
         ...
 
@@ -102,14 +103,14 @@ class Objective(Protocol):
 class SupervisedObjective:
     """The mean over every target of the step of ``-log p(target)``, or of another loss of a target.
 
-    It is weighed where rows have weights: a row of weight 2 counts as if it were there twice. What is held out is
-    always compared by ``-log p(target)``, each target once.
+    The mean is weighted if rows have weights: a row of weight 2 counts like two rows. The held-out loss is always
+    ``-log p(target)``, each target once.
 
     Args:
-        handle: The handle of the model, if it is streamed: the loss that its routers add is not shown.
-        loss: The loss of a target.
-        teacher: The model that its divergence is from, if it has one; streamed as the model is. Without it batches have
-            what a teacher said.
+        handle: Handle of the model, if it is streamed: the loss that its routers add is not shown.
+        loss: Loss of a target.
+        teacher: Model that the divergence is from, if there is one; streamed as the model is. Without it batches hold
+            the teacher's top-k probabilities.
     """
 
     def __init__(
@@ -119,11 +120,10 @@ class SupervisedObjective:
         self.loss, self.teacher = loss, teacher
 
     def totals(self, micro_batches: Sequence[MicroBatch], world: World = WORLD) -> float:
-        """Return the weights of all targets of the step, or their number where none has one."""
+        """Return the summed weights of all targets of the step: their number without weights."""
         return world.sums([sum(batch.target_weight for batch in counted(micro_batches))])[0]
 
     def score(self, model: nn.Module, batch: MicroBatch, totals: float | None) -> Score:
-        """See :meth:`Objective.score`."""
         if totals is None:
             loss: Tensor = output_of(model, batch, num_targets=1).loss
             return Score(loss, held_out=[(loss.item(), batch.num_targets)])
@@ -158,7 +158,7 @@ def loss_of(model: nn.Module, batch: MicroBatch, *, num_targets: float, bf16: bo
 def plain_token_loss(
     model: nn.Module, batch: MicroBatch, loss: TokenLoss, teacher: ModelReference | None = None
 ) -> Tensor:
-    """Return the sum of a loss over the targets of ``batch``, of the logits of models that are not streamed."""
+    """Return the sum of a loss over the targets of ``batch``, from the logits of models that are not streamed."""
     teacher_logits = None
     if teacher is not None:
         with torch.no_grad(), evaluating(teacher.model):
@@ -199,17 +199,17 @@ class ModelReference:
     """A streamed model as reference, without its adapters if it has any.
 
     Args:
-        model: What is called; the trained model itself where adapters are trained, else another one.
-        handle: What streams it.
-        temperature: What logits are divided by.
-        adapters: Leave its adapters on: the model as it is.
+        model: The model that is called: with adapters the trained model itself, else another one.
+        handle: Its handle.
+        temperature: Divisor of the logits.
+        adapters: Leave its adapters on.
     """
 
     def __init__(self, model: Any, handle: StreamHandle, *, temperature: float = 1.0, adapters: bool = False) -> None:
         self.model, self.handle, self.temperature, self.adapters = model, handle, temperature, adapters
 
     def logprobs(self, batch: TreeBatch) -> Tensor:
-        """See :meth:`Reference.logprobs`; under the caller's autocast."""
+        """Return the log-probs, under the caller's autocast."""
         without = nullcontext() if self.adapters else _without_adapters(self.model)
         with torch.no_grad(), evaluating(self.model), without, self.handle.routers.silenced():
             scores = self.handle.logprobs(
@@ -226,7 +226,7 @@ class ModelReference:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Put the model in evaluation mode within, and back in its mode afterwards; a whole model is in one mode."""
+    """Put the model in evaluation mode inside, and all of it back in its mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -242,3 +242,147 @@ def _without_adapters(model: Any) -> Iterator[None]:
         return
     with model.disable_adapter():
         yield
+
+
+Batch = TypeVar("Batch", bound="MicroBatch")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of one forward and backward, padded to one length; B rows, T positions.
+
+    ``shift_labels[b, t]`` is the token that position t is to predict, or :data:`IGNORE_INDEX`: shifted already.
+    """
+
+    input_ids: Tensor
+    """[B, T] int64"""
+    attention_mask: Tensor
+    """[B, T] int64, 0 on padding"""
+    shift_labels: Tensor
+    """[B, T] int64"""
+    origins: tuple[str, ...]
+    """Source of each row, ``file:row``: for messages."""
+    position_ids: Tensor | None = None
+    """[B, T] int64 from 0 in each row packed into a sequence; None if every sequence is one row"""
+    weights: Tensor | None = None
+    """[B, T] floats, factor of the loss of the target of position t; None if all are 1"""
+    top_k: TopKTeacher | None = None
+    """Top-k probabilities of a teacher at the trained positions, from a file; they stay on the host"""
+    filler: bool = False
+    """True for a batch that counts nothing: it is computed because other ranks compute one."""
+
+    @property
+    def num_targets(self) -> int:
+        """Number of trained positions: the loss is a mean over them."""
+        return int((self.shift_labels != IGNORE_INDEX).sum())
+
+    @property
+    def target_weight(self) -> float:
+        """Sum of the weights of all trained positions: their number without weights."""
+        if self.weights is None:
+            return self.num_targets
+        return float(self.weights[self.shift_labels != IGNORE_INDEX].double().sum())
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of input tokens, without padding."""
+        return int(self.attention_mask.sum())
+
+    @property
+    def padded_left(self) -> bool:
+        """True if padding stands before a token of its row. Padding after it is hidden by causality alone."""
+        return bool((self.attention_mask[:, 1:] > self.attention_mask[:, :-1]).any())
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the model's call, without labels."""
+        # Transformers separates packed rows by their positions, and looks at them only where no mask is given.
+        packed = {} if self.position_ids is None else {"position_ids": self.position_ids}
+        # No token sees padding behind it, and a mask it does not need would cost it the faster kernels.
+        mask = self.attention_mask if self.padded_left else None
+        return {"input_ids": self.input_ids, **packed, "attention_mask": mask, "use_cache": False}
+
+    def to(self, device: torch.device) -> MicroBatch:
+        positions = None if self.position_ids is None else self.position_ids.to(device)
+        weights = None if self.weights is None else self.weights.to(device)
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            attention_mask=self.attention_mask.to(device),
+            shift_labels=self.shift_labels.to(device),
+            position_ids=positions,
+            weights=weights,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixBatch(MicroBatch):
+    """Rows that share their beginnings, in one sequence ``[1, T]``, trained on as each of them alone."""
+
+    branches: Branches
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"input_ids": self.input_ids, **self.branches.arguments(self.input_ids), "use_cache": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeBatch(MicroBatch):
+    """Completions of prompts: N of them, with K targets together, in one of two layouts.
+
+    shared      one sequence ``[1, T]``: common beginnings once, a prompt and perhaps more (``branches``)
+    separate    a row for each completion ``[N, L]``, its prompt before it; padded on the right or on the left
+
+    An objective gets the same from both: 1-D over K, ordered by completion and then by position. A target that several
+    completions begin with is there once for each, and its gradient is the sum of theirs.
+    """
+
+    place_K: Tensor  # noqa: N815
+    """int64 ``[K]``: position of each target in ``[B, T]``, flattened"""
+    row_K: Tensor  # noqa: N815
+    """int64 ``[K]``, sorted: the completion of each target"""
+    num_rows: int
+    """N"""
+    branches: Branches | None = None
+    """Tokens that each token sees, if beginnings are shared"""
+
+    @property
+    def num_targets(self) -> int:
+        """Targets of all completions, K."""
+        return len(self.row_K)
+
+    def ragged(self, x_BT: Tensor) -> Tensor:
+        """Return the values at targets, ``[K]``, completion by completion. Differentiable."""
+        return x_BT.flatten()[self.place_K]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of ``StreamHandle.logprobs``, without targets."""
+        given = super().arguments
+        return given if self.branches is None else {**given, "branches": self.branches}
+
+    def to(self, device: torch.device) -> TreeBatch:
+        names = ("input_ids", "attention_mask", "shift_labels", "place_K", "row_K", "position_ids")
+        moved = {name: getattr(self, name).to(device) for name in names if getattr(self, name) is not None}
+        return replace(self, **moved)
+
+
+def counted(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the batches that count: all but fillers."""
+    return [batch for batch in batches if not batch.filler]
+
+
+class StepStream(Protocol):
+    """An endless source of optimizer steps, epoch after epoch, whose position can be saved."""
+
+    def next_step(self) -> Sequence[MicroBatch]:
+        """Return the micro-batches of the next optimizer step; fewer than usual at the end of an epoch."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the stream, as plain JSON values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from the position saved by ``state_dict``."""
+        ...

@@ -1,7 +1,10 @@
-"""The output of a run while it trains: one live line on a terminal, ``key=value`` lines elsewhere, and ``loss.png``."""
+"""Output of a run while it trains: a live line on a terminal, ``key=value`` lines elsewhere, ``loss.png``, and calls of
+listeners (experiment trackers, and the user's callbacks).
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 import warnings
@@ -26,7 +29,7 @@ from streamtune.train.rundir import RunDirectory
 from streamtune.train.staging import replace_file
 
 SHOWN = {"reward": "reward", "rewards/accuracies": "accuracy", "rewards/margins": "margin", "kl": "kl"}
-"""Metrics of an objective that are shown as it trains, and what they are called there; a file has them all."""
+"""Metrics of an objective that are shown, and their names on the screen; a file has them all."""
 
 
 SAMPLE_PROMPT, SAMPLE_WIDTH = 24, 80
@@ -38,10 +41,10 @@ class Progress:
     """Reports a run of ``total_steps`` on ``console``; enter it around the loop.
 
     Args:
-        console: Where to; a terminal gets the live line.
+        console: Console of the output; a terminal gets the live line.
         total_steps: Optimizer steps of the whole run.
-        first_step: Steps taken before, where a run is resumed: the time left is estimated from this session alone.
-        logging_steps: Without a terminal, one line every so many steps.
+        first_step: Steps taken before a resume: the time left is estimated from this session alone.
+        logging_steps: Steps between two lines without a terminal.
         on_activity: Called with the number of the current step, from 1, and the current activity in it.
     """
 
@@ -90,12 +93,12 @@ class Progress:
             )
 
     def activity(self, text: str) -> None:
-        """Show the current activity within a step, at the end of the live line until the step is done."""
+        """Show the current activity within a step, at the end of the live line."""
         self._activity = text
         self.on_activity(self._record["step"] + 1, text or "training")
 
     def evaluated(self, step: int, found: Mapping[str, float]) -> None:
-        """Report the results of an evaluation after ``step`` steps: ``eval_loss``, ``eval_`` metrics, those of sets."""
+        """Report an evaluation after ``step`` steps: ``eval_loss``, ``eval_`` metrics, and the same of each set."""
         self.activity("")
         names = {"eval_loss": "loss", **{f"eval_{name}": called for name, called in SHOWN.items()}}
         for metric in ("loss", "reward"):
@@ -125,7 +128,6 @@ class Progress:
             )
 
     def saved(self, step: int, path: object) -> None:
-        """Report that a checkpoint is committed."""
         self.activity("")
         if self.console.is_terminal:
             self._print_event(step, Text.assemble("saved ", (str(path), "cyan")))
@@ -133,7 +135,7 @@ class Progress:
             self._print_pairs(step=f"{step}/{self.total_steps}", saved=str(path))
 
     def note(self, step: int, text: str) -> None:
-        """Report something that happened in or after ``step``."""
+        """Report an event in or after ``step``."""
         if self.console.is_terminal:
             self._print_event(step, Text(text))
         else:
@@ -200,7 +202,7 @@ def shorten(text: str, width: int) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Return ``0:42``, ``1:02:03``, ``2d 03:04`` or ``-:--`` where it is not known."""
+    """Return ``0:42``, ``1:02:03``, ``2d 03:04``, or ``-:--`` for None."""
     if seconds is None:
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)
@@ -212,7 +214,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_rate(per_second: float) -> str:
-    """Return ``853``, ``12.3k``, as a rate is shown."""
+    """Return a rate such as ``853`` or ``12.3k``."""
     return f"{per_second:.0f}" if per_second < 1000 else f"{per_second / 1000:.1f}k"
 
 
@@ -226,14 +228,14 @@ Records = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Panel:
-    """One set of axes, drawn where a run has the first of its metrics."""
+    """One set of axes, drawn if a run has the first of its metrics."""
 
     label: str
-    """Of the vertical axis."""
+    """Label of the vertical axis."""
     metrics: tuple[str, ...]
-    """One curve each, or two where some of it is held out; two metrics at most."""
+    """One curve each, or two with held-out values; two metrics at most."""
     names: tuple[str, ...] = ("",)
-    """Prefix of each one's labels in the legend."""
+    """Prefix of each metric's labels in the legend."""
     limits: tuple[float, float] | None = None
 
 
@@ -248,13 +250,13 @@ PANELS = (
 
 @dataclass
 class LossPlot:
-    """Keeps the picture of a run up to date, without taking more than a fiftieth of its time."""
+    """Draws the picture of a run, in at most a fiftieth of the run's time."""
 
     run: RunDirectory
     _next: float = field(default=0.0, init=False)
 
     def draw(self, *, last: bool = False) -> None:
-        """Draw it anew, unless that was done a short while ago and this is not the ``last`` time."""
+        """Draw it, unless it was drawn a short while ago and this is not the ``last`` time."""
         began = time.monotonic()
         if began < self._next and not last:
             return
@@ -277,13 +279,7 @@ def smooth(values: Sequence[float], window: float) -> list[float]:
 
 @drawn_plainly
 def draw_loss(records: Records, path: Path, *, title: str) -> None:
-    """Draw the training loss, its smoothed course and the held-out loss; below them the metrics of :data:`PANELS`.
-
-    Args:
-        records: Lines of ``metrics.jsonl``.
-        path: The PNG; replaced at once, so a viewer never sees half a picture.
-        title: Name of the run.
-    """
+    """Draw the training loss, its moving average and the held-out loss; below them the metrics of :data:`PANELS`."""
     # Slow to import, and only needed here. Figures made without pyplot need no display and leave nothing behind.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -344,6 +340,105 @@ def _draw_panel(axes: Any, panel: _Panel, records: Records) -> None:
 
 
 def _course(records: Records, metric: str) -> tuple[list[int], list[float]]:
-    """Return the steps and values of a metric."""
     found = [(record["step"], record[metric]) for record in records if metric in record]
     return [step for step, _ in found], [value for _, value in found]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Everything about a run that is known before its first step; secrets are removed from its texts."""
+
+    run: str
+    """Id, the same for a run and its resumptions."""
+    name: str
+    """Name of its directory."""
+    directory: Path
+    step: int
+    """Steps taken before: 0, or the step of the checkpoint that is resumed."""
+    total_steps: int
+    recipe: Mapping[str, Any]
+    """Every key of the recipe."""
+    versions: Mapping[str, str]
+    plan: Mapping[str, Any]
+    """The schedule; a planned one also has ``peak_bytes``, ``step_seconds`` and ``terms``, bytes by name."""
+
+
+class Listener:
+    """The contract of a listener; each method does nothing unless it is overridden.
+
+        started -> (step | evaluated | sampled | saved | event)* -> finished
+
+    Rank 0 alone calls listeners, in its training thread, with copies: changes to them do not reach the run. If a
+    listener raises, the loop saves a checkpoint at the next boundary between steps and leaves, and the error is raised
+    then.
+    """
+
+    def started(self, facts: RunFacts) -> None:
+        """Take the facts known before the first step, also of a resumed run."""
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Take the line of ``metrics.jsonl`` of a step that is done."""
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        """Take the line of ``metrics.jsonl`` of an evaluation: ``step``, ``eval_loss`` and other metrics."""
+
+    def sampled(self, samples: list[dict[str, Any]]) -> None:
+        """Take lines of ``samples.jsonl``: ``step``, ``prompt``, ``completion``."""
+
+    def saved(self, step: int, path: Path) -> None:
+        """Take the step and folder of a checkpoint that is complete and on disk."""
+
+    def event(self, name: str, details: dict[str, Any]) -> None:
+        """Take ``resume``, ``finish``, ``stop`` or ``failure``, as ``events.jsonl`` has them."""
+
+    def finished(self, outcome: dict[str, Any]) -> None:
+        """Take the outcome: ``status`` (``finished``, ``stopped`` or ``failed``), ``step``, and ``error`` if failed."""
+
+
+@dataclass
+class Listeners(Listener):
+    """Calls several listeners with a copy for each, until one raises. Ranks other than 0 have none."""
+
+    each: Sequence[Listener] = ()
+    error: Exception | None = field(default=None, init=False)
+    """Error of a listener; that listener is not called any more."""
+    _failed: Listener | None = field(default=None, init=False)
+
+    def started(self, facts: RunFacts) -> None:
+        self._tell(lambda one: one.started(copy.deepcopy(facts)))
+
+    def step(self, record: dict[str, Any]) -> None:
+        self._tell(lambda one: one.step(copy.deepcopy(record)))
+
+    def evaluated(self, record: dict[str, Any]) -> None:
+        self._tell(lambda one: one.evaluated(copy.deepcopy(record)))
+
+    def sampled(self, samples: list[dict[str, Any]]) -> None:
+        self._tell(lambda one: one.sampled(copy.deepcopy(samples)))
+
+    def saved(self, step: int, path: Path) -> None:
+        self._tell(lambda one: one.saved(step, path))
+
+    def event(self, name: str, details: dict[str, Any]) -> None:
+        self._tell(lambda one: one.event(name, copy.deepcopy(details)))
+
+    def finished(self, outcome: dict[str, Any]) -> None:
+        """Call all of them, whichever raises."""
+        self._tell(lambda one: one.finished(copy.deepcopy(outcome)))
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def _tell(self, call: Callable[[Listener], None]) -> None:
+        for one in self.each:
+            if one is self._failed:
+                continue
+            if self.error is not None:  # the first error is the one that is shown
+                with suppress(Exception):
+                    call(one)
+                continue
+            try:
+                call(one)
+            except Exception as error:
+                self.error, self._failed = error, one

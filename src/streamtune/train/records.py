@@ -1,7 +1,7 @@
 """The records that a run writes: ``metrics.jsonl`` and ``events.jsonl``, one JSON object a line.
 
-A long run has hundreds of thousands of lines. What a start needs stands in the last ones: these are read from the end,
-and a file is cut where the first line to drop begins.
+A long run has hundreds of thousands of lines. A start needs the last ones: they are read from the end, and a file is
+cut where the first line to drop begins.
 """
 
 from __future__ import annotations
@@ -21,32 +21,24 @@ from streamtune.errors import ArgumentError, CheckpointError
 from streamtune.train.staging import append_to, cut_file, rename_file, replace_file, write_error
 
 OF_STEPS = ("non_finite", "out_of_memory", "spike", "skip")
-"""Events that are part of a step, and happen again where it is taken again. Others are history, and stay."""
+"""Events that are part of a step, and happen again when it is repeated. Others are history, and stay."""
 
 
 CHECKED_BYTES = 4 << 20
 """Bytes at the end of a file of records whose lines are checked at a start."""
 ROTATE_BYTES = 64 << 20
-"""Bytes from which on a file of texts is moved aside, and a new one begins."""
+"""Size from which a file of texts is moved aside, and a new one begins."""
 ROTATED = 3
 """Files moved aside that are kept; the oldest goes."""
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:
-    """Add one line. Floats are written with all their digits, so two runs can be compared exactly.
-
-    Raises:
-        CheckpointError: It cannot be written.
-    """
+    """Add one line. Floats are written with all their digits, so two runs can be compared exactly."""
     append_records(path, [record])
 
 
 def append_records(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Add several lines at once: all of them, or after a crash the first ones.
-
-    Raises:
-        CheckpointError: They cannot be written.
-    """
+    """Add several lines at once: all of them, or after a crash the first ones."""
     lines = "".join(json.dumps(record) + "\n" for record in records)
     try:
         append_to(path, lines.encode("utf-8"))
@@ -61,11 +53,11 @@ def append_event(path: Path, event: str, **details: Any) -> None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read all lines; none where there is no file. A last line torn by a crash is left out.
+    """Read all lines; none if the file does not exist. A last line torn by a crash is left out.
 
     Raises:
-        ArgumentError: It cannot be read, or a line is not what a run writes, with ``file:line``: someone else changed
-            the file, and what cannot be read would be lost where the file is written anew.
+        ArgumentError: The file cannot be read, or a line is not what a run writes, with ``file:line``: somebody changed
+            the file, and its unreadable lines would be lost when it is written anew.
     """
     return [record for _, record in _read_from(path, 0)]
 
@@ -76,7 +68,7 @@ class _Line:
 
     path: Path
     start: int
-    """Its first byte."""
+    """Offset of its first byte."""
     text: bytes
     is_last: bool
     """True if it is the last line, which a crash may have torn."""
@@ -96,7 +88,7 @@ class _Line:
         return record
 
     def strange(self, reason: str) -> ArgumentError:
-        """Return the error that says what is wrong with the line."""
+        """Return the error about the line."""
         with self.path.open("rb") as file:
             number, left = 1, self.start
             while left and (block := file.read(min(left, BLOCK))):
@@ -109,7 +101,7 @@ BLOCK = 1 << 16
 
 
 def _read_from(path: Path, start: int) -> Iterator[tuple[_Line, dict[str, Any]]]:
-    """Yield the lines from a byte on, which is the first of a line, and their records; none where there is no file."""
+    """Yield lines and their records from byte ``start`` on, where a line begins; nothing if there is no file."""
     if not path.exists():
         return
     try:
@@ -127,7 +119,7 @@ def _read_from(path: Path, start: int) -> Iterator[tuple[_Line, dict[str, Any]]]
 
 
 def _lines_backwards(path: Path) -> Iterator[_Line]:
-    """Yield the lines of a file from the last to the first; none where there is no file."""
+    """Yield the lines of a file from the last to the first; nothing if there is no file."""
     if not path.exists():
         return
     try:
@@ -156,11 +148,7 @@ def _split(text: bytes, from_start: bool) -> list[bytes]:
 
 
 def records_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield records from the last to the first, reading no more of the file than is asked for.
-
-    Raises:
-        ArgumentError: As :func:`read_records`.
-    """
+    """Yield records from the last to the first, reading only as much of the file as the caller takes."""
     for line in _lines_backwards(path):
         if (record := line.record()) is not None:
             yield record
@@ -169,9 +157,7 @@ def records_backwards(path: Path) -> Iterator[dict[str, Any]]:
 def check_records(metrics: Sequence[Path], events: Path) -> None:
     """Check that the records of a run can be continued, before anything of it is changed; of a long file the end.
 
-    Args:
-        metrics: Files in which each line is of a step.
-        events: The file of what happened.
+    Each line of ``metrics`` belongs to a step.
 
     Raises:
         ArgumentError: As :func:`read_records`, or a line has no step.
@@ -186,7 +172,7 @@ def check_records(metrics: Sequence[Path], events: Path) -> None:
 
 
 def _last(path: Path) -> Iterator[tuple[_Line, dict[str, Any]]]:
-    """Yield the lines of the end of a file, and their records."""
+    """Yield the lines at the end of a file, and their records."""
     start = 0
     if path.exists() and (size := path.stat().st_size) > CHECKED_BYTES:
         with path.open("rb") as file:
@@ -210,10 +196,7 @@ def _strange(path: Path, number: int, reason: str) -> ArgumentError:
 
 
 def cut_after_step(path: Path, step: int, *, evaluated: bool = True) -> None:
-    """Drop the lines of steps after ``step``: a resumed run takes those steps again and writes them anew.
-
-    Where ``evaluated`` is False the evaluation at ``step`` itself is made again too, and its line goes as well.
-    """
+    """Drop the lines of steps after ``step``, which are taken again, and unless ``evaluated`` its evaluation."""
     if not path.is_file():
         return
 
@@ -242,7 +225,7 @@ def cut_events(path: Path, step: int) -> None:
 
 
 def _cut(path: Path, size: int, more: bytes) -> None:
-    """Cut a file to so many bytes, and put ``more`` behind them; at once, as a new file, where there is more."""
+    """Cut a file to ``size`` bytes and add ``more``; with ``more``, replace it at once by a new file."""
     if path.stat().st_size == size and not more:
         return
     if more:
@@ -264,16 +247,12 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def rotated(path: Path) -> list[Path]:
-    """Return the names of a file of texts and of those moved aside, the newest first, there or not."""
+    """Return the names of a file of texts and of the files moved aside, the newest first, whether they exist or not."""
     return [path, *(path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(1, ROTATED + 1))]
 
 
 def rotate(path: Path) -> None:
-    """Move a file of texts aside if it is long: ``name.jsonl`` becomes ``name.1.jsonl``, and the oldest goes.
-
-    Raises:
-        CheckpointError: It cannot be moved.
-    """
+    """Move a file of texts aside if it is long: ``name.jsonl`` becomes ``name.1.jsonl``, and the oldest goes."""
     if not path.is_file() or path.stat().st_size < ROTATE_BYTES:
         return
     names = rotated(path)
@@ -286,7 +265,7 @@ def rotate(path: Path) -> None:
 
 
 def cut_rotated(path: Path, step: int) -> None:
-    """Drop the lines of steps after ``step`` in a file of texts, and in those that were moved aside."""
+    """Drop the lines of steps after ``step`` in a file of texts, and in the files that were moved aside."""
     for file in rotated(path):
         if not file.is_file():
             return
@@ -301,7 +280,7 @@ def _is_evaluation(record: dict[str, Any]) -> bool:
 
 @contextmanager
 def record_failure(path: Path) -> Iterator[None]:
-    """Add an event where the block fails, and raise the error again."""
+    """Add an event if the block fails, and raise the error again."""
     try:
         yield
     except Exception as error:

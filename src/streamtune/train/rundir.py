@@ -1,15 +1,14 @@
-"""The directory of a run, and whether it may be written to.
+"""The directory of a run, and the rules by which a run may use it.
 
 output_dir/
-  run.json        what run this is     recipe.yaml     resolved, replayable
-  metrics.jsonl   one line a step      events.jsonl    what happened, and when
-  samples.jsonl   completions of the sample prompts    trackers.json   ids of this run at its trackers
-  loss.png        checkpoints/         final/          the trained model, in Hugging Face format
-  plan.json       what was predicted   data.json       counts and lengths of the rows
-  bad_rows.json   rows that were left out as faulty, where there are any
-  selected.jsonl  the rows that were chosen for each step, where they are
+  run.json        identity of the run          recipe.yaml     resolved, replayable
+  metrics.jsonl   one line a step              events.jsonl    events with their times
+  samples.jsonl   sample prompts completed     trackers.json   ids of this run at its trackers
+  loss.png        checkpoints/                 final/          trained model, in Hugging Face format
+  plan.json       prediction                   data.json       counts and lengths of the rows
+  bad_rows.json   rows left out as faulty      selected.jsonl  rows chosen for each step
   report.html     all of that on a page, written at the end
-  deepspeed.json  its configuration with every value in force, where DeepSpeed trains
+  deepspeed.json  DeepSpeed's configuration with every default filled in
   .lock           held by the process that trains, see ``hold``
 """
 
@@ -39,7 +38,7 @@ FILES = {
     "reference": "the files of the reference model, or the file of a teacher",
     "rewards": "the files with the source of the reward functions",
 }
-"""Files that a run reads again when it goes on, by the key of their fingerprint."""
+"""Files that a run reads again when it resumes, by the key of their fingerprint."""
 
 MEASURED = {"probe.json", "probe.png", "bench.json", "bench.png"}
 """Files that ``probe-max-len`` and ``bench`` write into the directory before there is a run."""
@@ -53,42 +52,38 @@ class RunDirectory:
 
     @property
     def identity(self) -> Path:
-        """The identity of the run: the part of the recipe that decides the result, and a fingerprint of the data."""
+        """Identity of the run: the part of the recipe that decides the result, and a fingerprint of the data."""
         return self.path / IDENTITY
 
     @property
     def recipe(self) -> Path:
-        """The recipe, with every default filled in."""
+        """Path of recipe.yaml: the recipe with every default filled in."""
         return self.path / "recipe.yaml"
 
     @property
     def deepspeed(self) -> Path:
-        """The configuration of DeepSpeed, with nothing left ``auto``."""
+        """Configuration of DeepSpeed, without ``auto``."""
         return self.path / "deepspeed.json"
 
     @property
     def metrics(self) -> Path:
-        """The metrics of the run, one line a step."""
         return self.path / "metrics.jsonl"
 
     @property
     def events(self) -> Path:
-        """The events of the run, with their times."""
         return self.path / "events.jsonl"
 
     @property
     def samples(self) -> Path:
-        """The completions of the sample prompts, one line each: step, prompt, completion."""
+        """Completions of the sample prompts, one line each: step, prompt, completion."""
         return self.path / "samples.jsonl"
 
     @property
     def trackers(self) -> Path:
-        """The ids that the run has at its trackers."""
         return self.path / "trackers.json"
 
     @property
     def loss_plot(self) -> Path:
-        """The loss over the steps."""
         return self.path / "loss.png"
 
     @property
@@ -103,35 +98,28 @@ class RunDirectory:
 
     @property
     def bad_rows(self) -> Path:
-        """The rows that ``on_bad_row: skip`` left out, each with what is wrong with it."""
+        """Rows that ``on_bad_row: skip`` left out, each with its fault."""
         return self.path / "bad_rows.json"
 
     @property
     def selected(self) -> Path:
-        """The rows that were chosen for each step, where a recipe says ``select_rows``."""
+        """Rows that ``select_rows`` chose for each step."""
         return self.path / "selected.jsonl"
 
     @property
     def report(self) -> Path:
-        """The page about the run."""
         return self.path / "report.html"
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of ``step-000100`` ..."""
         return self.path / "checkpoints"
 
     @property
     def final(self) -> Path:
-        """The trained model."""
         return self.path / "final"
 
     def read_identity(self) -> dict[str, Any] | None:
-        """Return the identity of the run that is here already; None where there is none.
-
-        Raises:
-            ArgumentError: The directory has files, and they are not a run's.
-        """
+        """Return the identity of the run here, None without a run; ArgumentError if the files are not a run's."""
         self._refuse_others()
         # Listed before it is looked for: another start may write it meanwhile, and several files after it.
         try:
@@ -168,12 +156,9 @@ class RunDirectory:
         return None
 
     def _refuse_others(self) -> None:
-        """Refuse links and things of another type under the names of a run, which writes, moves and deletes these.
+        """Refuse links and things of another type under the names that a run writes, moves and deletes.
 
         A named pipe would wait for its other end, a folder would be replaced, and a link leads out of the directory.
-
-        Raises:
-            ArgumentError: One of its files or folders is a symbolic link, or something else than a file or folder.
         """
         texts = [self.identity, self.recipe, self.deepspeed, self.metrics, self.events, self.loss_plot]
         texts += [self.plan, self.data, self.bad_rows, self.report, self.samples, self.trackers, self.selected]
@@ -201,10 +186,10 @@ class RunDirectory:
                 )
 
     def hold(self) -> DirectoryHold:
-        """Make the directory and keep other processes from training in it. What is not a run's is left as it is.
+        """Lock the directory, which is made if it does not exist. Files that are not a run's are left as they are.
 
         Raises:
-            ArgumentError: Another process is training in it, or it has files, and they are not a run's.
+            ArgumentError: Another process is training in it, or it has files that are not a run's.
             CheckpointError: It cannot be written to.
         """
         self.read_identity()
@@ -222,15 +207,11 @@ class RunDirectory:
         """Write the identity and recipe of the run, and keep other processes from training in the directory.
 
         Args:
-            identity: What run it is.
+            identity: Identity of the run.
             recipe_yaml: The recipe, with every default filled in.
-            deepspeed: The configuration of DeepSpeed; empty where it does not train.
-            hold: That of this process; without one the directory is held here.
-            documents: Others to write, by their path: what was planned, what the data is.
-
-        Raises:
-            ArgumentError: Another process is training in it.
-            CheckpointError: It cannot be written to.
+            deepspeed: Configuration of DeepSpeed; empty if it does not train.
+            hold: Lock of this process; without it the directory is locked here.
+            documents: Further documents to write, by their path: the plan, the data.
         """
         texts = {self.identity: json.dumps(identity, indent=1) + "\n", self.recipe: recipe_yaml}
         texts |= {path: json.dumps(document, indent=1) + "\n" for path, document in documents.items()}
@@ -257,25 +238,17 @@ class RunDirectory:
         fsync_path(self.path)
 
     def move_aside(self) -> Path:
-        """Rename a directory that holds a run to the first free ``NAME.old-N``, and return that.
-
-        Raises:
-            ArgumentError: Another process is training in it.
-        """
+        """Rename a directory that holds a run to the first free ``NAME.old-N``, and return that path."""
         return self.hold().move_aside()
 
 
 def find_checkpoint(run: RunDirectory, resume: str, notify: Callable[[str], None]) -> Checkpoint | None:
-    """Return the checkpoint to go on from; None starts at the beginning.
+    """Return the checkpoint to resume; None starts at the beginning.
 
     Args:
         run: The directory to look in.
         resume: ``auto`` (the newest one of ``run`` that verifies), ``never``, or the path of a checkpoint.
         notify: Called with a message about each damaged checkpoint.
-
-    Raises:
-        ArgumentError: ``resume`` is a path, and nothing is there.
-        CheckpointError: What is there is no complete checkpoint.
     """
     if resume == "never":
         return None
@@ -295,11 +268,7 @@ def find_checkpoint(run: RunDirectory, resume: str, notify: Callable[[str], None
 
 
 def _refuse_lost_checkpoints(run: RunDirectory) -> None:
-    """Refuse to start anew where a run saved checkpoints and none is left: its records and model would be overwritten.
-
-    Raises:
-        CheckpointError: It names the last one.
-    """
+    """Refuse to start anew if a run's checkpoints are gone: its records and model would be overwritten."""
     saved = [record for record in read_records(run.events) if record.get("event") == "checkpoint"]
     if saved and run.identity.is_file():
         raise CheckpointError(
@@ -318,18 +287,14 @@ def check_same_run(
     allow: Container[str] = (),
     fixed: Container[str] = (),
 ) -> list[str]:
-    """Refuse to go on with a run under settings or data other than those it was started with.
+    """Refuse to resume a run under other settings or data than at its start; return the allowed differences.
 
     Args:
-        before: The identity written down when the run started: ``{"recipe": {key: value}, "data": fingerprint,
-            "files": {key: fingerprint}}``.
-        now: The identity of this start; a part it lacks is not compared.
-        where: What is to be continued, for the message.
-        allow: Keys of the recipe, ``data``, and keys of :data:`FILES`: what may differ all the same.
+        before: Identity at the start: ``{"recipe": {key: value}, "data": fingerprint, "files": {key: fingerprint}}``.
+        now: Identity of this start; parts that it lacks are not compared.
+        where: Path of the run, for the message.
+        allow: Keys that may differ: of the recipe, ``data``, and of :data:`FILES`.
         fixed: Keys that no flag lets differ, so none is advised.
-
-    Returns:
-        The differences that were allowed, in words.
 
     Raises:
         RecipeError: They differ; the message names each key with both values.
@@ -378,16 +343,12 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _short_json(value: Any) -> str:
-    """Return a setting as JSON, a group without the keys that nothing is written for."""
+    """Return a setting as JSON, a group without its keys of value None."""
     return json.dumps({k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value)
 
 
 def check_shared_folder(folder: Path, world: World) -> None:
-    """Refuse a directory that is not one and the same for all ranks: their checkpoints would be in pieces.
-
-    Raises:
-        ArgumentError: Some ranks see another directory of this name, or none.
-    """
+    """Refuse a directory that is not the same for all ranks: their checkpoints would be in pieces."""
     probe = folder / f".probe-{world.main(lambda: secrets.token_hex(8))}"
 
     def make() -> None:

@@ -3,15 +3,15 @@
     training thread    copy to the host     step   step   step            wait at the end
     worker                        write, hash, fsync, rename, read back, delete old ones
 
-At most one save is in flight. Its copy is what training changes (trained weights, buffers) and the optimizer's tensors,
-once; a second save waits for the first. Where that copy would take more than half of the host memory that is free, or
-the model cannot be copied, the save is made in the training thread and nothing is copied but shards of 2 GiB.
+At most one save is in flight; a second save waits for the first. Its copy has what training changes (trained weights,
+buffers) and the optimizer's tensors. If that copy would take more than half of the free host memory, or the model
+cannot be copied, the save runs in the training thread and copies only shards of 2 GiB.
 
 With several ranks each writes what it holds, from a worker of its own, into one staged directory that all must see; the
-workers talk to each other over a group of their own. Rank 0 writes the model, the index of the parts and the manifest.
-An error on any rank is raised on all, with its message, and the directory is discarded.
+workers have a process group of their own. Rank 0 writes the model, the index of the parts and the manifest. An error on
+any rank is raised on all, with its message, and the directory is discarded.
 
-What goes wrong in the worker is raised at the next boundary between steps.
+Errors of the worker are raised at the next boundary between steps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from streamtune.train.checkpoint import (
     step_directories,
     write_manifest,
 )
-from streamtune.train.rng import RngState
+from streamtune.train.process import RngState
 from streamtune.train.slices import Entry, Slice, write_index, write_slices
 from streamtune.train.staging import (
     commit_directory,
@@ -61,14 +61,16 @@ class ModelWriter:
     """A way to write a model in Hugging Face format, and about how many bytes that takes."""
 
     write: Callable[[Path], None]
-    """Writes into the folder it is given."""
+    """Writes the model into a folder."""
     num_bytes: int
     snapshot: Callable[[], Callable[[Path], None]] | None = None
-    """Copies to the host what training changes, and returns what writes the copy from any thread. None: there is no
-    such copy, and the model is written as it stands."""
+    """Copies to the host what training changes, and returns a function that writes the copy from any thread. None: the
+    model cannot be copied, and is written as it stands.
+    """
     together: bool = False
     """True if no rank has the whole model: all of them call ``write`` or ``snapshot`` then, and fail together or not at
-    all. Rank 0 has the snapshot, and writes it alone."""
+    all. Rank 0 has the snapshot, and writes it alone.
+    """
 
     def copied(self, world: World) -> ModelWriter:
         """Return a writer of the model as it is now, for any thread of rank 0. Called by all ranks."""
@@ -82,9 +84,9 @@ class Keep:
     """The checkpoints that stay."""
 
     newest: int
-    """So many of the newest; 0 keeps all."""
+    """Number of newest checkpoints that stay; 0 keeps all."""
     best: int = 0
-    """And so many of those with the best metric."""
+    """Number of checkpoints with the best metric that stay besides."""
     greater_is_better: bool = False
 
 
@@ -114,14 +116,14 @@ def _manifest_of(path: Path, run: str) -> Manifest | None:
 
 
 class CheckpointSaver:
-    """Saves the checkpoints of a run. Enter it around the loop: leaving waits for what is in flight.
+    """Saves the checkpoints of a run. Enter it around the loop: leaving waits for the save in flight.
 
     Args:
-        folder: Where the checkpoints go.
+        folder: Folder of the checkpoints.
         writer: Writes the model.
         keep: The checkpoints that stay when a new one is verified.
-        world: The ranks; where ``asynchronous`` is set, over a group that nothing else uses.
-        run: Which run this is.
+        world: The ranks; if ``asynchronous`` is set, over a group that nothing else uses.
+        run: Id of the run.
         asynchronous: Write off the training thread.
         before: Called in the writing thread before anything is committed: writes all else that must be on disk by then.
     """
@@ -153,14 +155,13 @@ class CheckpointSaver:
         """Save the run as it is now; returns when training may change it. Called by all ranks.
 
         Args:
-            backend: The optimizer's state.
-            state: JSON values, the same on every rank, ``step`` among them; none of them may change later.
+            backend: Backend with the optimizer's state.
+            state: JSON values, the same on every rank, ``step`` among them; not changed later.
             rng: This rank's random state, which the next step starts from.
-            metric: See :class:`Keep`.
+            metric: Value that ranks the checkpoint, see :class:`Keep`.
 
         Raises:
-            CheckpointError: This save failed, on this rank or another, or the one before did. Earlier checkpoints are
-                as they were.
+            CheckpointError: This save failed, on any rank, or the one before did. Earlier checkpoints are intact.
         """
         self.wait_for_last()
         writer, world = self.writer, self.world
@@ -172,22 +173,12 @@ class CheckpointSaver:
         if copied:
             slices = iter([each._replace(values=each.values.detach().to("cpu", copy=True)) for each in slices])
             writer = writer.copied(world)
+        content = Content(
+            state, rng, slices, backend.whole, needed, self.run, None if metric is None else float(metric)
+        )
 
         def write() -> None:
-            path = save_checkpoint(
-                self.folder,
-                state=state,
-                rng=rng,
-                slices=slices,
-                whole=backend.whole,
-                writer=writer,
-                needed=needed,
-                world=world,
-                run=self.run,
-                metric=None if metric is None else float(metric),
-                before=self.before,
-                after=self._committed,
-            )
+            path = save_checkpoint(self.folder, content, writer, world, before=self.before, after=self._committed)
             self._saved.append(path)
 
         if not copied:
@@ -198,11 +189,7 @@ class CheckpointSaver:
         self._worker = worker  # only one that has started can be waited for
 
     def check_room(self, backend: Backend) -> None:
-        """Raise unless there is room for a checkpoint of what is trained. Called by all ranks.
-
-        Raises:
-            CheckpointError: A checkpoint takes more bytes than are free; with both figures.
-        """
+        """Raise a CheckpointError unless there is room for a checkpoint. Called by all ranks."""
         needed = self.writer.num_bytes + sum(self.world.collect(_size_of(backend)))
         explained = _explained(self.folder, needed, step_directories(self.folder))
         self.world.main(explained(lambda: _refuse_if_full(self.folder, needed)))
@@ -213,11 +200,7 @@ class CheckpointSaver:
         rotate(self.folder, self.keep, run=self.run)
 
     def wait_for_last(self) -> None:
-        """Wait for the save in flight.
-
-        Raises:
-            CheckpointError: It failed.
-        """
+        """Wait for the save in flight, and raise its error."""
         self._join()
         error, self._error = self._error, None
         if error is not None:
@@ -234,11 +217,7 @@ class CheckpointSaver:
         return saved
 
     def wait(self) -> list[Path]:
-        """Wait for the save in flight, then return the same as :meth:`finished`.
-
-        Raises:
-            CheckpointError: It failed.
-        """
+        """Wait for the save in flight, as :meth:`wait_for_last`; then return the same as :meth:`finished`."""
         self.wait_for_last()
         return self.finished()
 
@@ -254,64 +233,66 @@ class CheckpointSaver:
             self._worker = None
 
 
+@dataclass(frozen=True)
+class Content:
+    """The content of a checkpoint besides the model."""
+
+    state: Mapping[str, Any]
+    """JSON values; ``step`` among them."""
+    rng: RngState
+    """Random state of this rank, which the next step starts from."""
+    slices: Iterable[Slice]
+    """The optimizer's state that this rank holds; copied to the host in shards."""
+    whole: bool
+    """True if the slices are whole tensors, and this rank has all of them."""
+    needed: int
+    """About how many bytes the checkpoint takes, model included."""
+    run: str = ""
+    """Id of the run, whose own checkpoints alone are deleted by it."""
+    metric: float | None = None
+    """Value that ranks the checkpoint, where the best ones are kept."""
+
+
 def save_checkpoint(
     folder: Path,
-    *,
-    state: Mapping[str, Any],
-    rng: RngState,
-    slices: Iterable[Slice],
-    whole: bool,
+    content: Content,
     writer: ModelWriter,
-    needed: int,
     world: World = WORLD,
-    run: str = "",
-    metric: float | None = None,
+    *,
     before: Callable[[], None] = lambda: None,
     after: Callable[[Path], None] = lambda path: None,
 ) -> Path:
     """Write ``folder/step-N``, commit it at once, and return its path. Called by all ranks.
 
-    Args:
-        folder: Where the checkpoints of the run are.
-        state: JSON values; ``step`` among them.
-        rng: The random state of this rank the next step starts from.
-        slices: The optimizer's state that this rank holds; copied to the host in shards.
-        whole: True if they are whole tensors, and this rank has all of them.
-        writer: Writes the model.
-        needed: About how many bytes all of it takes.
-        world: The ranks that write it.
-        run: Which run this is: only its own checkpoints are deleted by it.
-        metric: The value to rank it by, where the best checkpoints are kept.
-        before: Called on rank 0 before anything is written.
-        after: Called on rank 0 with the path, after it was committed.
+    Rank 0 calls ``before`` before anything is written, and ``after`` with the path once it is committed.
 
     Raises:
-        CheckpointError: It cannot be written. Earlier checkpoints are as they were.
+        CheckpointError: It cannot be written. Earlier checkpoints are intact.
     """
-    step = int(state["step"])
+    step = int(content.state["step"])
     target = checkpoint_path(folder, step)
-    explained = _explained(target, needed, step_directories(folder))
-    ranks = {} if whole else {"ranks": world.size}
+    explained = _explained(target, content.needed, step_directories(folder))
+    ranks = {} if content.whole else {"ranks": world.size}
 
     def begin() -> Path:
         before()
         refuse_link(folder)
         make_directory(folder)
-        _refuse_if_full(folder, needed)
+        _refuse_if_full(folder, content.needed)
         return staging.enter_context(commit_directory(target))
 
     def commit() -> None:
-        if not whole:
+        if not content.whole:
             write_index(staged, every)
-        _write_json(staged / STATE, {**state, **ranks, "rng": rng.plain})
+        _write_json(staged / STATE, {**content.state, **ranks, "rng": content.rng.plain})
         # Last: a directory with a manifest has everything the manifest lists.
-        write_manifest(staged, run=run, step=step, metric=metric)
+        write_manifest(staged, run=content.run, step=step, metric=content.metric)
         staging.pop_all().close()
         after(target)
 
     with ExitStack() as staging:
         staged = world.main(explained(begin))
-        entries = world.together(explained(lambda: _write_own(staged, world, slices, rng, whole)))
+        entries = world.together(explained(lambda: _write_own(staged, world, content)))
         every = [entry for found in world.collect(entries) for entry in found]
         _write_model(writer, staged / "model", world, explained)
         world.main(explained(commit))
@@ -319,11 +300,7 @@ def save_checkpoint(
 
 
 def write_final(target: Path, writer: ModelWriter, world: World = WORLD) -> None:
-    """Write the trained model to ``target``, whole or not at all; what was there is replaced. Called by all ranks.
-
-    Raises:
-        CheckpointError: It cannot be written.
-    """
+    """Write the trained model to ``target``, whole or not at all, replacing an earlier one. Called by all ranks."""
     explained = _explained(target, writer.num_bytes, step_directories(target.parent / "checkpoints"))
     with ExitStack() as staging:
         staged = world.main(explained(lambda: staging.enter_context(commit_directory(target))))
@@ -332,17 +309,17 @@ def write_final(target: Path, writer: ModelWriter, world: World = WORLD) -> None
 
 
 def _write_model(writer: ModelWriter, folder: Path, world: World, explained: ContextDecorator) -> None:
-    """Write the model: by rank 0 where it has all of it, by all ranks where none has."""
+    """Write the model: by rank 0 if it has all of it, else by all ranks."""
     (world.together if writer.together else world.main)(explained(lambda: writer.write(folder)))
 
 
-def _write_own(staged: Path, world: World, slices: Iterable[Slice], rng: RngState, whole: bool) -> list[Entry]:
+def _write_own(staged: Path, world: World, content: Content) -> list[Entry]:
     """Write the state that this rank holds to disk, and return its entries of the index."""
-    entries = write_slices(staged, slices, world.rank, whole=whole)
+    entries = write_slices(staged, content.slices, world.rank, whole=content.whole)
     name = rng_name(world.rank)
-    save_file(rng.tensors, staged / f"{name}.safetensors")
+    save_file(content.rng.tensors, staged / f"{name}.safetensors")
     if world.rank:
-        _write_json(staged / f"{name}.json", rng.plain)
+        _write_json(staged / f"{name}.json", content.rng.plain)
     if world.size > 1:  # its own files: on a network file system another machine has nothing to flush of them
         for path in {staged / entry[-1] for entry in entries} | set(staged.glob(f"{name}.*")):
             fsync_path(path)
@@ -354,15 +331,12 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _size_of(backend: Backend) -> int:
-    """Return the bytes of the optimizer's state that this rank writes."""
+    """Return how many bytes of optimizer state this rank writes."""
     return sum(each.values.nbytes for each in backend.slices())
 
 
 def _has_room(world: World, size: int) -> bool:
-    """Return True if on every host the copies of its ranks take less than half of the free memory.
-
-    ``size`` is the bytes of this rank's copy.
-    """
+    """Return True if on every host the copies (``size`` bytes on this rank) take less than half of the free memory."""
     host = socket.gethostname()
     needed = sum(size for other, size in world.collect((host, size)) if other == host)
     return not world.any(2 * needed > psutil.virtual_memory().available)
@@ -375,13 +349,7 @@ def _refuse_if_full(folder: Path, needed: int) -> None:
 
 @contextmanager
 def _explained(target: Path, needed: int, previous: Sequence[Path]) -> Iterator[None]:
-    """Turn errors while a checkpoint is written into a message with figures.
-
-    Args:
-        target: What is written.
-        needed: Bytes it takes.
-        previous: The checkpoints that are there already, and stay.
-    """
+    """Turn errors while ``target`` of ``needed`` bytes is written into a message; the checkpoints ``previous`` stay."""
     safe = f"{previous[-1]} is intact" if previous else "there was no checkpoint before this one"
     try:
         yield

@@ -1,16 +1,16 @@
-"""The gradient of one row, in a few hundred numbers: by these, rows are compared (``tasks.selected``).
+"""The gradient of one row, in a few hundred numbers, by which rows are compared (``tasks.selected``).
 
-It is the gradient of the row's mean loss with respect to the value projection of the last layer that has one
-(CoLM, arXiv 2407.19580, section 4.3, which estimates it from two forwards). Only that weight asks for a gradient: the
-layers below it run forward without a graph, chunk by chunk, and the backward ends at the weight. Logits exist for one
-chunk of tokens at a time.
+It is the gradient of the row's mean loss with respect to the value projection of the last layer that has one (CoLM,
+arXiv 2407.19580, section 4.3, which estimates it from two forwards). Only that weight asks for a gradient: the layers
+below it run forward without a graph, chunk by chunk, and the backward ends at the weight. Logits exist for one chunk of
+tokens at a time.
 
 With Adam's moments m, v of the weight it is the step that Adam would take for the row alone (section 4.2):
 
     ((b1 m + (1 - b1) g) / (1 - b1^t))  /  (sqrt((b2 v + (1 - b2) g^2) / (1 - b2^t)) + eps)
 
-The result is projected. Its n entries are put into k groups at random, and each group is summed with random signs, a
-count sketch: products of two sketches are, in the mean over the draws, those of the gradients, and so are distances.
+The result is projected by a count sketch: its n entries are put into k groups at random, and each group is summed with
+random signs. Products and distances of two sketches have those of the gradients as their mean over the draws.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from torch import Tensor, nn
 
 from streamtune.engine import StreamHandle
 from streamtune.errors import UnsupportedModelError
-from streamtune.train.batch import MicroBatch, TreeBatch
-from streamtune.train.objective import Objective, autocast, evaluating
-from streamtune.train.rng import preserve_rng
+from streamtune.train.objective import MicroBatch, Objective, TreeBatch, autocast, evaluating
+from streamtune.train.process import preserve_rng
 
 VALUES = ("v_proj", "value", "kv_b_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv")
 """Names of modules that compute values, or values beside keys or queries."""
@@ -36,15 +35,7 @@ Weights = Mapping[str, nn.Parameter]
 
 
 def value_weights(layers: Sequence[nn.Module], key: str = "select_rows") -> dict[str, nn.Parameter]:
-    """Return the trained weights of the value projection of the last layer that has some, by their names in it.
-
-    Args:
-        layers: The decoder layers, with their adapters.
-        key: The key of the recipe that asks for them.
-
-    Raises:
-        UnsupportedModelError: No layer has a trained weight there.
-    """
+    """Return the trained weights of the value projection of the last layer that has some; ``key`` asks for them."""
     for layer in reversed(layers):
         found = {
             name: parameter
@@ -62,12 +53,9 @@ def value_weights(layers: Sequence[nn.Module], key: str = "select_rows") -> dict
 
 
 class Projection:
-    """A random projection of n numbers to at most k, drawn from a seed; it is kept on the host.
+    """A random projection of ``count`` numbers to at most ``size``, drawn from a seed; it is kept on the host.
 
-    Args:
-        count: n.
-        size: k.
-        seed: The same seed draws the same projection.
+    The same seed draws the same projection.
     """
 
     def __init__(self, count: int, size: int, seed: int) -> None:
@@ -117,8 +105,8 @@ class RowSketch:
     def __call__(self, batch: MicroBatch) -> Tensor:
         """Return the sketch ``[k]`` of a batch of one row, fp32 (fp64 of weights in fp64) on the host.
 
-        Dropout is off and no router loss is added; the random state is left as it was. Gradients that were accumulated
-        before are left alone, and hooks on them are not called.
+        Dropout is off and no router loss is added; the random state is restored. Accumulated gradients are left alone,
+        and hooks on them are not called.
         """
         batch = batch.to(self.device)
         totals = self.objective.totals([batch])
@@ -180,7 +168,7 @@ class CompletionGradient:
 
 
 def _gradients(model: Any, handle: StreamHandle, weights: Weights, loss: Callable[[], Tensor]) -> list[Tensor]:
-    """Return the gradients of a loss with respect to ``weights``, zeros where it has none; nothing else is computed."""
+    """Return the gradients of a loss with respect to ``weights``, zeros without dependence, and compute no others."""
     with preserve_rng(), evaluating(model), handle.routers.silenced(), _alone(model, weights):
         grads = torch.autograd.grad(loss(), list(weights.values()), allow_unused=True)
     pairs = zip(weights.values(), grads, strict=True)
@@ -188,12 +176,12 @@ def _gradients(model: Any, handle: StreamHandle, weights: Weights, loss: Callabl
 
 
 def adam_step(grad: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
-    """Return Adam's step for a gradient, without the learning rate; the gradient where there are no moments of it.
+    """Return Adam's step for a gradient, without the learning rate; the gradient itself if the weight has no moments.
 
     Args:
-        grad: The gradient of a weight; the result has its shape and dtype.
+        grad: Gradient of a weight; the result has its shape and dtype.
         state: The optimizer's state of the weight: ``exp_avg``, ``exp_avg_sq`` and ``step`` are read.
-        group: The options of its group: ``betas`` and ``eps`` are read.
+        group: Options of its group: ``betas`` and ``eps`` are read.
     """
     moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")]
     whole = all(isinstance(x, Tensor) and x.shape == grad.shape and x.is_floating_point() for x in moments)
@@ -208,7 +196,7 @@ def adam_step(grad: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) 
 
 @contextmanager
 def _alone(model: nn.Module, weights: Weights) -> Iterator[None]:
-    """Let no parameter but ``weights`` ask for a gradient inside."""
+    """Let only ``weights`` ask for a gradient inside."""
     mine = {id(weight) for weight in weights.values()}
     others: Iterable[nn.Parameter] = [p for p in model.parameters() if p.requires_grad and id(p) not in mine]
     for parameter in others:

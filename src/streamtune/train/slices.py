@@ -3,13 +3,13 @@
 A slice is a range of a flattened tensor: ``(parameter, key, offset, values)``. Ranks that share the state hold
 different slices of the same tensors, by rows (FSDP2), by a range of each parameter (ZeRO-3) or of all of them joined
 (ZeRO-1 and 2). Offsets count in the parameter itself, so files written by one layout are read by any other: a rank
-reads the ranges that overlap what it holds, and nothing else.
+reads only the ranges that overlap what it holds.
 
     optimizer-00001.safetensors         of rank 0; "lm_head.weight/exp_avg@4096": values from 4096 on, one dimension
     optimizer-r00003-00001.safetensors  of rank 3
     slices.json                         {"lm_head.weight/exp_avg": {"shape": [..], "slices": [[0, 4096, FILE], ...]}}
 
-Without ``slices.json`` a checkpoint was written by one device, with whole tensors: "lm_head.weight/exp_avg".
+A checkpoint of one device has no ``slices.json`` and whole tensors: "lm_head.weight/exp_avg".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from streamtune.errors import CheckpointError
 
 INDEX = "slices.json"
 MASTER = "master"
-"""The key of float32 weights that are kept beside weights of fewer bits."""
+"""Key of the float32 weights that are kept beside narrower weights."""
 FILE_BYTES = 2 << 30
 """Values are copied to the host in pieces of about this size, a file each."""
 
@@ -41,15 +41,14 @@ class Slice(NamedTuple):
     key: str
     """``exp_avg``, ``step`` ..., or :data:`MASTER`."""
     shape: tuple[int, ...]
-    """Of the whole tensor; of a count, ``()``."""
+    """Shape of the whole tensor; ``()`` for a count."""
     offset: int
-    """In the whole tensor, flattened."""
+    """Offset in the whole tensor, flattened."""
     values: Tensor
     """[n] on any device."""
 
     @property
     def name(self) -> str:
-        """Name of the whole tensor."""
         return f"{self.parameter}/{self.key}"
 
 
@@ -60,15 +59,7 @@ Entry = tuple[str, tuple[int, ...], int, int, str]
 def write_slices(folder: Path, slices: Iterable[Slice], rank: int, *, whole: bool = False) -> list[Entry]:
     """Write what this rank holds into ``folder``, in files of bounded size, and return the entries of the index.
 
-    Args:
-        folder: The directory, staged.
-        slices: What this rank holds.
-        rank: This rank; it is in the names of its files.
-        whole: Each slice is a tensor: it is written in its shape and under its name, and needs no index.
-
-    Raises:
-        OSError: It cannot be written.
-        SafetensorError: It cannot be written.
+    With ``whole`` each slice is a tensor: it is written in its shape and under its name, and needs no index.
     """
     entries: list[Entry] = []
     held: dict[str, Tensor] = {}
@@ -96,11 +87,7 @@ def write_slices(folder: Path, slices: Iterable[Slice], rank: int, *, whole: boo
 
 
 def write_index(folder: Path, entries: Iterable[Entry]) -> None:
-    """Write the entries of all ranks into one index.
-
-    Raises:
-        CheckpointError: Ranks do not agree on a tensor, or together do not have all of it.
-    """
+    """Write the entries of all ranks into one index; CheckpointError if they disagree or do not add up to a tensor."""
     found: dict[str, dict[str, Any]] = {}
     for name, shape, offset, count, file in entries:
         listed = found.setdefault(name, {"shape": list(shape), "slices": []})
@@ -127,8 +114,8 @@ class SliceReader:
     """The optimizer's state of a checkpoint, by ranges.
 
     Args:
-        folder: The checkpoint, verified.
-        masters: Read the weights in float32 alone, which ranks that divide the optimizer have, and no states.
+        folder: The verified checkpoint.
+        masters: Read only the float32 weights of ranks that divide the optimizer, and no states.
     """
 
     def __init__(self, folder: Path, *, masters: bool = False) -> None:
@@ -164,11 +151,7 @@ class SliceReader:
         return {name.rpartition("/")[0] for name in self._shapes}
 
     def check_parameters(self, trained: Iterable[str]) -> None:
-        """Refuse the state of another model.
-
-        Raises:
-            CheckpointError: It is for other parameters than ``trained``.
-        """
+        """Raise a CheckpointError if the state is for other parameters than ``trained``."""
         if differing := sorted(self.parameters() ^ set(trained)):
             raise CheckpointError(
                 "the optimizer's state in the checkpoint belongs to another model: "
@@ -177,15 +160,11 @@ class SliceReader:
             )
 
     def shape(self, parameter: str, key: str) -> tuple[int, ...]:
-        """Return the shape of the whole tensor; of a count, ``()``."""
+        """Return the shape of the whole tensor; ``()`` for a count."""
         return self._shapes[f"{parameter}/{key}"]
 
     def read(self, parameter: str, key: str, offset: int, count: int) -> Tensor:
-        """Return ``count`` values from ``offset`` on, flattened, on the CPU.
-
-        Raises:
-            CheckpointError: The checkpoint does not have them.
-        """
+        """Return ``count`` values from ``offset`` on, flattened, on the CPU; CheckpointError if some are missing."""
         name = f"{parameter}/{key}"
         parts: list[Tensor] = []
         for start, size, file, stored in self._slices.get(name, []):
@@ -197,7 +176,6 @@ class SliceReader:
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def whole(self, parameter: str, key: str) -> Tensor:
-        """Return the whole tensor, in its shape."""
         shape = self._shapes[f"{parameter}/{key}"]
         return self.read(parameter, key, 0, math.prod(shape)).reshape(shape)
 
@@ -219,12 +197,9 @@ def _read_range(path: Path, name: str, first: int, last: int) -> Tensor:
 
 
 def share_out_whole(tensors: Mapping[str, Tensor], rank: int, size: int) -> Iterator[Slice]:
-    """Yield the share that this rank writes of a state that all ranks have whole: about as many bytes on each rank.
+    """Yield this rank's share of a state that all ranks have whole: about as many bytes on each of ``size`` ranks.
 
-    Args:
-        tensors: ``PARAMETER/KEY`` -> tensor, the same names in the same order on every rank.
-        rank: This one.
-        size: How many there are.
+    ``tensors`` is ``PARAMETER/KEY`` -> tensor, the same names in the same order on every rank.
     """
     load = [0] * size
     parameters: dict[str, list[tuple[str, Tensor]]] = {}

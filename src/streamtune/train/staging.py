@@ -6,9 +6,9 @@
 
 Killed at any moment, the process leaves the directory as it was before, or as it is afterwards.
 
-Names in a run directory may have been made by somebody else. So nothing is written through a symbolic link: files are
-created where nothing is (``O_EXCL``), in a directory that is opened once, and appended to only where they are plain and
-have no other name.
+Names in a run directory may have been made by somebody else, so nothing is written through a symbolic link. Files are
+created where nothing exists (``O_EXCL``), in a directory that is opened once, and appended to only if they are plain
+and have no other name.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ HAS_FOLDER_DESCRIPTORS = os.open in os.supports_dir_fd and os.rename in os.suppo
 """True where names can be looked up in an open directory; not on Windows."""
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 NO_WAIT = getattr(os, "O_NONBLOCK", 0)
-"""A pipe in the place of a file is an error, and not something to wait for."""
+"""Makes a pipe in the place of a file an error; without it, opening would wait."""
 
 
 class OpenFolder:
-    """A directory that is opened once: every name is looked up in it, also where its path leads elsewhere by then.
+    """A directory that is opened once: names are looked up in it, even if its path leads elsewhere by then.
 
-    Args:
-        path: The directory. It may be reached through a link; what is in it may not.
+    Its path may lead through a link; its entries may not be links.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,11 +55,7 @@ class OpenFolder:
             self._descriptor = None
 
     def open(self, name: str, flags: int) -> int:
-        """Open a plain file and return its descriptor; a link is not followed.
-
-        Raises:
-            OSError: It cannot be opened, or is no plain file.
-        """
+        """Open a plain file and return its descriptor; OSError for anything else, also for a link."""
         try:
             found = os.open(self._place(name), flags | NO_LINK | NO_WAIT, 0o666, dir_fd=self._descriptor)
         except OSError as error:
@@ -73,13 +68,13 @@ class OpenFolder:
         return found
 
     def create(self, name: str) -> IO[bytes]:
-        """Create a file; what a killed process, or somebody else, left under that name is removed before."""
+        """Create a file; an earlier file of that name, of a killed process or of somebody else, is removed."""
         with suppress(FileNotFoundError):
             os.unlink(self._place(name), dir_fd=self._descriptor)
         return os.fdopen(self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file of this directory; what has the new name is replaced, and a link is replaced, not followed."""
+        """Rename a file of this directory; the new name is replaced, and a link is replaced, not followed."""
         os.replace(self._place(old), self._place(new), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def sync(self) -> None:
@@ -88,7 +83,7 @@ class OpenFolder:
             os.fsync(self._descriptor)
 
     def is_still_there(self) -> bool:
-        """Return whether its path leads to it, and not to something that was put in its place."""
+        """Return True if its path still leads to it, and not to something put in its place."""
         if self._descriptor is None:
             return True
         try:  # while it is open no other file gets its number
@@ -104,7 +99,7 @@ class OpenFolder:
 def commit_directory(target: Path) -> Iterator[Path]:
     """Yield a staging directory beside ``target``; rename it to ``target`` when the block ends without an error.
 
-    What was at ``target`` before is removed, after the new one is complete on disk.
+    An earlier ``target`` is removed, after the new one is complete on disk.
     """
     make_directory(target.parent)
     discard_leftovers(target.parent)
@@ -130,7 +125,7 @@ def commit_directory(target: Path) -> Iterator[Path]:
 
 
 def make_directory(path: Path) -> None:
-    """Create ``path`` and what is missing above it, each entry on disk: what is committed in it must not go with it."""
+    """Create ``path`` with its parents, each entry on disk: a crash must not remove what is committed in it."""
     missing = [folder for folder in (path, *path.absolute().parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
@@ -138,7 +133,7 @@ def make_directory(path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Take ``path`` out of sight at once, then delete it: a process killed half-way leaves a leftover, not a ruin."""
+    """Rename ``path`` at once, then delete it: a process killed half-way leaves a leftover, not half a directory."""
     doomed = path.with_name(f"{STAGING_PREFIX}deleted-{path.name}")
     remove_any(doomed)
     path.rename(doomed)
@@ -151,16 +146,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def replace_file(path: Path, content: bytes, *, durably: bool = True) -> None:
-    """Replace a file at once: who reads it sees the old one or the new one.
-
-    Args:
-        path: The file.
-        content: What it holds from now on.
-        durably: Wait until it is on disk.
-
-    Raises:
-        OSError: It cannot be written; it is as it was.
-    """
+    """Replace a file at once: readers see the old one or the new one. ``durably`` waits until it is on disk."""
     staged = STAGING_PREFIX + path.name
     if (path.parent / staged).is_dir():
         remove_any(path.parent / staged)
@@ -182,9 +168,6 @@ def check_outputs(folder: Path, names: Iterable[str], *, where: str = "--output-
         folder: The folder.
         names: Names of the files that :func:`write_output` will write there.
         where: Option that names the folder, for errors.
-
-    Raises:
-        ArgumentError: It cannot be written to, or one of the names is a link, a folder or another kind of file.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -205,11 +188,7 @@ def check_outputs(folder: Path, names: Iterable[str], *, where: str = "--output-
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """Write a result to a file in a folder that :func:`check_outputs` has seen; an earlier one is replaced at once.
-
-    Raises:
-        RunError: It cannot be written.
-    """
+    """Write a result to a file in a folder that :func:`check_outputs` has checked, replacing an earlier one."""
     try:
         replace_file(path, content, durably=False)
     except OSError as error:
@@ -220,11 +199,7 @@ def write_output(path: Path, content: bytes) -> None:
 
 
 def append_to(path: Path, content: bytes) -> None:
-    """Add whole lines to a file, which is made where there is none. A last line torn by a crash is cut off before.
-
-    Raises:
-        OSError: It cannot be written, or is a link or something else that is no plain file.
-    """
+    """Add whole lines to a plain file, made if it does not exist. A last line torn by a crash is cut off before."""
     _leave_other_names(path)
     with OpenFolder(path.parent) as folder:
         descriptor = folder.open(path.name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -237,7 +212,7 @@ def append_to(path: Path, content: bytes) -> None:
 
 
 def _leave_other_names(path: Path) -> None:
-    """Replace a file that has other names too, as hard links, by a copy: what these name is not written to."""
+    """Replace a file that has other names, as hard links, by a copy: the other names keep their content."""
     with OpenFolder(path.parent) as folder, suppress(FileNotFoundError):
         with os.fdopen(folder.open(path.name, os.O_RDONLY), "rb") as file:
             if os.fstat(file.fileno()).st_nlink < 2:
@@ -247,7 +222,7 @@ def _leave_other_names(path: Path) -> None:
 
 
 def _last_line_end(file: IO[bytes], end: int) -> int:
-    """Return the number of bytes of a file up to the end of its last whole line, read from the end."""
+    """Return how many bytes of a file its whole lines take, read from the end."""
     while end:
         start = max(0, end - (1 << 16))
         file.seek(start)
@@ -259,11 +234,7 @@ def _last_line_end(file: IO[bytes], end: int) -> int:
 
 
 def cut_file(path: Path, size: int) -> None:
-    """Cut a file to so many bytes; it is on disk when this returns.
-
-    Raises:
-        OSError: It cannot be written, or is a link or something else that is no plain file.
-    """
+    """Cut a plain file to ``size`` bytes; it is on disk when this returns."""
     _leave_other_names(path)
     with OpenFolder(path.parent) as folder:
         descriptor = folder.open(path.name, os.O_RDWR)
@@ -275,21 +246,13 @@ def cut_file(path: Path, size: int) -> None:
 
 
 def rename_file(path: Path, name: str) -> None:
-    """Give a file another name in its directory; what has that name is replaced.
-
-    Raises:
-        OSError: It cannot be renamed.
-    """
+    """Rename a file within its directory; the new name is replaced."""
     with OpenFolder(path.parent) as folder:
         folder.rename(path.name, name)
 
 
 def refuse_link(folder: Path) -> None:
-    """Refuse a folder that leads elsewhere.
-
-    Raises:
-        OSError: It is a symbolic link.
-    """
+    """Raise an OSError for a symbolic link."""
     if folder.is_symlink():
         raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed", str(folder))
 
@@ -307,7 +270,7 @@ def discard_leftovers(folder: Path) -> None:
 
 
 def remove_any(path: Path) -> None:
-    """Delete a file, a link or a directory, or nothing."""
+    """Delete a file, a link, a directory, or nothing."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -337,13 +300,9 @@ def fsync_path(path: Path) -> None:
 
 
 def write_error(error: Exception, target: Path, *, needed: int, safe: str) -> CheckpointError:
-    """Say why ``target`` could not be written.
+    """Return the error for a ``target`` of ``needed`` bytes that could not be written.
 
-    Args:
-        error: What the operating system, or safetensors on its behalf, raised.
-        target: What was being written.
-        needed: Bytes it takes.
-        safe: What is still there: "the checkpoint of step 100 is intact".
+    ``error`` is the operating system's, or safetensors' on its behalf; ``safe`` says what still exists.
     """
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
         text in str(error) for text in ("No space left", "quota exceeded", "File too large")
@@ -363,6 +322,6 @@ def write_error(error: Exception, target: Path, *, needed: int, safe: str) -> Ch
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes free where ``path`` is, or will be."""
+    """Return how many bytes are free where ``path`` is, or will be."""
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     return shutil.disk_usage(existing).free

@@ -1,14 +1,14 @@
 """Gradients of all micro-batches of an optimizer step, and evaluation.
 
-The gradient of a step is that of one number, summed over any number of micro-batches G. For supervised
+The gradient of a step is the gradient of one number, a sum over any number of micro-batches G. For supervised
 fine-tuning it is
 
     loss = 1/N  sum_{g=1..G}  sum_{t in targets of micro-batch g}  -log p(target_t)        N = targets of all G together
 
-Each micro-batch contributes its sum, divided once by N, and its gradient is added to the ones before. So a step split
-differently, or shorter at the end of an epoch, still weighs every token the same. Other objectives have other divisors
-(``objective``). Several ranks split a step further: N is of all of them, and the shares of all add up. What a mixture's
-routers add (:class:`StepRouters`) is in the gradient; the loss that is shown and recorded is without it.
+Each micro-batch contributes its sum, divided once by N, and gradients accumulate. So a step split differently, or
+shorter at the end of an epoch, still weighs every token the same. Other objectives have other divisors (``objective``).
+Several ranks split a step further: N counts the targets of all ranks, and the shares of all add up. The loss of a
+mixture's routers (:class:`StepRouters`) is in the gradient, and not in the loss that is shown and recorded.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from streamtune.base.model_facts import model_device
 from streamtune.engine import StreamHandle
 from streamtune.errors import NonFiniteError, OutOfMemoryError
 from streamtune.train.backend import Backend
-from streamtune.train.batch import MicroBatch, counted
-from streamtune.train.objective import Objective, StepScore, SumAndCount, autocast
-from streamtune.train.rng import preserve_rng
-from streamtune.train.signals import StopRequest
+from streamtune.train.objective import MicroBatch, Objective, StepScore, SumAndCount, autocast, counted
+from streamtune.train.process import StopRequest, preserve_rng
 from streamtune.train.world import WORLD, World
 
 GIB = 1 << 30
@@ -97,7 +95,7 @@ class StepContext:
 
 
 HeldOut = Mapping[str, Callable[[], Iterable[MicroBatch]]]
-"""Makers of held-out batches by the name of their set; one that stands alone may have none, ``""``."""
+"""Makers of held-out batches by the name of their set; a single set may have no name, ``""``."""
 
 
 class _Means:
@@ -107,7 +105,6 @@ class _Means:
         self._found: dict[str, SumAndCount] = {}
 
     def add(self, scored: Mapping[str, SumAndCount]) -> None:
-        """Add the sums and counts of one more micro-batch."""
         for name, (value, count) in scored.items():
             before, counted = self._found.get(name, (0.0, 0.0))
             self._found[name] = (before + value, counted + count)
@@ -120,7 +117,7 @@ class _Means:
         return joined
 
     def means(self) -> dict[str, float]:
-        """Return the mean of each name; one without any count is left out."""
+        """Return the mean of each name; names with count 0 are left out."""
         return {name: value / count for name, (value, count) in self._found.items() if count}
 
 
@@ -219,12 +216,11 @@ def evaluate(context: StepContext, sets: HeldOut, step: int, stop: StopRequest) 
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the parameters."""
     return model_device(model)
 
 
 def find_non_finite(name: str, value: float, step: int, micro_batches: Sequence[MicroBatch]) -> NonFiniteError | None:
-    """Return an error if ``value`` is NaN or infinite: one such step would leave no weight usable."""
+    """Return an error if ``value`` is NaN or infinite: one such step would ruin every weight."""
     if math.isfinite(value):
         return None
     return NonFiniteError(
@@ -248,7 +244,7 @@ def explain_out_of_memory(doing: str, micro_batches: Sequence[MicroBatch], mend:
 
 
 def name_rows(micro_batches: Sequence[MicroBatch], most: int = 4) -> str:
-    """Return the sources of the rows, in one text; the first few of many."""
+    """Return the sources of the rows as text, of many rows the first ``most``."""
     origins = [origin for batch in micro_batches for origin in batch.origins]
     rest = f" and {len(origins) - most} more" if len(origins) > most else ""
     return ", ".join(origins[:most]) + rest
@@ -261,7 +257,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return peak bytes: of the device's allocator since its last reset, or the process's resident memory on a CPU."""
+    """Return peak bytes: of the device's allocator since its last reset, or on a CPU the process's resident memory."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     if sys.platform == "win32":
@@ -273,7 +269,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if ``error`` is one of those by which Python, torch and CUDA report that memory ran out."""
+    """Return True if ``error`` is how Python, torch or CUDA reports that memory ran out."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     message = str(error)
@@ -283,18 +279,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 class StepRouters:
     """Sets the totals and weight of a streamed model's routers for each micro-batch of a step, and adds up their loss.
 
-    The loss of a step on its routers (``streamtune.engine.routers``) is one number however the step is split, n_g
-    tokens of n in micro-batch g:
+    The routers' loss of a step (``streamtune.engine.routers``) is one number however the step is split, n_g tokens of n
+    in micro-batch g:
 
-        micro     sum_g  n_g / n  (coefficient * balance_g + z_coefficient * z_g)      each balanced in itself
+        micro     sum_g  n_g / n  (coefficient * balance_g + z_coefficient * z_g)      each balanced by itself
         global    coefficient * balance + z_coefficient * z                            of all n tokens together
 
-    A token weighs the same in every micro-batch, as it does in the cross entropy; padding weighs nothing. With one
-    micro-batch the two are equal, and are what ``transformers`` adds. With several, ``global`` costs one more forward
-    of each, without gradient: how often an expert is chosen in the whole step must be known before the first backward.
+    As in the cross entropy, a token weighs the same in every micro-batch, and padding nothing. With one micro-batch the
+    two are equal, and are what ``transformers`` adds. With several, ``global`` costs one more forward of each, without
+    gradient: how often each expert is chosen in the whole step must be known before the first backward.
 
     Args:
-        handle: What streams the model; None, or one without a loss on its routers: nothing is done here.
+        handle: Handle of the streamed model; without a loss on its routers nothing is done here.
         batches: The micro-batches of the step.
         world: The ranks that share the step.
     """
@@ -322,13 +318,13 @@ class StepRouters:
         return loss is not None and loss.scope == "global" and len(self._batches) * self._world.size > 1
 
     def count(self, device: torch.device) -> None:
-        """Count how often each expert is chosen in the whole step. The random state is left as it was."""
+        """Count how often each expert is chosen in the whole step. The random state is restored."""
         assert self._handle is not None
         self._totals = self._handle.count_routes(self._calls(device))
 
     @contextmanager
     def micro_batch(self, batch: MicroBatch) -> Iterator[None]:
-        """Set up the routers around the call and the backward of one micro-batch, which is on its device already."""
+        """Set up the routers around the call and the backward of one micro-batch on its device."""
         if self._watch is None:
             yield
             return

@@ -1,11 +1,10 @@
 """The ranks that train one model together, and the few values they exchange besides gradients.
 
-W ranks are laid out as DP x SP: consecutive ranks share a sequence (``sequence_size`` of them), each such group is one
-*data rank* and has rows of its own. What is counted (targets, losses) is counted by data ranks, so a sum over ranks is
-divided by ``sequence_size``.
+W ranks are laid out as DP x SP: ``sequence_size`` consecutive ranks share a sequence; each such group is one *data
+rank* and has rows of its own. Data ranks count targets and losses, so a sum over ranks is divided by ``sequence_size``.
 
-Everything here is a few numbers through the CPU; with one rank nothing is sent. Values are sent as JSON and decoded
-exactly, and no byte from another rank is ever run:
+Values are a few numbers sent through the CPU; one rank sends nothing. They are sent as JSON and decoded exactly, and no
+byte from another rank is ever run:
 
     None, true, 3, 0.1, "text", [...]     as they are
     {"d": {"key": value}}                 a dict whose keys are strings
@@ -42,7 +41,7 @@ T = TypeVar("T")
 class World:
     """Rank of this process and size of its run; ``World()`` is a run of one.
 
-    The default process group must be there where ``size`` is more than 1; it, or ``group``, carries CPU tensors.
+    With several ranks the default process group must exist; it, or ``group``, carries CPU tensors.
     """
 
     rank: int = 0
@@ -50,7 +49,7 @@ class World:
     sequence_size: int = 1
     """Ranks that share each sequence."""
     group: distributed.ProcessGroup | None = None
-    """Over which they talk; None is the default group."""
+    """Process group of the exchanges; None is the default group."""
 
     def apart(self) -> World:
         """Return the same ranks over a group of their own, for use in another thread. Called by all ranks."""
@@ -63,12 +62,12 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank's share of the rows."""
+        """The data-parallel rank. Ranks that share a sequence have the same one."""
         return self.rank // self.sequence_size
 
     @property
     def data_size(self) -> int:
-        """The number of shares of the rows."""
+        """Number of data-parallel ranks."""
         return self.size // self.sequence_size
 
     def sums(self, values: Sequence[float]) -> list[float]:
@@ -88,16 +87,11 @@ class World:
         return flag if self.size == 1 else self.sums([float(flag)])[0] > 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the value of each data rank, in their order; plain values that can be sent, small."""
+        """Return the value of each data rank, in their order; small plain values."""
         return [value] if self.size == 1 else self.collect(value)[:: self.sequence_size]
 
     def collect(self, value: T) -> list[T]:
-        """Return the values of all ranks, in their order, those that share a sequence included; plain values, small.
-
-        Raises:
-            TypeError: The value is none that can be sent; on the other ranks a RunError that names this one.
-            DistributedError: A rank sent what is no value.
-        """
+        """Return the values of all ranks, in their order, also of those that share a sequence; small plain values."""
         if self.size == 1:
             return [value]
         data, unsent = _encoded({"value": value})
@@ -115,13 +109,10 @@ class World:
         return [_decoded(part[:length], rank) for rank, (part, length) in enumerate(zip(found, lengths, strict=True))]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Call ``work()`` on every rank; where it fails on one it fails on all of them.
+        """Call ``work()`` on every rank; if it fails on one it fails on all of them.
 
-        No rank may wait for another within ``work`` where one of them can fail alone.
-
-        Raises:
-            StreamTuneError: The rank's own; on the others that of the first rank that failed, which is named.
-            Exception: The rank's own, of any kind.
+        If one rank can fail alone within ``work``, no rank may wait for another there. A rank raises its own error; the
+        others raise the error of the first rank that failed, which is named.
         """
         if self.size == 1:
             return work()
@@ -140,15 +131,12 @@ class World:
         return result
 
     def largest(self, value: int) -> int:
-        """Return the largest of a number over the data ranks."""
         return max(self.gather(value))
 
     def main(self, work: Callable[[], T]) -> T:
         """Call ``work()`` on rank 0 alone, and return its result on every rank: a plain value.
 
-        Raises:
-            StreamTuneError: Where it raises one, on every rank; any other error of rank 0 reaches the others as one.
-            TypeError: On rank 0, the result is none that can be sent.
+        A StreamTuneError of ``work`` is raised on every rank; other errors of rank 0 reach the others as a RunError.
         """
         if self.size == 1:
             return work()
@@ -174,7 +162,6 @@ class World:
         return found
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         if self.size > 1:
             distributed.all_reduce(torch.zeros(1), group=self.group)
 
@@ -196,11 +183,7 @@ def _encoded(document: dict[str, Any]) -> tuple[bytes, Exception | None]:
 
 
 def _decoded(sent: Tensor, rank: int) -> Any:
-    """Return the value that ``rank`` sent.
-
-    Raises:
-        StreamTuneError: It sent an error, or something else.
-    """
+    """Return the value that ``rank`` sent, or raise the error that it sent."""
     document = decode_value(sent.numpy().tobytes(), rank)
     if isinstance(document, dict) and "error" in document:
         raise remake_error(document["error"], rank, named=False)
@@ -210,11 +193,7 @@ def _decoded(sent: Tensor, rank: int) -> Any:
 
 
 def _checked(size: int, rank: int) -> int:
-    """Return the size that ``rank`` announced, which every rank receives.
-
-    Raises:
-        DistributedError: No value has that size.
-    """
+    """Return the size that ``rank`` announced; DistributedError if no value has that size."""
     if not 0 < size <= MOST_BYTES:
         raise DistributedError(
             f"rank {rank} announced a value of {size} bytes",
@@ -224,29 +203,21 @@ def _checked(size: int, rank: int) -> int:
 
 
 MOST_BYTES = 1 << 30
-"""Of one rank's value. More than any rollout has, and less than would take a machine's memory."""
+"""Largest size of one rank's value: more than any rollout, and less than would exhaust a machine's memory."""
 SHORT_INT = 1 << 63
 
 
 def encode_value(value: Any) -> bytes:
     """Write a value as bytes that :func:`decode_value` reads back the same.
 
-    Args:
-        value: Of None, bool, int, float, str, bytes, paths, lists, tuples, sets and dicts. Of their subclasses the
-            plain value is kept.
-
-    Raises:
-        TypeError: Something else is in it.
+    It may be None, bool, int, float, str, bytes, a path, and a list, tuple, set or dict of them; anything else is a
+    TypeError. Subclasses are sent as the plain value.
     """
     return json.dumps(_pack(value), separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def decode_value(data: bytes, rank: int) -> Any:
-    """Read the value that :func:`encode_value` wrote on ``rank``.
-
-    Raises:
-        DistributedError: The bytes are something else.
-    """
+    """Read the value that :func:`encode_value` wrote on ``rank``; DistributedError for other bytes."""
     try:
         return _unpack(json.loads(data.decode("ascii"), parse_constant=_refuse))
     except (ValueError, TypeError, KeyError, RecursionError, struct.error):
@@ -322,12 +293,9 @@ def describe_error(error: BaseException) -> dict[str, Any]:
 
 
 def remake_error(described: Any, rank: int, *, named: bool) -> StreamTuneError:
-    """Return the error of ``rank``, of the nearest class in ``errors``; errors not of StreamTune's as a RunError.
+    """Return the error of ``rank``, of the nearest class in ``errors``; errors that are not StreamTune's as a RunError.
 
-    Args:
-        described: From :func:`describe_error`.
-        rank: Whose it is.
-        named: Put the rank before a message of StreamTune's own errors, as it always is before those of others.
+    ``named`` puts the rank before a message of StreamTune's own errors; other errors always have it.
     """
     try:
         kinds, text = list(described["kinds"]), str(described["text"])

@@ -10,7 +10,7 @@ import torch
 from streamtune.models import ModelOptions, add_lora, blueprint
 from streamtune.plan.rates import DEVICES, peak_flops_of
 from streamtune.plan.simulate import Workload, simulate
-from streamtune.plan.simulate.flops import FlopCount
+from streamtune.plan.simulate.workload import FlopCount
 from streamtune.run.step_speed import StepFlops
 from streamtune.schedule import Schedule
 from streamtune.train import MicroBatch

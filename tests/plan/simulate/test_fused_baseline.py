@@ -14,9 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from streamtune.engine import decoder_layers
 from streamtune.engine.memory.placement import Tiers
 from streamtune.plan.simulate import LiveBytes, Mode, simulate
-from streamtune.plan.simulate.fused_loss import fused_loss
 from streamtune.plan.simulate.memory import held_bytes
-from streamtune.plan.simulate.scored import checkpointing, recompute
+from streamtune.plan.simulate.scored import checkpointing, fused_loss, recompute
 from streamtune.schedule import Schedule
 from tests.plan.simulate.test_simulate import BASE, LENGTH, build, build_adapted, workload
 

@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from streamtune.models import add_lora
 from streamtune.ops.devices import simulating
 from streamtune.plan.simulate import Workload, simulate
-from streamtune.plan.simulate.extrapolate import kinds_of_layers, layout_of
-from streamtune.plan.simulate.lengthen import with_a_period_more
+from streamtune.plan.simulate.extrapolate import kinds_of_layers, layout_of, with_a_period_more
 from streamtune.plan.simulate.step import Step, fewer_layers, shortened, trace_step
 from streamtune.plan.simulate.trace import Cell, CellPlace
 from streamtune.schedule import Schedule

@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 from streamtune import Schedule
 from streamtune.cli.app import app
 from streamtune.errors import ArgumentError
-from streamtune.plan.budget import Budget
-from streamtune.plan.search import Range
+from streamtune.plan.budget import Budget, Range
 from streamtune.plan.simulate import ALL_MODES
 from streamtune.programs.bench import tabulate as longest
 from streamtune.programs.bench.bench_recipe import fingerprints

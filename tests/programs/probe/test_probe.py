@@ -18,8 +18,7 @@ from PIL import Image
 from streamtune import Schedule, stream
 from streamtune.base.text import show_size
 from streamtune.errors import OutOfMemoryError
-from streamtune.plan.budget import Budget
-from streamtune.plan.search import Range
+from streamtune.plan.budget import Budget, Range
 from streamtune.plan.simulate.scored import use_checkpointing
 from streamtune.programs.probe import trial as trial_module
 from streamtune.programs.probe.probe import ProbeReport, ProbeTask, draw_probe, run_probe

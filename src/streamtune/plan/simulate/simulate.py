@@ -26,13 +26,20 @@ from streamtune.base.result_cache import cached_result
 from streamtune.engine import decoder_layers
 from streamtune.ops.devices import all_turns, simulating
 from streamtune.optim import ZerothOrderSGD, perturbed
-from streamtune.plan.simulate.extrapolate import Combined, Part, UnlikeError, combined, kinds_of_layers, layout_of
-from streamtune.plan.simulate.kept import describe_step, fact_of
-from streamtune.plan.simulate.lengthen import with_a_period_more
+from streamtune.plan.simulate.extrapolate import (
+    Combined,
+    Part,
+    UnlikeError,
+    combined,
+    kinds_of_layers,
+    layout_of,
+    with_a_period_more,
+)
 from streamtune.plan.simulate.memory import ACTIVATION, ATTENTION, FETCHED, GRADIENT, HEAD, INPUT, KEYS, OPTIMIZER
 from streamtune.plan.simulate.partition import Holdings
 from streamtune.plan.simulate.scored import Scored, Trees
 from streamtune.plan.simulate.shard import RankShard, narrower, shard_of
+from streamtune.plan.simulate.simulation_cache import describe_step, fact_of
 from streamtune.plan.simulate.step import Step, fewer_layers, shortened, trace_step
 from streamtune.plan.simulate.trace import COLUMNS, WORK, Cell, CellPlace
 from streamtune.plan.simulate.workload import Workload

@@ -24,12 +24,11 @@ from streamtune.engine.waiting import waiting_parameters
 from streamtune.ops import TeacherHead, TokenLoss, TopKTeacher
 from streamtune.ops.devices import DeviceFunctions, simulating
 from streamtune.ops.head.sweep import autocast_dtype, cast
-from streamtune.plan.simulate.fused_loss import fused_loss
-from streamtune.plan.simulate.kept import all_modules, configs_of
 from streamtune.plan.simulate.memory import GRADIENT
 from streamtune.plan.simulate.meta_operators import MetaAutocast, autocast_on_meta, with_value
-from streamtune.plan.simulate.scored import PlainScores, Scored, checkpointing
+from streamtune.plan.simulate.scored import PlainScores, Scored, checkpointing, fused_loss
 from streamtune.plan.simulate.shard import WHOLE, RankShard
+from streamtune.plan.simulate.simulation_cache import all_modules, configs_of
 from streamtune.plan.simulate.trace import Trace
 from streamtune.plan.simulate.workload import Mode, TeacherShape
 from streamtune.schedule import Schedule

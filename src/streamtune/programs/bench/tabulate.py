@@ -19,8 +19,7 @@ import torch
 from streamtune.base import interrupts
 from streamtune.base.text import show_size
 from streamtune.errors import ArgumentError, RunError
-from streamtune.plan.budget import Budget
-from streamtune.plan.search import Attempt, Range, search_largest
+from streamtune.plan.budget import Attempt, Budget, Range, search_largest
 from streamtune.plan.simulate.simulate import simulate
 from streamtune.plan.simulate.workload import Mode
 from streamtune.programs.bench.bench import paired

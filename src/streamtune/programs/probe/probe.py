@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from streamtune.base import interrupts
 from streamtune.base.palette import COLOURS, INK, drawn_plainly, png_of
-from streamtune.plan.budget import Budget
-from streamtune.plan.search import Attempt, Range, search_largest
+from streamtune.plan.budget import Attempt, Budget, Range, search_largest
 from streamtune.plan.simulate.workload import LABELS, Mode
 from streamtune.programs.probe.trial import Outcome, PrepareStep, Shape, run_trial
 from streamtune.schedule import Schedule

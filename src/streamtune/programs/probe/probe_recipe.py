@@ -18,9 +18,8 @@ from streamtune.base.text import parse_size, show_size
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError, RunError, did_you_mean
 from streamtune.optim import check_optimizer
-from streamtune.plan.budget import Budget, free_disk_bytes
+from streamtune.plan.budget import Budget, Range, free_disk_bytes
 from streamtune.plan.rates import Device, sheet_rates
-from streamtune.plan.search import Range
 from streamtune.plan.simulate.workload import Mode
 from streamtune.programs.probe.prepare import prepare_step
 from streamtune.programs.probe.probe import ProbeReport, ProbeTask, RunTrial, Trial, measured, run_probe

@@ -27,7 +27,7 @@ from streamtune import train
 from streamtune.base.privacy import plain, redact_values
 from streamtune.errors import StreamTuneError
 from streamtune.programs.trackers.tracker import Tracker, numbers
-from streamtune.train.listeners import Listener, Listeners, RunFacts
+from streamtune.train.progress import Listener, Listeners, RunFacts
 
 CLASSES = {
     "tensorboard": "TensorboardTracker",

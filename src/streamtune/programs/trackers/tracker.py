@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from streamtune.train.listeners import RunFacts
+from streamtune.train.progress import RunFacts
 
 PROJECT = "streamtune"
 

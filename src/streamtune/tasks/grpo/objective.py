@@ -2,7 +2,7 @@
 
 :func:`completion_loss` returns everything that a run, a plan and a verification ask of the loss of a recipe.
 
-Shape suffixes: N completions of a micro-batch, K their target tokens, B and T as in ``train.batch``.
+Shape suffixes: N completions of a micro-batch, K their target tokens, B and T as in ``train.objective``.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from streamtune.base.result_cache import versions
 from streamtune.plan.simulate import kept
-from streamtune.plan.simulate.kept import describe_step
 from streamtune.plan.simulate.scored import Scored
 from streamtune.plan.simulate.simulate import simulate
+from streamtune.plan.simulate.simulation_cache import describe_step
 from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
 
