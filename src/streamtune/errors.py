@@ -14,7 +14,7 @@
         ├── DistributedError      a rank is gone, hangs, cannot be reached or is not like the others
         └── NonFiniteError        a loss or gradient is NaN or Inf
 
-This module is a leaf: it imports nothing of the project and nothing heavy.
+Nothing of the project and nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class StreamTuneError(Exception):
 
     Args:
         what: One sentence that says what is wrong.
-        where: ``file:line``, a row, a key or a module; empty where there is none.
-        mend: What to do about it; empty where nothing helps.
+        where: ``file:line``, a row, a key or a module; may be empty.
+        mend: Advice that solves it; empty where nothing helps.
     """
 
     exit_code = 1
@@ -119,7 +119,7 @@ class NonFiniteError(RunError):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``"did you mean 'x'?"`` for the nearest known name, or an empty string.
 
-    Of names that are as near, it is one that begins as ``name`` does.
+    Among equally near names a name with the same first letter is preferred.
     """
     names = list(known)
     nearest = get_close_matches(name, names, n=len(names), cutoff=0.6) if names else []

@@ -1,7 +1,7 @@
-"""The schedule of a streamed step, a frozen dataclass: how the step is cut, and the tensors it keeps.
+"""The schedule of a streamed step: its cuts, and the tensors it keeps.
 
-Its fields, choices, defaults and contradictions are listed here alone: the recipe's ``engine:`` group, the planner and
-the engine take them from here.
+Fields, choices, defaults and contradictions are listed here alone: the recipe's ``engine:`` group, the planner and the
+engine read them here.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Kept = Literal["no", "device", "host"]
 Levels = Literal[1, 2]
 
 Fuse = Literal["torch", "none"]
-"""Norms and rotary embeddings by few operators of torch's where the device gains by it, or as the model writes them."""
+"""Norms and rotary embeddings by torch's fused operators where the device gains by it, or as the model writes them."""
 
 GradDtype = Literal["float32", "param"]
-"""The dtype of sums over chunks: float32, or that of the tensor itself."""
+"""The dtype of sums over chunks: float32, or the tensor's own."""
 
 Order = Literal["layer", "chunk"]
 """The outer loop of the backward: all chunks of a layer, then the next layer; or all layers of a chunk."""
@@ -53,7 +53,7 @@ WeightTier = Literal["device", "host"]
 """The memory in which weights wait while they are not used."""
 
 FetchDtype = Literal["param", "bfloat16"]
-"""The dtype of a weight's copy on the device: that of the weight, or bfloat16."""
+"""The dtype of a weight's copy on the device: the weight's own, or bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -63,43 +63,40 @@ class Schedule:
     Bytes below are for each token; C is the hidden size, L the number of layers, e the bytes of an element.
 
     Args:
-        chunk_size: Most tokens of the sequence whose layer activations exist at once.
+        chunk_size: Most tokens whose layer activations exist at once.
         head_chunk_size: Most tokens whose logits exist at once.
-        offload: The memory that stores the inputs of the layers for the backward: C e L bytes.
-        offload_dir: The directory of the file, for ``offload="disk"``. The file has no name left in it once it is open,
-            so it goes with the process, however that ends.
-        device_layers: With ``offload`` to host or disk: the number of layer inputs that stay on the device all the
-            same, those the backward needs first.
-        levels: 1 stores the input of every layer. 2 stores that of every ``segment_size``-th and computes the ones
-            between them again, a segment at a time, for one more forward.
+        offload: Memory that stores the layer inputs for the backward: C e L bytes.
+        offload_dir: Directory of the file, for ``offload="disk"``. The open file has no name, so it goes with the
+            process, however that ends.
+        device_layers: With ``offload`` to host or disk: number of layer inputs that stay on the device, those that the
+            backward needs first.
+        levels: 1 stores the input of every layer. 2 stores the input of every ``segment_size``-th layer and computes
+            the others again, a segment at a time, for one more forward.
         segment_size: Layers of a segment at two levels; None is the size that stores fewest.
         keep_kv: Keep every layer's keys and values from the forward to the backward instead of projecting them again.
             ``True`` is ``"device"``.
         keep_attention: Keep the output and the log-sum-exp of every attention, so that the backward never runs its
             forward again: H D e + 4 H bytes a layer, for H heads of dimension D.
-        keep_layers: The last so many layers keep everything and recompute nothing, as without checkpointing.
-        stream_grads: The gradient of a layer's input takes the place of that of its output chunk by chunk, and lives
-            where the layer inputs do. Hooks on hidden states between two layers then see zeros.
+        keep_layers: Number of last layers that keep everything and recompute nothing, as without checkpointing.
+        stream_grads: The gradient of a layer's input replaces the gradient of its output chunk by chunk, and lives with
+            the layer inputs. Hooks on hidden states between two layers then see zeros.
         grad_dtype: Dtype in which parameter terms and dK, dV are summed over chunks: ``float32``, or ``param`` for the
-            dtype of the tensor itself.
-        fuse: ``torch`` computes norms and rotary embeddings by few operators of torch's on CUDA, ``none`` as the model
-            writes them. Both are the same function, but for rounding.
-        order: The outer loop of the backward. ``layer`` takes all chunks of a layer, then the layer before, and stores
-            the input of every layer. ``chunk`` takes all layers of a chunk, then the chunk before: it stores the input
-            of the first layer, and the keys and values (or states) of every layer, with their gradients in the
-            backward. ``keep_kv`` is then ``device`` or ``host``, for states too; ``levels=1`` holds the activations of
-            a chunk in all layers at once, and ``levels=2`` in ``segment_size`` of them (one, by default), for one more
-            forward.
-        weights: The memory in which the weights of layers, embedding and head wait while they are not used. ``host``
-            moves them to the CPU's memory; each layer is copied to the device ahead of its forward and its backward,
-            and its gradient to the host, where the optimizer then steps. Trained weights beside frozen ones (adapters)
-            stay on the device.
-        fetch_dtype: The dtype of these copies: ``param``, that of the weights, or ``bfloat16``. With bfloat16 the model
-            computes as one whose weights are the rounded ones, and weights, sums of gradients and optimizer stay in
-            float32.
+            tensor's own.
+        fuse: ``torch`` computes norms and rotary embeddings by torch's fused operators on CUDA, ``none`` as the model
+            writes them. Both are the same function, up to rounding.
+        order: Outer loop of the backward. ``layer`` takes all chunks of a layer, then the layer before, and stores the
+            input of every layer. ``chunk`` takes all layers of a chunk, then the chunk before: it stores the input of
+            the first layer, and the keys and values (or states) of every layer, with their gradients in the backward.
+            ``keep_kv`` is then ``device`` or ``host``, for states too. ``levels=1`` holds the activations of a chunk in
+            all layers at once, and ``levels=2`` in ``segment_size`` layers (one, by default), for one more forward.
+        weights: Memory of the weights of layers, embedding and head while they are not used. With ``host`` each layer
+            is copied to the device ahead of its forward and its backward, and its gradient to the host, where the
+            optimizer then steps. Trained weights beside frozen ones (adapters) stay on the device.
+        fetch_dtype: Dtype of these copies: ``param``, the weights' own, or ``bfloat16``. With bfloat16 the model
+            computes with rounded weights, and weights, sums of gradients and optimizer stay in float32.
 
     Raises:
-        ArgumentError: A value is out of range, or two contradict each other.
+        ArgumentError: A value is out of range, or two values contradict each other.
     """
 
     chunk_size: int = 2048
@@ -143,16 +140,16 @@ class Schedule:
         """Return the fastest schedule with which a step of ``model`` fits the memory there is.
 
         Args:
-            model: A causal language model of ``transformers``, not streamed yet, with its adapters if it has any. One
-                on ``meta`` is planned for an accelerator of ``device_memory``.
+            model: Causal language model of ``transformers``, not streamed yet, with its adapters if it has any. A
+                model on ``meta`` is planned for an accelerator of ``device_memory``.
             max_length: Tokens of the longest row.
-            device_memory: Bytes, or words such as ``"80GiB"``; None is what is free, and what the weights take.
-            more: ``host_memory``; ``batch_size``; ``accumulated``, whether gradients of earlier micro-batches are
-                there; ``optimizer``, a function of the model (AdamW, by default); ``autocast``; ``margin``, the part
-                left free; and any field of a schedule, which then stays as given.
+            device_memory: Bytes, or a size such as ``"80GiB"``; None is the free memory and the weights' own.
+            more: ``host_memory``; ``batch_size``; ``accumulated`` (gradients of earlier micro-batches exist);
+                ``optimizer``, a function of the model (AdamW, by default); ``autocast``; ``margin``, the share left
+                free; and any field of a schedule, which then stays as given.
 
         Raises:
-            ArgumentError: Nothing fits, with what is in the way and the longest row that does.
+            ArgumentError: Nothing fits; the error names the largest part and the longest row that fits.
 
         Example:
             >>> schedule = Schedule.plan(model, max_length=131072, device_memory="80GiB")
@@ -166,15 +163,13 @@ class Schedule:
 
     @property
     def uses_host(self) -> bool:
-        """True if anything is stored for the backward in the machine's memory."""
+        """True if a tensor is stored for the backward in the machine's memory."""
         return "host" in (self.offload, self.keep_kv, self.keep_attention)
 
     def describe(self, layers: int | None = None) -> str:
-        """Return one line for people: sizes, then all that is not the default.
+        """Return one line for people: sizes, then the choices that are not the default.
 
-        Args:
-            layers: Number of layers of the model, if known. If all are kept whole, the line has only that besides the
-                sizes.
+        ``layers`` is the model's number of layers, if known: where all are kept whole, the line says only that.
         """
         words = [f"chunks of {self.chunk_size:,} tokens, head {self.head_chunk_size:,}"]
         if layers is not None and self.keep_layers >= layers:
@@ -218,16 +213,16 @@ class Schedule:
     def chunks(self, length: int, cuts: Sequence[int] | None = None) -> list[slice]:
         """Cut ``length`` tokens into the fewest chunks: all of ``chunk_size`` but the last two, which share the rest.
 
-        Rows of any length so have the same chunks up to their ends: some kernels prepare themselves for each new shape.
-        The last two differ by a token at most and have more than half of ``chunk_size`` where there are two or more. No
+        So rows of any length have the same chunks up to their ends: some kernels prepare themselves for each new shape.
+        The last two differ by a token at most, and have more than half of ``chunk_size`` if there are two or more. No
         chunk is a single token unless the sequence is: that would send some layers down their decoding path, which
         writes states in place.
 
         Args:
             length: Tokens of the sequence.
-            cuts: Sorted positions where it may be cut (``LazyMask.cuts``), ``length`` among them; None is anywhere. A
-                chunk then ends at the allowed cut nearest to where it would, and is larger than ``chunk_size`` only
-                where the next allowed cut is further away than that.
+            cuts: Sorted positions of allowed cuts (``LazyMask.cuts``), ``length`` among them; None is anywhere. A chunk
+                then ends at the allowed cut nearest to its end without ``cuts``. It is larger than ``chunk_size`` only
+                if the next allowed cut is further away.
         """
         if cuts is None:
             size = max(2, self.chunk_size)
@@ -273,11 +268,11 @@ GIVEN = ("grad_dtype", "fuse", "weights", "fetch_dtype")
 """Fields that the planner leaves as they are: they decide how the gradient is rounded, or where an optimizer steps."""
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Schedule)}
-"""The fields of a schedule, in order, with the value that each has if none is given."""
+"""Fields of a schedule, in order -> default."""
 
 
 def kept(choice: Kept | bool) -> Kept:
-    """Return what ``keep_kv`` stands for: ``True`` is ``device``, ``False`` is ``no``."""
+    """Return ``keep_kv`` as a word: ``True`` is ``device``, ``False`` is ``no``."""
     return ("device" if choice else "no") if isinstance(choice, bool) else choice
 
 
@@ -293,7 +288,7 @@ def contradictions(choices: Mapping[str, Any], shown: Callable[..., str]) -> Ite
     """Yield the choices that exclude each other.
 
     Args:
-        choices: Field -> value; None where it is still open.
+        choices: Field -> value; None if it is still open.
         shown: Returns a field, or a field with its value, in the words of the user's recipe or program.
     """
     offload, levels = choices["offload"], choices["levels"]

@@ -9,8 +9,8 @@
     loha    lokr    miss       Hadamard products; Kronecker products; sums over blocks of the input
     paca                       some columns of each weight, drawn at random
 
-A kind that peft has is one row of :data:`ADAPTERS`. This module is a leaf that needs neither torch nor peft: the recipe
-is checked against it. ``streamtune.models.adapters`` has what adds, starts, saves and loads them.
+A kind that peft has is one row of :data:`ADAPTERS`. Neither torch nor peft is imported: the recipe is checked against
+the table. ``streamtune.models.adapters`` adds, starts, saves and loads adapters.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class AdapterKind:
     """A kind of adapters that a recipe can name."""
 
     peft: str
-    """Peft's name of the type."""
+    """peft's name of the type."""
     options: Mapping[str, str]
-    """Option of peft's configuration -> the attribute of :class:`AdapterSpec` that it is given, or ``seed``."""
+    """Option of peft's configuration -> the attribute of :class:`AdapterSpec` that it gets, or ``seed``."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Options of peft's configuration that are the same for all adapters of this kind."""
     start: Literal["peft", "weights", "quantisation", "gradient"] = "peft"
-    """First values: peft's own, or from the leading part of each weight, of what quantisation takes from it, or of its
-    gradient. With ``weights`` and ``gradient`` a second, constant adapter takes the part away again."""
+    """First values: peft's own, or from the leading part of each weight, of its quantisation error, or of its gradient.
+    With ``weights`` and ``gradient`` a second, constant adapter takes the part away again."""
     start_keys: tuple[str, ...] = ()
     """Keys of a recipe that the start reads."""
     columns: bool = False
-    """True if some columns of each weight are trained, by ``PacaLinear`` in the place of peft's own layer."""
+    """True if some columns of each weight are trained, by ``PacaLinear`` in place of peft's own layer."""
     largest_rank: Literal["any", "largest", "named", "each", "half", "columns"] = "any"
     """Bound of the rank: none (``any``), the largest size of all layers (``largest``), or in each layer the number of
     singular values (``each``), half of them, or the number of columns. ``named`` is ``each`` of the layers that a
@@ -47,12 +47,11 @@ class AdapterKind:
     even_rank: bool = False
     """True if the rank is even: its terms start in pairs that undo each other."""
     divides_by_rows: bool = False
-    """True if the length of each row of the weight is divided by, which a row of zeros does not have."""
+    """True if rows of the weight are divided by their length: a row of zeros has none."""
     on_quantised: bool = True
-    """False if the weights of the base are changed, have gradients, or are read as they are, so that they cannot be
-    kept in 4 or 8 bits."""
+    """False if the base cannot be kept in 4 or 8 bits: its weights are changed, read as they are, or have gradients."""
     on_shared: bool = False
-    """True if ranks can share the weights: adapters are not made of whole weights, and only parameters are saved."""
+    """True if ranks can share the weights: adapters are not made from whole weights, and only parameters are saved."""
     on_experts: bool = False
     """True if experts that are one tensor can have adapters."""
     prefix: str = ""
@@ -63,12 +62,12 @@ class AdapterKind:
 
     @property
     def low_rank(self) -> bool:
-        """True if the adapters are LoRA to peft: on tensors too, with ranks for patterns, beside rows of new tokens."""
+        """True if the adapters are LoRA to peft: on tensors too, with rank patterns, beside rows of new tokens."""
         return self.peft == "LORA"
 
     @property
     def constant_start(self) -> bool:
-        """True if a second, constant adapter takes away what the adapters start from."""
+        """True if a second, constant adapter subtracts the start of the adapters."""
         return self.start in ("weights", "gradient")
 
     @property
@@ -78,7 +77,7 @@ class AdapterKind:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The keys of a recipe that have an effect, of those that only some kinds read."""
+        """The keys of a recipe that this kind reads, apart from keys that all kinds read."""
         return (*dict.fromkeys(KEYS[value] for value in self.options.values() if value in KEYS), *self.start_keys)
 
 
@@ -154,16 +153,16 @@ class AdapterSpec:
     """Adapters to add to a model.
 
     Attributes:
-        kind: A key of :data:`ADAPTERS`.
+        kind: Key of :data:`ADAPTERS`.
         r: Rank; for ``hra`` the number of reflections.
         alpha: The adapters' output is scaled by ``alpha / r`` (``rslora``: ``alpha / sqrt(r)``); None is ``2 * r``.
-        dropout: On the adapters' input.
+        dropout: Dropout on the adapters' input.
         target: ``all-linear`` (every linear layer but the head and routers, and experts that are one tensor where peft
-            names them) or ends of names of modules, such as ``q_proj``, and of tensors, such as ``gate_up_proj``.
-        exclude: Ends of names of modules that get no adapter.
-        ranks: Patterns of the ends of names -> their rank.
-        alphas: Patterns of the ends of names -> their alpha.
-        whole: Ends of names of modules that are trained as they are, and saved with the adapters.
+            names them) or name endings of modules, such as ``q_proj``, and of tensors, such as ``gate_up_proj``.
+        exclude: Name endings of modules without adapters.
+        ranks: Pattern of name endings -> rank.
+        alphas: Pattern of name endings -> alpha.
+        whole: Name endings of modules that are trained as they are, and saved with the adapters.
         block_size: Size of the rotated blocks (``oft``).
     """
 
@@ -180,12 +179,11 @@ class AdapterSpec:
 
     @property
     def row(self) -> AdapterKind:
-        """The row of its kind."""
         return ADAPTERS[self.kind]
 
     @property
     def scale(self) -> float:
-        """The number that ``alpha`` stands for."""
+        """``alpha``, or its default."""
         return 2 * self.r if self.alpha is None else self.alpha
 
     def peft_options(self, seed: int) -> dict[str, Any]:
@@ -196,10 +194,10 @@ class AdapterSpec:
 
 
 def base_of(model: Any) -> Any:
-    """Return the model inside of peft's wrapper; a model that is not wrapped as it is."""
+    """Return the model inside peft's wrapper, or a model without a wrapper itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def is_of_adapters(name: str) -> bool:
-    """Return True if a parameter or buffer of a wrapped model belongs to its adapters, and not to its base."""
+    """Return True if a parameter or buffer of a wrapped model belongs to its adapters."""
     return any(part in name for part in NAME_PARTS)

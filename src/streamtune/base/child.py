@@ -1,4 +1,4 @@
-"""A process of its own for what measures, so that only this process can run out of memory or be killed."""
+"""A process of its own for a measurement, so that only this process can run out of memory or be killed."""
 
 from __future__ import annotations
 
@@ -17,23 +17,19 @@ from streamtune.base.safe_path import SafeChildren
 class Child:
     """A new process (spawned, not forked) that runs a function, connected to this one by a pipe.
 
-    The process ignores Ctrl-C, which a terminal sends to all its processes: this one decides when it ends, and
-    ends it when it exits itself.
+    The child ignores Ctrl-C, which a terminal sends to all its processes: the parent decides when it ends, and ends it
+    when it exits itself.
 
     Args:
-        function: Called in the process with its end of the pipe and ``args``; all must be picklable.
+        function: Called in the child with its end of the pipe and ``args``; all must be picklable.
         args: Further arguments.
-
-    Attributes:
-        connection: This process's end of the pipe, for both directions.
-        process: The process.
     """
 
     def __init__(self, function: Callable[..., None], *args: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=run_packed, args=(theirs, *packed_call(function, *args)), daemon=True)
-        with SafeChildren(), _interrupts_ignored():  # by the process as well, from its first import on
+        with SafeChildren(), _interrupts_ignored():  # by the child as well, from its first import on
             self.process.start()
         theirs.close()
 
@@ -64,7 +60,7 @@ def packed_call(function: Callable[..., None], *args: Any) -> tuple[bytes, bool]
 
 
 def run_packed(first: Any, packed: bytes, quiet: bool) -> None:
-    """Make the call, with ``first`` before its arguments. The modules it needs are imported here and not before."""
+    """Make the call, with ``first`` before its arguments. The modules it needs are imported here, not before."""
     if quiet:
         quiet_imports()
     function, args = pickle.loads(packed)

@@ -25,22 +25,20 @@ from typing import Any
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 SHOW_CURSOR = b"\x1b[?25h"
 PATIENCE_SECONDS = 1.5
-"""For the main thread to run the handler, before the second thread leaves in its place."""
+"""Time for the main thread to run the handler, before the second thread leaves in its place."""
 POSTPONED_SECONDS = 2.0
-"""For a command to come to a point where it can end with what it knows."""
+"""Time for a command to come to a point where it can end with its results."""
 
 
 class _State:
-    """Decides what a signal does in this process."""
-
     def __init__(self) -> None:
         self.owner = 0
-        """The process that the handlers were installed in; a fork of it has inherited them."""
+        """The process in which the handlers were installed; a fork of it has inherited them."""
         self.text = "Stopped."
         self.folders: list[str] = []
         self.postponed = False
         self.asked = False
-        """A signal came while it was postponed."""
+        """A signal came while signals were postponed."""
         self.stopping = False
         """Other handlers are installed, which do not leave at once."""
         self.came = 0
@@ -54,10 +52,8 @@ def install(*, for_good: bool = False) -> Callable[[], None]:
     """Let Ctrl-C, SIGTERM and SIGHUP end this process at once; return a function that undoes it.
 
     A SIGHUP that is ignored already, as under ``nohup``, stays ignored. Outside the main thread, where Python accepts
-    no handlers, and where they are installed already, nothing is done.
-
-    Args:
-        for_good: Never undone; Ctrl-C does nothing any more once the interpreter shuts down.
+    no handlers, and where they are installed already, nothing is done. With ``for_good`` it is never undone, and Ctrl-C
+    does nothing any more once the interpreter shuts down.
     """
     if threading.current_thread() is not threading.main_thread() or _state.owner == os.getpid():
         return lambda: None
@@ -150,7 +146,7 @@ def stopping() -> Iterator[None]:
 
 
 def handled() -> None:
-    """Note that the main thread has run a handler."""
+    """Record that the main thread has run a handler."""
     _state.seen += 1
 
 
@@ -186,7 +182,7 @@ def _leave(signum: int, frame: FrameType | None) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Delete a folder and what is in it, hidden files last: cut short, it leaves what says whose folder it is."""
+    """Delete a folder and its content, hidden files last: if it is cut short, the mark of its owner is still there."""
     import shutil
 
     with suppress(OSError):
@@ -198,7 +194,7 @@ def remove_folder(folder: str) -> None:
 
 
 def _watch(reading: int) -> None:
-    """End the process where a signal has come and the main thread, inside a call of a library, runs no handler."""
+    """End the process after a signal if the main thread, inside a call of a library, runs no handler."""
     while came := os.read(reading, 1):
         signum = came[0]
         if signum not in SIGNALS:
@@ -220,7 +216,7 @@ def _watch(reading: int) -> None:
 
 
 def _clear_up() -> None:
-    """End the children, remove temporary folders, restore the terminal and print that the command stops."""
+    """End the children, remove temporary folders, restore the terminal and print the text."""
     _kill_children()
     for folder in _state.folders:
         remove_folder(folder)

@@ -14,12 +14,12 @@ from importlib import metadata
 from streamtune.errors import UnsupportedModelError, VersionError
 
 TESTED = {"transformers": ("5.17", "5.24"), "torch": ("2.11", "2.14")}
-"""The oldest and the newest minor version of which the tests pass. ``pyproject.toml`` has the same bounds; a version
-that is newer than the newest is tried, and said to be untested."""
+"""The oldest and the newest minor version with which the tests pass. ``pyproject.toml`` has the same bounds; a newer
+version is tried, and reported as untested."""
 
 
 def installed(package: str) -> str:
-    """Return the version of a package, an empty string where it is not installed."""
+    """Return the version of a package; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -27,7 +27,7 @@ def installed(package: str) -> str:
 
 
 def untested() -> str:
-    """Return a message that names the installed libraries that are newer than all that were tested; empty if none."""
+    """Return a message that names the installed libraries that are newer than the tested versions; empty if none."""
     found = _newer()
     return f"not tested with {' and '.join(map(_described, found))}" if found else ""
 
@@ -38,12 +38,7 @@ def pip_install() -> str:
 
 
 def lacks(package: str, what: str) -> VersionError:
-    """Return the error for something that an installed package does not have, at any version that it may be.
-
-    Args:
-        package: The package.
-        what: What it does not have.
-    """
+    """Return the error for ``what`` an installed package does not have, at any version that it may be."""
     oldest, newest = TESTED[package]
     version = installed(package)
     older = bool(version) and _minor(version) < _minor(oldest)
@@ -56,7 +51,7 @@ def lacks(package: str, what: str) -> VersionError:
 
 @contextmanager
 def blamed() -> Iterator[None]:
-    """Add to a model's refusal that an untested version is the likely cause, where one is installed."""
+    """Context: add to a model's refusal that an untested version is the likely cause, if one is installed."""
     try:
         yield
     except UnsupportedModelError as error:
@@ -77,13 +72,12 @@ def _described(name: str) -> str:
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    """Return major and minor of a version, zeros where it has none."""
     parts = [int(part) if part.isdecimal() else 0 for part in version.split(".")[:2]]
     return (*parts, *[0] * (2 - len(parts)))
 
 
 def _after(newest: str) -> str:
-    """Return the minor version behind the newest tested one, for an upper bound."""
+    """Return the minor version after the newest tested one: the upper bound of an install."""
     major, minor = _minor(newest)
     return f"{major}.{minor + 1}"
 
@@ -109,7 +103,7 @@ _own = False
 
 
 def own_process() -> None:
-    """Note that this process runs one command and then ends."""
+    """Record that this process runs one command and then ends."""
     global _own
     _own = True
 
@@ -122,8 +116,8 @@ def process_is_own() -> bool:
 def leave_out_quantisers() -> None:
     """Let imports from now on find no quantiser, as if none were installed.
 
-    peft and transformers import each one that they find, which takes a fourth of the time that all imports take. They
-    remember what they found, so this is for a process of its own in which nothing is quantised.
+    peft and transformers import each quantiser that they find, which takes a fourth of the time of all imports. They
+    remember the result, so this is for a process of its own in which nothing is quantised.
     """
     for name in QUANTISERS:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as documented, of a module that is not there

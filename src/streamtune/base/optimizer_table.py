@@ -1,7 +1,7 @@
 """The optimizers that a recipe can name: library, options, bytes of state, and what each does not combine with.
 
-This module is a leaf that needs no torch: the recipe is checked against it, and ``streamtune optim ls`` prints it.
-``streamtune.optim`` has what builds them.
+torch is not imported: the recipe is checked against the table, and ``streamtune optim ls`` prints it.
+``streamtune.optim`` builds the optimizers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OptimizerName = Literal[
 ]  # fmt: skip
 
 ADAM_KEYS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
-"""Keys of a recipe that are AdamW's, with their defaults: of optimizers that are AdamW, or use it for some weights."""
+"""AdamW's keys of a recipe, with their defaults: for optimizers that are AdamW, or use it for some weights."""
 
 Shape = tuple[int, ...]
 STEP = 4
@@ -38,8 +38,8 @@ States = Literal["device", "host", "none"]
 class StepKind:
     """An optimizer step: what each micro-batch computes, the gradients that exist at once, and where states are.
 
-    An optimizer has one in its entry of the table of :data:`OPTIMIZERS`, and a recipe's keys change it
-    (``Recipe.step_kind``).
+    An entry of :data:`OPTIMIZERS` has one, and a recipe's keys change it (``Recipe.step_kind``). Plan, simulation,
+    count of operations and training loop share it.
 
     Attributes:
         forwards: Forwards of each micro-batch.
@@ -48,7 +48,7 @@ class StepKind:
             freed; ``block``: one block of the weights is trained, and all others are frozen; ``none`` without a
             backward.
         states: ``device``: beside the weights; ``host``: on the host, where the optimizer steps, wherever weights are;
-            ``none``: the optimizer keeps nothing of a weight.
+            ``none``: the optimizer keeps no state.
     """
 
     forwards: int = 1
@@ -59,8 +59,7 @@ class StepKind:
     def in_backward(self, *, norm_first: bool = False) -> StepKind:
         """Return the step whose optimizer steps each weight in the backward.
 
-        Args:
-            norm_first: A first forward and backward measure the norm of the gradient, which is clipped by it.
+        With ``norm_first`` a first forward and backward measure the norm by which the gradient is clipped.
         """
         times = 2 if norm_first else 1
         return replace(self, forwards=times, backwards=times, gradients="layer")
@@ -79,44 +78,43 @@ class OptimizerEntry:
     """An optimizer that a recipe can name."""
 
     text: str
-    """One line on what it does."""
+    """One line of description."""
     library: str
-    """The package that steps."""
+    """The package of the optimizer."""
     size: Callable[[Shape, int, Mapping[str, Any]], int]
-    """Bytes of state of a weight, by its shape, the bytes of a value, and the options."""
+    """Bytes of state of a weight, from its shape, the bytes of a value, and the options."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of ``optim_args`` with their defaults."""
     made_by: str = ""
-    """The library's class, where it takes the options as they are (``optim.libraries.LIBRARIES``); empty where
-    another rule makes it."""
+    """The library's class, if it takes the options as they are (``optim.libraries.LIBRARIES``); empty if another rule
+    makes it."""
     extra: str = ""
-    """The extra of this package that installs the library; empty for one that is always there."""
+    """The extra of this package that installs the library; empty for a library that is always there."""
     is_adam: bool = False
-    """True if its moments are those of AdamW: ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon`` are its own."""
+    """True if its moments are AdamW's: it reads ``adam_beta1``, ``adam_beta2`` and ``adam_epsilon``."""
     adamw_for_rest: bool = False
     """True if it steps the matrices of decoder layers, and AdamW all other weights."""
     averages: bool = False
-    """True if what is saved and evaluated is an average of the weights that are trained."""
+    """True if an average of the trained weights is saved and evaluated."""
     scratch: Callable[[Shape, int], int] | None = None
-    """Bytes of the temporaries of a step of a weight, where the library cannot be run without values (a plan)."""
+    """Bytes of temporaries of a step of a weight, for a library that cannot run without values (in a plan)."""
     only_on: str = ""
     """The only type of device that it runs on, or empty."""
     step: StepKind = PLAIN_STEP
-    """The kind of its step, where no key of a recipe changes that."""
+    """The kind of its step, unless a key of a recipe changes it."""
     repeated_by: str = ""
     """The option of ``optim_args`` that multiplies the forwards of a step; empty where none does."""
     not_divided: str = ""
-    """Why it is refused where ranks divide the optimizer's states (DeepSpeed, FSDP2); empty where it is not."""
+    """Reason to refuse it where ranks divide the optimizer's states (DeepSpeed, FSDP2); empty if it is accepted."""
     status: Status = "stable"
 
     @property
     def install(self) -> str:
-        """The line that installs the library; empty for one that is always there."""
+        """The command that installs the library; empty for a library that is always there."""
         return f"pip install 'streamtune[{self.extra}]'" if self.extra else ""
 
     @property
     def installed(self) -> bool:
-        """True if the library is installed."""
         return importlib.util.find_spec(self.library) is not None
 
 
@@ -125,7 +123,7 @@ def _count(shape: Shape) -> int:
 
 
 def _moments(number: int, *, scalars: int = 0) -> Callable[[Shape, int, Mapping[str, Any]], int]:
-    """Return the size of so many tensors of the weight's shape and dtype, and of so many numbers in it."""
+    """Return the size of ``number`` tensors of the weight's shape and dtype, and of ``scalars`` values."""
     return lambda shape, width, _: (number * _count(shape) + scalars) * width
 
 
@@ -138,7 +136,7 @@ def _sgd(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
 
 
 def _edges(shape: Shape) -> int:
-    """Return the number of values of the row and the column means of the last two dimensions."""
+    """Return how many values the row and column means of the last two dimensions have."""
     return _count(shape[:-1]) + _count((*shape[:-2], shape[-1]))
 
 
@@ -200,7 +198,7 @@ def _galore(shape: Shape, width: int, args: Mapping[str, Any]) -> int:
 
 
 def _projected(shape: Shape, args: Mapping[str, Any]) -> int:
-    """Return the values of a projected gradient."""
+    """Return how many values a projected gradient has."""
     rank: int = args["rank"]
     return rank * (rank if args["proj_type"] == "full" else max(shape))
 
@@ -357,13 +355,13 @@ assert set(get_args(OptimizerName)) == set(OPTIMIZERS)
 
 
 def state_bytes(name: str, shape: Shape, width: int, args: Mapping[str, Any], *, in_layer: bool = True) -> int:
-    """Return the bytes of state that an optimizer keeps of a weight.
+    """Return how many bytes of state an optimizer keeps of a weight.
 
     Args:
-        name: A key of :data:`OPTIMIZERS`.
-        shape: Of the weight.
-        width: Bytes of one of its values.
-        args: ``optim_args``; defaults where it has none.
+        name: Key of :data:`OPTIMIZERS`.
+        shape: Shape of the weight.
+        width: Bytes of a value of the weight.
+        args: ``optim_args``; missing options have their defaults.
         in_layer: True for a weight of a decoder layer.
     """
     entry = OPTIMIZERS[name]
@@ -373,19 +371,14 @@ def state_bytes(name: str, shape: Shape, width: int, args: Mapping[str, Any], *,
 
 
 def step_kind(name: str, args: Mapping[str, Any]) -> StepKind:
-    """Return what a step of an optimizer computes.
-
-    Args:
-        name: A key of :data:`OPTIMIZERS`.
-        args: ``optim_args``; defaults where it has none.
-    """
+    """Return the kind of step of an optimizer with these ``optim_args``."""
     entry = OPTIMIZERS[name]
     times = int({**entry.options, **args}[entry.repeated_by]) if entry.repeated_by else 1
     return replace(entry.step, forwards=entry.step.forwards * times)
 
 
 def argument_mistakes(name: str, args: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Return the first mistake in ``optim_args``: the option, what is wrong, how to mend it; None if there is none."""
+    """Return the first mistake in ``optim_args``: the option, the error and its fix; None if there is no mistake."""
     options = OPTIMIZERS[name].options
     for key, value in args.items():
         if key not in options:
@@ -438,8 +431,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "update_ratio": (SMALLEST, 1.0),
     "weight_lr_power": (0.0, 100.0),
 }
-"""The smallest and the largest value of options, by name, or by optimizer and name. Others fail in the library, or
-nothing is trained."""
+"""Option, or optimizer and option -> smallest and largest value. Other values fail in the library, or train nothing."""
 
 CHOICES = {
     "adjust_lr_fn": ("original", "match_rms_adamw"),
@@ -448,7 +440,7 @@ CHOICES = {
     "scale_type": ("channel", "tensor"),
     "switch_mode": ("random", "ascending", "descending"),
 }
-"""Options that are one of a few words."""
+"""Option that is one of a few words -> the words."""
 
 
 def _is_like(value: Any, default: Any) -> bool:
@@ -483,11 +475,7 @@ def _kind(default: Any) -> str:
 
 
 def check_installed(name: str) -> None:
-    """Refuse an optimizer whose library is not installed.
-
-    Raises:
-        ArgumentError: It is not; the error has the line that installs it.
-    """
+    """Raise ``ArgumentError``, with the command that installs it, if an optimizer's library is not installed."""
     entry = OPTIMIZERS[name]
     if not entry.installed:
         raise ArgumentError(

@@ -29,7 +29,7 @@ INK = "#1f2430"
 
 
 def drawn_plainly(draw: Callable[Given, Drawn]) -> Callable[Given, Drawn]:
-    """Let a function draw with matplotlib's own settings, and put the user's back afterwards.
+    """Let a function draw with matplotlib's own settings, and restore the user's afterwards.
 
     matplotlib reads a ``matplotlibrc`` of the working directory, which may be another person's: with ``text.usetex`` it
     would have LaTeX run.
@@ -56,14 +56,13 @@ def png_of(figure: Any, title: str) -> bytes:
 
 
 def line(axes: Any, points: list[tuple[int, float | None]], style: dict[str, Any]) -> None:
-    """Draw what is known of a line."""
-    known = [(x, y) for x, y in points if y]
-    if known:
+    """Draw the known points of a line."""
+    if known := [(x, y) for x, y in points if y]:
         axes.plot(*zip(*known, strict=True), **style)
 
 
 def dress(axes: Any, title: str) -> None:
-    """Name the axes of something over length, both logarithmic, with a labelled line above and below it."""
+    """Set title, logarithmic axes and ticks of a plot over length, with a labelled line above and below the data."""
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.set_xlabel("tokens", color=INK)
     axes.set_xscale("log", base=2)

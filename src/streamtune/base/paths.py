@@ -1,7 +1,4 @@
-"""The folder of caches, an opener for files of users, and a check of names that come from files (an index of shards).
-
-This module is a leaf: it imports nothing heavy.
-"""
+"""The folder of caches, an opener for files of users, and a check of file names that come from files."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _DRIVE = re.compile(r"[A-Za-z]:|[A-Za-z][A-Za-z0-9+.-]*://")
 def cache_folder() -> Path:
     """Return the folder of all caches, which may not exist yet, by the convention of the XDG base directories.
 
-    Without a home directory it is one that nobody can make: what is not kept costs time, and nothing else.
+    Without a home directory it is a folder that nobody can make: results that are not kept cost only time.
     """
     home = os.environ.get("XDG_CACHE_HOME", "")
     if home.startswith("/"):
@@ -30,7 +27,7 @@ def cache_folder() -> Path:
 
 
 def has_home() -> bool:
-    """Return True if the user has a home directory: ``HOME``, or the entry of a table of users."""
+    """Return True if the user has a home directory: ``HOME``, or an entry in the table of users."""
     try:
         return Path.home().is_absolute()
     except (RuntimeError, KeyError, OSError):
@@ -38,11 +35,7 @@ def has_home() -> bool:
 
 
 def check_descriptors(error: OSError) -> None:
-    """Raise an error that says so where the process, or the system, may have no more files open.
-
-    Raises:
-        RunError: That is what the error of the system is.
-    """
+    """Raise ``RunError`` if the system's error is that the process, or the system, may have no more files open."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         raise RunError(
             f"{os.strerror(error.errno).lower()}: the process may not open another one",
@@ -52,7 +45,7 @@ def check_descriptors(error: OSError) -> None:
 
 
 def escape_of(name: object) -> str | None:
-    """Return the reason why a name from a file is not that of a file below its folder; None if it is.
+    """Return the reason why a name from a file does not name a file below its folder; None if it does.
 
     Refused on every system: absolute names and ``..``, by slash or backslash, drives and addresses, ``~``, control
     characters, empty parts, names that a system would take for another (a dot or blank at the end), and long names.
@@ -72,5 +65,5 @@ def escape_of(name: object) -> str | None:
 
 
 def open_at_once(path: str, flags: int) -> int:
-    """Open a file without waiting, as the opener of ``open``: a pipe that no process writes to would block for ever."""
+    """Open a file without waiting, for ``open``: a pipe that no process writes to would block for ever."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

@@ -1,10 +1,8 @@
 """Regular expressions of a recipe or of a folder from elsewhere, matched within a limit of time.
 
 Python's ``re`` goes back over a text for every way to divide it, which takes minutes for ``(a+)+b`` on a name of forty
-letters. Libraries match patterns of their own accord, so each is tried first, on the same names, in a process with a
+letters. Libraries match patterns themselves, so each pattern is tried first, on the same names, in a process with a
 limit of processor time. Texts of any length are searched by the library ``regex``, which takes a limit itself.
-
-This module is a leaf.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from streamtune.errors import ArgumentError
 SECONDS = 3
 """Processor time of one key's patterns on all names: a pattern that is not hostile takes milliseconds."""
 PATIENCE = 120.0
-"""Seconds of waiting, on a machine that does much else."""
+"""Seconds of waiting, on a machine that is busy."""
 MEBIBYTES = 1024
 MEND = "write the end of a name, such as q_proj, or take the repetition inside of a repetition out"
 PLAIN = re.compile(r"[\w.\-/ ]*")
@@ -43,11 +41,11 @@ for pattern in patterns:
 
 
 class PatternError(ValueError):
-    """A pattern that is no regular expression, or takes too long on a text."""
+    """A pattern that is not a regular expression, or takes too long on a text."""
 
 
 def wrong_pattern(pattern: str) -> str | None:
-    """Return the reason for which a text is no regular expression; None where it is one."""
+    """Return the reason why a text is not a regular expression; None if it is."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -65,17 +63,17 @@ def find_matches(
     how: Literal["search", "match", "fullmatch"] = "search",
     form: str = "{}",
 ) -> list[list[int]]:
-    """Return the numbers of the names that each pattern matches.
+    """Return, for each pattern, the indices of the names that it matches.
 
     Args:
         patterns: Regular expressions.
         names: Names of modules or parameters.
-        where: The key that has the patterns, for errors.
-        how: The function of ``re``.
-        form: The expression that a library makes of a pattern, ``{}``: ``(.*\\.)?({})$``.
+        where: Key that has the patterns, for errors.
+        how: Function of ``re``.
+        form: Expression that a library makes of a pattern, ``{}``: ``(.*\\.)?({})$``.
 
     Raises:
-        ArgumentError: One is no regular expression, or takes more than :data:`SECONDS` of processor time.
+        ArgumentError: A pattern is not a regular expression, or takes more than :data:`SECONDS` of processor time.
     """
     for pattern in patterns:
         if reason := wrong_pattern(pattern):
@@ -121,20 +119,16 @@ for pattern in patterns:
     print(flush=True)
 """
 REPEATED = re.compile(r"\)\s*(?:[*+]|\{\d*,?\d*\})")
-"""A repeated group, without which no pattern takes more than a power of the length."""
+"""A repeated group: without it no pattern takes more than a power of the length."""
 PIECES = ("a", "A", "1", " ", "\n", "!", "_", "'", "é", "中", "a1", "a ", "aA", "ab", "\t ")
 TRIED = [piece * 120 + end for piece in PIECES for end in ("", "\0", "!", "x", "!x")]
 
 
 def check_splits(patterns: Sequence[str], *, where: str) -> None:
-    """Try the patterns by which a tokenizer splits texts, which its library matches without a limit of time.
-
-    Args:
-        patterns: Regular expressions of the library Oniguruma.
-        where: The file, for errors.
+    """Try the patterns (Oniguruma's) by which a tokenizer splits texts; its library matches them without a time limit.
 
     Raises:
-        ArgumentError: One takes more than :data:`SECONDS` of processor time on short texts, or is none.
+        ArgumentError: A pattern takes more than :data:`SECONDS` of processor time on short texts, or is not one.
     """
     tried = [pattern for pattern in patterns if REPEATED.search(pattern)]
     if not tried:
@@ -162,10 +156,7 @@ def check_splits(patterns: Sequence[str], *, where: str) -> None:
 
 
 def of_tokenizer(error: BaseException) -> ArgumentError | None:
-    """Return the error to show where a tokenizer's library gave up; None for other errors.
-
-    It raises ``PanicException``, which is no ``Exception``.
-    """
+    """Return the error to show where a tokenizer's library gave up (``PanicException``); None for other errors."""
     if type(error).__name__ != "PanicException":
         return None
     return ArgumentError(
@@ -179,7 +170,7 @@ def is_found(pattern: str, text: str, *, whole: bool = False, seconds: float = 2
     """Return True if a regular expression of Python's ``re`` is found in a text.
 
     Raises:
-        PatternError: It is no regular expression, or takes too long.
+        PatternError: The pattern is not a regular expression, or takes too long.
     """
     if reason := wrong_pattern(pattern):
         raise PatternError(f"the pattern {pattern[:60]!r} is no regular expression: {reason}")

@@ -73,7 +73,7 @@ _SHORTEST = 8
 
 
 def find_secret(text: str) -> str | None:
-    """Return the kind of secret in a text, such as ``a Hugging Face token``; None where none is found."""
+    """Return the kind of the first secret in a text, such as ``a Hugging Face token``; None if there is none."""
     if _HINT.search(text):
         for kind, form in _COMPILED.items():
             if form.search(text):
@@ -104,7 +104,7 @@ def redact_values(value: Any) -> Any:
 
 
 def _from_environment() -> dict[str, str]:
-    """Return the variables named like secrets, with values; the longest first, so that none is replaced in part."""
+    """Return the variables named like secrets -> value; longest values first, so that none is replaced in part."""
     found = {
         name: value
         for name, value in os.environ.items()
@@ -114,31 +114,31 @@ def _from_environment() -> dict[str, str]:
 
 
 def is_named_like_secret(name: str, value: str) -> bool:
-    """Return True if a variable or a key has a name under which secrets are kept, and the value may be one."""
+    """Return True if a variable or key is named like a secret, and the value may be one."""
     if _NAMED_LIKE_SECRETS.search(name):
         return True
     return _NAMED_KEY.search(name) is not None and _WORD.fullmatch(value) is None
 
 
 def _is_path_or_switch(value: str) -> bool:
-    """Return True if a value is a number, a path of a file that holds the secret, or a switch such as ``disabled``."""
+    """Return True if a value is a number, the path of a file with the secret, or a switch such as ``disabled``."""
     return (
         value.isdecimal() or value.startswith(("/", "~", "./")) or value.lower() in ("disabled", "required", "optional")
     )
 
 
 def without_controls(text: str) -> str:
-    """Return text in which escapes and other controls of a terminal are written out; every letter stays as it is."""
+    """Return text with terminal control characters written as escapes; every letter stays as it is."""
     return _ORDERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def plain(text: str) -> str:
-    """Return text that is safe to show: no secrets, nothing that a terminal obeys (escapes, changes of direction)."""
+    """Return text that is safe to show: without secrets and terminal controls (escapes, changes of direction)."""
     return visible(redact(text))
 
 
 def visible(text: str) -> str:
-    """Return text in which everything that a terminal obeys, and half of a character, is written as an escape."""
+    """Return text with terminal controls, and halves of characters, written as escapes."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -163,11 +163,11 @@ _talking = threading.local()
 
 
 class OfflineError(RunError):
-    """Something tried to connect, and ``--offline`` forbids it."""
+    """A connection was tried, and ``--offline`` forbids it."""
 
 
 def keep_private() -> None:
-    """Switch telemetry and the kernels of the hub off, in this process and those it starts.
+    """Switch telemetry and the hub's kernels off, in this process and its children.
 
     A variable that the user has set stays: ``USE_HUB_KERNELS=1`` asks for the kernels by name.
     """
@@ -179,18 +179,15 @@ def keep_private() -> None:
 
 
 def stay_off_the_hub() -> None:
-    """Let the hub's libraries read their caches only. Other connections stay possible.
-
-    For a recipe that names nothing on a hub.
-    """
+    """Let the hub's libraries read only their caches, for a recipe that names nothing on a hub."""
     os.environ.update(_OFF_THE_HUB)
 
 
 def go_offline() -> None:
-    """Refuse every connection but those within this machine, in this process and those it starts.
+    """Refuse connections to other machines, in this process and its children.
 
-    Connections made by Python code raise :class:`OfflineError`. Those of compiled libraries, as between ranks, are not
-    seen; no compiled library is used here to fetch anything.
+    Connections made by Python code raise :class:`OfflineError`. Connections of compiled libraries, as between ranks,
+    are not seen; no compiled library is used here to fetch anything.
     """
     global _guarded
     stay_off_the_hub()
@@ -207,7 +204,7 @@ def is_offline() -> bool:
 
 @contextmanager
 def among_ranks() -> Iterator[None]:
-    """Allow connections of this thread while inside: they are those of a run's ranks to each other."""
+    """Context: allow connections of this thread, which are between the ranks of a run."""
     before = getattr(_talking, "to_ranks", False)
     _talking.to_ranks = True
     try:
@@ -217,7 +214,7 @@ def among_ranks() -> Iterator[None]:
 
 
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
-    """Refuse connections to other machines, as an audit hook. Hooks cannot be removed, so it tests if it applies."""
+    """Audit hook that refuses connections to other machines. Hooks cannot be removed, so it tests if it applies."""
     if not event.startswith("socket.") or not is_offline() or getattr(_talking, "to_ranks", False):
         return
     if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
@@ -229,7 +226,7 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _is_here(address: Any) -> bool:
-    """Return True if an address is of this machine: a Unix socket, the loopback, or no host."""
+    """Return True for an address on this machine: a Unix socket, the loopback, or no host."""
     if not isinstance(address, tuple):
         return True  # a path, or a family that names no host
     host = address[0]

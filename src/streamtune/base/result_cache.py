@@ -11,9 +11,7 @@ A cache file begins with a line that names its key and holds the checksum of the
     {"peak_bytes": ...
 
 A file that is cut, changed, of another version or another entry's does not fit its first line. It is computed again,
-and one message says so. The checksum finds damage and no intent: who can write the cache can write a checksum.
-
-This module is a leaf: it imports nothing heavy.
+and one message says so. The checksum finds damage, not intent: whoever can write the cache can write a checksum.
 """
 
 from __future__ import annotations
@@ -52,9 +50,9 @@ _PACKAGES = (
     *("torch", "transformers", "peft", "triton", "flash-attn", "causal-conv1d", "flash-linear-attention", "mamba-ssm"),
     *("bitsandbytes", "torchao", "pytorch-optimizer", "apollo-torch", "schedulefree", "deepspeed"),
 )
-"""Packages that a step is made of: operators, quantised weights, optimizers."""
+"""Packages that a step is computed with: operators, quantised weights, optimizers."""
 _CHOOSES = ("triton", "flash_attn", "flash_attn_interface", "causal_conv1d", "fla", "mamba_ssm")
-"""Modules whose presence may choose the operators of a step, whatever package they are from."""
+"""Modules whose presence may decide the operators of a step, whatever package they are from."""
 _BLOCK = 1 << 20
 LOCK_SECONDS = 10.0
 """Seconds that a process waits for a lock, which others hold for milliseconds: a stopped process is not waited for."""
@@ -64,7 +62,7 @@ new_checksum = xxhash.xxh3_128
 
 
 def checksum_of(file: IO[bytes]) -> str:
-    """Return the checksum of an open file, read from its first byte; its position stays where it is."""
+    """Return the checksum of a whole open file; its position stays where it is."""
     return _checksum(file.fileno(), os.fstat(file.fileno()).st_size)
 
 
@@ -100,7 +98,7 @@ class CacheFile:
     key: str
 
     def read(self, notify: Notify = log.warning) -> bytes | None:
-        """Return the content; None if there is none, or the file is damaged, which ``notify`` is told."""
+        """Return the content; None if there is none, or if the file is damaged: ``notify`` gets a message then."""
         try:
             return self.load()
         except (FileNotFoundError, NotADirectoryError):
@@ -110,12 +108,7 @@ class CacheFile:
             return None
 
     def load(self) -> bytes:
-        """Return the content.
-
-        Raises:
-            OSError: It cannot be read.
-            ValueError: The file is damaged.
-        """
+        """Return the content; a damaged file is a ``ValueError``."""
         with open(self.path, "rb", opener=open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ValueError("it is not a file")
@@ -126,14 +119,10 @@ class CacheFile:
         return content
 
     def write(self, content: bytes, *, durably: bool = False) -> None:
-        """Replace the file at once.
-
-        Args:
-            content: The new content.
-            durably: Wait until it is on disk.
+        """Replace the file atomically; with ``durably`` wait until it is on disk.
 
         Raises:
-            OSError: It cannot be written; it is as it was.
+            OSError: The file cannot be written; it is as it was.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         staged = self.path.with_name(f".{self.path.name}.{secrets.token_hex(6)}.tmp")
@@ -150,22 +139,18 @@ class CacheFile:
             staged.unlink(missing_ok=True)
 
     def read_json(self, notify: Notify = log.warning) -> dict[str, Any]:
-        """Return the content as a JSON object; an empty one if there is none, or the file is damaged."""
+        """Return the content as a JSON object; empty if there is none, or if the file is damaged."""
         content = self.read(notify)
         found = None if content is None else json.loads(content)
         return found if isinstance(found, dict) else {}
 
     def update(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Change a JSON object under a lock, so that two processes lose nothing of each other's.
+        """Change a JSON object under a lock, so that two processes keep each other's changes.
 
-        Args:
-            change: Returns the new object, given the one that is there; an empty one where the file is damaged.
-
-        Raises:
-            OSError: It cannot be written.
+        ``change`` returns the new object, given the old one, which is empty if the file is damaged.
         """
         with locked(self.path):
-            self.write(json.dumps(change(self.read_json(_silent)), indent=1).encode() + b"\n")
+            self.write(json.dumps(change(self.read_json(lambda message: None)), indent=1).encode() + b"\n")
 
     def _line(self, content: bytes) -> bytes:
         digest = new_checksum(f"{MAGIC} {self.key}\n".encode())
@@ -173,17 +158,10 @@ class CacheFile:
         return f"{MAGIC} {self.key} {digest.hexdigest()}\n".encode()
 
 
-def _silent(message: str) -> None:
-    """Tell nobody: whoever read the file before was told."""
-
-
 def cached_result(
     kind: str, key: str, compute: Callable[[], dict[str, Any]], notify: Notify = log.warning
 ) -> dict[str, Any]:
-    """Return the result that was kept under a key, or compute and keep it; plain values.
-
-    Where the folder cannot be read or written, the result is computed.
-    """
+    """Return the result that was kept under a key, or compute and keep it; plain values."""
     found = read_cached(kind, key, notify)
     if found is None:
         found = compute()
@@ -209,7 +187,7 @@ def hash_of(facts: Any) -> str:
 
 @cache
 def versions() -> list[str]:
-    """Return what a simulated step depends on besides the step: versions, packages, our own code."""
+    """Return the facts that a simulated step depends on besides the step: versions, packages, our own code."""
     found = []
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -234,14 +212,14 @@ class WatchedFile:
 
     The system ends a process that reads a mapped page behind the end of its file (SIGBUS), and shows it new bytes where
     the file was changed. So :meth:`check` is called before and after each reading. It compares size and times of the
-    open file, in about a microsecond, and the checksum where a time is another one: a file may be linked, renamed,
-    deleted or touched.
+    open file, in about a microsecond, and the checksum if a time differs: a file may be linked, renamed, deleted or
+    touched.
 
     Args:
-        path: The name of the file in the error.
+        path: Name of the file in the error.
         file: The file, open for reading. It may be closed afterwards.
-        checksum: The checksum of the content.
-        mend: What to do about a file that changed.
+        checksum: Checksum of the content.
+        mend: Advice about a file that changed.
     """
 
     def __init__(self, path: Path, file: IO[bytes], checksum: str, mend: str) -> None:
@@ -252,11 +230,7 @@ class WatchedFile:
         self.size = self._state[0]
 
     def check(self) -> None:
-        """Check that the file is as it was.
-
-        Raises:
-            StorageError: It is shorter, or its content has changed.
-        """
+        """Raise ``StorageError`` if the file is shorter, or its content has changed."""
         now = self._now()
         if now == self._state:
             return
@@ -278,11 +252,7 @@ class WatchedFile:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file in the cache, for milliseconds; go on without it where there are no locks.
-
-    Raises:
-        OSError: The folder cannot be written to.
-    """
+    """Hold the lock of a file in the cache, for milliseconds; go on without it where there are no locks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
     try:

@@ -32,7 +32,7 @@ def safe_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def leave_out_working_directory() -> None:
-    """Remove the working directory from this process's path of modules, and from the path of processes it starts.
+    """Remove the working directory from the module path of this process and of its children.
 
     It stays where ``PYTHONPATH`` or an installed ``.pth`` file names it, and where StreamTune itself is in it.
     """
@@ -51,7 +51,7 @@ def leave_out_working_directory() -> None:
 
 
 class SafeChildren:
-    """A context in which processes that are started take a safe environment from this one, without changing it."""
+    """Context in which started processes get a safe environment, without changing the environment of this process."""
 
     def __enter__(self) -> None:
         changed = {name: value for name, value in safe_environment().items() if os.environ.get(name) != value}

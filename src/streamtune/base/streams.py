@@ -1,8 +1,8 @@
 """Standard output and error that can be closed, full or gone: writing to them never raises, and what was lost is known.
 
 Output is lost in three ways: nobody opened it (``>&-``), it is full (``>/dev/full``), or its reader has gone
-(``| head``). The first two are what was asked for or a fault of the place it went to; the third stops a training run,
-as SIGTERM would.
+(``| head``). The first two are the user's wish or a fault of the target; the third stops a training run, as SIGTERM
+would.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from typing import Any, TextIO
 
 
 class _Descriptor(io.FileIO):
-    """A file descriptor that takes everything; ``error`` is why the first bytes were lost."""
+    """A file descriptor that accepts everything; ``error`` is the reason why the first bytes were lost."""
 
     error: OSError | None = None
 
     def write(self, data: Any, /) -> int:
-        """Write all of it, or lose it."""
         left = memoryview(data).cast("B")
         size = len(left)
         while left:
@@ -44,10 +43,10 @@ _output: _Descriptor | None = None
 
 
 def keep_streams() -> Callable[[], None]:
-    """Replace standard output and error, as far as they are the interpreter's own. Return what undoes it.
+    """Replace standard output and error, as far as they are the interpreter's own. Return a function that undoes it.
 
-    Descriptors that are closed are opened first: the next file that is opened would get their number,
-    and with it what libraries print.
+    Closed descriptors are opened first: the next file that is opened would get their number, and with it the output of
+    libraries.
     """
     global _output
     _open_all()
@@ -70,12 +69,12 @@ def keep_streams() -> Callable[[], None]:
 
 
 def lost_output() -> OSError | None:
-    """Return why standard output was lost; None where all of it was written so far."""
+    """Return the error by which standard output was lost; None if all of it was written so far."""
     return None if _output is None else _output.error
 
 
 def reader_is_gone() -> bool:
-    """Return whether standard output was a pipe whose reader has closed it."""
+    """Return True if standard output was a pipe whose reader has closed it."""
     error = lost_output()
     return error is not None and error.errno == errno.EPIPE
 
@@ -89,7 +88,7 @@ def _open_all() -> None:
 
 
 def _replaced(name: str, descriptor: int) -> _Descriptor | None:
-    """Put a stream that never raises in the place of ``sys.NAME``; None where something else has been put there."""
+    """Replace ``sys.NAME`` by a stream that never raises; return None if it is not the interpreter's own."""
     stream: TextIO | None = getattr(sys, name)
     if stream is not getattr(sys, f"__{name}__"):
         return None

@@ -26,8 +26,8 @@ def to_heads(x_BHcD: Tensor, group: Any, lengths: Sequence[int]) -> Tensor:
 
     Args:
         x_BHcD: All heads of this rank's shards, end to end.
-        group: The ranks, in the order of their shards; S divides H.
-        lengths: Tokens of each shard: one for a chunk, several where several chunks are exchanged at once.
+        group: Ranks, in the order of their shards; S divides H.
+        lengths: Tokens of each shard: one shard for a chunk, several where several chunks are exchanged at once.
     """
     out: Tensor = _AllToAll.apply(x_BHcD, group, tuple(lengths), True)
     return out
@@ -51,21 +51,17 @@ def summed(x: Tensor, group: Any) -> Tensor:
 def collected(x: Tensor, group: Any, places: Sequence[Tensor], length: int) -> Tensor:
     """Gather ``[B, length]`` from every rank's ``[B, c]``; a rank gets the gradient of its own columns only.
 
-    Args:
-        x: This rank's columns.
-        group: The ranks.
-        places: For each rank the places of its columns in the result; columns from ``length`` on are dropped.
-        length: Columns of the result.
+    ``places`` has, for each rank, the places of its columns in the result; columns from ``length`` on are dropped.
     """
     out: Tensor = _Collected.apply(x, group, tuple(places), length)
     return out
 
 
 def passed_on(tensors: Sequence[Tensor], group: Any) -> tuple[list[Tensor], list[Any]]:
-    """Start to send tensors to the next rank of the ring and to receive the previous one's, of the same shapes.
+    """Start to send tensors to the next rank of the ring and to receive the previous rank's, of the same shapes.
 
     Returns:
-        The tensors that are received, and the works to wait for before these are read or the sent ones are written.
+        The received tensors, and the works to wait for before they are read or the sent tensors are written.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     to, source = (dist.get_global_rank(group, (rank + step) % size) for step in (1, size - 1))
@@ -112,7 +108,7 @@ def _back(x_BhTD: Tensor, group: Any, lengths: tuple[int, ...]) -> Tensor:
 
 
 def _traded(x: Tensor, group: Any) -> Tensor:
-    """Send slice s of the first dimension to rank s; the slice received from rank s takes its place."""
+    """Send slice s of the first dimension to rank s; rank s's slice takes its place."""
     x = x.contiguous()
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=group)

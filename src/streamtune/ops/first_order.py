@@ -1,8 +1,8 @@
-"""Backwards that are computed and not recorded: a second derivative is refused, a second backward is not.
+"""Backwards without a graph of their own: a second derivative is refused, a second backward is not.
 
-``torch.autograd.grad`` runs the hooks of the tensors it is asked about (``Tensor.register_hook``). A gradient that is a
-sum over chunks is asked for once a chunk; the sum then arrives at the parameter, where those hooks run again, as they
-should. Hooks of the accumulating node and post-accumulate hooks run there only, whatever is done here.
+``torch.autograd.grad`` runs the hooks of its inputs (``Tensor.register_hook``). A gradient that is a sum over chunks is
+asked for once a chunk; the sum then arrives at the parameter, where those hooks run again, as they should. Hooks of the
+accumulating node and post-accumulate hooks run only there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 def graph_is_kept() -> bool:
-    """Return True inside of a backward with ``retain_graph=True``, after which another may come."""
+    """Return True inside a backward with ``retain_graph=True``, which another may follow."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return asked is not None and bool(asked())
 
@@ -31,10 +31,10 @@ def first_order(backward: Callable[P, R]) -> Callable[P, R]:
     """Wrap the ``backward`` of an ``autograd.Function`` that gives a gradient without a graph of its own.
 
     ``torch.autograd.function.once_differentiable`` refuses a second derivative where the incoming gradient requires
-    one. That of a loss does not, and what comes out would be taken for a constant: a penalty on it would be lost.
+    one. A loss's gradient does not, and the result would be taken for a constant: a penalty on it would be lost.
 
     Raises:
-        UnsupportedModelError: It is called with ``create_graph=True``.
+        UnsupportedModelError: The backward is called with ``create_graph=True`` or ``is_grads_batched=True``.
     """
 
     @functools.wraps(backward)
@@ -59,7 +59,7 @@ def first_order(backward: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def hooks_held_back(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Run no hook of these tensors within (``Tensor.register_hook``).
+    """Context in which no hook of these tensors runs (``Tensor.register_hook``).
 
     Hooks are taken out of the tensors' own tables, which autograd reads when it runs, and put back in their order.
     """

@@ -16,11 +16,11 @@ from torch import Tensor
 from streamtune.ops.devices import blocks, kernel_device
 
 GAINING = {"cuda"}
-"""Kinds of devices on which each operator of a formula is a kernel of its own, which reads and writes memory."""
+"""Types of devices on which each operator of a formula is a kernel of its own, which reads and writes memory."""
 
 
 def gains(device: torch.device) -> bool:
-    """Return True if fewer operators are faster on a device."""
+    """Return True if operator fusion pays off on a device."""
     return kernel_device(device) in GAINING
 
 
@@ -49,9 +49,9 @@ def _widens(grad: Tensor, wide: torch.dtype) -> bool:
 
 @lru_cache(maxsize=16)
 def _adds_wide(device: torch.device, wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Return True if a matmul of narrow matrices can add to a wide one on this device; the CPU and some others cannot.
+    """Return True if a matmul of narrow matrices can add to a wide matrix on this device; the CPU and others cannot.
 
-    Such a matmul rounds only the sum; a separate one would round each chunk's term. A simulated device is taken to.
+    Such a matmul rounds only the sum; a separate addition would round each chunk's term. A simulated device can.
     """
     if device.type == "meta":
         return True
@@ -74,10 +74,7 @@ def _adds_wide(device: torch.device, wide: torch.dtype, narrow: torch.dtype) -> 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, computed in fp32 and rounded once.
 
-    Args:
-        x: ``[..., C]``.
-        weight: ``[C]``, of the dtype of ``x``; None for ones.
-        eps: Added to the mean of the squares.
+    ``weight`` ``[C]`` has the dtype of ``x`` ``[..., C]``; None is ones.
     """
     if x.device.type == "meta":
         y: Tensor = _SimulatedNorm.apply(x, weight)
@@ -86,7 +83,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 class _SimulatedNorm(torch.autograd.Function):
-    """The tensors that the kernel makes and keeps, as on a device; torch has no form of it for ``meta``."""
+    """The norm on ``meta``: it makes and keeps the tensors of the kernel, which torch does not have for ``meta``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -117,7 +114,7 @@ _LIBRARY.impl("rms_norm_backward", _rms_norm_backward_shapes, "Meta")
 
 @lru_cache(maxsize=16)
 def norm_is_right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if the kernel of a device agrees with the formula, in value and gradient; a simulated one does."""
+    """Return True if the kernel of a device agrees with the formula, in value and gradient; a simulated kernel does."""
     if device.type == "meta":
         return True
     generator = torch.Generator(device).manual_seed(0)
@@ -144,9 +141,8 @@ def norm_is_right(device: torch.device, dtype: torch.dtype) -> bool:
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return ``x cos + rotate_half(x) sin``, where ``rotate_half([a, b]) = [-b, a]``, in three kernels each way.
 
-    Args:
-        x: ``[B, H, T, D]``; the result has its strides.
-        cos: ``[B, 1, T, D]``, of the same dtype, without gradient; ``sin`` likewise.
+    The result has the strides of ``x`` ``[B, H, T, D]``; ``cos`` and ``sin`` ``[B, 1, T, D]`` have its dtype, and no
+    gradient.
     """
     y: Tensor = _Rotation.apply(x, cos, sin)
     return y

@@ -1,10 +1,9 @@
 """Messages from one rank to another, point to point, in rounds of several tensors under keys.
 
 All rounds of a pass have the same tensors in the same order. The first round announces them: a header with key, shape
-and dtype before each tensor, and one without behind the last. Later rounds are the tensors alone. So a rank can receive
-tensors of which it knows nothing, at the cost of headers once in a pass, and a tensor is sent as soon as it is there.
-
-Both ranks know which rounds there are and in what order; a round is named by a number.
+and dtype before each tensor, and an empty header behind the last. Later rounds are the tensors alone. So a rank can
+receive tensors of which it knows nothing, at the cost of headers once in a pass, and a tensor is sent as soon as it is
+there. Both ranks know the rounds and their order; a round has a number.
 """
 
 from __future__ import annotations
@@ -35,20 +34,14 @@ DTYPES = (
 )
 PARTS, MAX_DIMS, TAG = 3, 8, 4096
 HEADER = 3 + PARTS + MAX_DIMS
-"""Numbers of a header: 1 if a tensor follows, its key, the place of its dtype above, its number of dimensions, and
+"""Numbers of a header: 1 if a tensor follows, its key, the index of its dtype above, its number of dimensions, and
 their sizes."""
 
 Form = tuple[tuple[int, ...], torch.dtype]
 
 
 class Outgoing:
-    """The sender of the rounds to one rank.
-
-    Args:
-        group: The ranks.
-        rank: The receiver's index in the group.
-        device: The device of the tensors.
-    """
+    """The sender of the rounds to one rank; ``rank`` is the receiver's index in the group."""
 
     def __init__(self, group: Any, rank: int, device: torch.device) -> None:
         self.group, self.device, self.to = group, device, dist.get_global_rank(group, rank)
@@ -59,14 +52,12 @@ class Outgoing:
         self._works: list[tuple[Any, Tensor]] = []
 
     def put(self, key: Key, x: Tensor) -> None:
-        """Send a tensor of the current round; one that comes before its turn waits for the others.
+        """Send a tensor of the current round; a tensor that comes before its turn waits for the others.
 
-        Args:
-            key: Its name.
-            x: The tensor; it must not be written to before :meth:`wait`.
+        It must not be written to before :meth:`wait`.
 
         Raises:
-            UnsupportedModelError: It has another shape or dtype than in the first round, or was not in that.
+            UnsupportedModelError: It has another shape or dtype than in the first round, or was not in that round.
         """
         form = (tuple(x.shape), x.dtype)
         if not self._announced:
@@ -99,7 +90,7 @@ class Outgoing:
         self._works = [each for each in self._works if not each[0].is_completed()]
 
     def wait(self) -> None:
-        """Wait until all that was sent may be written to."""
+        """Wait until all sent tensors may be written to."""
         for work, _ in self._works:
             work.wait()
         self._works.clear()
@@ -115,8 +106,8 @@ class Incoming:
     Args:
         group: The ranks.
         rank: The sender's index in the group.
-        rounds: The numbers of the rounds, in the order in which they are sent.
-        device: The device of the tensors.
+        rounds: Numbers of the rounds, in the order in which they are sent.
+        device: Device of the tensors.
     """
 
     def __init__(self, group: Any, rank: int, rounds: Sequence[int], device: torch.device) -> None:

@@ -30,7 +30,7 @@ SwitchMode = Literal["random", "ascending", "descending", "fixed"]
 """The order of blocks: another random one in each pass, from the embedding on, from the last layer on, always one."""
 
 NUMBERED = re.compile(r"^(.*?\.)?(\d+)\.")
-"""The part of a parameter's name up to the first number: the name of its layer."""
+"""The name of a parameter's layer: its own name up to the first number."""
 
 EVERY_NAME = "."
 """A pattern of a block of all parameters."""
@@ -64,8 +64,8 @@ def split_blocks(
     Args:
         names: Names of the parameters, in the order of the model.
         layers_per_block: Layers that are trained together.
-        include_embedding: The embeddings are a block too, the first one.
-        include_lm_head: Parameters of neither a layer nor the embeddings are a block too, the last one.
+        include_embedding: Make the embeddings the first block.
+        include_lm_head: Make the parameters of neither a layer nor the embeddings the last block.
         patterns: Regular expressions: each makes a block of the parameters in whose names it is found, in place of
             layers. Parameters that none of them finds are not trained.
 
@@ -128,7 +128,6 @@ class BlockOptions:
     blocks: Sequence[str] = ()
 
     def split(self, names: Sequence[str]) -> list[WeightBlock]:
-        """Split parameters into blocks by :func:`split_blocks`."""
         return split_blocks(
             names,
             layers_per_block=self.layers_per_block,
@@ -172,7 +171,7 @@ class BlockAdamW(EachWeight):
 
     @property
     def block(self) -> int:
-        """Number of the block that the next step trains; a function of the steps taken and of the seed."""
+        """Index of the block that the next step trains; a function of the steps taken and of the seed."""
         mode, start = self.options.switch_mode, self.options.start_block
         count, turn = len(self.blocks), self.steps_taken // self.options.switch_block_every
         if mode == "random":
@@ -213,10 +212,9 @@ class BlockAdamW(EachWeight):
             self._train_block()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of the block that is trained, in float32: torch would cast it to the dtype of the weight.
+        """Load the state of the block, of an optimizer that has taken as many steps.
 
-        Args:
-            state_dict: The ``state_dict`` of an optimizer that has taken as many steps.
+        It stays in float32: torch would cast it to the dtype of the weight.
         """
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [parameter for group in self.param_groups for parameter in group["params"]]

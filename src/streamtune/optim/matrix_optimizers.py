@@ -1,33 +1,33 @@
 """Optimizers of the matrices of layers: GaLore, its natural gradient, and SinkGD.
 
-**GaLore** (arXiv 2403.03507, algorithm 2) is AdamW whose moments are of gradients projected to a low rank.
-Of a matrix with gradient G [m, n], m >= n, and a projection P [n, r] with orthonormal columns:
+**GaLore** (arXiv 2403.03507, algorithm 2) is AdamW whose moments are of gradients projected to a low rank. For a
+matrix with gradient G [m, n], m >= n, and a projection P [n, r] with orthonormal columns:
 
     R = G P                                               [m, r]
     M = b1 M + (1 - b1) R;  V = b2 V + (1 - b2) R^2       the moments, [m, r] in place of [m, n]
     W <- W - lr * scale * sqrt(1 - b2^t) / (1 - b1^t) * (M / (sqrt(V) + eps)) P^T
     W <- (1 - lr wd) W
 
-and with m < n the same of the transposed matrices. P is made anew every ``update_proj_gap`` steps from the gradient of
-that step; the moments stay as they are. It is one of three:
+and with m < n the same for the transposed matrices. P is made anew every ``update_proj_gap`` steps from the gradient of
+that step; the moments stay as they are. P is one of three:
 
     svd         the first r right singular vectors of G
-    randomized  those of a random sketch of G, which takes an r-th of n of the time (arXiv 0909.4061, algorithm 4.4)
+    randomized  the same of a random sketch of G, in r / n of the time (arXiv 0909.4061, algorithm 4.4)
     dct         the r columns D_i of the orthonormal cosine transform for which |G D_i| is largest: no decomposition,
-                and only their numbers are stored (arXiv 2505.17967)
+                and only their indices are stored (arXiv 2505.17967)
 
 Steps and moments of a weight are its own, so that weights may be stepped in any order: by
 ``streamtune.optim.WeightwiseOptimizer``, which also gives each a seed.
 
-With ``proj_type: full`` the other side is projected as well, by a Q [m, r] that is made like P, of G^T:
+With ``proj_type: full`` the other side is projected as well, by a Q [m, r] that is made like P from G^T:
 
     R = Q^T G P                                           [r, r]
     W <- W - lr * scale * sqrt(1 - b2^t) / (1 - b1^t) * Q (M / (sqrt(V) + eps)) P^T
 
 For adapters whose weight is normalised (``dora``) that is the method of arXiv 2412.19616.
 
-A projection is of the whole gradient: chunks of a sequence are added up before. Vectors, and matrices that the rank
-makes no smaller, are stepped by AdamW as they are.
+The whole gradient is projected: chunks of a sequence are added up before. AdamW steps vectors, and matrices that the
+rank makes no smaller, as they are.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ProjType = Literal["std", "full"]
 OVERSAMPLED = 8
 """Columns of a random sketch beyond the rank."""
 POWERS = 2
-"""Times that a sketch is multiplied with the gradient and its transpose, which makes small singular values smaller."""
+"""Multiplications of a sketch with the gradient and its transpose, which make small singular values smaller."""
 
 
 SMALLEST_NORM = 1e-8
@@ -120,7 +120,7 @@ class GaLoreAdamW(EachWeight):
     def _sides(
         self, grad: Tensor, group: dict[str, Any], state: dict[str, Any], *, anew: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return Q ``[m, r]`` and P ``[n, r]`` of a gradient ``[m, n]``; None is a side that is left as it is."""
+        """Return Q ``[m, r]`` and P ``[n, r]`` for a gradient ``[m, n]``; None for a side that is not projected."""
         wide = grad.shape[0] < grad.shape[1]
         sides = {"projection": wide}  # the shorter one first; True is the left one
         if group["proj_type"] == "full":
@@ -134,17 +134,13 @@ class GaLoreAdamW(EachWeight):
         return found.get(True), found.get(False)
 
     def _direction(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        """Return what the moments are of, from the projected gradient ``[m, r]`` or ``[r, r]``: here that itself."""
+        """Return the gradient of the moments from the projected gradient ``[m, r]`` or ``[r, r]``: here the same."""
         return grad
 
     def _projection(self, grad: Tensor, group: dict[str, Any], state: dict[str, Any], *, wide: bool) -> Tensor:
-        """Return P ``[n, r]`` of a gradient ``[m, n]``, or the numbers of the transform's columns, int64 ``[r]``.
+        """Return P ``[n, r]`` for a gradient ``[m, n]``, or the indices of the transform's columns, int64 ``[r]``.
 
-        Args:
-            grad: The gradient, transposed if ``wide``.
-            group: The options.
-            state: Of the weight: its steps, and a number of its own as ``seed``.
-            wide: The gradient is transposed: the projection is of the rows of the matrix.
+        With ``wide`` the gradient is transposed, and the rows of the matrix are projected.
         """
         rank, kind = group["rank"], group["projection"]
         if kind == "dct":
@@ -160,14 +156,13 @@ class GaLoreAdamW(EachWeight):
         return vectors[:rank].T.to(grad.dtype).contiguous()
 
     def _transform(self, grad: Tensor) -> Tensor:
-        """Return the cosine transform of a gradient's rows, made once."""
+        """Return the cosine transform for a gradient's rows, made once."""
         key = (grad.shape[1], grad.dtype, grad.device)
         if key not in self._transforms:
             self._transforms[key] = cosine_transform(*key)
         return self._transforms[key]
 
     def _columns_of(self, projection: Tensor, grad: Tensor) -> Tensor:
-        """Return P ``[n, r]``."""
         return projection if projection.dim() == 2 else self._transform(grad)[:, projection]
 
 
@@ -194,7 +189,7 @@ class NaturalGaLoreAdamW(GaLoreAdamW):
     DEFAULTS: ClassVar = {**GaLoreAdamW.DEFAULTS, "history": 8, "damping": 1.0}
 
     def _direction(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        """Return ``lambda F^-1 r`` of the projected gradient, and remember that one."""
+        """Return ``lambda F^-1 r`` for the projected gradient r, and remember r."""
         size = group["history"]
         if "history" not in state:
             state["history"] = torch.zeros(size, *grad.shape, dtype=grad.dtype, device=grad.device)
@@ -256,12 +251,7 @@ class SinkGD(EachWeight):
 
 
 def normalize_rows_and_columns(gradient: Tensor, iterations: int) -> Tensor:
-    """Return the normalised gradient, in float32 at least.
-
-    Args:
-        gradient: ``[m, n]``.
-        iterations: Times that the rows are normalised, and then the columns.
-    """
+    """Return the normalised gradient ``[m, n]``, in float32 at least."""
     rows, columns = gradient.shape
     x = gradient.float() if gradient.element_size() < 4 else gradient.clone()
     for _ in range(iterations):

@@ -76,11 +76,7 @@ class NarrowStatesAdamW(EachWeight):
         self._workers: _PieceWorkers | None = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state; moments are cast to this optimizer's dtype, and not to the weights'. Its seed stays.
-
-        Args:
-            state_dict: The ``state_dict`` of this optimizer or of torch's AdamW.
-        """
+        """Load a state of this optimizer or of torch's AdamW; moments get this optimizer's dtype. Its seed stays."""
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         self.state.clear()
@@ -119,19 +115,12 @@ class NarrowStatesAdamW(EachWeight):
 
 
 def _states_dtype(parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype of a weight's moments."""
     dtype: torch.dtype = parameter.dtype if group["states"] == "param" else getattr(torch, group["states"])
     return dtype
 
 
 class _PieceStep:
-    """A step of one weight, by pieces.
-
-    Args:
-        group: The options of the weight.
-        taken: Steps that were taken.
-        number: The place of the weight among the weights of the optimizer.
-    """
+    """A step of one weight, by pieces, after ``taken`` steps; ``number`` is the weight's index in the optimizer."""
 
     def __init__(self, group: dict[str, Any], taken: int, number: int) -> None:
         self.group, self.taken, self.number = group, taken, number
@@ -176,7 +165,6 @@ class _PieceWorkers:
             torch.set_num_threads(count)
 
     def map(self, call: Callable[[slice], None], pieces: list[slice]) -> None:
-        """Call a function of each piece."""
         for _ in map(call, pieces) if self._pool is None else self._pool.map(call, pieces):
             pass
 

@@ -1,15 +1,15 @@
-"""Learning-rate schedules by name: a dict literal; to add one, write a function, a line, and a line of its options.
+"""Learning-rate schedules by name. To add one, write a function and a line in :data:`SCHEDULES`.
 
-Schedules are pure functions of the step, so there is no state to save or to restore. Each is a factor in [0, 1] times
-the peak learning rate: a linear warm-up, then a decay.
+Schedules are pure functions of the step, so there is no state to save. Each is a factor in [0, 1] of the peak learning
+rate: a linear warm-up, then a decay.
 
     factor  1 |      /‾‾\\__            warm-up over steps 0 .. W-1, the peak at step W,
               |    /       \\__         then the decay, which reaches 0 one step after the last
             0 |__/____________\\__
               0    W           total
 
-Steps count from 0. Unlike a factor of ``step / W`` the warm-up starts above zero: a first step at a learning rate of
-exactly 0 would compute a gradient and throw it away.
+Steps count from 0. Unlike a factor ``step / W`` the warm-up starts above zero: a first step at learning rate 0 would
+waste a gradient.
 """
 
 from __future__ import annotations
@@ -29,15 +29,19 @@ LearningRateSchedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Decay:
-    """A step behind the warm-up."""
+    """A step after the warm-up.
+
+    Attributes:
+        step: Steps since the peak.
+        steps: Steps from the peak to the end of the run, at least 1.
+        warmup_steps: Steps before the peak.
+        learning_rate: Peak learning rate.
+    """
 
     step: int
-    """counted from 0 at the peak"""
     steps: int
-    """from the peak to the end of the run, at least 1"""
     warmup_steps: int
     learning_rate: float
-    """the peak"""
 
     @property
     def progress(self) -> float:
@@ -140,7 +144,7 @@ SCHEDULES: dict[str, Callable[..., float]] = {
     "power": _power,
     "warmup_stable_decay": _warmup_stable_decay,
 }
-"""Name -> the factor behind the warm-up, a function of :class:`Decay` and of the options of the schedule."""
+"""Name -> the factor after the warm-up, a function of :class:`Decay` and of the options of the schedule."""
 
 
 def build_schedule(
@@ -154,11 +158,11 @@ def build_schedule(
     """Return the learning rate as a function of the step.
 
     Args:
-        name: A key of :data:`SCHEDULES`.
-        learning_rate: The peak.
+        name: Key of :data:`SCHEDULES`.
+        learning_rate: Peak learning rate.
         total_steps: Optimizer steps of the whole run.
-        warmup_steps: Steps of the linear warm-up; more than ``total_steps`` never reaches the peak.
-        options: Settings of the schedule, by name: the arguments of its function.
+        warmup_steps: Steps of the linear warm-up; with more than ``total_steps`` the peak is never reached.
+        options: Arguments of the schedule's function, by name.
 
     Raises:
         ArgumentError: No schedule has this name, or it has no such option.

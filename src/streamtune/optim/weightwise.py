@@ -3,11 +3,11 @@
     for each weight with a gradient:   library's optimizer.param_groups = [{"params": [weight], ...}];   .step()
 
 A step needs temporaries for one weight instead of all. And a library that counts its steps by group counts them by
-weight: stepped in the backward, or on the host, each weight has its own count, which is saved with its state. What a
-library computes from all of its weights at once, such as a norm of all gradients, is the training loop's.
+weight: stepped in the backward, or on the host, each weight has its own count, which is saved with its state. Facts of
+all weights at once, such as the norm of all gradients, are left to the training loop.
 
-With ``rounding: stochastic`` a bfloat16 weight is handed to the library in float32, with its gradient, and rounded
-stochastically after the step (``narrow_states``). The library's states are then float32.
+With ``rounding: stochastic`` the library gets a bfloat16 weight and its gradient in float32, and the weight is rounded
+stochastically after the step (``weight_step``). The library's states are then float32.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from streamtune.optim.weight_step import hash_of, pieces_of, random_bits, round_
 OWN_KEYS = ("params", "rule", "lr_scale", "seed", "rounding")
 """Keys of a group that are not the library's options."""
 COUNT = "group."
-"""Prefix of numbers that a library keeps in a group, in the state of a weight."""
+"""Prefix, in the state of a weight, of numbers that a library keeps in a group."""
 TAKEN = "taken"
-"""Count of steps of a weight of which nothing else is kept: a checkpoint has something of each."""
+"""Count of steps of a weight without other state: a checkpoint has an entry for each weight."""
 ROUNDED = "rounded"
-"""Count of steps of a weight that is rounded stochastically: the random bits of each step are other ones."""
+"""Count of steps of a weight that is rounded stochastically: each step has its own random bits."""
 
 
 class WeightwiseOptimizer(torch.optim.Optimizer):
-    """A library's optimizer, a weight at a time; another one for each group.
+    """A library's optimizer that steps a weight at a time; one optimizer for each group.
 
     Args:
-        groups: Each with ``params``, ``rule`` (a key of ``RULES``), ``lr``, ``weight_decay`` and the rule's options.
+        groups: Groups with ``params``, ``rule`` (a key of ``RULES``), ``lr``, ``weight_decay`` and the rule's options.
     """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
@@ -62,11 +62,7 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
                     self._step_one(index, group, parameter)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state whose tensors are those of :func:`pack_state`; dtypes stay as they were saved.
-
-        Args:
-            state_dict: ``state`` by the number of a weight, and ``param_groups``.
-        """
+        """Load a state packed by :func:`pack_state`; dtypes stay as they were saved."""
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         self.state.clear()
@@ -94,17 +90,17 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
         rounded = self.state[parameter].pop(ROUNDED, 0) + 1
         self._step_whole(index, group, parameter, wide)
         self.state[parameter][ROUNDED] = rounded
-        of = (group.get("seed", 0), rounded, self._number.get(id(parameter), 0), *group["rule"].encode())
+        key = (group.get("seed", 0), rounded, self._number.get(id(parameter), 0), *group["rule"].encode())
         target = parameter if parameter.is_contiguous() else parameter.contiguous()
         values, out = wide.detach().contiguous().view(-1), target.view(-1)
         for piece in turns(pieces_of(values), parameter.device):
-            bits = random_bits(len(values[piece]), parameter.device, *of, piece.start)
+            bits = random_bits(len(values[piece]), parameter.device, *key, piece.start)
             round_stochastically(values[piece], bits, out=out[piece])
         if target is not parameter:
             parameter.copy_(target)
 
     def _step_whole(self, index: int, group: dict[str, Any], parameter: nn.Parameter, stepped: nn.Parameter) -> None:
-        """Let the library step ``stepped``: the weight, or its copy in float32. The states are the weight's."""
+        """Let the library step ``stepped``: the weight, or its float32 copy. The state is the weight's."""
         rule = RULES[group["rule"]]
         state = self.state[parameter]
         inner = self._inner.get(index)
@@ -137,7 +133,7 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _draws(self, rule: Rule, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Iterator[None]:
-        """Give a step that draws random numbers its own, and leave those of the run as they were."""
+        """Context: give a step its own random numbers if it draws any, and leave the run's random state as it was."""
         if not (rule.draws and group[rule.draws]) or parameter.is_meta:
             yield
             return
@@ -148,7 +144,7 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
             yield
 
     def _allocate(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
-        """Allocate, on ``meta``, what the library keeps of a weight and what its step holds for a moment."""
+        """Allocate, on ``meta``, the library's state of a weight and the temporaries of its step."""
         entry, shape, width = OPTIMIZERS[group["rule"]], tuple(parameter.shape), parameter.element_size()
         wide: Tensor = parameter
         if _is_rounded(parameter, group):
@@ -164,7 +160,6 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
 
 
 def _is_rounded(parameter: Tensor, group: Mapping[str, Any]) -> bool:
-    """Return True for a weight that is stepped in float32 and rounded stochastically."""
     return parameter.dtype == torch.bfloat16 and group.get("rounding") == "stochastic"
 
 
@@ -175,16 +170,15 @@ def _eager(rule: Rule, parameter: Tensor) -> AbstractContextManager[Any]:
 
 
 def is_averaged(group: Mapping[str, Any]) -> bool:
-    """Return True if the weights of a group are evaluated and saved as an average."""
+    """Return True if an average of a group's weights is evaluated and saved."""
     rule = RULES.get(group.get("rule", ""))
     return rule is not None and rule.average is not None
 
 
 def averaged_weights(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield the weights of which another one is evaluated and saved, with that one.
+    """Yield the weights whose average is evaluated and saved, with the average.
 
-    Args:
-        optimizer: Anything with ``param_groups`` and ``state``.
+    ``optimizer`` has ``param_groups`` and ``state``.
     """
     for group in optimizer.param_groups:
         rule = RULES.get(group.get("rule", ""))
@@ -194,7 +188,7 @@ def averaged_weights(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
 
 
 def state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the state of a weight; of a quantised tensor ``x``, those it consists of: ``x.codes`` ..."""
+    """Yield the tensors of a weight's state; for a quantised tensor ``x`` its parts: ``x.codes`` ..."""
     for key, value in state.items():
         if isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter):
             names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -207,10 +201,10 @@ def state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def pack_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the state of a weight as plain tensors, which a checkpoint can have. Nothing is copied but numbers.
+    """Return the state of a weight as plain tensors for a checkpoint. Only numbers are copied.
 
-    A whole number becomes int64, another one float64, both without dimensions. Of a quantised tensor ``x`` there are
-    those of :func:`state_tensors`, and ``x.shape``; of another object, its tensors and its whole numbers.
+    Integers become int64, other numbers float64, both without dimensions. A quantised tensor ``x`` becomes its parts
+    (:func:`state_tensors`) and ``x.shape``; another object becomes its tensors and its integers.
     """
     packed = dict(state_tensors(state))
     for key, value in state.items():
@@ -225,12 +219,12 @@ def pack_state(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def pack_number(value: float) -> Tensor:
-    """Return a number as a tensor without dimensions: int64 of a whole one, float64 of another."""
+    """Return a number as a tensor without dimensions: int64 for an integer, else float64."""
     return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
 
 
 def unpack_number(x: Tensor) -> Any:
-    """Return the number that :func:`pack_number` was given; a count of a library's own, which is float32, as it is."""
+    """Return the number that :func:`pack_number` packed; a library's own float32 count stays a tensor."""
     return x.item() if x.dtype in (torch.int64, torch.float64) else x
 
 
@@ -239,12 +233,12 @@ def _copied(x: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _unpacked(entry: Mapping[str, Tensor], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what :func:`pack_state` was given, on the device of the weight."""
+    """Return the state that :func:`pack_state` packed, on the device of the weight."""
     rule, state, wide = RULES[group["rule"]], dict[str, Any](), _is_rounded(parameter, group)
     parts: dict[str, dict[str, Any]] = {}
     for key, value in entry.items():
         prefix, _, name = key.rpartition(".")
-        if not isinstance(value, Tensor):  # of `state_dict`, not of a checkpoint
+        if not isinstance(value, Tensor):  # from `state_dict`, not from a checkpoint
             state[key] = value
         elif prefix in rule.objects:
             parts.setdefault(prefix, {})[name] = value.item() if value.ndim == 0 else _copied(value, parameter)

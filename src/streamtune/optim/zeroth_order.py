@@ -6,18 +6,18 @@ directions:
     s = (L(w + eps z) - L(w - eps z)) / (2 eps)               the slope of the loss along z
     w <- w - lr (mean of s z over the directions) - lr weight_decay w
 
-z is never stored. It is drawn piece by piece, by a seed made of the run's, the step, the direction, the weight and the
-place in it. E[s^2] is the square of the norm of the gradient.
+z is never stored. It is drawn piece by piece, from a seed made of the run's seed, the step, the direction, the weight
+and the place in it. E[s^2] is the squared norm of the gradient.
 
-*What rounding does.* The paper adds eps z, subtracts 2 eps z and adds eps z, which leaves each weight off by a few
-roundings a step. Here a weight gets its own bits back (:func:`perturbed`), from copies of one layer at a time. In its
-dtype ``w + eps z`` is a rounded number, so the loss was measured along
+*Rounding.* The paper adds eps z, subtracts 2 eps z and adds eps z, which leaves each weight off by a few roundings a
+step. Here a weight gets its own bits back (:func:`perturbed`), from copies of one layer at a time. ``w + eps z`` is
+rounded to the dtype of the weight, so the loss was measured along
 
     d = (round(w + eps z) - round(w - eps z)) / (2 eps)
 
-and w is stepped along d in place of z. In fp32 the two are the same but for rounding. In bfloat16 a step is 2^-8 of a
+and w is stepped along d in place of z. In fp32 the two are equal up to rounding. In bfloat16 a step is 2^-8 of a
 weight: where eps z is less than half of that, d is 0, and the weight, which had no part in the slope, stays as it is.
-Weights of bfloat16 are stepped in fp32 and rounded stochastically, since a step is far less than their precision.
+bfloat16 weights are stepped in fp32 and rounded stochastically, since a step is far less than their precision.
 """
 
 from __future__ import annotations
@@ -33,22 +33,19 @@ from streamtune.ops.devices import turns
 from streamtune.optim.weight_step import pieces_of, random_bits, round_stochastically, seeded
 
 BITS = -1
-"""Stands in a seed, in place of the number of a direction, for the bits of stochastic rounding."""
+"""Number in a seed, in place of the direction, for the bits of stochastic rounding."""
 
 
 class ZerothOrderSGD(torch.optim.Optimizer):
-    """SGD along random directions, by slopes that were measured along them. It has no state but the steps taken.
+    """SGD along random directions, by slopes that were measured along them. Its only state is ``steps_taken``.
 
     Args:
         params: Parameters, or groups of them.
-        lr: The learning rate.
+        lr: Learning rate.
         weight_decay: Decoupled decay.
-        eps: Times z, the distance from the weights at which losses are measured.
+        eps: Factor of z: the distance from the weights at which losses are measured.
         directions: Directions of a step, n.
-        seed: Of the random numbers.
-
-    Attributes:
-        steps_taken: Steps taken, a part of the seed of the next.
+        seed: Seed of the random numbers.
     """
 
     def __init__(
@@ -73,13 +70,7 @@ class ZerothOrderSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def perturb(self, parameter: Tensor, direction: int, sign: int) -> None:
-        """Set a weight w to w + sign eps z, rounded to its dtype.
-
-        Args:
-            parameter: The weight.
-            direction: Number of the direction, whose z it is.
-            sign: 1 or -1.
-        """
+        """Set a weight w to w + sign eps z, rounded to its dtype; z is the direction's, ``sign`` is 1 or -1."""
         with _flat(parameter) as flat:
             for piece in turns(pieces_of(flat), flat.device):
                 z = self._normal(parameter, direction, piece, flat)
@@ -87,11 +78,7 @@ class ZerothOrderSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, slopes: Sequence[float] | None = None) -> None:  # type: ignore[override]
-        """Step all weights, which are those that the slopes were measured around.
-
-        Args:
-            slopes: Of each direction; None, for a simulation, is as many of 0.
-        """
+        """Step all weights, by the slope of each direction; None (in a simulation) is a slope of 0 for each."""
         slopes = [0.0] * self.directions if slopes is None else slopes
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -101,7 +88,7 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         self.steps_taken += 1
 
     def moved_share(self) -> float:
-        """Return the part of all values that are another number at w + eps z than at w - eps z, in the next step."""
+        """Return the share of values that differ between w + eps z and w - eps z, in the next step."""
         moved = total = 0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -112,21 +99,17 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         return moved / max(total, 1)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing: there is no state of any weight.
-
-        Args:
-            state_dict: Not read.
-        """
+        """Do nothing: weights have no state."""
 
     def _normal(self, parameter: Tensor, direction: int, piece: slice, flat: Tensor) -> Tensor:
-        """Draw z of a piece, [n], in float32 or wider if the weight is."""
+        """Draw z of a piece, ``[n]``, in float32 or wider if the weight is."""
         wide = torch.promote_types(flat.dtype, torch.float32)
         z = torch.empty(piece.stop - piece.start, dtype=wide, device=flat.device)
-        of = (self.seed, self.steps_taken, direction, self._number[id(parameter)], piece.start)
-        return z.normal_(generator=seeded(flat.device, *of))
+        key = (self.seed, self.steps_taken, direction, self._number[id(parameter)], piece.start)
+        return z.normal_(generator=seeded(flat.device, *key))
 
     def _measured(self, parameter: Tensor, direction: int, piece: slice, flat: Tensor) -> Tensor:
-        """Return d of a piece, [n], in the dtype of z: the direction in which the loss was really measured."""
+        """Return d of a piece, ``[n]``, in the dtype of z: the direction along which the loss was really measured."""
         z = self._normal(parameter, direction, piece, flat).mul_(self.eps)
         weight = flat[piece]
         above = (weight + z).to(weight.dtype)  # the wider of the two, and rounded as `perturb` does
@@ -143,8 +126,8 @@ class ZerothOrderSGD(torch.optim.Optimizer):
             update.add_(self._measured(parameter, direction, piece, flat), alpha=slope / len(slopes))
         new = wide.add_(update, alpha=-group["lr"])
         if weight.dtype == torch.bfloat16:
-            of = (self.seed, self.steps_taken, BITS, self._number[id(parameter)], piece.start)
-            round_stochastically(new, random_bits(len(new), flat.device, *of), out=weight)
+            key = (self.seed, self.steps_taken, BITS, self._number[id(parameter)], piece.start)
+            round_stochastically(new, random_bits(len(new), flat.device, *key), out=weight)
         else:
             weight.copy_(new)
 
@@ -153,16 +136,16 @@ class ZerothOrderSGD(torch.optim.Optimizer):
 def perturbed(
     optimizer: ZerothOrderSGD, model: nn.Module, layers: Sequence[nn.Module], direction: int, sign: int
 ) -> Iterator[None]:
-    """Let the model compute with all trained weights at w + sign eps z while inside; afterwards they have their bits.
+    """Context in which a model computes with all trained weights at w + sign eps z; afterwards they have their bits.
 
-    Weights of a layer are perturbed while the layer is called, those of no layer, or of a layer and elsewhere, for as
-    long as the context is open. So there are copies of these and of one layer.
+    Weights of a layer are perturbed while the layer is called; weights of no layer, or of a layer and another module,
+    for as long as the context is open. So there are copies of these and of one layer.
 
     Args:
-        optimizer: Has eps, the seed, and the weights that it trains.
+        optimizer: The optimizer, with eps, the seed, and its trained weights.
         model: The model; it is called without gradients.
         layers: Its decoder layers, each called as a module.
-        direction: Number of the direction.
+        direction: Index of the direction.
         sign: 1 or -1.
     """
     kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -200,7 +183,7 @@ def perturbed(
 def _by_layer(
     optimizer: ZerothOrderSGD, model: nn.Module, layers: Sequence[nn.Module]
 ) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """Return the trained weights of each layer that are in no module outside of the layers, and all others."""
+    """Return the trained weights of each layer that are in no module outside the layers, and all other weights."""
     within = {id(module) for layer in layers for module in layer.modules()}
     outside = {
         id(parameter)
@@ -217,7 +200,7 @@ def _by_layer(
 
 @contextmanager
 def _flat(parameter: Tensor) -> Iterator[Tensor]:
-    """Yield a weight as one row of values, [n], which are written back if it does not lie as one in memory."""
+    """Yield a weight as one row of values, ``[n]``, which are written back if the weight is not contiguous."""
     whole = parameter.detach()
     if whole.is_contiguous():
         yield whole.view(-1)

@@ -33,18 +33,18 @@ from streamtune.ops.fused import gains
 R = TypeVar("R")
 
 KEY_BLOCK = 1024
-"""Keys whose gradient a backward computes at once, as long as it has no more queries: a prefix is as long as the
-sequence, what a kernel needs for dK and dV of a block of it is not."""
+"""Keys whose gradient a backward computes at once, unless it has more queries. A prefix is as long as the sequence, but
+a kernel's memory for dK and dV of a block is not."""
 
 MORE_KEYS = 2
-"""Times as many keys as queries in a block, where every call is launches of its own and a pass over dQ."""
+"""Keys of a block for each query, on devices where every call costs launches and a pass over dQ."""
 
 TILE_ELEMENTS = 1 << 22
-"""Scores the tiled formula holds at once (16 MiB in fp32), whatever the lengths are."""
+"""Scores that the tiled formula holds at once (16 MiB in fp32)."""
 
 
 def key_block(queries: int, device: torch.device) -> int:
-    """Return the number of keys whose gradient the backward of so many queries computes at once."""
+    """Return how many keys' gradients the backward of so many queries computes at once."""
     return max(KEY_BLOCK, queries * (MORE_KEYS if gains(device) else 1))
 
 
@@ -66,13 +66,13 @@ def prefix_attention(
     Args:
         q_BHTD: Queries, any floating dtype.
         k_BGSD, v_BGSD: Keys and values of the prefix and of the chunk itself.
-        view: The keys that each query sees, as a mask; ``view.shape[2:] == (T, S)``.
+        view: Mask of the keys that each query sees; ``view.shape[2:] == (T, S)``.
         scale: Factor on the scores, usually ``D ** -0.5``.
         softcap: ``c * tanh(score / c)`` in place of the score (Gemma 2).
-        sinks_H: One more logit per head in the softmax, with no value behind it (gpt-oss).
+        sinks_H: One more logit per head in the softmax, without a value (gpt-oss).
         dropout: Probability that an attention weight is dropped; the mask is drawn again, not stored, in the backward.
-        memory: Returns the output if it was computed before, and stores it otherwise.
-        prefix: Accumulates the gradient of the first keys and values; that of the rest goes to its ``own``.
+        memory: Store of the output; it returns an output that was computed before.
+        prefix: Accumulator of the gradient of the first keys and values; its ``own`` get the other keys' gradient.
 
     Returns:
         ``[B, H, T, D]`` in the dtype of ``q_BHTD``. A query that sees no key (left padding) gives zeros.
@@ -96,10 +96,10 @@ class Memory(Protocol):
     """Outputs and log-sum-exps of attentions that ran before."""
 
     def recall(self) -> tuple[Tensor, Tensor] | None:
-        """Return o ``[B, H, T, D]`` and lse ``[B, H, T]`` of the attention that runs now, None if not known."""
+        """Return o ``[B, H, T, D]`` and lse ``[B, H, T]`` of the current attention; None if they are not known."""
 
     def keep(self, o: Tensor, lse: Tensor) -> None:
-        """Store o and lse of the attention that runs now."""
+        """Store o and lse of the current attention."""
 
 
 class Prefix(Protocol):
@@ -111,7 +111,7 @@ class Prefix(Protocol):
 
     @property
     def own(self) -> tuple[Tensor, Tensor]:
-        """The keys and values behind them ``[B, G, S - length, D]``, which get the gradient of the rest."""
+        """The keys and values behind them ``[B, G, S - length, D]``, as leaves of their gradient."""
 
     def begin(self) -> None:
         """Allocate their gradient, if it is not allocated yet."""
@@ -121,7 +121,7 @@ class Prefix(Protocol):
 
 
 def without_autocast(backward: Callable[[Any, Tensor], R]) -> Callable[[Any, Tensor], R]:
-    """Wrap the ``backward`` of an attention: its matmuls are in the dtypes it chooses, as those of its forward are."""
+    """Wrap the ``backward`` of an attention, which chooses the dtypes of its matmuls as its forward does."""
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, grad_o: Tensor) -> R:
@@ -203,14 +203,14 @@ class _PrefixAttention(torch.autograd.Function):
 
 
 def sinks_gradient(grad_o: Tensor, sinks: Tensor, o: Tensor, lse: Tensor) -> Tensor:
-    """Return the gradient ``[H]`` of the sinks, given merged output and log-sum-exp."""
+    """Return the gradient ``[H]`` of the sinks, from merged output and log-sum-exp."""
     delta_BHT = (grad_o.to(lse.dtype) * o.to(lse.dtype)).sum(-1)
     p_BHT = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
     return -(p_BHT * delta_BHT).sum((0, 2)).to(sinks.dtype)
 
 
 class _KeyGradients:
-    """Accumulator of dK and dV over segments: those of the prefix go to ``prefix``, the others are summed here."""
+    """Accumulator of dK and dV over segments: the prefix sums its own, the others are summed here."""
 
     def __init__(self, k: Tensor, v: Tensor, prefix: Prefix | None, dtype: torch.dtype) -> None:
         self.prefix, self.first = prefix, 0 if prefix is None else prefix.length
@@ -218,7 +218,6 @@ class _KeyGradients:
         self.v = torch.zeros_like(v[:, :, self.first :], dtype=dtype)
 
     def add(self, place: Place, grad_k: Tensor, grad_v: Tensor) -> None:
-        """Add the share of the keys at a place in ``[B, G, S, D]``."""
         rows, heads, keys = place
         before = min(max(self.first - keys.start, 0), keys.stop - keys.start)
         if before:
@@ -234,7 +233,7 @@ class _KeyGradients:
 def seen(o: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype, masked: bool) -> tuple[Tensor, Tensor]:
     """Add the sinks to merged output and log-sum-exp, and give zeros to queries that see no key.
 
-    ``dtype`` is that of the queries; ``masked`` is True if some query may see no key.
+    ``dtype`` is the queries' dtype; ``masked`` is True if some query may see no key.
     """
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
@@ -246,7 +245,7 @@ def seen(o: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype, maske
 
 
 def _merged(pieces: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of all queries: pieces of the same queries merged, of others side by side."""
+    """Return output and log-sum-exp of all queries: pieces of the same queries are merged."""
     regions = [list(group) for _, group in groupby(pieces, key=lambda piece: piece.segment.queries)]
     if len(regions) == 1:
         return _merged_region(regions[0], q, k, v)
@@ -265,7 +264,6 @@ def _merged(pieces: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
 
 
 def _merged_region(region: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge output and log-sum-exp of pieces that all have the same queries."""
     o, lse = region[0].forward(q, k, v)
     if len(region) > 1:
         o = o.to(lse.dtype)  # rounded once, after the merge
@@ -279,7 +277,7 @@ def _merged_region(region: list[Piece], q: Tensor, k: Tensor, v: Tensor) -> tupl
 
 
 class Piece:
-    """One segment, computed by the fused kernel if there is one, and by the tiled formula otherwise.
+    """One segment, computed by a fused kernel if there is one, else by the tiled formula.
 
     ``queries`` and ``keys`` are its places in ``[B, H, T, D]`` and ``[B, G, S, D]``.
     """
@@ -291,10 +289,10 @@ class Piece:
         self.keys = (rows, slice(None), slice(segment.start, segment.stop))
 
     def key_blocks(self, device: torch.device) -> Iterator[tuple[Piece, float]]:
-        """Yield the piece in blocks of keys, each with a factor, which is 1 but in a simulated step.
+        """Yield the piece in blocks of keys, each with a factor, which is 1 outside of a simulated step.
 
         Given the log-sum-exp of all keys, the backward of a block needs no other block. The blocks of a simulated step
-        are alike: one is yielded, with the number of blocks as its factor, the last counted in part. So its work grows
+        are alike: one is yielded, with the number of blocks as its factor, the last counted in part. So the work grows
         linearly with the keys.
         """
         segment = self.segment
@@ -317,7 +315,7 @@ class Piece:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]`` of the segment's queries over its keys alone.
 
-        The output is in the dtype of q from a fused kernel, and not yet rounded to it from the formula.
+        A fused kernel's output has the dtype of q; the formula's is not rounded yet.
         """
         q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._kernel(q, k, v)
         if kernel is not None:
@@ -327,7 +325,7 @@ class Piece:
     def backward(
         self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of this segment's q, k, v, given merged output ``o`` and log-sum-exp ``lse`` of all."""
+        """Return the gradients of this segment's q, k, v, from the merged output ``o`` and log-sum-exp ``lse``."""
         q, k, v, kernel = q[self.queries], k[self.keys], v[self.keys], self._kernel(q, k, v)
         grad_o, o, lse = grad_o[self.queries], o[self.queries], lse[self.queries].contiguous()
         if kernel is not None:
@@ -335,7 +333,7 @@ class Piece:
         return self._tiled_backward(grad_o, q, k, v, o, lse)
 
     def by_formula(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Return True if this segment is computed by the tiled formula."""
+        """Return True if no fused kernel computes this segment."""
         return self._kernel(q, k, v) is None
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Kernel | None:
@@ -372,7 +370,7 @@ class Piece:
         return view.mask.tile(first + rows.start, first + rows.stop, *keys, segment.row)
 
     def _kept(self, shape: torch.Size, rows: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return dropout's factor on the weights of a tile, a function of the seed, the segment and the rows only."""
+        """Return dropout's factor on the weights of a tile: a function of the seed, the segment and the rows."""
         place = 1_000_003 * self.segment.start + self.segment.q_start + rows.start
         seed = (self.seed + place + (self.segment.row or 0) * (1 << 48)) % (1 << 62)
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)

@@ -1,8 +1,8 @@
 """One ``flex_attention`` call for a whole view of a mask: its fields as a mask function, its blocks from its tiles.
 
 Dong et al., Flex Attention, arXiv 2412.05496. Compiled on CUDA; uncompiled it would build all scores, so without a
-compiler it is not used. Everything that differs between chunks is a tensor to the compiled function, so that it is not
-compiled again for each.
+compiler it is not used. The compiled function takes all differences between chunks as tensors, so that it is not
+compiled again for each chunk.
 """
 
 from __future__ import annotations
@@ -35,13 +35,7 @@ Modifier = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class FlexView:
-    """A view's attention by flex attention, with a softcap or without.
-
-    Args:
-        view: The keys that each query sees, as a mask.
-        scale: Factor on the scores.
-        softcap: ``c * tanh(score / c)`` in place of the score.
-    """
+    """A view's attention by flex attention; arguments as for ``prefix_attention``."""
 
     name = "flex"
 
@@ -64,7 +58,7 @@ class FlexView:
         """Compute ``ViewKernel.backward``.
 
         flex gives ``dS = P (a dP - a rowsum(dO o_own) + g)`` for gradients ``a dO`` of its output and ``g`` of its
-        log-sum-exp. With ``a = exp(lse_own - lse)``, ``a P`` is the softmax wanted, whose ``dS`` has ``a rowsum(dO o)``
+        log-sum-exp. With ``a = exp(lse_own - lse)``, ``a P`` is the wanted softmax, whose ``dS`` has ``a rowsum(dO o)``
         in the middle: ``g`` is the difference.
         """
         if self._kept is None:
@@ -89,7 +83,7 @@ class FlexView:
 
 
 LAYOUTS = 64
-"""Compiled functions at most: one for each way in which queries, keys and values lie in memory."""
+"""Limit of compiled functions: one for each memory layout of queries, keys and values."""
 
 
 @lru_cache(maxsize=1)
@@ -121,7 +115,7 @@ def _score_mod(softcap: float | None, device: torch.device) -> Callable[..., Ten
 
 
 _masks: WeakKeyDictionary[MaskRules, dict[tuple[int, int, int, int], BlockMask]] = WeakKeyDictionary()
-"""Layers share a mask, and the backward asks again."""
+"""Block masks that were made: layers share a mask, and the backward asks again."""
 
 
 def _block_mask(view: MaskView) -> BlockMask:
@@ -133,7 +127,7 @@ def _block_mask(view: MaskView) -> BlockMask:
 
 
 def _make_block_mask(view: MaskView) -> BlockMask:
-    """Find the blocks seen in part and those seen as a whole, one row of blocks at a time: one tile in memory."""
+    """Find the blocks that are seen in part or as a whole, one row of blocks at a time: one tile in memory."""
     mask, queries, keys = view.mask, view.q_stop - view.q_start, view.k_stop - view.k_start
     some, whole = [], []
     for start in range(view.q_start, view.q_stop, BLOCK):
@@ -151,14 +145,14 @@ def _make_block_mask(view: MaskView) -> BlockMask:
 
 
 def _listed(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the number of marked key blocks for each query block ``[B, 1, rows]``, and key blocks, marked first."""
+    """Return how many key blocks are marked for each query block ``[B, 1, rows]``, and the key blocks, marked first."""
     found = torch.stack(rows, dim=1)[:, None].int()
     order = found.argsort(dim=-1, descending=True, stable=True)
     return found.sum(-1, dtype=torch.int32), order.int()
 
 
 def _mask_mod(view: MaskView) -> Modifier:
-    """Return the mask as a function of batch row, head and the places of query and key in the view."""
+    """Return the mask as a function of batch row, head, and the places of query and key in the view."""
     mask = view.mask
     q_start, k_start = (_filled(start, mask.device) for start in (view.q_start, view.k_start))
     # A mask without a window has one that nothing lies outside of: it is compiled like one that has.
@@ -192,7 +186,7 @@ def _mask_mod(view: MaskView) -> Modifier:
 
 
 def _filled(number: int, device: torch.device) -> Tensor:
-    """Return a number as a tensor, made on the device: a copy of it would wait."""
+    """Return a number as a tensor made on the device: a copy would wait."""
     return torch.full((), number, device=device)
 
 
@@ -202,7 +196,7 @@ def _read(x_BL: Tensor, b: Tensor, place: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def flex_is_right(device: torch.device, dtype: torch.dtype, heads: TrialHeads, softcapped: bool) -> bool:
-    """Return True if it is right on small problems: packed rows, window, a sink in the log-sum-exp, gradients."""
+    """Return True if flex attention is right on small problems: packed rows, window, sink, gradients."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the compiler

@@ -1,10 +1,10 @@
-"""Kernels beyond their limits: in several calls for many elements, with zeros behind heads of other sizes.
+"""Kernels beyond their limits: several calls for many elements, zero padding for other head sizes.
 
 A kernel is called in blocks where one call would have more elements than it can count. The blocks of keys are merged
 as segments are in ``ops.attention``, and their backward is exact for the same reason.
 
-Heads of a size that a kernel does not have are padded: zeros behind them change no score and no output. Latent
-attention (DeepSeek) has values shorter than its queries and keys; kernels on CUDA want multiples of 8.
+Zeros behind a head change no score and no output. Latent attention (DeepSeek) has values shorter than its queries and
+keys; kernels on CUDA want multiples of 8.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from streamtune.ops.attention.kernel_trial import Grads, Kernel, Scores
 from streamtune.ops.devices import MAX_ELEMENTS, blocks
 
 ROUND = 128
-"""Blocks are a multiple of this where they are larger: kernels read keys in tiles of 64 or 128."""
+"""Larger blocks are a multiple of this: kernels read keys in tiles of 64 or 128."""
 
 
 def in_blocks(kernel: Kernel, q_BHTD: Tensor, k_BGSD: Tensor, most: int = MAX_ELEMENTS) -> Kernel:
-    """Return ``kernel`` itself if q and k are within its limits, else one that makes several calls, each within them.
+    """Return ``kernel`` itself if q and k are within its limits, else a kernel that makes several calls within them.
 
-    No call then has ``k`` at all H heads (what a backward may allocate for its gradient) with more than ``most``
-    elements, or more queries or keys than ``kernel.longest``.
+    No call then has more queries or keys than ``kernel.longest``, or more than ``most`` elements of ``k`` at all H
+    heads (a backward may allocate as many for its gradient).
     """
     batch, heads, queries, size = q_BHTD.shape
     longest = min(kernel.longest, max(1, most // max(1, batch * heads * size)))
@@ -39,19 +39,16 @@ def in_blocks(kernel: Kernel, q_BHTD: Tensor, k_BGSD: Tensor, most: int = MAX_EL
 
 
 class _InBlocks:
-    """The two functions of a kernel, in blocks of ``longest`` queries and keys."""
-
     def __init__(self, kernel: Kernel, longest: int) -> None:
         self.kernel, self.longest = kernel, longest
 
     def _keys(self, queries: slice, keys: int, causal: bool) -> Iterator[tuple[slice, bool]]:
-        """Yield the blocks of keys that a block of queries sees, each with True if it sees only the causal triangle."""
+        """Yield the blocks of keys that a block of queries sees, with True if it sees only the causal triangle."""
         for block in blocks(keys, self.longest):
             if not causal or block.start < queries.stop:
                 yield block, causal and block == queries
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """Compute ``Kernel.forward`` in blocks."""
         done = []
         for rows in blocks(q.shape[2], self.longest):
             parts = (
@@ -65,7 +62,7 @@ class _InBlocks:
     def backward(
         self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
-        """Compute ``Kernel.backward`` in blocks; gradients that several calls add to are summed in fp32."""
+        """Compute ``Kernel.backward``; gradients that several calls add to are summed in fp32."""
         wide = torch.promote_types(q.dtype, torch.float32)
         sums = wide if q.shape[2] > self.longest else k.dtype
         grad_q = torch.empty_like(q)
@@ -89,7 +86,7 @@ class _InBlocks:
 def merged(parts: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Merge output and log-sum-exp of several parts, each computed over its own keys alone.
 
-    The output stays in the dtype of the log-sum-exp if there is more than one part.
+    The output of more than one part has the dtype of the log-sum-exp.
     """
     o, lse = next(parts)
     for o_s, lse_s in parts:
@@ -106,7 +103,7 @@ def _part(scores: Scores, rows: slice, keys: slice, triangle: bool) -> Scores:
 
 
 def padded(kernel: Kernel, size: int) -> Kernel:
-    """``kernel`` on heads of ``size``, for queries, keys and values of that or less."""
+    """Return ``kernel`` for heads of at most ``size``, which are padded to it."""
     pads = _Padded(kernel, size)
     return replace(kernel, forward=pads.forward, backward=pads.backward)
 
@@ -120,14 +117,12 @@ class _Padded:
         return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """``Kernel.forward``, with an output as long as the values are."""
         o, lse = self.kernel.forward(self._wide(q), self._wide(k), self._wide(v), scores)
         return o[..., : v.shape[-1]], lse
 
     def backward(
         self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scores: Scores
     ) -> Grads:
-        """``Kernel.backward``."""
         wide = [self._wide(x) for x in (grad_o, q, k, v, o)]
         grads = self.kernel.backward(wide[0], wide[1], wide[2], wide[3], wide[4], lse, scores)
         grad_q, grad_k, grad_v = (g[..., : x.shape[-1]] for g, x in zip(grads, (q, k, v), strict=True))

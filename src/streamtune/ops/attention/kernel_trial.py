@@ -23,13 +23,13 @@ from torch import Tensor
 from streamtune.ops.devices import kernel_device, median_time
 
 RUNS = 5
-"""Timed runs of a kernel, of which the median counts; one more before them is not counted."""
+"""Timed runs of a kernel, of which the median counts, after a first run."""
 MARGIN = 0.95
-"""A kernel takes the place of one before it in the list only where it needs less than this share of its time."""
+"""Share of an earlier kernel's time below which a later one in the list is preferred."""
 TIMED = ((2048, 16384), (2048, 6144))
 """Queries and keys of the problems that are timed: a chunk over prefixes of two lengths."""
 USES = 1000
-"""Calls of a shape in a run, over which what its first call takes longer is spread: tens of layers, in many rows."""
+"""Calls of a shape in a run, among which the extra time of the first is divided: tens of layers, in many rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,11 +75,10 @@ class Kernel:
 
     ``forward(q, k, v, scores) -> (o, lse)`` and ``backward(grad_o, q, k, v, o, lse, scores) -> (grad_q, grad_k,
     grad_v)`` with q ``[B, H, T, D]``, k and v ``[B, G, S, D]`` (G divides H), o like q, lse ``[B, H, T]`` in fp32 (fp64
-    for fp64 inputs). The backward takes any o and lse, so also those of a softmax that spans more keys than k and v
-    hold.
+    for fp64 inputs). The backward takes any o and lse, also of a softmax over more keys than k and v have.
 
-    ``longest`` is the largest number of queries and of keys the kernel is given in one call. They are multiples of
-    ``grain``: a kernel that prepares itself for each new shape is given few.
+    ``longest`` limits the queries and the keys of one call. Both are multiples of ``grain``: a kernel that prepares
+    itself for each new shape gets few shapes.
     """
 
     name: str
@@ -90,13 +89,13 @@ class Kernel:
     grain: int = 1
 
     def fits(self, queries: int, keys: int) -> bool:
-        """Return True if it may be given a problem of this shape."""
+        """Return True if both are multiples of ``grain``."""
         return queries % self.grain == 0 and keys % self.grain == 0
 
 
 @dataclass(frozen=True)
 class TrialHeads:
-    """The part of a problem's shape that decides which kernel is right: query heads, key/value heads, their size."""
+    """The part of a problem's shape by which a kernel is chosen: query heads, key/value heads, their size."""
 
     queries: int
     groups: int
@@ -108,7 +107,7 @@ class ViewKernel(Protocol):
 
     @property
     def name(self) -> str:
-        """The name as it is printed."""
+        """The printed name."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
         """Return the output ``[B, H, T, D]`` and log-sum-exp ``[B, H, T]``; -inf for a query that sees no key."""
@@ -142,7 +141,7 @@ def readable(x: Tensor) -> Tensor:
 
 
 def _steps(x: Tensor) -> list[int]:
-    """Return the strides of all dimensions but the last that have more than one place."""
+    """Return the strides of the dimensions with more than one place, except the last dimension."""
     return [step for length, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if length > 1]
 
 
@@ -190,9 +189,9 @@ def agrees_with_formula(
 ) -> bool:
     """Return True if a kernel is right on small problems, with the log-sum-exp of a softmax over more keys.
 
-    The problems have whole heads and grouped ones, keys of more than one block of the kernel, the causal square, a mask
-    with ``biased``, tensors laid out as a projection leaves them and as parts of a longer sequence, and then each
-    tensor in each of :data:`ODD_LAYOUTS`.
+    The problems have whole and grouped heads, keys of more than one block of the kernel, the causal square, a mask with
+    ``biased``, tensors laid out as a projection leaves them and as parts of a longer sequence, and then each tensor in
+    each of :data:`ODD_LAYOUTS`.
     """
     sizes = [(2, 2, 40, 72, False), (2, 2, 40, 40, True), (4, 2, 136, 200, False), (4, 1, 136, 136, True)]
     if (grain := kernel.grain) > 1:  # one is of whole heads, one of grouped ones; each shape is prepared for
@@ -223,7 +222,7 @@ class _ProblemShape(NamedTuple):
 class _Problem:
     """Random inputs of one shape, and the results of the formula for them in fp64.
 
-    ``layouts`` are odd ones of q, k, v and the gradient; None gives the usual ones.
+    ``layouts`` are odd layouts of q, k, v and the gradient; None gives the usual layouts.
     """
 
     def __init__(
@@ -255,7 +254,7 @@ class _Problem:
         return x[:, :, 3 : 3 + length]
 
     def _bias(self) -> Tensor:
-        """Return a mask that hides a third of the places, and all of the last query's."""
+        """Return a mask that hides a third of the places, and all places of the last query."""
         shape = (2, 1, self.q.shape[2], self.k.shape[2])
         hidden = torch.rand(shape, generator=self.generator, device=self.device) < 0.3
         hidden[:, :, -1] = True
@@ -303,7 +302,7 @@ class _Problem:
 
 
 def near(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if the relative difference is what the rounding of ``dtype`` explains; ``want`` is in fp64."""
+    """Return True if the rounding of ``dtype`` explains the relative difference; ``want`` is in fp64."""
     bound = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
     return bool((got.double() - want).norm() <= bound * want.norm())
 
@@ -342,11 +341,11 @@ def whole_agrees(
 
 
 def fastest(kernels: Sequence[Kernel], seconds: Callable[[Kernel], float | None]) -> Kernel | None:
-    """Return the kernel that needs the least time; one that is hardly faster than an earlier one is not preferred.
+    """Return the kernel that needs the least time; a hardly faster one does not replace an earlier one.
 
     Args:
-        kernels: Those that agree with the formula, the most trusted first.
-        seconds: Returns the time of a kernel, None if it could not be measured.
+        kernels: Kernels that agree with the formula, the most trusted first.
+        seconds: Returns the time of a kernel; None if it could not be measured.
     """
     best, least = None, float("inf")
     for kernel in kernels:
@@ -365,8 +364,8 @@ def median_seconds(
 ) -> float | None:
     """Return the seconds of forward and backward of a chunk's queries over its prefix, summed over ``shapes``.
 
-    For each it is the median of a few runs, and the share of the first one that a call bears: see :data:`USES`. Return
-    None if the device has too little memory for them.
+    For each shape it is the median of a few runs, and a share of the first run (:data:`USES`). Return None if the
+    device has too little memory.
     """
     generator, scores = torch.Generator(device).manual_seed(0), Scores(heads.size**-0.5)
     total = 0.0

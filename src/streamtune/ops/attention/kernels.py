@@ -1,6 +1,6 @@
 """The fused attention kernels, and the choice of one for given tensors; :class:`Kernel` is their interface.
 
-On CPU there is one, torch's. On CUDA those that agree with the formula are timed once and the fastest runs. The
+On CPU there is one, torch's. On CUDA the kernels that agree with the formula are timed once, and the fastest runs. The
 backward of each takes the log-sum-exp of a softmax over more keys than it sees; so prefix attention is exact.
 
 The kernels for CUDA are operators of torch's own, below ``scaled_dot_product_attention``, which returns no log-sum-exp
@@ -61,13 +61,13 @@ def _cpu_backward(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, ls
 
 CPU = Kernel("cpu-flash", _cpu_forward, _cpu_backward, takes_bias=True)
 USUAL_HEADS = TrialHeads(32, 8, 128)
-"""Those of an 8B model, for the trial that ``streamtune env`` shows."""
+"""Heads of an 8B model, for the trial that ``streamtune env`` shows."""
 
 
 def flash_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kernel | None:
     """Return the fused kernel for these tensors, or None where only the tiled formula of ``ops.attention`` applies.
 
-    It is wrapped where needed, to cut tensors with more elements than it can count, and to pad heads to a size it has.
+    Where needed it is wrapped: it cuts tensors with more elements than it can count, and pads heads to a size it has.
     """
     if not q.dtype == k.dtype == v.dtype:
         return None
@@ -89,7 +89,7 @@ def flash_kernel(q: Tensor, k: Tensor, v: Tensor, biased: bool) -> Kernel | None
 
 
 def _assumed(kind: str, dtype: torch.dtype, heads: TrialHeads, biased: bool) -> Kernel | None:
-    """Return the kernel that a simulated device is assumed to choose: the first it would try."""
+    """Return the kernel that a simulated device chooses: the first that a device would try."""
     if kind == "cpu":
         return CPU
     tried = _candidates(dtype, heads, biased)
@@ -100,9 +100,9 @@ def _assumed(kind: str, dtype: torch.dtype, heads: TrialHeads, biased: bool) -> 
 def _choose(
     device: str, index: int, dtype: torch.dtype, heads: TrialHeads, biased: bool, flash: str, any_shape: bool = False
 ) -> Kernel | None:
-    """Return the kernel for a problem, of those that take any shape if that is asked for.
+    """Return the kernel for a problem; with ``any_shape`` among the kernels that take any shape.
 
-    ``flash`` is the implementation of flash attention that torch has active, for the cache.
+    ``flash`` is the active implementation of flash attention, for the cache.
     """
     if device == "cpu":
         return CPU if dtype.is_floating_point else None
@@ -112,7 +112,7 @@ def _choose(
 
 
 def _candidates(dtype: torch.dtype, heads: TrialHeads, biased: bool) -> list[Kernel]:
-    """Return the kernels a CUDA device may have for a problem, the most trusted first."""
+    """Return the kernels that a CUDA device may have for a problem, the most trusted first."""
     if dtype == torch.float64:
         return []
     half = dtype in (torch.float16, torch.bfloat16)
@@ -121,7 +121,7 @@ def _candidates(dtype: torch.dtype, heads: TrialHeads, biased: bool) -> list[Ker
 
 
 def _tried(candidates: list[Kernel], index: int, dtype: torch.dtype, heads: TrialHeads, biased: bool) -> Kernel | None:
-    """Return the fastest of the candidates that agree with the formula, and log it: once, for its caller caches it."""
+    """Return the fastest of the candidates that agree with the formula, and log it; the caller caches it."""
     where = _device(index)
     agreeing = [kernel for kernel in candidates if agrees_with_formula(kernel, where, dtype, heads.size, biased)]
     # The trial is without a mask: with one there is a single candidate.
@@ -154,7 +154,7 @@ def kernel_names(device: torch.device, dtype: torch.dtype, head_dim: int = 128) 
 
 
 def use_installed_flash(device: torch.device) -> None:
-    """Let torch's flash attention be the fastest implementation that is installed, for the whole process."""
+    """Activate the fastest installed implementation of torch's flash attention, for the whole process."""
     use_fastest_flash(device, FLASH, USUAL_HEADS)
 
 
@@ -233,9 +233,9 @@ def _efficient_backward(
 
 
 def _grouped(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return ``[B, H or G, T, D]`` as ``[B G, H / G, T, D]``: a group is a batch row, all its heads read its keys.
+    """Return ``[B, H or G, T, D]`` as ``[B G, H / G, T, D]``: a group is a batch row, whose heads read its keys.
 
-    The kernel has no notion of groups, but it takes a stride of zero.
+    The kernel has no groups, but it takes a stride of zero.
     """
     split = readable(x).unflatten(1, (k.shape[1], -1)).flatten(0, 1)
     return split.expand(-1, q.shape[1] // k.shape[1], -1, -1)
@@ -251,7 +251,6 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 def _rows(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Split every tensor into its batch rows, each a batch of one."""
     return [x.split(1) for x in tensors]
 
 
@@ -282,14 +281,14 @@ _attention: Any = torch.nn.attention
 
 
 def active_flash() -> str:
-    """Return the name of the implementation that is active; versions of torch without the choice have the default."""
+    """Return the name of the active implementation; versions of torch without the choice have the default."""
     current = getattr(_attention, "current_flash_attention_impl", lambda: None)()
     return current or DEFAULT
 
 
 @lru_cache(maxsize=8)
 def use_fastest_flash(device: torch.device, kernel: Kernel, heads: TrialHeads) -> str:
-    """Activate the implementation that is the fastest of those that agree with the formula, and return its name.
+    """Activate the fastest implementation that agrees with the formula, and return its name.
 
     An implementation that the user activated stays. A device that is only simulated has none.
 

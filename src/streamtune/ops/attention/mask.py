@@ -17,7 +17,7 @@ from streamtune.ops.attention.rules import MaskRules, NoTensor
 from streamtune.ops.attention.runs import Branch, BranchTable, Stretch, clipped
 
 MASKED_KEYS = 2048
-"""Keys of a branch's segment whose mask is built."""
+"""Keys of a branch's segment whose mask is built at once."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Segment:
     """Keys ``[start, stop)`` for queries ``[q_start, q_stop)``: the work of one kernel call.
 
     All positions count from the view's first. The outputs of segments with the same queries are merged; segments with
-    different queries have no query in common. ``row`` is the batch row it is for, None for all of them.
+    different queries have no query in common. ``row`` is the batch row; None is all rows.
 
-    ``causal`` is True if the kernel applies its own lower-triangular mask (the segment is then square and ends at the
-    last of its queries); ``masked`` is True if :meth:`MaskView.bias` must be added, and ``only_padding`` if that hides
-    nothing but padding.
+    ``causal`` is True if the kernel applies its own lower-triangular mask: the segment is then square and ends at the
+    last of its queries. ``masked`` is True if :meth:`MaskView.bias` must be added, and ``only_padding`` if it hides
+    only padding.
     """
 
     start: int
@@ -43,7 +43,7 @@ class Segment:
 
     @property
     def queries(self) -> tuple[int | None, int, int]:
-        """Batch row and queries: segments in which they are the same are merged."""
+        """Batch row and queries: segments with the same ones are merged."""
         return self.row, self.q_start, self.q_stop
 
 
@@ -65,11 +65,12 @@ class MaskView(NoTensor):
     def segments(self) -> list[Segment]:
         """Cover the visible keys, and no others where the mask's fields determine them, in as few calls as possible.
 
-        A causal chunk is one rectangle (the prefix, no mask) and one square (lower triangle); where it holds several
-        packed rows, one such pair for each. A sliding window cuts the prefix to the window and adds one masked tile at
-        its far edge. A block whose tokens see each other is one rectangle. A branch is a rectangle over each run of its
-        trunk and a square over its own. Keys that all lie before the queries (another rank's) are one rectangle or
-        none. Anything else is examined block by block.
+        - A causal chunk is one rectangle (the prefix, no mask) and one square (lower triangle), for each packed row.
+        - A sliding window cuts the prefix to the window and adds one masked tile at its far edge.
+        - A block whose tokens see each other is one rectangle.
+        - A branch is a rectangle over each run of its trunk and a square over its own keys.
+        - Keys that all lie before the queries (another rank's) are one rectangle or none.
+        - Any other mask is examined block by block.
         """
         key = (self.q_start, self.q_stop, self.k_start, self.k_stop)
         if key not in self.mask._segments:
@@ -83,7 +84,7 @@ class MaskView(NoTensor):
         return self.mask._segments[key]
 
     def _earlier_segments(self, known: bool) -> list[Segment]:
-        """Return one segment over keys that all lie before the queries, masked if some are hidden; none if all are."""
+        """Return one segment over keys that all lie before the queries, masked if some are hidden; [] if all are."""
         mask, queries = self.mask, self.q_stop - self.q_start
         if known:
             hidden, cut = self._hidden_by_facts()
@@ -97,7 +98,7 @@ class MaskView(NoTensor):
         return [Segment(0, keys, 0, queries, masked=cut or padded, only_padding=padded and not cut)]
 
     def _hidden_by_facts(self) -> tuple[bool, bool]:
-        """Return two flags: window or rows hide all earlier keys from all queries; they hide any key from any query."""
+        """Return two flags: window or rows hide all keys from all queries; they hide any key from any query."""
         mask, hidden, cut = self.mask, False, False
         if mask.window is not None:
             hidden = self.q_start - (self.k_stop - 1) >= mask.window
@@ -124,7 +125,7 @@ class MaskView(NoTensor):
         return [piece for found in clipped(table.parts, self.q_start, self.q_stop) for piece in of_part(*found)]
 
     def _of_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
-        """Return the segments of queries ``[start, stop)`` in one part: its trunk within the window, and its own."""
+        """Return the segments of queries ``[start, stop)`` in a part: its trunk within the window, its own keys."""
         pieces = []
         for run_start, run_stop, shift in part.runs[:-1]:
             first = everyone = run_start
@@ -138,7 +139,7 @@ class MaskView(NoTensor):
         return [piece for piece in pieces if piece.stop > piece.start] + own
 
     def _of_masked_branch(self, start: int, stop: int, part: Branch) -> list[Segment]:
-        """Return those segments where the mask has further rules: blocks of :data:`MASKED_KEYS` keys, all masked."""
+        """Return the segments of a part where the mask has further rules: blocks of keys, all masked."""
         return [
             self._segment(None, (start, stop), (key, min(key + MASKED_KEYS, last)), masked=True)
             for first, last in (*part.trunk, (part.start, stop))
@@ -146,11 +147,11 @@ class MaskView(NoTensor):
         ]
 
     def _of_stretch(self, row: int | None, start: int, stop: int, stretch: Stretch) -> list[Segment]:
-        """Return the segments of queries ``[start, stop)``, which all lie in ``stretch``."""
+        """Return the segments of queries ``[start, stop)`` in ``stretch``."""
         first, window, pieces = max(self.k_start, stretch.first), self.mask.window, []
         queries = (start, stop)
         end = min(stretch.stop, self.k_stop) if stretch.mutual else stop
-        everyone = first  # from here on every one of the queries sees the key, if it is not too late for it
+        everyone = first  # from here on every query sees the key, unless it is later than the query
         if window is not None:
             first = max(first, start - window + 1)
             limit = start
@@ -191,7 +192,7 @@ class MaskView(NoTensor):
         )
 
     def examined_segments(self) -> list[Segment]:
-        """Return segments of the visible keys, found by examining every block of keys."""
+        """Return segments of the visible keys, found by an examination of every block of keys."""
         pieces: list[Segment] = []
         queries = (0, self.q_stop - self.q_start)
         for start, stop, uniform in self.mask.examined(self.q_start, self.q_stop, self.k_start, self.k_stop):
@@ -207,7 +208,7 @@ class MaskView(NoTensor):
     def allowed(self, segment: Segment, queries: slice = slice(None)) -> Tensor:
         """Return the boolean tile ``[B or 1, 1, T or 1, S]`` of some queries of a segment, counted from its first.
 
-        One row serves all queries where only padding is masked; keys that ``causal`` hides are hidden by the kernel.
+        One row serves all queries where only padding is masked. The kernel hides the keys that ``causal`` hides.
         """
         start, stop = self.k_start + segment.start, self.k_start + segment.stop
         first, last, _ = queries.indices(segment.q_stop - segment.q_start)
@@ -219,10 +220,10 @@ class MaskView(NoTensor):
         return self.mask.tile(base + first, base + last, start, stop, segment.row)
 
     def bias(self, segment: Segment, dtype: torch.dtype) -> Tensor | None:
-        """Return the additive mask ``[B or 1, 1, T, S]`` of a segment in ``dtype``, or None where nothing is masked.
+        """Return the additive mask ``[B or 1, 1, T, S]`` of a segment in ``dtype``, or None if nothing is masked.
 
         Masked places hold a large finite number, not -inf: a row that sees nothing in this segment then has a finite
-        log-sum-exp whose weight in the merge is exactly zero, instead of NaN.
+        log-sum-exp, whose weight in the merge is exactly zero, instead of NaN.
         """
         if not segment.masked:
             return None
@@ -233,7 +234,7 @@ class MaskView(NoTensor):
 
 
 def masked_score(dtype: torch.dtype) -> float:
-    """Return the score of a masked place: finite, and so low that its weight next to any real score is exactly zero."""
+    """Return the score of a masked place: finite, and so low that its weight beside any real score is exactly zero."""
     return torch.finfo(dtype).min / 4
 
 
@@ -241,10 +242,10 @@ class LazyMask(MaskRules):
     """An attention mask that is never built as a whole; its arguments are those of :class:`MaskRules`."""
 
     def branched(self, table: BranchTable) -> LazyMask:
-        """Return the mask under which each row of ``table`` sees what it would see alone under this one.
+        """Return the mask under which each row of ``table`` sees the same keys as alone under this mask.
 
         Raises:
-            UnsupportedModelError: It has padding, packed rows or blocks whose tokens see each other.
+            UnsupportedModelError: This mask has padding, packed rows or blocks whose tokens see each other.
         """
         alone = self.batch_size == 1 and self.padding is None and self.row_start is None and self.block_start is None
         offsets = (self.q_offset, self.kv_offset, self.q_length, self.kv_length)
@@ -279,7 +280,7 @@ class LazyMask(MaskRules):
         return MaskView(self, self.q_offset + start, self.q_offset + stop, self.kv_offset, last)
 
     def chunk(self, start: int, stop: int, first_key: int) -> MaskView:
-        """Return the mask of queries ``[start, stop)`` over the keys ``[first_key, stop)``, all that a chunk has."""
+        """Return the mask of queries ``[start, stop)`` over the keys ``[first_key, stop)`` of a chunk."""
         return MaskView(self, self.q_offset + start, self.q_offset + stop, first_key, self.q_offset + stop)
 
     @classmethod

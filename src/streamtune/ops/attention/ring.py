@@ -1,10 +1,9 @@
 """Attention where each rank of a group keeps the keys and values of its own shards, which are sent around in a ring.
 
-At step s a rank holds the block of the rank s places before it, attends to the part that its queries may see, merges
-by the log-sum-exp (``ops.attention``) and sends the block on, while the next arrives (Liu et al., Ring Attention,
-arXiv 2310.01889; Li et al., DISTFLASHATTN, arXiv 2310.03294). In the backward dK and dV are sent with their block and
-reach its own rank after one more step. Every rank has a shard of every chunk, so causal work is equal but for the last
-shards.
+At step s a rank holds the block of the rank s places before it, attends to the keys that its queries may see, merges by
+the log-sum-exp (``ops.attention``) and sends the block on, while the next arrives (Liu et al., Ring Attention, arXiv
+2310.01889; Li et al., DISTFLASHATTN, arXiv 2310.03294). In the backward dK and dV travel with their block and reach its
+own rank after one more step. Every rank has a shard of every chunk, so causal work is equal except for the last shards.
 
 Shape suffixes: B batch, H query heads, G key/value heads, T queries, N keys of a block, D head dimension.
 """
@@ -38,7 +37,7 @@ class Ring:
     Args:
         group: The ranks.
         queries: This rank's shards of queries.
-        keys: The shards of keys of a rank, in order; every rank's are equally long.
+        keys: Returns a rank's shards of keys, in order; they are equally long on all ranks.
     """
 
     group: Any
@@ -95,7 +94,7 @@ class _RingSettings:
     seed: int
 
     def pieces(self, source: int) -> Iterator[tuple[Piece, slice, slice]]:
-        """Yield the pieces of a rank's block to attend to, each with its slice of the queries and of the block."""
+        """Yield the pieces of a rank's block, each with its slice of the queries and of the block."""
         for q_at, q in self.ring.queries:
             for k_at, view, segment in _visible(self.mask, q, self.ring.keys(source)):
                 seed = (self.seed + 1_000_033 * (view.k_start * 31 + q.start)) % (1 << 62)
@@ -103,7 +102,7 @@ class _RingSettings:
 
 
 def _visible(mask: MaskRules, q: slice, shards: Sequence[ShardPlaces]) -> Iterator[tuple[slice, MaskView, Segment]]:
-    """Yield the segments of a block that queries ``q`` see; adjacent shards that they see as a whole are one."""
+    """Yield the segments of a block that queries ``q`` see; adjacent shards that are seen as a whole are joined."""
     run: tuple[slice, MaskView, Segment] | None = None
     for k_at, k in shards:
         if k.start >= q.stop:
@@ -157,7 +156,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: _RingSettings) -> tuple[Tensor, Tensor]:
-    """Compute output and log-sum-exp of all queries over the blocks of all ranks."""
+    """Return output and log-sum-exp of all queries over the blocks of all ranks."""
     wide = torch.promote_types(q.dtype, torch.float32)
     o = torch.zeros(*q.shape[:3], v.shape[-1], dtype=wide, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
@@ -177,7 +176,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: _
 
 
 def _merge(o: Tensor, lse: Tensor, o_s: Tensor, lse_s: Tensor) -> None:
-    """Add a piece's output and log-sum-exp to those of the same queries, in place."""
+    """Merge a piece's output and log-sum-exp into ``o`` and ``lse`` of the same queries, in place."""
     total = torch.logaddexp(lse, lse_s)
     o.mul_((lse - total).exp()[..., None]).add_(o_s * (lse_s - total).exp()[..., None])
     lse.copy_(total)

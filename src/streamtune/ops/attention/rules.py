@@ -25,11 +25,11 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``(batch, head, query, key) -> bool``: index tensors that broadcast together, True where the query sees the key."""
 
 KEY_BLOCK = 2048
-"""Keys a tile of an unrecognised mask function spans when it is examined (bytes: rows x KEY_BLOCK per batch row)."""
+"""Keys of a tile in which an unrecognised mask function is examined (bytes: rows x KEY_BLOCK per batch row)."""
 
 
 class ForeignAttentionError(UnsupportedModelError):
-    """Raised for an attention that the engine cannot compute: the layer must do it, with a mask that is a tensor."""
+    """An attention that the engine cannot compute: the layer must, with a mask that is a tensor."""
 
 
 class _MaskIsNoTensorError(ForeignAttentionError, AttributeError):
@@ -77,19 +77,19 @@ class MaskRules(NoTensor):
 
     Args:
         batch_size: Rows B.
-        q_length, kv_length: Tokens on either side.
-        q_offset, kv_offset: Absolute position of the first query and the first key.
-        causal: No query sees a later key, but for those of its block.
+        q_length, kv_length: Numbers of queries and of keys.
+        q_offset, kv_offset: Absolute positions of the first query and the first key.
+        causal: No query sees a later key outside of its block.
         window: Keys a query sees, itself included (sliding window); None is unlimited.
-        function: The part of the mask that the other fields do not express; None if they express all of it.
-        padding: Boolean ``[B, >= kv_offset + kv_length]``, False at padding; None where there is none.
+        function: Part of the mask that the other fields do not express; None if they express all of it.
+        padding: Boolean ``[B, >= kv_offset + kv_length]``, False at padding; None without padding.
         vectorize: ``function`` takes scalars only and is mapped over the tile with ``torch.vmap``.
         row_start: ``[B or 1, kv_offset + kv_length]`` start of the packed row of each position; needs ``causal``.
         span_start: The same for spans of chunked attention (Llama 4).
-        block_start: The same for blocks whose tokens all see each other (an image); a token in none is its own.
+        block_start: The same for blocks whose tokens all see each other (an image); a token in no block is its own.
         window_cuts_blocks: The window also hides tokens of the query's own block.
-        branches: The tokens are rows that share their beginnings. All other fields then refer to positions in a row,
-            and a query sees keys of its own row only (:meth:`LazyMask.branched`).
+        branches: Table of rows that share their beginnings. All other fields then refer to positions in a row, and a
+            query sees keys of its own row only (:meth:`LazyMask.branched`).
     """
 
     batch_size: int
@@ -118,7 +118,7 @@ class MaskRules(NoTensor):
 
     @cached_property
     def unpadded(self) -> tuple[int, int]:
-        """The longest run of keys ``[start, stop)`` that is padding in no row (empty unless padding is at the ends)."""
+        """The longest run of keys ``[start, stop)`` without padding in any row; empty unless padding is at the ends."""
         runs = self._unpadded_rows
         return max(start for start, _ in runs), min(stop for _, stop in runs)
 
@@ -144,15 +144,15 @@ class MaskRules(NoTensor):
 
     @property
     def sees_future(self) -> bool:
-        """True if any query sees a later key. Known from the fields of a recognised mask; others are examined, once."""
+        """True if any query sees a later key; a mask that is not recognised is examined once."""
         return self.cuts is not None and len(self.cuts) <= self.q_length
 
     @cached_property
     def cuts(self) -> list[int] | None:
-        """Positions at which the sequence may be cut into chunks; None if it may be cut anywhere.
+        """Sorted positions, from the first query, at which the sequence may be cut into chunks; None is anywhere.
 
-        A cut at b is allowed if no query before b sees a key from b on. Sorted positions from 0 to ``q_length``,
-        counted from the first query; ``q_length`` is missing where a query sees keys behind the last query.
+        A cut at b is allowed if no query before b sees a key from b on. ``q_length`` is missing if a query sees keys
+        behind the last query.
         """
         if self.block_start is None and self.causal:
             return None
@@ -162,7 +162,7 @@ class MaskRules(NoTensor):
         return [0, *(allowed.nonzero().flatten() + 1).tolist()]
 
     def _last_key_by_block(self) -> Tensor:
-        """Return ``[q_length]``: the last key any batch row's query sees, itself where it sees no later one."""
+        """Return ``[q_length]``: the last key that a query of any batch row sees, itself if it sees no later key."""
         assert self.block_start is not None
         length = self.block_start.shape[1]
         own = torch.arange(length, device=self.device).expand_as(self.block_start)
@@ -185,12 +185,12 @@ class MaskRules(NoTensor):
 
     @cached_property
     def row_starts(self) -> list[int]:
-        """Sorted positions at which a packed row starts in any of the batch's sequences; ``[0]`` without packing."""
+        """Sorted starts of packed rows in any of the batch's sequences; ``[0]`` without packing."""
         return [0] if self.row_start is None else [int(start) for start in host_copy(self.row_start).unique().tolist()]
 
     @cached_property
     def first_seen(self) -> Tensor | None:
-        """``[B or 1, T]``: the first key that row and span of each position allow; None where that is always 0."""
+        """``[B or 1, T]``: the first key that row and span of each position allow; None if it is always 0."""
         starts = [start for start in (self.row_start, self.span_start) if start is not None]
         if len(starts) < 2:
             return starts[0] if starts else None
@@ -198,7 +198,7 @@ class MaskRules(NoTensor):
 
     @cached_property
     def stretches(self) -> list[list[Stretch]]:
-        """The positions, cut where the first visible key or the block changes: a list for each row, or one for all."""
+        """The positions, cut where the first visible key or the block changes: a list for each row, or one list."""
         length = self.kv_offset + self.kv_length
         if self.first_seen is None and self.block_start is None:
             return [[Stretch(0, max(length, self.q_offset + self.q_length), 0, mutual=False)]]
@@ -209,7 +209,7 @@ class MaskRules(NoTensor):
         return stretches(first.expand(rows, -1), None if blocks is None else blocks.expand(rows, -1))
 
     def first_key(self, q_start: int) -> int:
-        """Return the first key any query from ``q_start`` on can see."""
+        """Return the first key that any query from ``q_start`` on can see."""
         if self.branches is not None:
             return self._first_key_of_branch(self.branches.at(q_start), q_start)
         first = self.kv_offset
@@ -219,7 +219,7 @@ class MaskRules(NoTensor):
         return first if self.window is None else max(first, q_start - self.window + 1)
 
     def _first_key_of_branch(self, part: Branch, q_start: int) -> int:
-        """Return the first key for queries from one in a part on; a later part may continue an earlier one."""
+        """Return the first key for queries from ``q_start`` on, in a part that later parts may continue."""
         if self.window is None:
             return part.root
         first = part.place_at(max(0, q_start - part.shift - self.window + 1))
@@ -278,7 +278,7 @@ class MaskRules(NoTensor):
             return mapped(b, h, q_T, k_S)
 
     def examined(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Iterator[tuple[int, int, bool | None]]:
-        """Yield the keys in blocks ``(start, stop, uniform)``: True if all is allowed, False if none, None if mixed."""
+        """Yield the keys in blocks ``(start, stop, uniform)``: True if all are seen, False if none, None if some."""
         for start in range(k_start, k_stop, KEY_BLOCK):
             stop = min(start + KEY_BLOCK, k_stop)
             tile = self.tile(q_start, q_stop, start, stop)

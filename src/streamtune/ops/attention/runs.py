@@ -1,7 +1,7 @@
 """Runs of positions a mask is made of: packed rows, attention spans, blocks that see each other, trees of rows.
 
-All of them are contiguous, so each is given by one number for each position: the start of its run. A tree of rows has
-parts that continue other parts, to any depth; its positions count within a row, through all parts of it, and its places
+All of them are contiguous, so one number for each position gives them: the start of its run. A tree of rows has parts
+that continue other parts, to any depth; its positions count within a row, through all parts of the row, and its places
 from the start of the sequence. Shape suffixes: B batch, T positions.
 """
 
@@ -22,13 +22,8 @@ from streamtune.ops.devices import host_copy
 def row_starts(position_ids: Tensor) -> list[int]:
     """Return the starts of packed rows: 0, and every place where a position is not its predecessor's plus one.
 
-    The rule of ``transformers.masking_utils.find_packed_sequence_indices``.
-
-    Args:
-        position_ids: ``[..., T]``, integers.
-
-    Returns:
-        Sorted positions at which a row starts in any of the sequences.
+    The rule of ``transformers.masking_utils.find_packed_sequence_indices``, for ids ``[..., T]``: a start in any of the
+    sequences counts.
 
     Example:
         >>> row_starts(torch.tensor([0, 1, 2, 0, 1, 0]))
@@ -39,7 +34,7 @@ def row_starts(position_ids: Tensor) -> list[int]:
 
 
 def run_starts(ids_BT: Tensor) -> Tensor:
-    """Return ``[B, T]`` int64: for every position the first one of its run of equal ids."""
+    """Return ``[B, T]`` int64: for every position the first position of its run of equal ids."""
     positions = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
     begins = torch.ones_like(ids_BT, dtype=torch.bool)
     begins[:, 1:] = ids_BT[:, 1:] != ids_BT[:, :-1]
@@ -72,11 +67,11 @@ class Stretch:
 
 
 def stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> list[list[Stretch]]:
-    """Cut every batch row into stretches; one list for all of them where they are alike.
+    """Cut every batch row into stretches; one list for all rows if they are alike.
 
     Args:
-        first_BT: For each position the first key its run allows; on the host.
-        block_start_BT: For each position the start of its mutual block (itself where it is in none); on the host.
+        first_BT: First key that the run of each position allows; on the host.
+        block_start_BT: Start of each position's mutual block, itself if it is in no block; on the host.
     """
     first, length = first_BT, first_BT.shape[1]
     block = torch.full_like(first, -1)
@@ -103,11 +98,8 @@ def stretches(first_BT: Tensor, block_start_BT: Tensor | None) -> list[list[Stre
 class Branch:
     """Places ``[start, stop)``, which also see all of ``trunk``: the runs of places before them in their row.
 
-    Attributes:
-        start: First place of the part.
-        stop: Place behind its last.
-        trunk: Runs ``[start, stop)`` of the parts that its row begins with, in order, adjacent ones as one. Empty where
-            the part begins its row.
+    ``trunk`` has the runs ``[start, stop)`` of the parts before this part in the row, in order; adjacent runs are
+    joined. It is empty if the part begins its row.
     """
 
     start: int
@@ -116,22 +108,22 @@ class Branch:
 
     @cached_property
     def trunk_length(self) -> int:
-        """Tokens of the row before the part; the position of its first token in the row."""
+        """Tokens of the row before the part: the position of its first token in the row."""
         return sum(stop - start for start, stop in self.trunk)
 
     @property
     def root(self) -> int:
-        """The place at which its row begins."""
+        """The first place of its row."""
         return self.trunk[0][0] if self.trunk else self.start
 
     @property
     def shift(self) -> int:
-        """The difference between a place in it and the position of that place in the row."""
+        """The difference between a place of the part and its position in the row."""
         return self.start - self.trunk_length
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """Start, stop and shift of the runs of its row up to the end of the part: its trunk's, and its own."""
+        """Start, stop and shift of the runs of its row up to the end of the part: the trunk's, and its own."""
         found, position = [], 0
         for start, stop in (*self.trunk, (self.start, self.stop)):
             found.append((start, stop, start - position))
@@ -139,7 +131,7 @@ class Branch:
         return tuple(found)
 
     def place_at(self, position: int) -> int:
-        """Return the place of a position of its row."""
+        """Return the place of a position in its row."""
         return next(position + shift for _, stop, shift in self.runs if position + shift < stop)
 
 
@@ -151,11 +143,11 @@ class BranchTable:
 
     @classmethod
     def of(cls, nodes: Iterable[tuple[int, int]]) -> BranchTable:
-        """Lay the nodes of trees end to end, in the order given.
+        """Lay the nodes of trees end to end, in this order.
 
         Args:
-            nodes: Of each part the index of the part that it continues, -1 for the beginning of rows, and its tokens.
-                A part stands behind the one that it continues.
+            nodes: Index of the part that each part continues (-1: it begins rows), and number of its tokens. A part
+                stands behind the part that it continues.
         """
         parts: list[Branch] = []
         for parent, length in nodes:
@@ -179,7 +171,7 @@ class BranchTable:
 
     @cached_property
     def bounds(self) -> Tensor:
-        """``[1 + 2 R, T]`` int64: start of each place's part; start and stop of each of the R runs of its trunk."""
+        """``[1 + 2 R, T]`` int64: start of each place's part; start and stop of each of the R runs of the trunk."""
         most = max(1, *(len(part.trunk) for part in self.parts))
         lengths = torch.tensor([part.stop - part.start for part in self.parts])
         padded = [(*part.trunk, *[(part.start, part.start)] * (most - len(part.trunk))) for part in self.parts]
@@ -202,7 +194,7 @@ class BranchTable:
 
 
 def _joined(runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Return runs of places with adjacent ones as one."""
+    """Return runs of places with adjacent runs joined."""
     out: list[tuple[int, int]] = []
     for start, stop in runs:
         if out and out[-1][1] == start:

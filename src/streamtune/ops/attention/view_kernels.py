@@ -137,7 +137,7 @@ class RowsView(_FlashView):
     name = "cuda-flash, rows of a chunk"
 
     def _rows(self, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-        """Return the bounds of queries and keys as the kernel reads them, and the longest row of each."""
+        """Return the bounds of queries and keys on the device, and the longest row of each."""
         longest = [max(stop - start for start, stop in pairwise(bounds)) for bounds in (self.queries, self.keys)]
         made = [
             self._made(bounds, at, device) for bounds, at in zip((self.queries, self.keys), self.origins, strict=True)
@@ -145,7 +145,7 @@ class RowsView(_FlashView):
         return made[0], made[1], longest[0], longest[1]
 
     def _made(self, bounds: Bounds, origin: int, device: torch.device) -> Tensor:
-        """Return bounds on the device, counted from a position: made there, since a copy for each chunk may wait."""
+        """Return bounds counted from a position, made on the device, since a copy for each chunk may wait."""
         known = _on_device.setdefault(self.mask, {})
         if () not in known:
             stretches = self.mask.stretches[0]
@@ -184,16 +184,16 @@ def _tokens(x: Tensor) -> Tensor:
 def fused_view_kernel(
     view: MaskView, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, by_formula: bool = True
 ) -> ViewKernel | None:
-    """Return the kernel for all of ``view`` at once, or None where its segments are to be attended one by one.
+    """Return the kernel for all of ``view`` at once, or None if its segments are attended one by one.
 
     None on CPU, with dropout, for tensors that differ in dtype or head size or whose addresses do not fit in 32 bits,
-    where the kernel does not agree with the formula on this device, and where the segments are taken to be as fast.
+    if the kernel does not agree with the formula on this device, and where the segments should be as fast.
 
     Args:
         view, q, k, v: Arguments of ``prefix_attention``.
         rule: The map of the scores.
-        by_formula: No kernel takes one of the segments. Where one takes each, the segments hold fewer bytes (of the
-            gradient of a prefix), and are as fast but in a window, which needs a mask there, and for many short rows.
+        by_formula: A segment has no kernel. If each has one, the segments hold fewer bytes (of the gradient of a
+            prefix), and are as fast except in a window, which needs a mask there, and for many short rows.
     """
     scale, softcap = rule.scale, rule.softcap
     if not q.is_cuda or rule.dropout > 0 or not _alike(q, k, v) or _extent(q, k, v) > MAX_ELEMENTS:
@@ -217,14 +217,14 @@ def fused_view_kernel(
 def attend_whole(
     kernel: ViewKernel, q: Tensor, k: Tensor, v: Tensor, for_backward: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the result of ``kernel.forward``, or None if it fails now or failed before: attend the segments then."""
+    """Return ``kernel.forward``'s result, or None if it fails now or failed before: attend the segments then."""
     return _attempt(kernel, lambda: kernel.forward(q, k, v, for_backward))
 
 
 def backward_whole(
     kernel: ViewKernel, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
 ) -> Grads | None:
-    """Return the result of ``kernel.backward``, or None likewise: segments take the kernel's output and log-sum-exp."""
+    """Return ``kernel.backward``'s result, or None likewise: segments take the kernel's output and log-sum-exp."""
     return _attempt(kernel, lambda: kernel.backward(grad_o, q, k, v, o, lse))
 
 
@@ -232,7 +232,7 @@ _given_up: set[str] = set()
 
 
 def _attempt(kernel: ViewKernel, run: Callable[[], R]) -> R | None:
-    """Give up a kernel that fails, as one compiled for each new shape may; raise errors of memory and the device."""
+    """Give up a kernel that fails, as a kernel compiled for each new shape may; raise memory and device errors."""
     if kernel.name in _given_up:
         return None
     try:
@@ -247,13 +247,13 @@ def _attempt(kernel: ViewKernel, run: Callable[[], R]) -> R | None:
 
 
 FEW = 4
-"""Segments that are attended one by one before one call is preferred: two packed rows."""
+"""Most segments that are attended one by one: two packed rows."""
 NEAR = 2
-"""Times as many keys as queries whose gradients one call of packed rows may compute."""
+"""Most keys for each query whose gradients one call of packed rows may compute."""
 
 
 def band_of(view: MaskView, scale: float) -> BandView | None:
-    """Return the view as a single causal band, or None if it is none, as where its queries lie in two rows."""
+    """Return the view as a single causal band, or None if it is not one: its queries lie in two rows, say."""
     mask = view.mask
     if mask.function is not None or not mask.causal or len(mask.stretches) > 1:
         return None
@@ -274,7 +274,7 @@ def band_of(view: MaskView, scale: float) -> BandView | None:
 
 
 def rows_of(view: MaskView, scale: float) -> RowsView | None:
-    """Return the view as causal rows one after another, or None if it is something else."""
+    """Return the view as causal rows one after another, or None if it is not."""
     mask = view.mask
     plain = mask.function is None and mask.causal and mask.branches is None and mask.batch_size == 1
     if not plain or view.k_stop < view.q_stop:
@@ -309,7 +309,7 @@ def _extent(q: Tensor, *others: Tensor) -> int:
 def _band_is_chosen(index: int, dtype: torch.dtype, heads: TrialHeads, windowed: bool, flash: str) -> bool:
     """Return True if the band is right on this device and, where the segments need no mask, faster than they are.
 
-    ``flash`` is the implementation of flash attention that torch has active, for the cache.
+    ``flash`` is the active implementation of flash attention, for the cache.
     """
     device = torch.device("cuda", index)
     if dtype not in (torch.float16, torch.bfloat16) or heads.size > 256:
@@ -322,7 +322,7 @@ def _band_is_chosen(index: int, dtype: torch.dtype, heads: TrialHeads, windowed:
 
 
 def band_is_right(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool) -> bool:
-    """Return True if the band agrees with the formula in fp64 on a small problem, with a log-sum-exp not its own."""
+    """Return True if the band agrees with the formula in fp64 on a small problem, with another log-sum-exp."""
     generator = torch.Generator(device).manual_seed(0)
     queries, keys, first, window = 136, 200, 11, 50 if windowed else None
     shapes = ((4, queries), (2, keys), (2, keys), (4, queries))
@@ -339,9 +339,9 @@ def band_is_right(device: torch.device, dtype: torch.dtype, head_dim: int, windo
 
 @lru_cache(maxsize=64)
 def rows_are_right(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool, flash: str) -> bool:
-    """Return True if the rows agree with the formula in fp64 on a small problem, with a log-sum-exp not their own.
+    """Return True if the rows agree with the formula in fp64 on a small problem, with another log-sum-exp.
 
-    ``flash`` is the implementation of flash attention that torch has active, for the cache.
+    ``flash`` is the active implementation of flash attention, for the cache.
     """
     if dtype not in (torch.float16, torch.bfloat16) or head_dim > 256:
         return False

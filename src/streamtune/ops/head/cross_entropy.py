@@ -55,8 +55,9 @@ def linear_cross_entropy(
         targets_BT: Shifted targets ``[...]``; ``ignore_index`` where nothing is predicted.
         bias_V: Head bias.
         transform: Map of each token's logits (softcap, scale, a slice); targets index its result.
+        ignore_index: Target that does not count.
         chunk_size: Tokens whose logits exist at once.
-        num_items: The divisor: all target tokens of the global step. None counts those of this call.
+        num_items: Divisor: all target tokens of the global step. None counts the target tokens of this call.
         accumulate_dtype: Dtype in which the gradient of the weight is summed over chunks.
 
     Returns:
@@ -177,7 +178,7 @@ class _ProjectCrossEntropy(torch.autograd.Function):
 
 
 def _sweep(h: Tensor, weight: Tensor, targets: Tensor, wanted: Sequence[bool]) -> Chunk:
-    """Compute one chunk without a fused kernel: loss, and its terms of the gradients of hidden states and weight."""
+    """Compute one chunk without a fused kernel: loss, and its terms of both gradients."""
     loss, grad = loss_and_grad(torch.nn.functional.linear(h, weight), targets, None, any(wanted), reuse=True)
     sums = HeadGradients(torch.empty_like(h) if wanted[0] else None, weight, None, [*wanted, False], weight.dtype)
     if grad is not None:

@@ -1,9 +1,9 @@
 """Fused cross entropies of a linear head, and the choice of one in place of the streamed sweep on CUDA.
 
-The streamed sweep of ``ops.head.cross_entropy`` is the reference. On a full chunk of the first step, every candidate
-that is installed, sums as exactly and needs no more memory is compared to it (loss and both gradients, within the
-rounding of their dtype), and the fastest of those that agree is used from then on. A head with a bias, a softcap or any
-other map of the logits uses the reference, and so does every head on CPU.
+The streamed sweep of ``ops.head.cross_entropy`` is the reference. On a full chunk of the first step, every installed
+candidate that sums as exactly and needs no more memory is compared to it (loss and both gradients, within the rounding
+of their dtype), and the fastest that agrees is used from then on. A head with a bias, a softcap or any other map of the
+logits uses the reference, and so does every head on CPU.
 
 Candidates: ``torch.nn.functional.linear_cross_entropy`` (torch 2.13; it returns its loss in the dtype of the hidden
 states, so that it is a candidate for fp32 alone), cut-cross-entropy (Wijmans et al., arXiv 2411.09009; without its
@@ -34,12 +34,12 @@ Chunk = tuple[Tensor, Tensor | None, Tensor | None]
 
 RUNS = 3
 BOUNDS = {torch.bfloat16: (1e-3, 1e-2), torch.float16: (1e-3, 2e-3), torch.float32: (1e-5, 1e-5)}
-"""Largest relative error of loss and gradients to the sweep's: the rounding of logits and gradients, twice."""
+"""Largest relative error of loss and of gradients to the sweep's: the rounding of logits and gradients, twice."""
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The properties of a head that a kernel is chosen by. ``wanted``: gradients of hidden states, weight."""
+    """The properties by which a kernel is chosen. ``wanted``: gradients of hidden states, of the weight."""
 
     tokens: int
     vocabulary: int
@@ -59,11 +59,11 @@ class HeadKernel:
     """A fused head: ``loss(h_nC, weight_VC, targets_n)`` is the summed loss, differentiable, in fp32 or wider.
 
     Args:
-        name: Its name in the log.
+        name: Name in the log.
         loss: The function.
         exact_sum: The gradient of the weight is summed in fp32 within a call and rounded once. If it is not, the
             kernel is a candidate only for a weight that is frozen or whose gradient is summed in its own dtype.
-        workspace: Bytes it needs besides its inputs, the gradient of the hidden states and the sum of the weight's.
+        workspace: Bytes besides its inputs, the gradient of the hidden states and the gradient sum of the weight.
     """
 
     name: str
@@ -72,7 +72,7 @@ class HeadKernel:
     workspace: Callable[[HeadShape], int]
 
     def fits(self, shape: HeadShape) -> bool:
-        """Return True if it may replace the sweep: its sum is as exact, and it needs no more memory."""
+        """Return True if its sum is as exact as the sweep's, and it needs no more memory."""
         exact = self.exact_sum or not (shape.wanted[1] and shape.sums_wide)
         return exact and self.workspace(shape) <= _sweep_workspace(shape)
 
@@ -80,13 +80,12 @@ class HeadKernel:
 def head_kernel(
     hidden_nC: Tensor, weight_VC: Tensor, targets_n: Tensor, shape: HeadShape, sweep: Callable[[], Chunk]
 ) -> HeadKernel | None:
-    """Return the fused kernel for chunks like this one, None for the streamed sweep.
+    """Return the fused kernel for chunks like this one; None is the streamed sweep.
 
     Args:
-        hidden_nC: A chunk's hidden states, in the dtype the head computes in.
-        weight_VC: The weight, in the same.
-        targets_n: The target token of each row.
-        shape: ``tokens`` is the size of a full chunk; no kernel is chosen on a smaller one.
+        hidden_nC, weight_VC: A chunk's hidden states and the weight, in the dtype the head computes in.
+        targets_n: Target token of each row.
+        shape: Shape of a full chunk; no kernel is chosen on a smaller chunk.
         sweep: The streamed sweep on this chunk.
     """
     plain = type(weight_VC) in (Tensor, torch.nn.Parameter) and hidden_nC.dtype == weight_VC.dtype
@@ -111,7 +110,7 @@ def _fastest(
     shape: HeadShape,
     sweep: Callable[[], Chunk],
 ) -> HeadKernel | None:
-    """Return the fastest of the candidates that fit and agree, None if it is not faster than the sweep."""
+    """Return the fastest candidate that fits and agrees, None if it is not faster than the sweep."""
     best: HeadKernel | None = None
     try:
         least = median_time(sweep, hidden_nC.device, RUNS)
@@ -169,13 +168,13 @@ def _near(got: Tensor | None, want: Tensor | None, bound: float) -> bool:
 
 
 def _sweep_workspace(shape: HeadShape) -> int:
-    """Return the bytes of the logits, and of their probabilities in fp32 if the logits are in half precision."""
+    """Return how many bytes the logits take, and their probabilities in fp32 if the logits are in half precision."""
     size = shape.dtype.itemsize
     return shape.tokens * shape.vocabulary * (size + (4 if size < 4 else 0))
 
 
 def _weight_gradient(shape: HeadShape, wide: bool) -> int:
-    """Return the bytes of the gradient of a call's weight, and of its sum in fp32 if the kernel keeps one."""
+    """Return how many bytes the gradient of a call's weight takes, and its sum in fp32 if the kernel keeps one."""
     size = shape.dtype.itemsize
     each = size + (4 if wide and size < 4 else 0)
     return shape.vocabulary * shape.hidden * each if shape.wanted[1] else 0
@@ -183,7 +182,7 @@ def _weight_gradient(shape: HeadShape, wide: bool) -> int:
 
 @lru_cache(maxsize=1)
 def head_candidates() -> tuple[HeadKernel, ...]:
-    """Return the fused heads that are installed here."""
+    """Return the installed fused heads."""
     found = (_of_torch(), _of_cut_cross_entropy(), _of_liger())
     return tuple(kernel for kernel in found if kernel is not None)
 

@@ -50,12 +50,12 @@ def token_logprobs(
     ``ignore_index``.
 
     Args:
-        hidden: ``[B, T, C]`` final hidden states.
-        lm_head_weight: ``[V, C]``.
-        targets: ``[B, T]``, already shifted.
-        lm_head_bias: ``[V]``.
+        hidden: Final hidden states ``[B, T, C]``.
+        lm_head_weight: Head weight ``[V, C]``.
+        targets: Shifted targets ``[B, T]``.
+        lm_head_bias: Head bias ``[V]``.
         chunk_size: Tokens whose logits exist at once.
-        ignore_index: Target value that has no log-probability.
+        ignore_index: Target that has no log-probability.
 
     Returns:
         ``[B, T]`` in fp32 (fp64 for fp64 inputs).
@@ -80,18 +80,11 @@ def token_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities ``[...]`` of the targets and, if wanted, entropies ``[...]``; both differentiable.
 
-    Args:
-        hidden_BTC: Final hidden states ``[..., C]``.
-        weight_VC: Head weight.
-        targets_BT: Shifted targets ``[...]``; both scores are 0 where one is ``ignore_index``.
-        bias_V: Head bias.
-        transform: Map of each token's logits (temperature, softcap, a slice); targets index its result.
-        entropy: Compute entropies too, of the tokens that have a target.
-        chunk_size: Tokens whose logits exist at once.
-        accumulate_dtype: Dtype in which the gradient of the weight is summed over chunks.
+    Other arguments are as for :func:`streamtune.ops.linear_cross_entropy`; ``transform`` may also have a temperature.
+    Both scores are in fp32 (fp64 for fp64 inputs), and 0 where the target is ``ignore_index``.
 
-    Returns:
-        Both in fp32 (fp64 for fp64 inputs); None in place of entropies that are not wanted.
+    Args:
+        entropy: Compute entropies too, of the tokens that have a target; None in their place otherwise.
     """
     rows = TargetRows(targets_BT, ignore_index, chunk_size)
     settings = HeadSettings(
@@ -196,7 +189,7 @@ class _ProjectScores(torch.autograd.Function):
 
 
 def _room(hidden: Tensor, rows: TargetRows, entropy: bool) -> tuple[Tensor, Tensor]:
-    """Return zeros ``[N]`` to fill in, for log-probabilities and for entropies; empty for entropies not wanted."""
+    """Return zeros ``[N]`` to fill in for log-probabilities and entropies; empty if entropies are not wanted."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     count = len(rows.targets)
     return hidden.new_zeros(count, dtype=dtype), hidden.new_zeros(count if entropy else 0, dtype=dtype)
@@ -226,7 +219,7 @@ def _through(
     grad_logprobs_n: Tensor | None,
     grad_entropy_n: Tensor | None,
 ) -> Tensor:
-    """Return the gradient with respect to the logits before ``transform``, given those of their scores.
+    """Return the gradient of the logits before ``transform`` from the gradients of their scores.
 
     The logits may be overwritten.
     """

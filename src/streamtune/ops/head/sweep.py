@@ -18,8 +18,8 @@ from streamtune.ops.first_order import graph_is_kept
 from streamtune.ops.fused import add_outer
 
 WIDENED = 1 << 24
-"""Logits of a narrow dtype that are computed with in fp32 at once (64 MiB): a wide copy of a whole chunk would be the
-largest tensor of a step, and parts of this size stay in the cache between one operator and the next."""
+"""Logits of a narrow dtype that are widened to fp32 at once (64 MiB): a wide copy of a whole chunk would be the largest
+tensor of a step, and parts of this size stay in the cache between operators."""
 
 FEW_ROWS, FEW_ROWS_BLOCK = 12, 512
 """On a CPU, a matmul of fewer rows than this sums over blocks of this many tokens of the vocabulary."""
@@ -29,7 +29,7 @@ Project = Callable[[Tensor], Tensor]
 
 
 class HeadGradients:
-    """Gradients of hidden states, weight and bias, summed over chunks; None for those that are not wanted."""
+    """Gradients of hidden states, weight and bias, summed over chunks; None if they are not wanted."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class HeadGradients:
         self.bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None
 
     def add(self, chunk: Tensor | slice, h_nC: Tensor, weight_VC: Tensor, grad_nV: Tensor) -> None:
-        """Add a chunk's share, given the gradient of its logits."""
+        """Add a chunk's share, from the gradient of its logits."""
         if self.hidden is not None:
             self.hidden[chunk] = _over_the_vocabulary(grad_nV, weight_VC).to(self.hidden.dtype)
         if self.weight is not None:
@@ -79,7 +79,7 @@ def in_their_places(grads: Sequence[Tensor | None], needed: Sequence[bool]) -> I
 def _over_the_vocabulary(grad_nV: Tensor, weight_VC: Tensor) -> Tensor:
     """Return ``grad @ weight``. For few rows on a CPU the vocabulary is summed in blocks, whose sums are then added.
 
-    A matmul of few rows adds up all V products of an entry in one running sum there. Its rounding error grows with V:
+    A matmul of few rows adds up all V products of an entry in one running sum there, whose rounding error grows with V:
     for 7 rows and 49,152 tokens it is 6 times the error of a matmul of 12 rows and more. The blocks take as long.
     """
     n, V = grad_nV.shape
@@ -106,13 +106,13 @@ def loss_and_grad(
 
     Args:
         logits_nV: Logits of the chunk.
-        targets_n: The target token of each row.
+        targets_n: Target token of each row.
         transform: Map of the logits before the loss.
         with_grad: Compute the gradient; None in its place otherwise.
-        reuse: The gradient may take the memory of the logits; only right where no graph has saved them.
-        factor_n: Multiplies each row of the gradient before it is rounded to the dtype of the logits.
-        most: Elements that are computed at once; a larger chunk is computed in several parts. By default those the
-            kernels can count, or :data:`WIDENED` where the logits are narrower than what is computed in.
+        reuse: The gradient may take the memory of the logits; only right if no graph has saved them.
+        factor_n: Factor of each row of the gradient before it is rounded to the dtype of the logits.
+        most: Elements that are computed at once. The default is the number that kernels can count, or :data:`WIDENED`
+            for logits narrower than fp32.
     """
     if most is None:
         most = MAX_ELEMENTS if logits_nV.dtype in (torch.float32, torch.float64) else WIDENED
@@ -189,7 +189,7 @@ class TargetRows:
         return torch.empty_like(hidden_NC) if self.every else torch.zeros_like(hidden_NC)
 
     def divisor(self, num_items: Tensor | float | None) -> Tensor | float:
-        """Return the divisor of the summed loss: ``num_items``, or for None the number of positions, at least 1."""
+        """Return the divisor of the summed loss: ``num_items``, or for None the number of targets, at least 1."""
         if num_items is None:
             return max(1, len(self.positions))
         return num_items.to(self.targets.device) if isinstance(num_items, Tensor) else num_items
@@ -215,7 +215,7 @@ class HeadSettings:
 
 
 def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
-    """Return the dtype autocast would run the head in, or None. Autocast itself is off: the sums keep their dtypes."""
+    """Return autocast's dtype for the head, or None. Autocast itself is off in the head: the sums keep their dtypes."""
     kind = autocast_kind(hidden.device)
     if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return None
@@ -242,7 +242,7 @@ def scaled(grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None],
 
 
 def handed_out(ctx: Any) -> tuple[Tensor | None, ...]:
-    """Return the gradients that the forward made. They are scaled in place, so a retained graph keeps a copy.
+    """Return the gradients that the forward made; they are scaled in place, so a retained graph keeps a copy.
 
     Raises:
         ArgumentError: A backward without ``retain_graph=True`` freed them.

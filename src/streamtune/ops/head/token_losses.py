@@ -14,13 +14,13 @@ and, with t the probabilities of a teacher, both of logits over a temperature T,
     reverse             sum_v p_v log(p_v / t_v)
     jsd                 b sum_v t_v log(t_v / m_v) + (1 - b) sum_v p_v log(p_v / m_v)      arXiv 2306.13649
 
-Where of a teacher only the probabilities t_1 .. t_k of its k likeliest tokens are known, the divergence is that of
-k + 1 classes: these tokens, and all others as one, of the probabilities 1 - sum_i t_i and 1 - sum_i p_i. It is at most
-that of all tokens, and equal to it where the others have the same proportions in both.
+If only the probabilities t_1 .. t_k of the teacher's top k tokens are known, the divergence is over k + 1 classes:
+these tokens, and all others as one, with the probabilities 1 - sum_i t_i and 1 - sum_i p_i. It is at most the
+divergence over all tokens, and equal to it if the others have the same proportions in both.
 
-Each is a function of one token's logits, so that its gradient is known when they are: 3 matmuls a chunk, as the plain
-cross entropy takes, and one more for a teacher, whose logits of a chunk are computed from its hidden states. Beside the
-logits of a chunk there are a few tensors of :data:`WIDENED` elements at a time.
+Each loss is a function of one token's logits, so that its gradient is known when they are: 3 matmuls a chunk, as for
+the plain cross entropy, and one more for a teacher, whose logits of a chunk are computed from its hidden states. Beside
+the logits of a chunk there are a few tensors of :data:`WIDENED` elements at a time.
 
 Shape suffixes as in ``ops.head.cross_entropy``, n the tokens of a part of a chunk.
 """
@@ -53,7 +53,7 @@ from streamtune.ops.head.sweep import (
 )
 
 MEASURED = ("nll", "kl")
-"""Names of the sums over the targets that are measured beside the loss, without gradient."""
+"""Sums over the targets that are measured beside the loss, without gradient."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Divergence:
 
     Attributes:
         kind: ``forward``, ``reverse`` or ``jsd``.
-        beta: The teacher's share of the mixture of ``jsd``.
-        temperature: The number that both models' logits are divided by.
-        hard_share: The share of the loss of the target itself; the others are the divergence's.
+        beta: Teacher's share of the mixture of ``jsd``.
+        temperature: Divisor of both models' logits.
+        hard_share: Share of the loss of the target itself; the rest is the divergence's.
     """
 
     kind: Literal["forward", "reverse", "jsd"] = "forward"
@@ -78,8 +78,8 @@ class TeacherHead:
     """Logits of a teacher for the tokens of a call, a chunk at a time.
 
     Attributes:
-        hidden_BTC: Its final hidden states ``[..., C]``, for the positions of the student's.
-        project: Maps some of them ``[n, C]`` to logits ``[n, V]``, of which the first are the student's tokens.
+        hidden_BTC: Teacher's final hidden states ``[..., C]``, at the student's positions.
+        project: Map of hidden states ``[n, C]`` to logits ``[n, V]``, of which the first are the student's tokens.
     """
 
     hidden_BTC: Tensor  # noqa: N815
@@ -91,18 +91,18 @@ class TeacherHead:
             return self.project(self.hidden_BTC.flatten(0, -2)[chunk])
 
     def known(self, chunk: Tensor | slice, device: torch.device) -> tuple[Tensor, ...]:
-        """Return what is known of a chunk: its logits ``[n, V]``."""
+        """Return the teacher's logits ``[n, V]`` of a chunk."""
         return (self.logits(chunk),)
 
 
 @dataclass(frozen=True)
 class TopKTeacher:
-    """The likeliest next tokens of a teacher, for the target tokens of a call; on the host, and copied by the chunk.
+    """The teacher's top k next tokens for the target tokens of a call; on the host, and copied by the chunk.
 
     Attributes:
-        index_BT: Which of the K each position ``[B, T]`` has, int64; -100 where nothing is predicted.
+        index_BT: Row of the tables for each position ``[B, T]``, int64; -100 where nothing is predicted.
         ids_Kk: Token ids ``[K, k]``, int32, all different in a row.
-        logprobs_Kc: Their log-probabilities, and last that of all other tokens together ``[K, k + 1]``, fp32.
+        logprobs_Kc: Their log-probabilities, and last the log-probability of all other tokens ``[K, k + 1]``, fp32.
     """
 
     index_BT: Tensor  # noqa: N815
@@ -111,7 +111,7 @@ class TopKTeacher:
 
     @classmethod
     def of_targets(cls, targets_BT: Tensor, ids_Kk: Tensor, logprobs_Kc: Tensor) -> TopKTeacher:
-        """Return the tables for the targets ``[B, T]``, in whose order they are: row by row, position by position."""
+        """Return the tables, which are in the order of the targets ``[B, T]``: row by row, position by position."""
         targets = targets_BT.cpu()
         kept = targets != IGNORE_INDEX
         index = torch.where(kept, kept.flatten().cumsum(0).view(targets.shape) - 1, IGNORE_INDEX)
@@ -119,7 +119,7 @@ class TopKTeacher:
         return cls(index, ids_Kk, logprobs_Kc)
 
     def at(self, targets_BT: Tensor) -> TopKTeacher:
-        """Return the same for the same targets in another layout ``[B, T]``."""
+        """Return the table re-indexed for the same targets in another batch layout ``[B, T]``."""
         return self.of_targets(targets_BT, self.ids_Kk, self.logprobs_Kc)
 
     def known(self, chunk: Tensor | slice, device: torch.device) -> tuple[Tensor, ...]:
@@ -129,7 +129,7 @@ class TopKTeacher:
 
 
 def top_classes(logits_nV: Tensor, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the ids ``[n, k]`` of the likeliest tokens, and their log-probs and that of all others ``[n, k + 1]``."""
+    """Return the ids ``[n, k]`` of the top k tokens, and log-probs ``[n, k + 1]``: theirs, and last all others'."""
     wide = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     logp = (wide / temperature).log_softmax(-1)
     top, ids = logp.topk(k, dim=-1)
@@ -143,10 +143,10 @@ class TokenLoss:
 
     Attributes:
         kind: ``nll``, ``dft`` or ``focal``.
-        focal_gamma: The exponent of ``focal``.
-        label_smoothing: The share of the target that is spread evenly over the vocabulary, with ``nll``.
-        z_loss: The factor of the squared logarithm of Z.
-        divergence: The divergence from a teacher, with its share of the loss; None without a teacher.
+        focal_gamma: Exponent of ``focal``.
+        label_smoothing: Share of the target that is spread evenly over the vocabulary, with ``nll``.
+        z_loss: Factor of the squared logarithm of Z.
+        divergence: Divergence from a teacher, with its share of the loss; None without a teacher.
     """
 
     kind: Literal["nll", "dft", "focal"] = "nll"
@@ -157,7 +157,7 @@ class TokenLoss:
 
     @property
     def is_plain(self) -> bool:
-        """True if it is the cross entropy."""
+        """True for the cross entropy."""
         smoothed = self.label_smoothing != 0 or self.z_loss != 0
         return self.kind == "nll" and not smoothed and self.divergence is None
 
@@ -217,7 +217,7 @@ def _loss_and_grad(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sums of loss and measures of some tokens, and the gradient of their logits, in fp32 or wider.
 
-    ``known`` is of the teacher: its logits, or ids and log-probs of its likeliest tokens.
+    ``known`` has the teacher's logits, or ids and log-probs of its top k tokens.
     """
     picked_n1 = targets_n[:, None]
     logprobs_nV = logits_nV.log_softmax(-1)
@@ -273,7 +273,7 @@ def _of_target(logp_n: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
 def _divergence(
     logits_nV: Tensor, teacher_nV: Tensor, divergence: Divergence, *, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the divergence of each token over the tokens that both vocabularies have, and its gradient."""
+    """Return the divergence of each token over the tokens of both vocabularies, and its gradient."""
     size, temperature = min(logits_nV.shape[1], teacher_nV.shape[1]), divergence.temperature
     logp = (logits_nV[:, :size] / temperature).log_softmax(-1)
     logt = (teacher_nV[:, :size] / temperature).log_softmax(-1)
@@ -299,10 +299,10 @@ def _divergence(
 def _class_divergence(
     logits_nV: Tensor, ids_nk: Tensor, logt_nc: Tensor, divergence: Divergence, *, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the divergence of each token over the classes of a teacher's likeliest tokens, and its gradient.
+    """Return the divergence of each token over the classes of a teacher's top k tokens, and its gradient.
 
-    A class's log-probability is the log-sum-exp of its tokens'. So the gradient for the logit of a token is that for
-    its class, as if classes had logits, times its share of the class: 1, or ``p_v`` over that of all other tokens.
+    A class's log-probability is the log-sum-exp of its tokens'. So the gradient of a token's logit is the gradient of
+    its class, as if classes had logits, times its share of the class: 1, or ``p_v`` over the sum of all other tokens.
     """
     logp = (logits_nV / divergence.temperature).log_softmax(-1)
     top = logp.gather(-1, ids_nk)
@@ -320,13 +320,13 @@ def _sum_of_divergence(p: Tensor, logp: Tensor, q: Tensor, logq: Tensor) -> Tens
     """Return ``sum p log(p / q)`` of each row.
 
     ``q - p``, whose sum is zero, is added to each term: an error of a row's normaliser shifts all of its logarithms,
-    and so is of second order in the sum.
+    and so has a second-order effect on the sum.
     """
     return _finite((logp - logq).mul_(p)).sub_(p).add_(q).sum(-1)
 
 
 def _finite(x: Tensor) -> Tensor:
-    """Return ``x`` with 0 for what is 0 times infinity: a token that cannot be has no share."""
+    """Return ``x`` with 0 for 0 times infinity: an impossible token has no share."""
     return x.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
 
@@ -349,19 +349,13 @@ def linear_token_loss(
 
     Equal to ``token_loss_reference(transform(linear(hidden, weight, bias)), targets, loss, weights) / num_items``.
 
+    Other arguments are as for :func:`streamtune.ops.linear_cross_entropy`.
+
     Args:
-        hidden_BTC: Final hidden states ``[..., C]``.
-        weight_VC: Head weight.
-        targets_BT: Shifted targets ``[...]``; ``ignore_index`` where nothing is predicted.
         loss: The loss of a token.
         weights_BT: Factor of the loss of each token ``[...]``; None is 1.
-        teacher: The teacher, where the loss has a divergence from one.
-        bias_V: Head bias.
-        transform: Map of each token's logits (softcap, scale, a slice); targets index its result.
-        ignore_index: The target that does not count.
-        chunk_size: Tokens whose logits exist at once.
-        num_items: The divisor: the weights of all target tokens of the global step. None counts those of this call.
-        accumulate_dtype: Dtype in which the gradient of the weight is summed over chunks.
+        teacher: The teacher, if the loss has a divergence.
+        num_items: Divisor: the weights of all target tokens of the global step. None adds up the weights of this call.
 
     Returns:
         The scalar loss in fp32 (fp64 for fp64 inputs), and the sums of :data:`MEASURED`, without gradient.
@@ -416,7 +410,7 @@ def token_loss_reference(
     top_k: TopKTeacher | None = None,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Compute the slow, obvious form: the sum over the targets, of all logits at once. Autograd differentiates it."""
+    """Compute the slow, obvious form: the sum over the targets, from all logits at once. Autograd differentiates it."""
     kept = targets_BT != ignore_index
     logits = logits_BTV[kept]
     logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
@@ -539,7 +533,7 @@ def _zeros(hidden: Tensor) -> Tensor:
 
 
 def _outputs(ctx: Any, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss, which has a gradient, and what is measured beside it, which has none."""
+    """Return the loss, which has a gradient, and the measures beside it, which have none."""
     total, measured = sums[0].clone(), sums[1:].clone()
     ctx.mark_non_differentiable(measured)
     return total, measured
