@@ -11,7 +11,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from streamtune.base.safe_path import safe_environment
@@ -81,18 +81,8 @@ def find_matches(
     whole = [form.replace("{}", pattern) for pattern in patterns]
     if all(PLAIN.fullmatch(pattern) for pattern in patterns):
         return [[number for number, name in enumerate(names) if getattr(re, how)(one, name)] for one in whole]
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", PROGRAM],
-            input=json.dumps([how, whole, list(names)]),
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-        answers, ended = done.stdout.splitlines(), done.returncode == 0
-    except subprocess.TimeoutExpired as late:
-        answers, ended = (late.stdout or b"").decode().splitlines(), False
+    output, ended = _run_python("-I", "-S", "-c", PROGRAM, message=[how, whole, list(names)])
+    answers = output.splitlines()
     if not ended:
         raise ArgumentError(
             f"the pattern '{patterns[len(answers)][:80]}' takes more than {SECONDS} s on the {len(names):,} names of "
@@ -101,6 +91,23 @@ def find_matches(
             mend=MEND,
         )
     return [json.loads(answer) for answer in answers]
+
+
+def _run_python(*arguments: str, message: object, env: Mapping[str, str] | None = None) -> tuple[str, bool]:
+    """Run Python with a message as its input; return its output, and True if it ended by itself without an error."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            input=json.dumps(message),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+            env=env,
+        )
+        return done.stdout, done.returncode == 0
+    except subprocess.TimeoutExpired as late:
+        return (late.stdout or b"").decode(), False
 
 
 SPLITS = f"""
@@ -133,22 +140,12 @@ def check_splits(patterns: Sequence[str], *, where: str) -> None:
     tried = [pattern for pattern in patterns if REPEATED.search(pattern)]
     if not tried:
         return
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", SPLITS],
-            input=json.dumps([tried, TRIED]),
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-            env={**safe_environment(), "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"},
-        )
-        passed, ended = done.stdout.count("\n"), done.returncode == 0
-    except subprocess.TimeoutExpired as late:
-        passed, ended = (late.stdout or b"").count(b"\n"), False
+    environment = {**safe_environment(), "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
+    output, ended = _run_python("-P", "-c", SPLITS, message=[tried, TRIED], env=environment)
     if not ended:
+        pattern = tried[output.count("\n")]
         raise ArgumentError(
-            f"the tokenizer's pattern '{tried[passed][:80]}' takes seconds on short texts: it goes back over them "
+            f"the tokenizer's pattern '{pattern[:80]}' takes seconds on short texts: it goes back over them "
             "again and again",
             where=where,
             mend="take the repetition inside of a repetition out, or name another tokenizer",

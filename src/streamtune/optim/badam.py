@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from streamtune.base.patterns import find_matches
 from streamtune.errors import ArgumentError
-from streamtune.optim.weight_step import ADAMW, EachWeight, adamw_step, hash_of
+from streamtune.optim.weight_step import ADAMW, EachWeight, adamw_step, hash_of, saved_entries
 
 SwitchMode = Literal["random", "ascending", "descending", "fixed"]
 """The order of blocks: another random one in each pass, from the embedding on, from the last layer on, always one."""
@@ -216,12 +216,9 @@ class BlockAdamW(EachWeight):
 
         It stays in float32: torch would cast it to the dtype of the weight.
         """
-        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-        own = [parameter for group in self.param_groups for parameter in group["params"]]
         self.state.clear()
-        for number, parameter in zip(saved, own, strict=True):
-            if entry := state_dict["state"].get(number):
-                self.state[parameter] = {key: x.detach().to(parameter.device, copy=True) for key, x in entry.items()}
+        for parameter, _, entry in saved_entries(self, state_dict):
+            self.state[parameter] = {key: x.detach().to(parameter.device, copy=True) for key, x in entry.items()}
 
     def _step_one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

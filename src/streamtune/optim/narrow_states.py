@@ -34,9 +34,11 @@ from streamtune.optim.weight_step import (
     ADAMW,
     EachWeight,
     adamw_step,
+    numbers_of,
     pieces_of,
     random_bits,
     round_stochastically,
+    saved_entries,
 )
 
 WEIGHT = 1
@@ -70,20 +72,13 @@ class NarrowStatesAdamW(EachWeight):
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         super().__init__(params, **options)
-        # Counted once: an optimizer in the backward empties the groups but for the weight that it steps.
-        every = (parameter for group in self.param_groups for parameter in group["params"])
-        self._number = {id(parameter): number for number, parameter in enumerate(every)}
+        self._number = numbers_of(self)
         self._workers: _PieceWorkers | None = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of this optimizer or of torch's AdamW; moments get this optimizer's dtype. Its seed stays."""
-        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-        own = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         self.state.clear()
-        for number, (parameter, group) in zip(saved, own, strict=True):
-            entry = state_dict["state"].get(number)
-            if not entry:
-                continue
+        for parameter, group, entry in saved_entries(self, state_dict):
             dtype = _states_dtype(parameter, group)
             self.state[parameter] = {
                 "step": torch.as_tensor(entry["step"], dtype=torch.float32).detach().clone().cpu(),

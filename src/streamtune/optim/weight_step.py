@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -48,6 +48,26 @@ class EachWeight(torch.optim.Optimizer):
 
     def _step_one(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         raise NotImplementedError
+
+
+def saved_entries(
+    optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> Iterator[tuple[Any, dict[str, Any], Mapping[str, Any]]]:
+    """Yield each parameter of an optimizer that has state in ``state_dict``, with its group and its state there."""
+    saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+    own = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+    for number, (parameter, group) in zip(saved, own, strict=True):
+        if entry := state_dict["state"].get(number):
+            yield parameter, group, entry
+
+
+def numbers_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """Return the identity of each parameter -> its number.
+
+    It is counted once: an optimizer in the backward empties the groups but for the weight that it steps.
+    """
+    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return {id(parameter): number for number, parameter in enumerate(every)}
 
 
 def adamw_step(

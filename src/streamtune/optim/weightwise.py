@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from streamtune.base.optimizer_table import OPTIMIZERS, state_bytes
 from streamtune.ops.devices import turns
 from streamtune.optim.libraries import RULES, Rule
-from streamtune.optim.weight_step import hash_of, pieces_of, random_bits, round_stochastically
+from streamtune.optim.weight_step import hash_of, pieces_of, random_bits, round_stochastically, saved_entries
 
 OWN_KEYS = ("params", "rule", "lr_scale", "seed", "rounding")
 """Keys of a group that are not the library's options."""
@@ -63,12 +63,9 @@ class WeightwiseOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state packed by :func:`pack_state`; dtypes stay as they were saved."""
-        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-        own = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
         self.state.clear()
-        for number, (parameter, group) in zip(saved, own, strict=True):
-            if entry := state_dict["state"].get(number):
-                self.state[parameter] = _unpacked(entry, parameter, group)
+        for parameter, group, entry in saved_entries(self, state_dict):
+            self.state[parameter] = _unpacked(entry, parameter, group)
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in other.items() if key != "params"})
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.ops.devices import turns
-from streamtune.optim.weight_step import pieces_of, random_bits, round_stochastically, seeded
+from streamtune.optim.weight_step import numbers_of, pieces_of, random_bits, round_stochastically, seeded
 
 BITS = -1
 """Number in a seed, in place of the direction, for the bits of stochastic rounding."""
@@ -61,8 +61,7 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "eps": eps, "directions": directions})
         self.eps, self.directions, self.seed = eps, directions, seed
         self.steps_taken = 0
-        every = (parameter for group in self.param_groups for parameter in group["params"])
-        self._number = {id(parameter): number for number, parameter in enumerate(every)}
+        self._number = numbers_of(self)
 
     def has(self, parameter: Tensor) -> bool:
         """Return True if the optimizer trains a parameter."""
