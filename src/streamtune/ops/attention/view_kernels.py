@@ -221,11 +221,9 @@ def attend_whole(
     return _attempt(kernel, lambda: kernel.forward(q, k, v, for_backward))
 
 
-def backward_whole(
-    kernel: ViewKernel, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
-) -> Grads | None:
+def backward_whole(kernel: ViewKernel, grad_o: Tensor, *saved: Tensor) -> Grads | None:
     """Return ``kernel.backward``'s result, or None likewise: segments take the kernel's output and log-sum-exp."""
-    return _attempt(kernel, lambda: kernel.backward(grad_o, q, k, v, o, lse))
+    return _attempt(kernel, lambda: kernel.backward(grad_o, *saved))
 
 
 _given_up: set[str] = set()
