@@ -13,8 +13,7 @@ IGNORE_INDEX = -100
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """Return the device on which a model computes: of the first weight
-     that is not on the CPU, if there is one.
+    """Return the device on which a model computes: the device of the first weight that is not on the CPU, if any.
 
     Weights that wait on the host are on the CPU beside an accelerator.
     """

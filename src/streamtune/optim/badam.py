@@ -40,12 +40,7 @@ EMBEDDING = re.compile(r"embed|wte|word_embeddings")
 
 @dataclass(frozen=True)
 class WeightBlock:
-    """Weights that are trained together.
-
-    Attributes:
-        name: Name of their module, or of the first and last of several.
-        parameters: Names of the parameters.
-    """
+    """Parameters that are trained together, by name. ``name`` is their module, or the first and last of several."""
 
     name: str
     parameters: frozenset[str]
@@ -115,7 +110,7 @@ class BlockOptions:
     Attributes:
         switch_block_every: Steps until another block is trained.
         switch_mode: The order of the blocks.
-        start_block: Number of the first block; with ``fixed`` of the only one.
+        start_block: Index of the first block; with ``fixed`` of the only block.
         layers_per_block, include_embedding, include_lm_head, blocks: Arguments of :func:`split_blocks`.
     """
 
@@ -258,11 +253,7 @@ def train_largest_block(model: nn.Module, **options: Any) -> None:
     """Freeze all weights of a model outside of the block whose step takes the most memory and time.
 
     The lowest block has the longest backward, and the largest the most gradients and moments. Where these are two,
-    both are left, which takes a little more than either.
-
-    Args:
-        model: The model.
-        options: Options of :class:`BlockOptions`.
+    both are left, which takes a little more than either. ``options`` are for :class:`BlockOptions`.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = BlockOptions(**options).split(list(trained))
@@ -278,12 +269,11 @@ def train_largest_block(model: nn.Module, **options: Any) -> None:
 class RatioAdamW(EachWeight):
     """AdamW on a part of each weight: the ratio form of BAdam (arXiv 2404.02827, appendix).
 
-    Of a weight with n values, k = max(1, ratio n) that lie next to each other are trained for ``switch_block_every``
-    steps by AdamW whose moments begin at zero, while all its others stay. Then k others are, at a place drawn at
-    random. The gradient is of all values: what is saved is state, 8 k bytes of a weight in place of 8 n.
+    AdamW trains k = max(1, ratio n) adjacent values of a weight with n values for ``switch_block_every`` steps, with
+    moments that begin at zero, then k others, at a place drawn at random. The gradient has all values; the state has
+    8 k bytes in place of 8 n. Weights of 16 bits are stepped in float32, as in a block.
 
-    Weights of 16 bits are stepped in float32: the part has a copy of them for as long as it is trained. The state of a
-    weight may begin with its number as ``seed``.
+    The state of a weight may begin with its number as ``seed``.
     """
 
     DEFAULTS: ClassVar = {**ADAMW, "update_ratio": 0.01, "switch_block_every": 50}

@@ -178,12 +178,8 @@ class NaturalGaLoreAdamW(GaLoreAdamW):
     The factor lambda keeps the size of a step where the damping is large: then it is GaLore's. The history begins anew
     with each projection, whose columns mean something else.
 
-    Args:
-        params: Parameters, or groups of them.
-        options: Options of :class:`GaLoreAdamW`, and:
-
-            - ``history``: s, the projected gradients that are remembered for each matrix, the latest among them.
-            - ``damping``: part of the mean square of their norms that is added to the Fisher matrix.
+    ``history`` is s, the latest gradient among them. ``damping`` is the part of the mean square of their norms that is
+    added to the Fisher matrix.
     """
 
     DEFAULTS: ClassVar = {**GaLoreAdamW.DEFAULTS, "history": 8, "damping": 1.0}

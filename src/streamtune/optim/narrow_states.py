@@ -215,9 +215,7 @@ def _expanded(state: Mapping[str, Tensor], name: str, weight: Tensor) -> Tensor:
 def pack_expanded(x: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes ``[g, group_size]`` in float8, the largest magnitudes ``[g]`` and the powers ``[g]`` in float32.
 
-    Args:
-        x: Values in float32, of any shape; zeros fill up the last group.
-        group_size: Values of a group.
+    Zeros fill up the last group of ``x``, which is float32.
     """
     flat = x.flatten()
     groups = torch.nn.functional.pad(flat, (0, -len(flat) % group_size)).view(-1, group_size)

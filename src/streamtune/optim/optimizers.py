@@ -35,16 +35,16 @@ class OptimChoice:
     """An optimizer and its settings, as a recipe has them.
 
     Attributes:
-        name: A key of ``streamtune.base.optimizer_table.OPTIMIZERS``.
-        learning_rate: The first learning rate; the loop sets it anew at each step, by :func:`set_learning_rate`.
+        name: Key of ``streamtune.base.optimizer_table.OPTIMIZERS``.
+        learning_rate: First learning rate; the loop sets it anew at each step, by :func:`set_learning_rate`.
         weight_decay: Decoupled decay of the matrices.
         betas: Decay rates of AdamW's first and second moment.
         eps: Addend of AdamW's denominator.
         states: Dtype of the states of ``adamw``.
         rounding: Rounding of bfloat16 weights after a step. An optimizer that trains one block at a time keeps the
-            block in float32, and one without a backward steps as it perturbs: both leave it out.
+            block in float32, and an optimizer without a backward steps as it perturbs: both leave it out.
         seed: Seed of the random numbers that an optimizer draws.
-        args: Options of the optimizer; the table has the others.
+        args: Options of the optimizer; missing options have the table's defaults.
     """
 
     name: str
@@ -177,13 +177,7 @@ def _check_rank(rank: int, matrices: list[nn.Parameter]) -> None:
 
 
 def check_optimizer(name: str, device_type: str) -> None:
-    """Refuse an optimizer whose library is not installed, or does not run on a type of device.
-
-    ``meta`` is a plan for any device.
-
-    Raises:
-        ArgumentError: It is not installed, or does not run there.
-    """
+    """Raise ``ArgumentError`` if an optimizer is not installed, or does not run on a device type (``meta`` is any)."""
     check_installed(name)
     only = OPTIMIZERS[name].only_on
     if only and device_type not in (only, "meta"):
@@ -241,12 +235,7 @@ def _no_match(pattern: str, number: int, names: Sequence[str]) -> ArgumentError:
 
 
 class LayerPlaces:
-    """The decoder layer of each parameter.
-
-    Args:
-        model: The model, whose parameters have the names that are asked for.
-        layers: Its decoder layers, in order.
-    """
+    """The decoder layer of each parameter, by the parameter's name; ``layers`` are the model's, in order."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         numbers = {id(p): number for number, layer in enumerate(layers) for p in layer.parameters()}

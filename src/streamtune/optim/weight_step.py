@@ -23,12 +23,7 @@ LARGE_PIECE = 1 << 22
 
 
 class EachWeight(torch.optim.Optimizer):
-    """An optimizer that steps its weights one by one.
-
-    Args:
-        params: Parameters, or groups of them.
-        options: Options in place of :attr:`DEFAULTS`.
-    """
+    """An optimizer that steps its weights one by one, with options in place of :attr:`DEFAULTS`."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]]
     """Options of a group of weights, with their defaults."""
@@ -116,9 +111,7 @@ def random_bits(count: int, device: torch.device, *key: int) -> Tensor:
 def seeded(device: torch.device, *key: int) -> torch.Generator | None:
     """Return a generator for numbers on a device; None on ``meta``, which has no values.
 
-    Args:
-        device: The device.
-        key: Numbers that make the seed: the run's seed, the step, the weight, the place in it.
+    ``key`` makes its seed: the run's seed, the step, the weight, the place in it.
     """
     if device.type == "meta":
         return None
@@ -136,10 +129,7 @@ def round_stochastically(x: Tensor, bits: Tensor, *, out: Tensor) -> None:
 
     ``E[out] = x`` over the random bits. Values that bfloat16 holds stay as they are, and so do infinities.
 
-    Args:
-        x: ``[n]`` float32; its memory is used and overwritten.
-        bits: ``[n]`` int32, of which the lower 16 bits are random.
-        out: ``[n]`` bfloat16.
+    The lower 16 bits of ``bits``, int32, are random. The memory of ``x`` is overwritten.
     """
     # bfloat16 is the upper half of float32. A random number below 2^16 carries into it with a probability of the lower
     # half / 2^16; sign and magnitude are apart, so both signs round alike.

@@ -173,10 +173,7 @@ def is_averaged(group: Mapping[str, Any]) -> bool:
 
 
 def averaged_weights(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield the weights whose average is evaluated and saved, with the average.
-
-    ``optimizer`` has ``param_groups`` and ``state``.
-    """
+    """Yield the weights whose average is evaluated and saved, with the average."""
     for group in optimizer.param_groups:
         rule = RULES.get(group.get("rule", ""))
         if rule is not None and rule.average is not None:

@@ -143,7 +143,7 @@ def perturbed(
     Args:
         optimizer: The optimizer, with eps, the seed, and its trained weights.
         model: The model; it is called without gradients.
-        layers: Its decoder layers, each called as a module.
+        layers: Decoder layers, each called as a module.
         direction: Index of the direction.
         sign: 1 or -1.
     """
