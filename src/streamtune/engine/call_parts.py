@@ -1,4 +1,4 @@
-"""The parts of a layer call besides its arguments: outputs along the sequence, and keys and values of other layers."""
+"""Parts of a layer call besides its arguments: outputs along the sequence, and keys and values of other layers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from streamtune.errors import UnsupportedModelError
 
 
 class LayerOutputs:
-    """Splits the output of each chunk into tensors, and puts those of the whole sequence into the layer's own form.
+    """Splits the output of each chunk into tensors, and joins those of the whole sequence in the layer's own form.
 
     Args:
-        name: The layer's class, for errors.
-        hidden_along: The dimension along which its hidden states follow the sequence.
+        name: Class of the layer, for errors.
+        hidden_along: Dimension along which its hidden states follow the sequence.
     """
 
     def __init__(self, name: str, hidden_along: Along) -> None:
         self.name, self.hidden_along = name, hidden_along
         self.wrap: type | None = None
         self.along: list[Along] = []
-        """The dimension along which each output follows the sequence."""
+        """Dimension along which each output follows the sequence."""
         self.form: list[int | list[Tensor] | None] = []
-        """For each item of what the layer returns: which output it is, or the choices it was so far."""
+        """For each item that the layer returns, the index of its output, or its choices so far."""
 
     def take(self, out: Any, chunk: slice, *, keep: bool) -> list[Tensor]:
         """Return the outputs of a chunk; its choices of keys are kept if ``keep``.
@@ -87,22 +87,22 @@ def _joined(parts: list[Tensor] | None) -> Tensor | None:
 
 
 SharedKey = tuple[str, Any, int]
-"""Argument, entry and place (0 keys, 1 values) of a shared tensor."""
+"""(argument, entry, place) of a shared tensor; place 0 is keys, 1 values."""
 
 
 class ChunkSharing(UserDict):  # type: ignore[type-arg]
-    """The shared entries that a chunk reads, ``[B, G, S, D]`` of its prefix and itself, and those it fills.
+    """Shared entries that a chunk reads, ``[B, G, S, D]`` of its prefix and itself, and entries that it fills.
 
     Args:
-        cache: The chunk's cache.
-        whole: Keys and values of the whole sequence by entry, of the layers before.
+        cache: Cache of the chunk.
+        whole: Keys and values of the whole sequence by entry, from the layers before.
     """
 
     def __init__(self, cache: ChunkCache, whole: dict[Any, tuple[Tensor, ...]]) -> None:
         super().__init__()
         self.cache, self.whole = cache, whole
         self.filled: dict[Any, int] = {}
-        """For each entry filled, which of the layer's key/value updates it holds."""
+        """Key/value update held by each filled entry."""
 
     def __contains__(self, key: object) -> bool:
         return key in self.whole

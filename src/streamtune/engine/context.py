@@ -20,10 +20,10 @@ class CallContext:
 
     rows: PackedRows | None = None
     lengths: RowLengths | None = None
-    """The lengths of the rows, for rotary embeddings that depend on them; None is the longest position of the call."""
+    """Lengths of the rows, for rotary embeddings that depend on them; None is the longest position of the call."""
     shards: SequenceShards | None = None
     schedule: Schedule | None = None
-    """The schedule of this call's layers; None is the one they were given."""
+    """Schedule of this call's layers; None is their own."""
     whole: bool = False
     """The layers run on all tokens at once, by the model's eager attention."""
     plain: bool = False
@@ -35,9 +35,9 @@ class ChunkContext:
     """State of one run of a layer on a chunk, which the attentions inside it need but are not passed."""
 
     exchange: ChunkExchange | None
-    """The exchange with the ranks that share the sequence; None where there are none."""
+    """Exchange with the ranks that share the sequence, if any."""
     outputs: Memory | None
-    """The outputs of attentions that ran on the chunk before; None where they are not kept."""
+    """Outputs of attentions that ran on the chunk before; None if they are not kept."""
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -50,7 +50,7 @@ class ChunkContext:
 
     @staticmethod
     def now() -> ChunkContext:
-        """Return the state of the chunk that runs now; an empty one outside of all."""
+        """Return the state of the current chunk; an empty one outside of all."""
         return _chunk.get()
 
 

@@ -3,8 +3,7 @@
 A decoder keeps its embeddings in a variable until it returns, though it reads them no more once the first layer has
 run: a whole hidden state ``[B, T, C]`` beside the input and the output of each layer. So a streamed model is given a
 tensor that stands for its embeddings. All functions of ``torch`` read through it. The first layer takes the embeddings
-out of it, and they are freed as soon as that layer has stored them. Whoever reads the tensor later has them
-computed again.
+out of it, and they are freed as soon as that layer has stored them. A later reader computes them again.
 
 Shape suffixes: B batch, T tokens, C channels.
 """
@@ -28,7 +27,7 @@ KNOWN = ("torch.", "transformers.")
 """Packages whose embeddings are a lookup: called again they return the same."""
 
 SCALED = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__)
-"""Functions by which models scale their embeddings, keeping what was scaled in a variable as well."""
+"""Functions by which models scale their embeddings, keeping the unscaled tensor in a variable as well."""
 
 
 def _is_scalar(by: Any) -> bool:
@@ -47,11 +46,7 @@ def token_embedding(model: Any) -> nn.Embedding | None:
 
 
 class StreamedEmbedding:
-    """Replaces the ``forward`` of the embedding of tokens on its instance; computes the same.
-
-    Args:
-        module: The embedding.
-    """
+    """Replaces the ``forward`` of the token embedding on its instance; computes the same."""
 
     def __init__(self, module: nn.Embedding) -> None:
         self.module, self.table = module, module.weight
@@ -66,7 +61,7 @@ class StreamedEmbedding:
             return value
         state = _state_of(read_from)
 
-        def again() -> Tensor:
+        def recompute() -> Tensor:
             if _state_of(read_from) != state:
                 raise ArgumentError(
                     "the embeddings of a call were read after its weights or tokens had been changed in place",
@@ -75,7 +70,7 @@ class StreamedEmbedding:
             found: Tensor = self.module(*args, **kwargs)
             return found
 
-        return Embeddings.of(value, again)
+        return Embeddings.of(value, recompute)
 
     def _is_watched(self) -> bool:
         """Return True if others have hooks on the module, such as engines that share weights, or put in a weight."""
@@ -89,24 +84,24 @@ class StreamedEmbedding:
 
 
 def _state_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return what tells whether values of tensors were changed."""
+    """Return (version, address) of each tensor, by which a change of its values shows."""
     return [(x._version, x.data_ptr()) for x in tensors]
 
 
 @dataclass
 class _Content:
-    """The embeddings behind a tensor that stands for them."""
+    """Embeddings behind a tensor that stands for them."""
 
     value: Tensor | None
-    """``[B, T, C]``; None once they were taken."""
-    again: Callable[[], Tensor]
-    """Computes them again."""
+    """Embeddings ``[B, T, C]``; None once they were taken."""
+    recompute: Callable[[], Tensor]
+    """Computes the embeddings again."""
     version: int
-    """Of ``value`` when it was made."""
+    """Version of ``value`` when it was made."""
     with_graph: bool
     """True if they were computed with gradients on."""
     node: weakref.ref[Any] | None = None
-    """The node of the tensor that stands for them, None where it has none. A weak reference: the node holds this."""
+    """Node of the tensor that stands for them, or None. A weak reference: the node holds this object."""
 
     def is_of(self, node: Any) -> bool:
         """Return True unless a custom autograd function returned the tensor that stands for them, with its own node."""
@@ -123,14 +118,14 @@ class Embeddings(Tensor):
     content: _Content
 
     @staticmethod
-    def of(value: Tensor, again: Callable[[], Tensor]) -> Any:
+    def of(value: Tensor, recompute: Callable[[], Tensor]) -> Any:
         """Return a tensor that stands for ``value``.
 
         Args:
             value: ``[B, T, C]``.
-            again: Computes it again.
+            recompute: Computes ``value`` again.
         """
-        content = _Content(value, again, value._version, torch.is_grad_enabled())
+        content = _Content(value, recompute, value._version, torch.is_grad_enabled())
         made: Any = _StandIn.apply(value, content) if value.requires_grad else _stand_in(value)
         node = _node(made)
         made.content, content.node = content, None if node is None else weakref.ref(node)
@@ -145,7 +140,7 @@ class Embeddings(Tensor):
         return func(*map_nested(read, args), **map_nested(read, kwargs or {}))
 
     def scaled(self, func: Callable[[Tensor, Any], Tensor], by: Any) -> Any:
-        """Return ``func(self, by)``, which stands for the embeddings from now on; read again, these are computed."""
+        """Return ``func(self, by)``, which stands for the embeddings now; a later read of these recomputes them."""
         scaled = func(take(self), by)
         return Embeddings.of(scaled, lambda: func(read(self), by))
 
@@ -157,7 +152,7 @@ class Embeddings(Tensor):
 
 
 class _StandIn(torch.autograd.Function):
-    """The tensor that stands for embeddings, for a custom autograd function: this is applied to the tensor itself."""
+    """Tensor that stands for embeddings, for a custom autograd function: this is applied to the tensor itself."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, content: _Content) -> Tensor:
@@ -194,7 +189,7 @@ def read(x: Any) -> Any:
 def take(x: Any) -> Any:
     """Return the embeddings for which ``x`` stands, and let it hold them no more; any other object as it is.
 
-    It still holds what was changed in place: that is not to be computed again.
+    It still holds embeddings that were changed in place, which cannot be computed again.
     """
     found: Any = read(x)
     if isinstance(x, Embeddings) and found._version == x.content.version and found is x.content.value:
@@ -208,11 +203,10 @@ def _value(x: Any) -> Any:
     content = x.content
     if content.value is None:
         with torch.set_grad_enabled(content.with_graph):
-            content.value = read(content.again())
+            content.value = read(content.recompute())
     return content.value
 
 
 def _node(x: Tensor) -> Any:
-    """Return the node that autograd itself has for ``x``."""
     with torch._C.DisableTorchFunctionSubclass():
         return x.grad_fn

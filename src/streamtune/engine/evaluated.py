@@ -29,8 +29,8 @@ class EvaluatedLogits(Tensor):
     The result of :meth:`computed` is kept, so that later reads see what was written into it, or into a part of it.
 
     Args:
-        head: The language-model head, a matrix without adapters.
-        hidden: ``[..., T, C]``, the head's input; detached.
+        head: Language-model head, a matrix without adapters.
+        hidden: Input ``[..., T, C]`` of the head; detached.
         transform: The model's own steps on its logits (softcap, scale).
         chunk_size: Tokens computed at a time.
     """
@@ -54,9 +54,9 @@ class EvaluatedLogits(Tensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._source: _Source
         self._casts: tuple[torch.dtype, ...]
-        """The dtypes the logits went through, the last is its own."""
+        """Dtypes that the logits went through; the last is their own."""
         self._kept: list[Tensor]
-        """The logits, once they are computed; shared with those that were detached from it."""
+        """The logits, once they are computed; shared with tensors detached from this one."""
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
         return f"EvaluatedLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
@@ -113,7 +113,6 @@ class EvaluatedLogits(Tensor):
 
 
 def _of_computed(name: str) -> Any:
-    """Return the method of this name of the computed logits."""
     return lambda logits, *args, **kwargs: getattr(logits.computed(), name)(*args, **kwargs)
 
 
@@ -198,11 +197,7 @@ class _Source:
             yield logits
 
     def with_graph(self) -> Tensor:
-        """Return all logits at once, with their graph.
-
-        Raises:
-            ArgumentError: The weight of the head was changed since the call.
-        """
+        """Return all logits at once, with their graph."""
         self.weights.check("the call and the reading of its logits")
         with self.autocast.restored(), self.weights.restored():
             return self.transform(self.head(self.hidden))

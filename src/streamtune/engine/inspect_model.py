@@ -68,7 +68,6 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def _refuse_flat_parameters(model: nn.Module) -> None:
-    """Raise an error if FSDP1 wraps the model or a module inside of it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is of its kind where nobody imported it
     if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise FlatParametersError(type(model).__name__)
@@ -113,7 +112,7 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
     """Refuse models that are known not to stream exactly.
 
     Raises:
-        UnsupportedModelError: The model is one of them; the message names the reason.
+        UnsupportedModelError: The model is known; the message names the reason.
     """
     name = type(model).__name__
     _refuse_flat_parameters(model)
@@ -177,11 +176,7 @@ def _iterates(module: nn.Module) -> bool:
 
 
 def _check_attention(model: str, name: str | None) -> None:
-    """Refuse an attention function that is not one of ``transformers``' own: ours would be used in its place.
-
-    Raises:
-        UnsupportedModelError: It is registered under another name, or in the place of one of :data:`KNOWN_ATTENTION`.
-    """
+    """Refuse an attention function that is not one of ``transformers``' own: ours would be used in its place."""
     if name is None or is_ours(name) or name.startswith(HUB_KERNELS):
         return
     function = inside(ATTENTIONS).get(name)
@@ -223,10 +218,10 @@ def attention_configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[A
 
 
 def form_for(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head: bool) -> str:
-    """Return ``ulysses`` or ``ring`` for this model, whose head is streamed if ``head``.
+    """Return ``ulysses`` or ``ring`` for this model; ``head`` is True if its head is streamed.
 
     Raises:
-        ArgumentError: ``ulysses`` is asked for, and ranks do not divide the heads evenly; or the head is not streamed.
+        ArgumentError: The ranks do not divide the heads evenly for ``ulysses``, or the head is not streamed.
         UnsupportedModelError: Ranks cannot share its sequences.
     """
     name = type(model).__name__

@@ -1,8 +1,8 @@
 """The last call of a layer, by which the next layer finds the call that made its input.
 
 Engines that share weights (ZeRO stage 3, FSDP2) put hooks around a layer's call. They pass its hidden states through
-autograd functions of their own, so that the next layer gets another tensor with the same storage. Two questions are
-therefore asked apart: are these the same numbers, and does their gradient arrive unchanged and unseen?
+autograd functions of their own, so that the next layer gets another tensor with the same storage. So there are two
+questions: are these the same numbers, and does their gradient arrive unchanged and unseen?
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ PASS_GRADIENTS = (
     "PostBackwardFunctionModuleBackward",  # ZeRO stage 3, around its inputs
     "PreBackwardFunctionForModuleBackward",  # and its outputs
 )
-"""Autograd nodes that hand the gradient of each of their outputs on to the input at the same place, unchanged."""
+"""Autograd nodes that pass the gradient of each output to the input at the same place, unchanged."""
 
 FULL_BACKWARD_HOOK = "BackwardHookFunctionBackward"
-"""The same around a module with a full backward hook, which sees the gradients; that of ZeRO stage 3 ignores them."""
+"""Node around a module with a full backward hook, which sees the gradients; ZeRO stage 3's hook ignores them."""
 
 
 class LastLayerCall(Generic[Call]):
     """The last layer call and its output.
 
-    A layer's input can be computed again if it is what the layer before returned, unchanged: then nothing happened to
-    the numbers between the two.
+    A layer's input can be computed again if it is what the layer before returned, unchanged.
     """
 
     def __init__(self) -> None:
         self._last: tuple[_Numbers, weakref.ref[Call], bool] | None = None
         self._has_reader = False
-        """True once somebody leaves the gradient of the last output at its call."""
+        """True once a reader leaves the gradient of the last output at its call."""
         self.ends_with_rows = False
-        """True once a layer of the model carries states and rows are packed: in the order of chunks all layers have
-        the same chunks, and they end where rows do."""
+        """True once a layer carries states and rows are packed. In the order of chunks all layers have the same chunks,
+        so they all end where rows do.
+        """
 
     def __reduce__(self) -> tuple[type[LastLayerCall[Any]], tuple[()]]:
         return LastLayerCall, ()  # a copy was not called yet
@@ -51,7 +51,7 @@ class LastLayerCall(Generic[Call]):
         self._last, self._has_reader = (_Numbers(output), weakref.ref(call), watches_gradients(layer)), False
 
     def maker(self, hidden: Tensor) -> Call | None:
-        """Return the layer call that made the numbers of these hidden states, if it was the one before; else None."""
+        """Return the last layer call if it made the numbers of these hidden states, else None."""
         if self._last is None:
             return None
         numbers, call, _ = self._last
@@ -60,12 +60,11 @@ class LastLayerCall(Generic[Call]):
     def grad_target(self, hidden: Tensor, module: nn.Module) -> Call | None:
         """Return :meth:`maker` if the gradient of these hidden states arrives at its output unchanged; else None.
 
-        There is room for the gradient of one reader: of the first that asks. Others get None (dory norms the output of
-        a layer twice).
+        There is room for the gradient of one reader, the first that asks (dory norms the output of a layer twice).
 
         Args:
-            hidden: The hidden states.
-            module: The module that is given them.
+            hidden: Hidden states.
+            module: Module that is given them.
         """
         if self._last is None or self._has_reader:
             return None
@@ -82,7 +81,7 @@ class LastLayerCall(Generic[Call]):
 class _Numbers:
     """The numbers of a tensor, recognised in another tensor that has its storage.
 
-    The weak references keep neither alive. That to the storage keeps its address from being given to another one.
+    The weak references keep neither alive. The reference to the storage keeps its address from being reused.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -112,7 +111,7 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _origin(tensor: Tensor, passing: tuple[str, ...]) -> Any:
-    """Return the node that a tensor's gradient arrives at, behind those named; None if not at its first output."""
+    """Return the node at which a tensor's gradient arrives, behind ``passing``; None if not at its first output."""
     node: Any = tensor.grad_fn
     place = tensor.output_nr
     while node is not None and type(node).__name__ in passing:

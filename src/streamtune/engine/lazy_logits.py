@@ -21,7 +21,7 @@ ELEMENTWISE = {
     for owner in (Tensor, torch)
     for name in ("mul", "div", "add", "sub", "tanh")
 }
-"""Operations a model may apply to its logits before the loss, with a scalar: each maps a chunk on its own."""
+"""Operations that a model may apply to its logits before the loss, with a scalar: each maps a chunk by itself."""
 
 
 class ScoringHead(Protocol):
@@ -38,7 +38,7 @@ class ScoringHead(Protocol):
         ...
 
     def as_teacher(self, logits: LazyLogits, targets: Tensor) -> AbstractContextManager[TeacherHead]:
-        """Return a context that yields the head as that of a teacher."""
+        """Context that yields the head as a teacher's."""
         ...
 
     def scores(self, logits: LazyLogits, targets: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
@@ -56,7 +56,7 @@ class LazyLogits:
         owner: The head.
         hidden: ``[..., C]``.
         steps: Functions applied to each chunk of logits, in order.
-        vocabulary: V after the steps; None as long as it is the head's own.
+        vocabulary: V after the steps; None is the head's own.
     """
 
     def __init__(
@@ -214,11 +214,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 class LazyForward:
-    """The ``forward`` of a head in a call with labels: it reads no weight.
-
-    Args:
-        head: Computes what is asked of the logits.
-    """
+    """The ``forward`` of a head in a call with labels: it reads no weight."""
 
     def __init__(self, head: ScoringHead) -> None:
         self.head = head

@@ -1,9 +1,9 @@
 """Recognition of the mask functions of ``transformers``, by the closures they are composed of.
 
-``transformers`` composes a mask of small functions of positions. One that is recognised becomes a field with which the
-lazy mask can compute (causal, window, packed rows, spans, mutual blocks). One that is not stays a function, which is
-always right but must be evaluated for each query and key. Only exact matches are recognised: ids that are not runs, or
-parts in a combination with another meaning, stay a function.
+``transformers`` composes a mask of small functions of positions. A recognised function becomes a field with which the
+lazy mask can compute (causal, window, packed rows, spans, mutual blocks). Any other stays a function, which is always
+right but must be evaluated for each query and key. Only exact matches are recognised: ids that are not runs, or parts
+in a combination with another meaning, stay a function.
 
     packed rows          packed_sequence_mask_function(ids), and the mask itself remapped to positions that restart
     spans (Llama 4)      chunked_overlay(size, left padding)
@@ -44,7 +44,7 @@ _find_packed_sequence_indices = inside(FINDS_PACKED)
 Function = Callable[..., Any]
 
 HOST = "cpu"
-"""Said wherever a tensor is made: a user may have set another default device."""
+"""Device of new tensors, named explicitly: a user may have set another default device."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Facts:
 
     @property
     def function(self) -> Function | None:
-        """The part that the other fields do not express, or None."""
+        """Part that the other fields do not express, or None."""
         if len(self.rest) < 2:
             return self.rest[0] if self.rest else None
         return lambda b, h, q, k: reduce(and_, (part(b, h, q, k) for part in self.rest))
@@ -77,7 +77,7 @@ def recognise(function: Function, length: int, device: torch.device) -> Facts:
     Args:
         function: ``(batch, head, query, key) -> bool``.
         length: Length of tensors that follow the sequence.
-        device: The device of the starts; each has a copy on the host.
+        device: Device of the starts; each has a copy on the host.
     """
     whole = Facts(rest=(function,))
     try:
@@ -94,10 +94,7 @@ def recognise(function: Function, length: int, device: torch.device) -> Facts:
 
 
 def _facts(function: Function, position_BT: Tensor) -> Facts:
-    """Return the facts of a part that is given the positions ``position_BT`` (restarting inside a remap).
-
-    All of it is computed on the host.
-    """
+    """Return the facts of a part for positions ``position_BT`` (restarting inside a remap), computed on the host."""
     if function is _causal_mask_function:
         return Facts(causal=True)
     read = _READERS.get(getattr(function, "__qualname__", ""))
@@ -125,7 +122,7 @@ def _span(function: Function, position_BT: Tensor) -> Facts | None:
 
 
 def _block(function: Function, position_BT: Tensor) -> Facts | None:
-    """Return a part's blocks. Only :func:`_either` calls this: they have a meaning only in an or with a causal mask."""
+    """Return a part's blocks, for :func:`_either`: they have a meaning only in an or with a causal mask."""
     (ids,) = _closed(function, BLOCKS)
     if not _are_runs(ids, position_BT):
         return None
@@ -135,7 +132,6 @@ def _block(function: Function, position_BT: Tensor) -> Facts | None:
 
 
 def _every(function: Function, position_BT: Tensor) -> Facts | None:
-    """Return the facts of ``and_masks``: those of all its parts, joined."""
     (parts,) = _closed(function, EVERY)
     if not parts:
         return None
@@ -163,8 +159,8 @@ def _either(function: Function, position_BT: Tensor, row_start: Tensor | None = 
 
     Args:
         function: The mask.
-        position_BT: The positions that it is given.
-        row_start: The packed rows in which it restarts, where it stands beside these.
+        position_BT: Positions that it is given.
+        row_start: Packed rows in which it restarts, where it stands beside these.
     """
     (held,) = _closed(function, EITHER)
     parts: Any = held or ()
@@ -242,7 +238,7 @@ def _is_remap(function: Function) -> bool:
 
 
 def _closed(function: Function, kind: str) -> tuple[Any, ...]:
-    """Return the values of the variables that a closure of a kind holds; None for one that it does not hold."""
+    """Return the values of the variables that a closure of a kind holds, None for each that it does not hold."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     held = dict(zip(names, (cell.cell_contents for cell in getattr(function, "__closure__", None) or ()), strict=True))
     return tuple(held.get(name) for name in HELD[kind])

@@ -25,7 +25,7 @@ from streamtune.ops.devices import forget_host_copies
 
 TOKENS = ("input_ids", "inputs_embeds")
 READ = "_streamtune_read"
-"""What marks a cache that a call with gradients has read."""
+"""Attribute that marks a cache read by a call with gradients."""
 
 
 @lru_cache(maxsize=64)
@@ -35,7 +35,7 @@ def _parameters(forward: Any) -> tuple[str, ...]:
 
 @dataclass
 class ModelCall:
-    """The arguments of a call of ``model``, by name however they were passed."""
+    """Arguments of a call of ``model``, by name however they were passed."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -47,7 +47,7 @@ class ModelCall:
             self.kwargs = renamed_cache(self.kwargs, name)
 
     def get(self, name: str) -> Any:
-        """Return the argument, None where it was not passed."""
+        """Return the argument, None if it was not passed."""
         names = _parameters(type(self.model).forward)[: len(self.args)]
         return self.kwargs.get(name, self.args[names.index(name)] if name in names else None)
 
@@ -62,7 +62,7 @@ class ModelCall:
 
     @property
     def cache(self) -> Any:
-        """The cache that was passed, by whichever name; None without any."""
+        """Cache that was passed, by whichever name, or None."""
         name = cache_argument(type(self.model).forward, state=False)
         return None if name is None else self.get(name)
 
@@ -72,7 +72,7 @@ class ModelCall:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Rows B and tokens T; zeros where it has none."""
+        """Rows B and tokens T; zeros without tokens."""
         tokens = next((x for name in TOKENS if isinstance(x := self.get(name), Tensor)), None)
         return (0, 0) if tokens is None else (tokens.shape[0], tokens.shape[1])
 
@@ -96,11 +96,11 @@ class ModelCall:
     def keep_one_row(self, attentions: list[Any], cached: bool) -> None:
         """Pass a mask of ones where ``position_ids`` jump within what is one row to the ordinary call.
 
-        ``transformers`` takes a jump for the start of a packed row unless there is a mask or a cache, and the caller's
-        cache is left out by streaming. Flash attention reads packed rows from the positions in any case.
+        ``transformers`` takes a jump for the start of a packed row unless there is a mask or a cache, and streaming
+        leaves out the caller's cache. Flash attention reads packed rows from the positions in any case.
 
         Args:
-            attentions: The attention implementations of the model without streaming.
+            attentions: Attention implementations of the model without streaming.
             cached: True if the configuration asks for a cache, and nothing overrules it.
         """
         asked = self.get("use_cache")
@@ -138,7 +138,7 @@ class ModelCall:
 def mark_read(call: ModelCall) -> None:
     """Mark the cache that a call with gradients reads and does not write to.
 
-    The plain model writes to it, so what comes next would take its keys for those of all tokens so far.
+    The plain model writes to it, so a later call would take its keys for those of all tokens so far.
 
     Raises:
         UnsupportedModelError: A call with gradients read the cache before.

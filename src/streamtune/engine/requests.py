@@ -26,25 +26,25 @@ from streamtune.ops import TokenLoss, TopKTeacher
 
 @dataclass
 class LossRequest:
-    """The request of a call's loss, and what was measured beside it."""
+    """Request of a call's loss, and what was measured beside it."""
 
     loss: TokenLoss
     weights: Tensor | None = None
-    """``[B, T]`` factor of the loss of each target; None is 1"""
+    """Factor ``[B, T]`` on the loss of each target; None is 1."""
     teacher: LazyLogits | None = None
-    """Logits of a teacher for the same tokens, from ``StreamHandle.lazy_logits``, where the loss has a divergence"""
+    """Logits of a teacher for the same tokens, from ``StreamHandle.lazy_logits``, if the loss has a divergence."""
     top_k: TopKTeacher | None = None
-    """The likeliest tokens of a teacher at the targets of the call, in place of its logits"""
+    """Likeliest tokens of a teacher at the targets of the call, in place of its logits."""
     measured: dict[str, Tensor] | None = None
-    """Sums over the targets of the call, by the names of ``ops.MEASURED``, without gradient; None before the call"""
+    """Sums over the targets of the call, by the names of ``ops.MEASURED``, without gradient; None before the call."""
 
     def top_k_of(self, shape: torch.Size, shards: SequenceShards | None, model: str) -> TopKTeacher | None:
-        """Return the likeliest tokens of a teacher for the tokens of this rank, or None without.
+        """Return the likeliest tokens of a teacher for the tokens of this rank, or None.
 
         Args:
-            shape: ``[...]`` of the targets that the model's loss is of.
-            shards: The ranks that share the tokens; None where there is only this one.
-            model: The name of the model, for the error.
+            shape: Shape ``[...]`` of the targets of the model's loss.
+            shards: Ranks that share the tokens, if any.
+            model: Name of the model, for the error.
 
         Raises:
             UnsupportedModelError: The model has left out tokens since.
@@ -65,9 +65,9 @@ class LossRequest:
         """Return the weights on the device of the targets.
 
         Args:
-            targets: ``[...]``, those that the model's loss is of.
-            weights: As many, or None.
-            model: The name of the model, for the error.
+            targets: Targets ``[...]`` of the model's loss.
+            weights: As many weights, or None.
+            model: Name of the model, for the error.
 
         Raises:
             UnsupportedModelError: The model has left out tokens since, so that weights are of others.
@@ -84,7 +84,7 @@ class LossRequest:
 
 @dataclass
 class ScoreRequest:
-    """The request of a scored call, and the router loss of that call."""
+    """Request of a scored call, and the router loss of that call."""
 
     targets: Tensor
     """``[B, T]``"""
@@ -93,7 +93,7 @@ class ScoreRequest:
     entropy: bool = False
     router_loss: Tensor | None = None
     shards: SequenceShards | None = None
-    """Of which tokens this rank has logits, where ranks share the sequence"""
+    """Shards of which this rank has logits, if ranks share the sequence."""
 
     def compute(self, model: nn.Module, output: Any) -> dict[str, Tensor]:
         """Compute the scores of a call that returned ``output``: ``logprobs``, and ``entropy``, ``router_loss`` if any.
@@ -112,11 +112,7 @@ class ScoreRequest:
         return {name: value for name, value in found.items() if value is not None}
 
     def logits_of(self, model: nn.Module, output: Any) -> LazyLogits:
-        """Return the lazy logits of a call that returned ``output``.
-
-        Raises:
-            UnsupportedModelError: It has none of all tokens.
-        """
+        """Return the lazy logits of all tokens of a call that returned ``output``."""
         logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
         if not isinstance(logits, LazyLogits) or logits.hidden.shape[:-1] != self._own_targets().shape:
             raise UnsupportedModelError(
@@ -130,24 +126,20 @@ class ScoreRequest:
 
 @dataclass
 class LogitsRequest(ScoreRequest):
-    """The request of a call's lazy logits themselves, in place of scores."""
+    """Request of a call's lazy logits themselves, in place of scores."""
 
     def compute(self, model: nn.Module, output: Any) -> dict[str, Any]:
-        """Return the lazy logits of this rank's tokens as ``logits``.
-
-        Raises:
-            UnsupportedModelError: The model has no lazy logits of all tokens.
-        """
+        """Return the lazy logits of this rank's tokens as ``logits``."""
         return {"logits": self.logits_of(model, output)}
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """The scores that a streamed model gives to target tokens."""
+    """Scores that a streamed model gives to target tokens."""
 
     logprobs: Tensor
-    """``[B, T]`` fp32 (fp64 for a model in fp64), differentiable; 0 where there is no target"""
+    """Log-probabilities ``[B, T]`` in fp32 (fp64 for a model in fp64), differentiable; 0 without a target."""
     entropy: Tensor | None
-    """``[B, T]`` of the distribution each target was drawn from, differentiable; None where it was not asked for"""
+    """Entropy ``[B, T]`` of each target's distribution, differentiable; None if not requested."""
     router_loss: Tensor | None
-    """The losses on the routers of a mixture of experts, to add to any objective; None where there are none"""
+    """Losses on the routers of a mixture of experts, to add to any objective; None without routers."""

@@ -2,7 +2,7 @@
 
 LongRoPE (Ding et al., arXiv 2402.13753) takes other factors for rows longer than the pretraining; dynamic NTK scaling
 takes another base for each length. ``transformers`` reads the length from the positions of a call. Three calls need
-another one, which this module gives:
+another length, which this module gives:
 
     packed rows, shared beginnings    each row has the frequencies of its own length, as alone
     ranks that share a sequence       every rank has those of the whole sequence, of which it has a part
@@ -32,12 +32,7 @@ KINDS = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class RowLengths:
-    """The length of the row that each token is of; a token that several rows share has the shortest and the longest.
-
-    Attributes:
-        shortest_BT: ``[B, T]`` int64.
-        longest_BT: ``[B, T]`` int64.
-    """
+    """Length of each token's row, ``[B, T]`` int64; a token of several rows has the shortest and the longest."""
 
     shortest_BT: Tensor  # noqa: N815
     longest_BT: Tensor  # noqa: N815
@@ -93,14 +88,13 @@ class RowLengths:
 
 
 class LengthRotary:
-    """The forward of a rotary embedding: frequencies by the lengths of the rows of the call, not of earlier calls.
+    """Forward of a rotary embedding: frequencies by the lengths of the call's rows, not of earlier calls.
 
     It takes the place of the module's own until :meth:`remove`.
 
     Args:
-        module: The rotary embedding. Its forward takes ``x``, ``position_ids`` and, of some models, a layer type.
-        lengths: Returns the lengths of the rows of the call, given ``position_ids``; None is the longest position of
-            the call for all of them.
+        module: Rotary embedding. Its forward takes ``x``, ``position_ids`` and, in some models, a layer type.
+        lengths: Returns the lengths of the call's rows, given ``position_ids``; None is the call's longest position.
     """
 
     def __init__(self, module: nn.Module, lengths: Callable[[Tensor], RowLengths | None]) -> None:
@@ -171,10 +165,10 @@ def longest_unscaled(config: Any) -> int | None:
 
 @contextmanager
 def as_alone(model: nn.Module, mask_BT: Tensor | None = None) -> Iterator[None]:
-    """Rotate each row of a model that is not streamed by the frequencies that it has alone, inside the context.
+    """Context: each row of a model that is not streamed is rotated by the frequencies that it has alone.
 
     Args:
-        model: A model of ``transformers``.
+        model: Model of ``transformers``.
         mask_BT: ``[B, T]`` with ones at the tokens of each row; None finds packed rows by their positions.
     """
 
@@ -210,12 +204,10 @@ def _limit(config: Any, parameters: Any) -> int:
 
 
 def _each(change: Callable[[Tensor], Tensor], out: Any) -> Any:
-    """Return the tensor, or the tuple of tensors, changed."""
     return change(out) if isinstance(out, Tensor) else tuple(change(y) for y in out)
 
 
 def _chosen(where_BT: Tensor, new: Any, old: Any) -> Any:
-    """Return ``new`` at tokens where the condition holds, ``old`` elsewhere."""
     if isinstance(new, Tensor):
         return torch.where(where_BT.reshape(*where_BT.shape, *[1] * (new.dim() - 2)), new, old)
     return tuple(_chosen(where_BT, *pair) for pair in zip(new, old, strict=True))

@@ -43,7 +43,7 @@ def code_names(kind: type[nn.Module]) -> tuple[str, ...]:
 def carried_scan(mixers: list[nn.Module], cache: ChunkCache) -> Iterator[None]:
     """Start the scans of these modules from the state that ``cache`` holds, inside the context.
 
-    The library is not changed: each instance gets its own class's forward with this one name bound to another function.
+    The library is not changed: each instance gets its class's forward with this one name bound to another function.
     """
     if not mixers or not cache.has_previous_state():
         yield
@@ -91,15 +91,16 @@ class _Carried:
 
 
 def scan_from(state_BDN: Tensor, dt_BDT: Tensor, A_DN: Tensor, C_BNT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the terms an initial state adds to a scan's output ``[B, D, T]`` and to its last state ``[B, D, N]``.
-
-    Args:
-        state_BDN: The state h_0.
-        dt_BDT: Step sizes, after bias and softplus.
-        A_DN: The negative rates.
-        C_BNT: Read-out of the state.
+    """Return the terms that an initial state h_0 adds to a scan's output ``[B, D, T]`` and to its last state ``[B, D,
+    N]``.
 
     The decay ``exp(A S)`` ``[B, D, T, N]`` is never built: one of the N states exists at a time, in the backward too.
+
+    Args:
+        state_BDN: State h_0.
+        dt_BDT: Step sizes, after bias and softplus.
+        A_DN: Negative rates.
+        C_BNT: Read-out of the state.
     """
     S_BDT = dt_BDT.to(A_DN.dtype).cumsum(-1)
 

@@ -1,8 +1,8 @@
 """A tier in a file: raw pages, written and read by a few threads, without the page cache where the system allows.
 
-The file has no name. Where the system cannot make such a file it is unlinked as soon as it is open; either way it is
-gone with the process, however that ends, and nothing is left to clean up. Its blocks are allocated as on a stack, so it
-is as long as the most that was held at a time.
+The file has no name; where the system cannot make such a file it is unlinked as soon as it is open. Either way it is
+gone with the process, however that ends. Its blocks are allocated as on a stack, so it is as long as the most that was
+held at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from streamtune.engine.memory.tiers import Block, Copies
 from streamtune.errors import StorageError
 
 THREADS = 4
-"""Writes and reads at a time; one alone does not fill the queue of a solid-state disk."""
+"""Writes and reads at a time; a single one does not fill the queue of a solid-state disk."""
 
 IN_FLIGHT = 4
 """Writes that may be under way, each with its block in host memory."""
@@ -39,10 +39,10 @@ class DiskTier:
     """A tier in a file in ``directory``.
 
     Args:
-        device: The device of the tensors that are stored.
+        device: Device of the stored tensors.
         directory: A directory on a local disk.
         arena: Host memory for tensors on their way, and for nothing else: threads fill its blocks at once, while
-            copies of other tiers may still read one that was freed.
+            copies of other tiers may still read a freed block.
         tally: Counts the bytes in the file.
 
     Raises:
@@ -70,10 +70,10 @@ class DiskTier:
         self.copies.settle()
 
     def begin_write(self, span: Span, offset: int, copied: torch.cuda.Event | None) -> Future[None] | None:
-        """Begin to write a block; where too many writes are under way, wait for the oldest and free its block.
+        """Begin to write a block; if too many writes are under way, wait for the oldest and free its block.
 
-        The write is None where tensors are simulated. Its error is raised when the block is read, and only then: it may
-        be of a step that was given up.
+        Return None if tensors are simulated. An error of the write is raised only when the block is read: it may belong
+        to a step that was given up.
         """
         job = None if self.file is None else self.threads.submit(self.file.write, span, offset, copied)
         self.writing.append((span, job))
@@ -178,14 +178,7 @@ def _wait(job: Future[None]) -> None:
 
 
 class _File:
-    """A file without a name, open as long as its tier or a thread at work holds it.
-
-    Args:
-        directory: Its directory.
-
-    Raises:
-        StorageError: No file can be made there.
-    """
+    """A file without a name, open as long as its tier or a thread at work holds it."""
 
     def __init__(self, directory: str) -> None:
         self.directory, self.length = directory, 0
@@ -193,7 +186,7 @@ class _File:
         weakref.finalize(self, os.close, self.number)
 
     def extend(self, end: int) -> None:
-        """Extend the file to ``end`` bytes and reserve their space, rather than find the disk full in mid-step.
+        """Extend the file to ``end`` bytes and reserve their space, so that the disk is not full in mid-step.
 
         Raises:
             StorageError: The disk has no room.

@@ -1,9 +1,9 @@
-"""The placement of each layer's input by a schedule: the tier that stores it, or that it is computed again.
+"""Placement of each layer's input by a schedule: the tier that stores it, or that it is computed again.
 
 With one level every layer stores its input. With two, layers 0, k, 2k ... do; the backward of a segment first runs the
-layers between forward once more and stores their inputs. (In the order of chunks only the first layer's is stored: the
-levels are those of a chunk's layers, ``engine.chain``.) At most ceil(L / k) + k - 1 inputs are held at a time,
-fewest for k near the square root of L (Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174).
+layers between forward once more and stores their inputs. In the order of chunks only the first layer's is stored: the
+levels are those of a chunk's layers (``engine.chain``). At most ceil(L / k) + k - 1 inputs are held at a time, fewest
+for k near the square root of L (Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from streamtune.schedule import Tier as TierName
 
 @dataclass(frozen=True)
 class Placement:
-    """The treatment of one layer's input until the backward.
+    """Treatment of one layer's input until the backward.
 
     Attributes:
         whole: The layer is not streamed: it keeps all its activations.
-        begins: The input is stored in the forward; else it is computed again from that of the layer before.
-        ends: No layer behind it is computed again from this one's input.
-        tier: The tier that stores the input.
+        begins: The input is stored in the forward; else it is computed again from the input of the layer before.
+        ends: No layer behind it is computed again from this layer's input.
+        tier: Tier that stores the input.
     """
 
     whole: bool = False
@@ -48,7 +48,7 @@ def place_layers(schedule: Schedule, count: int) -> list[Placement]:
 
 
 def extra_forwards(schedule: Schedule, count: int) -> list[int]:
-    """Return the number of layers that run forward once more in the backward, for each segment of ``count`` layers."""
+    """Return, for each segment of ``count`` layers, how many layers run forward once more in the backward."""
     found: list[int] = []
     for place in place_layers(schedule, count):
         if place.whole:
@@ -61,7 +61,7 @@ def extra_forwards(schedule: Schedule, count: int) -> list[int]:
 
 
 def _place(schedule: Schedule, index: int, count: int, size: int) -> Placement:
-    """Return the placement of layer ``index`` of ``count`` that are streamed.
+    """Return the placement of layer ``index`` of ``count`` streamed layers.
 
     The inputs that the backward needs first stay on the device. These are first a segment's own, which exist only while
     it is worked on, and then the stored ones from the last.
@@ -82,7 +82,7 @@ def best_segment_size(count: int) -> int:
 
 
 class Tiers:
-    """The host and disk memory of one streamed model.
+    """Host and disk memory of one streamed model.
 
     Attributes:
         host: Bytes held in the machine's memory, those on their way to or from a file among them.

@@ -1,10 +1,11 @@
 """Storage of tensors for the backward: on the device, in the machine's memory, or in a file.
 
 A *tier* takes a tensor and gives a *block*; the block gives the tensor back. :class:`StoredTensor` is a tensor that
-follows the sequence, in one block for each chunk, so that the backward holds only the chunks it works on. On an
-accelerator copies run on a stream of their own, a few in flight: the computation waits for the oldest copy when more
-than ``IN_FLIGHT`` are under way. The backward copies its next chunk to the device while it works on one, and reads the
-chunk after that from its file. A caller may drop a tensor that it has given to a tier: it is held until its copy is
+follows the sequence, in one block for each chunk, so that the backward holds only the chunks it works on.
+
+On an accelerator copies run on a separate stream, a few in flight: the computation waits for the oldest copy when more
+than ``IN_FLIGHT`` are under way. The backward copies its next chunk to the device while it works on a chunk, and reads
+the chunk after that from its file. A caller may drop a tensor that it has given to a tier: it is held until its copy is
 done.
 """
 
@@ -29,7 +30,7 @@ class Block(Protocol):
     """One tensor in a tier."""
 
     def read_ahead(self) -> None:
-        """Begin what comes before the copy to the device: a tier may have to read it from a file."""
+        """Begin what comes before the copy to the device: a tier may have to read the tensor from a file."""
 
     def prefetch(self) -> None:
         """Begin to bring the tensor back to its device."""
@@ -38,7 +39,7 @@ class Block(Protocol):
         """Return the tensor, on its device."""
 
     def replace(self, x: Tensor) -> None:
-        """Store another tensor of the same form in the block's place, once :meth:`get` has returned the one before."""
+        """Store another tensor of the same form in the block's place, once :meth:`get` has returned the old tensor."""
 
     def free(self) -> None:
         """Free the block; harmless when called twice."""
@@ -87,7 +88,7 @@ class _HeldTensor:
 
 
 class Copies:
-    """Copies between a device and the host: on a stream of their own where the device has streams."""
+    """Copies between a device and the host: on a separate stream if the device has streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -112,9 +113,9 @@ class Copies:
         """Begin to copy to a new tensor on the device; return it, and the event to wait for, None if it is ready.
 
         Args:
-            host: What is copied.
+            host: Tensor to copy.
             device: The device.
-            dtype: That of the new tensor; the device casts. None is that of ``host``.
+            dtype: Dtype of the new tensor; the device casts. None is the dtype of ``host``.
         """
         x = torch.empty(host.shape, dtype=dtype or host.dtype, device=device)  # of the stream that will read it
         if self.stream is None:
@@ -144,7 +145,7 @@ class HostTier:
     """The machine's memory.
 
     Args:
-        device: The device of the tensors that are stored.
+        device: Device of the stored tensors.
         arena: The memory.
     """
 
@@ -203,12 +204,12 @@ class _OnHost:
 
 
 class StoredTensor:
-    """A tensor that follows the sequence, stored in pieces.
+    """A tensor that follows the sequence, stored in one block for each chunk.
 
     Args:
-        tier: The tier that stores the pieces.
+        tier: Tier that stores the blocks.
         like: A tensor of the same form.
-        along: The dimension along which it follows the sequence.
+        along: Dimension along which it follows the sequence.
     """
 
     def __init__(self, tier: Tier, like: Tensor | StoredTensor, along: int) -> None:
@@ -225,7 +226,7 @@ class StoredTensor:
         self.blocks[chunk.start, chunk.stop] = self.tier.put(x)
 
     def expect(self, chunks: Sequence[slice]) -> None:
-        """Set the order in which chunks will be read: while one is worked on, the next two are on their way."""
+        """Set the order in which chunks will be read: while a chunk is worked on, the next two are on their way."""
         places = [(chunk.start, chunk.stop) for chunk in chunks]
         self._next = dict(pairwise(places))
 
@@ -252,7 +253,7 @@ class StoredTensor:
         return torch.cat(parts, self.along)
 
     def free(self) -> None:
-        """Free all pieces."""
+        """Free all blocks."""
         for block in self.blocks.values():
             block.free()
         self.blocks.clear()

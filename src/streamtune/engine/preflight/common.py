@@ -2,7 +2,8 @@
 
 A decoder layer's call is recorded as a function of tensors, so that the preflight can repeat it, plain or in chunks.
 Inputs are the tensor arguments that need a gradient, hidden states first, and the entries of a dictionary of keys and
-values the model shares between its layers. Outputs are the tensors the layer returns, and the entries it fills there.
+values that the model shares between its layers. Outputs are the tensors that the layer returns or adds to that
+dictionary.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def borrowed(handle: StreamedModel) -> Iterator[None]:
 
 @contextmanager
 def aliased(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Replace the layer's trainable parameters by leaves on the same storage, which have no ``.grad`` and no hooks."""
+    """Replace the layer's trainable parameters by leaves on the same storage, without ``.grad`` and hooks."""
     names = {id(p): name for name, p in layer.named_parameters() if p.requires_grad}
     aliases: dict[int, nn.Parameter] = {}
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -84,7 +85,7 @@ class LayerStep:
     """Replaces a layer's ``forward`` in a forward of the model by ``step(index, args, kwargs)``.
 
     Args:
-        handle: The handle of the model; the layer holds its weights on the device in its step.
+        handle: Handle of the model; the layer holds its weights on the device in its step.
         index: Number of the layer.
         step: Runs in its place.
     """
@@ -108,7 +109,7 @@ BOUND = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bf
 
 
 def compared_dtype(tensor: Tensor, layer: nn.Module | None = None) -> torch.dtype:
-    """Return the key of a tensor's bound: its dtype, or that of the layer it went through where that is coarser.
+    """Return the key of a tensor's bound: its dtype, or the dtype of the layer it went through if that is coarser.
 
     Some models keep the residual stream in fp32 between layers that compute in bf16.
     """
@@ -136,7 +137,7 @@ def norm_of(value: Tensor | None, other: Tensor | None = None) -> float:
 
 
 def ratio(difference: float, whole: float) -> float:
-    """Return ``difference / whole``: 0 for no difference, infinity if one is not finite or ``whole`` is 0."""
+    """Return ``difference / whole``: 0 for no difference, infinity if either is not finite or ``whole`` is 0."""
     if difference == 0:
         return 0.0
     return difference / whole if whole > 0 and math.isfinite(difference) and math.isfinite(whole) else math.inf
@@ -162,7 +163,7 @@ SCHEDULE = Schedule(chunk_size=7, head_chunk_size=11)
 def streamed_forward(
     layer: nn.Module, own: str | None, context: CallContext | None = None, schedule: Schedule = SCHEDULE
 ) -> StreamedForward:
-    """Return the streamed forward of a layer alone, by itself: it shares nothing with other layers but ``context``."""
+    """Return the streamed forward of a layer by itself: it shares nothing with other layers but ``context``."""
     parts = ModelParts(schedule, Tiers(schedule), CallContext() if context is None else context)
     return StreamedForward(layer, parts, own)
 
@@ -187,7 +188,7 @@ def trial_batch(model: Any) -> dict[str, Any]:
 
 
 def ordinary_tokens(model: Any, rows: int, length: int) -> Tensor:
-    """Return ``[rows, length]`` random tokens that are no special ones; the random generator is our own."""
+    """Return ``[rows, length]`` random tokens, none of them special; the random generator is our own."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     known = min([table.shape[0], 4096, *([head.weight.shape[0]] if hasattr(head, "weight") else [])])
     config = model.config.get_text_config(decoder=True)
@@ -242,7 +243,7 @@ def inputs_of(arguments: Arguments) -> dict[Name, Tensor]:
 
 
 def replaced(arguments: Arguments, tensors: dict[Name, Tensor], layer: nn.Module | None = None) -> Arguments:
-    """Return the same call with other tensors, of another layer if one is given, and with its own shared dictionary."""
+    """Return the same call with other tensors, of another layer if given, and with its own shared dictionary."""
     new = inspect.BoundArguments(arguments.signature, arguments.arguments.copy())
     if layer is not None:
         new.arguments[next(iter(new.arguments))] = layer
@@ -260,7 +261,7 @@ def replaced(arguments: Arguments, tensors: dict[Name, Tensor], layer: nn.Module
 
 
 def outputs_of(forward: Callable[..., Any], arguments: Arguments) -> tuple[Any, list[Tensor]]:
-    """Call ``forward``; return its result, and as outputs its tensors, then the entries it adds to the dictionary."""
+    """Call ``forward``; return its result, and its outputs: tensors, then entries it adds to the dictionary."""
     sharing = _sharing(arguments)
     before = set(sharing or ())
     out = forward(*arguments.args, **arguments.kwargs)

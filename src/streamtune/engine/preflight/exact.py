@@ -1,7 +1,7 @@
 """A numerical preflight: is this very model, with these very weights, streamed exactly? Asked before it is trained.
 
 A short random batch goes through the model twice. The plain forward records every decoder layer's call; the streamed
-one is given the recorded input of each layer, so that outputs are compared layer by layer and the first layer that
+forward gets the recorded input of each layer, so that outputs are compared layer by layer and the first layer that
 differs can be named. Then one layer of each kind is differentiated both ways (``layer``).
 """
 
@@ -52,14 +52,11 @@ def check_exact(handle: StreamedModel) -> None:
 
     Costs about six forwards of 48 tokens, and the gradient of one layer of each kind at a time. Gradients, random
     state, training flags and configuration are left as they were, also when it fails. The reference is the attention
-    the model came with; where that has no form for what the layer asks (softcap, sinks), the model's eager one.
-
-    Args:
-        handle: What ``stream(model)`` returned.
+    the model came with; if that lacks what the layer asks for (softcap, sinks), the model's eager attention.
 
     Raises:
         ArgumentError: The handle was removed, or the model has no weights (it is on the meta device).
-        UnsupportedModelError: The streamed model is not the model; says which layer, and by how much.
+        UnsupportedModelError: The streamed model differs; the message says which layer, and by how much.
     """
     if not handle.layers:
         raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
@@ -82,9 +79,6 @@ def check_exact(handle: StreamedModel) -> None:
 
 def check_order(handle: StreamedModel) -> None:
     """Run a few tokens forward by the handle's own schedule, if that is in the order of chunks.
-
-    Args:
-        handle: What ``stream(model)`` returned.
 
     Raises:
         ArgumentError: Weights are on other ranks.
@@ -109,7 +103,7 @@ class _Preflight:
         self.streamed: list[Arguments] = []
         self.last: Tensor | None = None
         self.at: int | None = None
-        """The layer that runs, None outside of them."""
+        """Current layer, None outside of layers."""
 
     def run(self) -> None:
         """Raise at the first difference."""
@@ -156,8 +150,8 @@ class _Preflight:
     def _forward(self, step: Callable[..., Any]) -> tuple[Tensor, Tensor | None]:
         """Run a forward with ``step(index, args, kwargs)`` in each layer's place.
 
-        Return the loss and the gradient of its last z_out. That of the head's own weight is not asked for: it is as
-        large as the head.
+        Return the loss and the gradient of its last z_out. The gradient of the head's own weight is not computed: it is
+        as large as the head.
         """
         streamed = step == self._compare
         self.last = None
@@ -225,7 +219,7 @@ class _Preflight:
         return result
 
     def _refuse_nan(self, loss: Tensor) -> None:
-        """Refuse a model that computes no finite loss without streaming either: that is no matter of chunks."""
+        """Refuse a model whose loss is not finite without streaming either, whatever the chunks."""
         if bool(torch.isfinite(loss)):
             return
         bad = next((call.index for call in self.calls if not all(torch.isfinite(z).all() for z in call.outputs)), None)
@@ -237,7 +231,7 @@ class _Preflight:
         )
 
     def _own_graph(self, index: int, z_out: Tensor, known: list[Tensor]) -> None:
-        """Refuse a layer whose output hangs on something that is neither its argument nor its parameter.
+        """Refuse a layer whose output depends on a tensor that is neither its argument nor its parameter.
 
         Under streaming the layers before it run without a graph, so a tensor they left somewhere has lost its gradient.
         """
@@ -266,7 +260,7 @@ class _Preflight:
                 )
 
     def _kinds(self) -> Iterator[tuple[RecordedCall, Arguments]]:
-        """One differentiated call of each kind of layer."""
+        """Yield one differentiated call of each kind of layer."""
         seen = set()
         for call, streamed in zip(self.calls, self.streamed, strict=True):
             kind = kind_of(self.layers[call.index])

@@ -44,7 +44,7 @@ from streamtune.errors import StreamTuneError, UnsupportedModelError
 from streamtune.schedule import Schedule
 
 UNSETTLED = 0.3
-"""Relative difference that a few flipped routes explain, where no wider copy of a layer can be made (quantised)."""
+"""Relative difference that a few flipped routes explain, if a layer cannot be copied to a wider dtype (quantised)."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 MEND = (
     "its layers let tokens meet outside the attention's key/value cache; train this model without streaming, or choose "
@@ -60,11 +60,11 @@ class LayerCheck:
     """Compares recorded calls of a model's layers, plain and streamed.
 
     Args:
-        model: The model, named in errors.
+        model: Model named in errors.
         layers: Its decoder layers.
-        names: The attention that the model's configs name.
-        reference: The names that they have in the plain model.
-        own: The attention of layers that compute it themselves.
+        names: Attention that the model's configs name.
+        reference: Names that they have in the plain model.
+        own: Attention of layers that compute it themselves.
         valid: ``[B, T]``, True where the trial's batch has a token.
     """
 
@@ -96,13 +96,12 @@ class LayerCheck:
             self._settle(call, streamed, what, error, bound)
 
     def _output_error(self, outputs: list[Tensor], call: RecordedCall) -> float:
-        """Return the largest relative difference of an output."""
         first = self._added(outputs[0], call.outputs[0], call.z_in)
         others = zip(outputs[1:], call.outputs[1:], strict=True)
         return max([first, *(distance(z, z_ref, self.valid_tokens(z_ref)) for z, z_ref in others)])
 
     def _gradient_error(self, layer: nn.Module, call: RecordedCall, streamed: Arguments) -> tuple[str, float]:
-        """Return the name and the relative difference of that gradient of the layer which differs most."""
+        """Return the name and the relative difference of the gradient that differs most."""
         generator = torch.Generator().manual_seed(call.index)
         grad_outputs = []
         for z in call.outputs:
@@ -141,7 +140,7 @@ class LayerCheck:
         return ratio(max(norm_of(z, z_ref) - rounding, 0.0), added)
 
     def _settle(self, call: RecordedCall, streamed: Arguments, what: str, error: float, bound: float) -> None:
-        """Compare again in a wider dtype, with a copy of the layer; raise if the difference was not rounding."""
+        """Compare again with a copy of the layer in a wider dtype; raise if the difference was not rounding."""
         layer = self.layers[call.index]
         wider = WIDER.get(compared_dtype(call.z_in, layer))
         try:
@@ -179,7 +178,7 @@ class LayerCheck:
                 raise self.differs(call.index, name, value, BOUND[compared_dtype(reference[0])])
 
     def valid_tokens(self, z: Tensor) -> Tensor:
-        """Return ``[B, T]``, True where the batch has a token; all True if the layers see another length than it."""
+        """Return ``[B, T]``, True where the batch has a token; all True if the layers see another length."""
         return self.valid if z.shape[:2] == self.valid.shape else z.new_ones(z.shape[:2], dtype=torch.bool)
 
     def bound(self, index: int, z: Tensor) -> float:
@@ -203,12 +202,11 @@ class LayerCheck:
 
 
 def without_self(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a bound forward as a function that takes ``self`` first, as that of the class does."""
+    """Return a bound forward as a function that takes ``self`` first, as the class's forward does."""
     return lambda _self, *args, **kwargs: forward(*args, **kwargs)
 
 
 def _widened_call(arguments: Arguments, layer: nn.Module, dtype: torch.dtype) -> Arguments:
-    """Return the call of a wider copy of the layer, its tensors widened."""
     new = inspect.BoundArguments(arguments.signature, widened(dict(arguments.arguments), dtype))
     new.arguments[next(iter(new.arguments))] = layer
     return new
@@ -218,12 +216,9 @@ SHORT = Schedule(chunk_size=3, head_chunk_size=5)
 
 
 def check_shared(handle: StreamedModel) -> None:
-    """Compare a loss, and the gradient of the first layer that is trained, with those of this rank alone.
+    """Compare a loss, and the gradient of the first trained layer, with those of this rank alone.
 
     All ranks of the group call it together.
-
-    Args:
-        handle: What ``stream(model, sequence_parallel=...)`` returned.
 
     Raises:
         UnsupportedModelError: They differ; the model is left as it was.
@@ -266,7 +261,7 @@ def _loss_and_gradient(handle: StreamedModel, wanted: Sequence[Tensor]) -> list[
 
 @contextmanager
 def _short_chunks(handle: StreamedModel) -> Iterator[None]:
-    """Chunks so short that the trial has several, and nothing kept."""
+    """Make chunks so short that the trial has several, with nothing kept."""
     forwards = [forward for layer in handle.layers if isinstance(forward := layer.forward, StreamedForward)]
     schedule, before = handle.schedule, [(forward.schedule, forward.place) for forward in forwards]
     try:

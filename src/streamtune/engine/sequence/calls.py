@@ -1,8 +1,8 @@
 """Sequence parallelism: each rank makes the ordinary call with the whole rows, and computes its shards of them.
 
-In a call with labels, or one that is scored, the arguments are changed before the model's forward: tokens, positions
-and targets are cut to the rank's own (``shards``), and the loss is summed over the ranks. Calls without targets are not
-shared: every rank computes them whole, as without this. docs/decisions/015-sequence-parallel.md has the reasons.
+In a call with labels, or a scored call, the arguments are changed before the model's forward: tokens, positions and
+targets are cut to the rank's own (``shards``), and the loss is summed over the ranks. Calls without targets are not
+shared: every rank computes them whole. docs/decisions/015-sequence-parallel.md has the reasons.
 
 Shape suffixes: B batch, T tokens.
 """
@@ -30,7 +30,7 @@ from streamtune.engine.streamed_model import StreamedModel
 from streamtune.errors import ArgumentError, UnsupportedModelError
 
 TOKENS = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "position_ids": -1, "shift_labels": 1}
-"""Arguments that follow the tokens, and along which dimension."""
+"""Arguments that follow the tokens, and the dimension along which they do."""
 UNSHARED = "set sequence_parallel_size: 1"
 
 
@@ -173,7 +173,7 @@ def _refuse(handle: StreamedModel, kwargs: dict[str, Any], length: int) -> None:
 
 
 def _places_tokens_itself(handle: StreamedModel, padded: bool) -> str | None:
-    """Return the class that makes positions of tokens, or of padding if ``padded``, if none are passed; else None."""
+    """Return the class that makes positions from tokens, or from padding if ``padded``; None if none does."""
     inside = {id(module) for layer in handle.layers for module in layer.modules()}
     for module in handle.model.modules():
         if id(module) in inside:
