@@ -53,14 +53,12 @@ def attention(
         key, value: ``[B, G, S, D]``, of the prefix and of the chunk itself.
         attention_mask: View of the lazy mask, all of it, a dense mask of the caller's own, or None (causal).
         scaling: Factor on the scores; ``D ** -0.5`` if None.
-        dropout: Probability of dropping an attention weight.
         softcap: ``c * tanh(score / c)``.
         s_aux: One attention sink logit per head ``[H]``.
         is_causal: Overrides ``module.is_causal`` if no mask is given.
 
     Raises:
-        ForeignAttentionError: The layer adds a bias to its scores, or chose its keys, in a way that this attention
-            does not support.
+        ForeignAttentionError: The layer adds a bias to its scores, or chose its keys, in an unsupported way.
     """
     for name, more in kwargs.items():
         if isinstance(more, Tensor) and name not in UNREAD:
@@ -91,15 +89,10 @@ def attention(
 
 
 def _mean_where_all_is_hidden(out: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Return the output with the mean of all values for a query whose keys are all hidden.
+    """Return the output ``[B, H, T, D]`` with the mean of all values for a query whose keys are all hidden.
 
-    Softmax gives that where the lowest finite number was added to all scores. Only a caller's own dense mask covers all
-    keys: that of a cross attention outside the decoder layers.
-
-    Args:
-        out: ``[B, H, T, D]``, zeros for such a query.
-        value: ``[B, G, S, D]``.
-        mask: ``[B, 1, T, S]``, added to the scores.
+    Softmax gives that where the lowest finite number was added to all scores. Only a caller's own dense mask
+    ``[B, 1, T, S]`` covers all keys: that of a cross attention outside the decoder layers.
     """
     hidden = (mask <= torch.finfo(mask.dtype).min).all(-1, keepdim=True) & mask.isfinite().all(-1, keepdim=True)
     if not bool(hidden.any()):
@@ -230,13 +223,7 @@ class KeptAttention:
 
 
 class SavedOutputs:
-    """Outputs of the attentions in one run of a layer on a chunk, identified by their order.
-
-    Args:
-        kept: Outputs of the layer call.
-        start: First token of the chunk.
-        last: True frees outputs once they are recalled.
-    """
+    """Outputs of the attentions in one run of a layer on a chunk, by their order; ``last`` frees recalled outputs."""
 
     def __init__(self, kept: KeptAttention, start: int, last: bool) -> None:
         self.kept, self.start, self.last, self.index = kept, start, last, -1

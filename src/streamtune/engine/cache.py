@@ -53,7 +53,7 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
         states: States of the layer.
         chunk: Positions of the chunk.
         first_key: First position that the chunk can see (later than 0 under a sliding window).
-        pass_name: Pass in which the layer runs; ``whole`` is one over the whole sequence.
+        pass_name: Pass in which the layer runs.
         exchange: Exchange between the ranks that share the sequence, if they do.
     """
 
@@ -378,11 +378,7 @@ NOTHING = -1e30
 
 
 def state_before(layer: nn.Module, cache: ChunkCache, hidden: Tensor) -> Any:
-    """Return the state argument for a chunk: what the chunk before left.
-
-    Raises:
-        UnsupportedModelError: RWKV's CUDA kernel is loaded, whose backward drops the gradient of the state.
-    """
+    """Return the state argument for a chunk: what the chunk before left."""
     if not hasattr(layer, RWKV_LAYER):
         parts = [cache.get_recurrent_state(0, index) for index in range(XLSTM_STATES)]
         return None if parts[0] is None else tuple(parts)
@@ -404,17 +400,7 @@ def state_before(layer: nn.Module, cache: ChunkCache, hidden: Tensor) -> Any:
 
 
 def state_after(layer: nn.Module, cache: ChunkCache, given: Any, out: Any) -> Any:
-    """Keep the state that a chunk left, and return its output without it.
-
-    Args:
-        layer: The layer.
-        cache: The chunk's cache.
-        given: Result of :func:`state_before`.
-        out: Result of the layer: hidden states, state, and more.
-
-    Raises:
-        UnsupportedModelError: The layer returned no state.
-    """
+    """Keep the state that a chunk left, and return its output without it; ``given`` comes from :func:`state_before`."""
     parts = [column.x for column in given] if isinstance(given, list) else out[1]
     if not isinstance(parts, list | tuple) or not all(isinstance(part, Tensor) for part in parts):
         raise UnsupportedModelError(

@@ -114,11 +114,7 @@ class LayerCall:
         own: OwnAttention | None = None,
         configs: Sequence[Any] = (),
     ) -> LayerCall:
-        """Bind a call as Python would.
-
-        Raises:
-            UnsupportedModelError: The layer has no cache argument, or its first argument is not ``[B, T, ..., C]``.
-        """
+        """Bind a call as Python would."""
         name = type(layer).__name__
         cache_name = takes_cache(layer) or hands_on_cache(layer)
         if cache_name is None:
@@ -172,11 +168,7 @@ class LayerCall:
             self.inputs[key] = self._dim(key, value, self.length)
 
     def follow(self, past: Past) -> None:
-        """Let the tokens follow others, whose keys and values are given.
-
-        Raises:
-            UnsupportedModelError: The layer needs more than their keys and values, or ranks share the sequence.
-        """
+        """Let the tokens follow others, whose keys and values are given."""
         name = type(self.layer).__name__
         if self.shards is not None:
             refuse_past("ranks share the sequence", name)
@@ -202,11 +194,7 @@ class LayerCall:
         self._with_masks(rows.masked)
 
     def share(self, shards: SequenceShards) -> None:
-        """Take the tokens for one rank's shards, and replace the masks by those of the whole sequence.
-
-        Raises:
-            UnsupportedModelError: The layer or one of its arguments needs the whole sequence on each rank.
-        """
+        """Take the tokens for one rank's shards, and replace the masks by those of the whole sequence."""
         name = type(self.layer).__name__
         for key, value in self._all().items():
             dense = isinstance(value, Tensor) and (key in (*KEY_BIASES, *DISTANCES) or key.endswith("mask"))
@@ -304,14 +292,9 @@ class LayerCall:
             group |= {key: UserDict() for key, value in group.items() if isinstance(value, UserDict)}
 
     def run(self, chunk: slice, cache: ChunkCache, given: dict[str | SharedKey, Tensor]) -> tuple[Any, dict[Any, int]]:
-        """Call the layer's own forward on one chunk.
+        """Call the layer's own forward on one chunk, with its part ``given`` of each tensor in ``inputs``.
 
         Return its output, and the key/value update of each entry of the shared dictionary that it filled.
-
-        Args:
-            chunk: Positions of the chunk.
-            cache: Cache through which the layer uses its prefix.
-            given: The chunk's part of each tensor in ``inputs``.
         """
         sharing: ChunkSharing | None = None
         groups: list[dict[str, Any]] = []
@@ -360,9 +343,7 @@ class LayerCall:
     def chunks(self, schedule: Schedule) -> list[slice]:
         """Return the chunks of the call. No cut separates a token from a later token that it sees.
 
-        Raises:
-            UnsupportedModelError: A run of tokens that all see later ones is longer than two chunks: one chunk of them
-                would exceed the memory that ``chunk_size`` allows (docs/decisions/005-bidirectional-blocks.md).
+        A chunk longer than two of the schedule's is refused (docs/decisions/005-bidirectional-blocks.md).
         """
         if self.shards is not None:  # whose masks let no token see later ones
             return self.shards.chunks

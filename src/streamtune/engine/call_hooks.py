@@ -36,12 +36,7 @@ SHORT = Schedule(chunk_size=4096, keep_attention="device")
 
 
 class StreamedCalls(StreamedModel):
-    """A streamed model whose calls are hooked.
-
-    Args:
-        model, schedule, head, router_loss, sequence_parallel: As for :class:`StreamedModel`.
-        short: Schedule of calls with few tokens; None is ``schedule``.
-    """
+    """A streamed model whose calls are hooked; ``short`` is the schedule of calls with few tokens, if another."""
 
     def __init__(
         self,
@@ -239,7 +234,6 @@ class StreamedCalls(StreamedModel):
         self._set_lengths()
 
     def _set_lengths(self) -> None:
-        """Give rotary embeddings the lengths of the call's rows, if they depend on them."""
         rows = self.context.rows if self._rotations else None
         self.context.lengths = None if rows is None else RowLengths.of(rows)
 
@@ -311,7 +305,6 @@ class StreamedCalls(StreamedModel):
             )
 
     def _score_output(self, scored: ScoreRequest, output: Any) -> Any:
-        """Compute the requested scores from the lazy logits, and record the router loss."""
         if self.head is not None:
             self.head.close()
         sums = self.routers.close() if self.routers.active else None

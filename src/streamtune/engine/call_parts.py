@@ -14,12 +14,7 @@ from streamtune.errors import UnsupportedModelError
 
 
 class LayerOutputs:
-    """Splits the output of each chunk into tensors, and joins those of the whole sequence in the layer's own form.
-
-    Args:
-        name: Class of the layer, for errors.
-        hidden_along: Dimension along which its hidden states follow the sequence.
-    """
+    """Splits the output of each chunk into tensors, and joins those of the whole sequence in the layer's own form."""
 
     def __init__(self, name: str, hidden_along: Along) -> None:
         self.name, self.hidden_along = name, hidden_along
@@ -30,11 +25,7 @@ class LayerOutputs:
         """For each item that the layer returns, the index of its output, or its choices so far."""
 
     def take(self, out: Any, chunk: slice, *, keep: bool) -> list[Tensor]:
-        """Return the outputs of a chunk; its choices of keys are kept if ``keep``.
-
-        Raises:
-            UnsupportedModelError: It has something else, of which chunks cannot be joined.
-        """
+        """Return the outputs of a chunk; its choices of keys are kept if ``keep``."""
         self.wrap = type(out) if isinstance(out, tuple | list) else None
         items = list(out) if isinstance(out, tuple | list) else [out]
         if chunk.start == 0 and keep:

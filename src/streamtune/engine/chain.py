@@ -44,12 +44,7 @@ from streamtune.ops import first_order, graph_is_kept
 
 
 def chained_call(owner: StreamedLayer, call: LayerCall, parameters: Sequence[Tensor]) -> Any:
-    """Run a layer forward, as the next of a chain or the first of a new one, and return its output.
-
-    Raises:
-        UnsupportedModelError: The layer shares keys and values with others.
-        ArgumentError: Ranks share its weights.
-    """
+    """Run a layer forward, as the next of a chain or the first of a new one, and return its output."""
     weights = Weights.now(owner.layer)
     _check(owner.layer, [name for name in call.shared if name[0] != PAST], weights)
     last_call = owner.parts.last_call
@@ -100,8 +95,6 @@ def _check(layer: nn.Module, shared: list[Any], weights: Weights) -> None:
 
 @dataclass
 class _Link:
-    """One layer call of a chain."""
-
     owner: StreamedLayer
     stream: LayerStream
     weights: Weights
@@ -175,8 +168,6 @@ class _Link:
 
 @dataclass
 class _ChunkGraph:
-    """One chunk of one layer, computed with its graph."""
-
     link: _Link
     x_i: list[Tensor]
     z_i: list[Tensor]
@@ -346,15 +337,7 @@ class _ChainedLayers(torch.autograd.Function):
 
 
 class _ChainBackward:
-    """The backward of the first layers of a chain.
-
-    Args:
-        chain: The chain.
-        count: Number of layers.
-        extras: Inputs besides the first hidden states.
-        needed: True for each input, the first before the extras, whose gradient is wanted.
-        keep_graph: Another backward may follow.
-    """
+    """The backward of the first ``count`` layers of a chain; ``needed`` tells the inputs whose gradient is wanted."""
 
     def __init__(
         self, chain: LayerChain, count: int, extras: list[Tensor], needed: tuple[bool, ...], keep_graph: bool

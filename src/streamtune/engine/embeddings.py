@@ -90,14 +90,10 @@ def _state_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 @dataclass
 class _Content:
-    """Embeddings behind a tensor that stands for them."""
-
     value: Tensor | None
     """Embeddings ``[B, T, C]``; None once they were taken."""
     recompute: Callable[[], Tensor]
-    """Computes the embeddings again."""
     version: int
-    """Version of ``value`` when it was made."""
     with_graph: bool
     """True if they were computed with gradients on."""
     node: weakref.ref[Any] | None = None
@@ -119,12 +115,7 @@ class Embeddings(Tensor):
 
     @staticmethod
     def of(value: Tensor, recompute: Callable[[], Tensor]) -> Any:
-        """Return a tensor that stands for ``value``.
-
-        Args:
-            value: ``[B, T, C]``.
-            recompute: Computes ``value`` again.
-        """
+        """Return a tensor that stands for ``value`` ``[B, T, C]``; ``recompute`` computes it again."""
         content = _Content(value, recompute, value._version, torch.is_grad_enabled())
         made: Any = _StandIn.apply(value, content) if value.requires_grad else _stand_in(value)
         node = _node(made)

@@ -185,11 +185,7 @@ class _Source:
 
     @torch.no_grad()
     def chunks(self) -> Iterator[Tensor]:
-        """Yield the logits of one chunk of tokens after the other.
-
-        Raises:
-            ArgumentError: The weight of the head was changed since the call.
-        """
+        """Yield the logits of one chunk of tokens after the other."""
         self.weights.check("the call and the reading of its logits")
         for part in self.hidden.split(self.chunk_size, dim=-2):
             with self.autocast.restored(), self.weights.restored():

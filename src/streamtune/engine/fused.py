@@ -49,7 +49,6 @@ class Linears:
     not cast once: a hook may write them before each chunk.
 
     Args:
-        layer: The layer.
         autocast: Autocast settings of its forward.
         sums: Gradient accumulators of the parameters, in a backward.
     """
@@ -101,8 +100,6 @@ class Linears:
 
 @dataclass(frozen=True)
 class _Call:
-    """The ``forward`` of one linear module on a chunk."""
-
     module: nn.Linear
     autocast: Autocast
     weight: Tensor | None
@@ -254,8 +251,6 @@ class _Form:
 
 @dataclass(frozen=True)
 class _Norm:
-    """The ``forward`` of one norm."""
-
     module: nn.Module
     form: _Form
     own: Callable[..., Any]

@@ -61,10 +61,7 @@ class StreamedHead:
     Args:
         model: Causal language model, without an adapter wrapper.
         schedule: Schedule, of which ``head_chunk_size`` and ``grad_dtype`` are read.
-        waiting: Weights on the host; None if all are on the device.
-
-    Raises:
-        UnsupportedModelError: It has more than one head, or another loss than that of causal language models.
+        waiting: Weights on the host, if any.
     """
 
     def __init__(self, model: Any, schedule: Schedule, waiting: WaitingWeights | None = None) -> None:
@@ -180,9 +177,7 @@ class StreamedHead:
         Args:
             logits: Lazy logits.
             labels: ``[B, T]``, unshifted; -100 where nothing is trained.
-            vocab_size: Not read.
             num_items_in_batch: Target tokens of the whole global step; None counts those of this call.
-            ignore_index: Label that trains nothing.
             shift_labels: ``[B, T]`` already shifted; takes precedence over ``labels``.
         """
         known = _LOSSES.get(getattr(self.model, "loss_type", None))
@@ -214,14 +209,7 @@ class StreamedHead:
     def cross_entropy(
         self, logits: LazyLogits, targets: Tensor, num_items: Tensor | float | None, ignore_index: int
     ) -> Tensor:
-        """Compute, chunk by chunk, the summed loss divided by ``num_items`` (None: the number of targets).
-
-        Args:
-            logits: Lazy logits.
-            targets: ``[...]``, one for each token of the logits.
-            num_items: Divisor.
-            ignore_index: Target that does not count.
-        """
+        """Compute, chunk by chunk, the summed loss of targets ``[...]`` over ``num_items`` (None: their number)."""
         options: dict[str, Any] = {"num_items": num_items, "ignore_index": ignore_index}
         if self.asked is None:
             return self._compute(logits, targets, linear_cross_entropy, project_cross_entropy, options)
@@ -240,15 +228,7 @@ class StreamedHead:
 
     @contextmanager
     def as_teacher(self, logits: LazyLogits, targets: Tensor) -> Iterator[TeacherHead]:
-        """Yield this head as a teacher's, with its weight on the device inside.
-
-        Args:
-            logits: Lazy logits, without gradient.
-            targets: ``[...]`` of the student's tokens, which must be the same.
-
-        Raises:
-            UnsupportedModelError: It has other tokens, or ranks share its weight.
-        """
+        """Yield this head as a teacher's, with its weight on the device inside; the student has the same tokens."""
         if self.sharded or logits.hidden.shape[:-1] != targets.shape:
             what = "its head is divided between ranks" if self.sharded else "it leaves out tokens before its head"
             raise UnsupportedModelError(f"{type(self.model).__name__} cannot be a teacher: {what}")
@@ -302,7 +282,6 @@ class StreamedHead:
 
     @property
     def _is_plain(self) -> bool:
-        """True if the head is one ``nn.Linear`` and nothing else."""
         head: Any = self.module
         hooked = any(True for _ in foreign_hooks(head)) and not self.sharded
         return (

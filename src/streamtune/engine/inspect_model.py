@@ -109,11 +109,7 @@ def both_at_once(model: nn.Module) -> str | None:
 
 
 def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
-    """Refuse models that are known not to stream exactly.
-
-    Raises:
-        UnsupportedModelError: The model is known; the message names the reason.
-    """
+    """Refuse models that are known not to stream exactly."""
     name = type(model).__name__
     _refuse_flat_parameters(model)
     if model.config.is_encoder_decoder:
@@ -218,12 +214,7 @@ def attention_configs(model: PreTrainedModel, layers: list[nn.Module]) -> list[A
 
 
 def form_for(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head: bool) -> str:
-    """Return ``ulysses`` or ``ring`` for this model; ``head`` is True if its head is streamed.
-
-    Raises:
-        ArgumentError: The ranks do not divide the heads evenly for ``ulysses``, or the head is not streamed.
-        UnsupportedModelError: Ranks cannot share its sequences.
-    """
+    """Return ``ulysses`` or ``ring`` for this model; ``head`` is True if its head is streamed."""
     name = type(model).__name__
     if not head:
         raise ArgumentError("ranks that share a sequence share its loss: the head must be streamed, head=True")

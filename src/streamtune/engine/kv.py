@@ -45,12 +45,7 @@ class KeysAndValues:
         """Number of ``update`` calls in a forward of the layer; known once one chunk has been stored."""
 
     def open(self, index: int, k: Tensor, v: Tensor) -> None:
-        """Allocate the buffers of the ``index``-th update, in the form of these keys and values, if not done yet.
-
-        Raises:
-            UnsupportedModelError: The layer continues a cache, which holds one pair, and makes a second update.
-            ArgumentError: That cache was changed since the forward.
-        """
+        """Allocate the buffers of the ``index``-th update, in the form of these keys and values, if not done yet."""
         if index < len(self.pairs):
             return
         self.pairs.append((self._buffer(k), self._buffer(v)))
@@ -230,14 +225,7 @@ class States:
         """Note the leaf that stands for a state in the graph of a chunk."""
 
     def hand_back(self, chunk: slice, after: int | None, position: int, parts: dict[StateKey, Tensor | None]) -> None:
-        """Add gradients to those of the states that a chunk began with.
-
-        Args:
-            chunk: The chunk.
-            after: Position of those states.
-            position: Position of the states that the chunk made.
-            parts: Gradients of those states in the chunk.
-        """
+        """Add gradients ``parts`` to those of the states after ``after`` tokens, with which a chunk began."""
         if after is None:
             return
         totals = self.grads.setdefault(after, {})
@@ -282,11 +270,7 @@ class Past:
 
     @classmethod
     def of(cls, layer: nn.Module, cache: Any) -> Past:
-        """Read a layer's part of a filled cache.
-
-        Raises:
-            UnsupportedModelError: The cache holds something else for the layer, or not all P tokens.
-        """
+        """Read a layer's part of a filled cache; it must hold keys and values, of all P tokens."""
         name, length = type(layer).__name__, int(cache.get_seq_length())
         layers = getattr(cache, "layers", ())
         places = {i for module in layer.modules() if isinstance(i := getattr(module, "layer_idx", None), int)}
@@ -304,11 +288,7 @@ class Past:
         return replace(self, keys=self.keys.detach(), values=self.values.detach())
 
     def check(self) -> None:
-        """Check that the cache was not written to since the forward.
-
-        Raises:
-            ArgumentError: It was.
-        """
+        """Raise :class:`ArgumentError` if the cache was written to since the forward."""
         if (_version(self.keys), _version(self.values)) != self.versions:
             raise ArgumentError(
                 "the cache that was passed was changed in place between the forward and its backward, and both "

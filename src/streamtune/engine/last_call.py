@@ -61,10 +61,6 @@ class LastLayerCall(Generic[Call]):
         """Return :meth:`maker` if the gradient of these hidden states arrives at its output unchanged; else None.
 
         There is room for the gradient of one reader, the first that asks (dory norms the output of a layer twice).
-
-        Args:
-            hidden: Hidden states.
-            module: Module that is given them.
         """
         if self._last is None or self._has_reader:
             return None

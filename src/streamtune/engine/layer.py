@@ -121,11 +121,7 @@ class StreamedForward(StreamedLayer):
         return LayerCall.bind(self.layer, tuple(map(added, args)), named, OwnAttention("eager"), self.configs)
 
     def _follow_cache(self, call: LayerCall) -> None:
-        """Let the call's tokens follow those of the cache that was passed, if it holds any.
-
-        Raises:
-            UnsupportedModelError: It holds states, and no keys and values; or rows are packed.
-        """
+        """Let the call's tokens follow those of the cache that was passed, if it holds any."""
         if call.cache_name == STATE:
             refuse_past("the layer is handed a state", self.name)
         try:

@@ -155,13 +155,7 @@ def _either_remapped(function: Function) -> bool:
 
 
 def _either(function: Function, position_BT: Tensor, row_start: Tensor | None = None) -> Facts | None:
-    """Return the facts of ``or_masks`` of a causal mask and blocks, None for other parts.
-
-    Args:
-        function: The mask.
-        position_BT: Positions that it is given.
-        row_start: Packed rows in which it restarts, where it stands beside these.
-    """
+    """Return the facts of ``or_masks`` of a causal mask and blocks (in rows ``row_start``); None for other parts."""
     (held,) = _closed(function, EITHER)
     parts: Any = held or ()
     if len(parts) != 2 or getattr(parts[1], "__qualname__", "") != BLOCKS:

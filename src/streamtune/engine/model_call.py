@@ -77,11 +77,7 @@ class ModelCall:
         return (0, 0) if tokens is None else (tokens.shape[0], tokens.shape[1])
 
     def packed_rows(self) -> PackedRows | None:
-        """Return packed rows by the rule of ``transformers``: positions that restart, no mask, no cache.
-
-        Raises:
-            UnsupportedModelError: Arguments for kernels name rows that the positions do not show.
-        """
+        """Return packed rows by the rule of ``transformers``: positions that restart, no mask, no cache."""
         if self.get("attention_mask") is None and self.cache is None:
             rows = PackedRows.of(self.get("position_ids"))
             if rows is not None:
@@ -118,11 +114,7 @@ class ModelCall:
         return isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
 
     def labels_padding(self, targets: Tensor | None) -> bool:
-        """Return True if a token of padding has a target.
-
-        Args:
-            targets: ``[B, T]``, shifted; None reads the labels of the call.
-        """
+        """Return True if a token of padding has a target ``[B, T]``; without targets the labels of the call are read."""
         targets = self.kwargs.get("shift_labels") if targets is None else targets
         labels, mask = self.get("labels"), self.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2 and self.cache is not None:
@@ -139,9 +131,6 @@ def mark_read(call: ModelCall) -> None:
     """Mark the cache that a call with gradients reads and does not write to.
 
     The plain model writes to it, so a later call would take its keys for those of all tokens so far.
-
-    Raises:
-        UnsupportedModelError: A call with gradients read the cache before.
     """
     cache = call.cache
     if getattr(cache, READ, False):
@@ -157,12 +146,7 @@ def mark_read(call: ModelCall) -> None:
 
 
 def refuse_surroundings(model: nn.Module) -> None:
-    """Refuse a call under a transform of ``torch.func``, or without weights.
-
-    Raises:
-        UnsupportedModelError: ``torch.func`` differentiates or maps it, or parametrised weights are cached.
-        ArgumentError: The model is on ``meta``, and nothing simulates it.
-    """
+    """Refuse a call under a transform of ``torch.func``, or without weights."""
     if torch._C._are_functorch_transforms_active():
         raise UnsupportedModelError(
             "a streamed model was called under a transform of torch.func (grad, vmap, jvp, jacrev), which would have "

@@ -41,12 +41,7 @@ def norms_outside(owner: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
 
 
 class StreamedNorm:
-    """Replaces a norm's ``forward`` on its instance; computes the same.
-
-    Args:
-        norm: The module.
-        parts: The parts of the model that it shares with the layers.
-    """
+    """Replaces a norm's ``forward`` on its instance; computes the same."""
 
     def __init__(self, norm: nn.Module, parts: ModelParts) -> None:
         self.norm, self.parts, self.schedule = norm, parts, parts.schedule

@@ -217,16 +217,13 @@ def chunkwise(hook: Hook) -> Hook:
 
 
 def refuse_hooks(root: nn.Module, *, within: bool, why: str, mend: str) -> None:
-    """Refuse hooks of the user's own on the modules of ``root``.
+    """Refuse hooks of the user's own on the modules of ``root``, a decoder layer or the head.
 
     Args:
-        root: A decoder layer, or the head.
+        root: The module.
         within: True leaves out the hooks of ``root`` itself.
         why: Consequence of the hook, for the message.
         mend: Remedy, for the message.
-
-    Raises:
-        UnsupportedModelError: There is a hook; the message names it and its module.
     """
     for name, module in root.named_modules():
         if within and module is root:

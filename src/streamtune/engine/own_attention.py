@@ -62,11 +62,7 @@ class CallNames:
         self._depth = 0
 
     def begin(self, where: str) -> int:
-        """Begin a call, which may be inside of another; return the number of calls around it.
-
-        Raises:
-            UnsupportedModelError: A config was given another attention since; ``where`` is named.
-        """
+        """Begin a call, which may be inside of another; return the number of calls around it."""
         if not self._depth:
             for config, name in zip(self.configs, self.before, strict=True):
                 refuse_another(config, name, where)
@@ -100,14 +96,6 @@ def refuse_another(config: Any, name: Any, where: str) -> None:
     """Refuse a config that names another attention than when its model was streamed.
 
     It does not align the queries of a chunk with the last of its keys.
-
-    Args:
-        config: Config of a module.
-        name: Name that it had.
-        where: Class of the module.
-
-    Raises:
-        UnsupportedModelError: It names neither this one nor ours.
     """
     now = attention_of(config)
     if now != name and not is_ours(now):

@@ -68,10 +68,7 @@ class CallFacts:
 class LayerStream:
     """One call of one layer, and the state that its passes over the chunks share.
 
-    Args:
-        call: The call.
-        owner: The layer.
-        maker: Call that computed this call's hidden states, if it may compute them again.
+    ``maker`` is the call that computed this call's hidden states, if it may compute them again.
     """
 
     def __init__(self, call: LayerCall, owner: StreamedLayer, maker: LayerStream | None = None) -> None:
@@ -184,8 +181,7 @@ class LayerStream:
     def walk(self, sums: Sequence[GradientSum] = ()) -> Iterator[None]:
         """Context for one pass over all chunks: weights are fetched, and linear weights cast, once.
 
-        Args:
-            sums: Gradient accumulators of the parameters, in a backward.
+        A backward gives the gradient accumulators of the parameters, ``sums``.
         """
         waiting, scopes = self.owner.parts.waiting, self.scopes
         with nullcontext() if waiting is None else waiting.used(self.call.layer, prefetch=1):
@@ -360,10 +356,7 @@ class LayerStream:
         """Return the memory in which the next layer leaves the gradient of this call's hidden states ``z``.
 
         A tier if layer inputs are offloaded, else ``grad_after`` if its shape and dtype fit, else a new tensor.
-
-        Args:
-            z: The hidden states.
-            grad_after: Gradient of the next layer's output, if it may be overwritten.
+        ``grad_after`` is the gradient of the next layer's output, if it may be overwritten.
         """
         offload, room = self.facts.schedule.offload, grad_after
         if offload != "device":
@@ -376,10 +369,8 @@ class LayerStream:
     def prepare(self, inputs: Sequence[Source], keep_graph: bool = False) -> None:
         """Provide the keys, values and states that the replay of any chunk reads.
 
-        Args:
-            inputs: The layer's inputs.
-            keep_graph: Another backward may follow. Shared keys and values are then copied, so that this backward does
-                not overwrite what other layers read in the next one.
+        If another backward may follow (``keep_graph``), shared keys and values are copied: this backward would
+        overwrite what other layers read in the next one.
         """
         self.kv.grads.clear()  # of a backward that was interrupted
         self.states.grads.clear()

@@ -39,16 +39,7 @@ class LossRequest:
     """Sums over the targets of the call, by the names of ``ops.MEASURED``, without gradient; None before the call."""
 
     def top_k_of(self, shape: torch.Size, shards: SequenceShards | None, model: str) -> TopKTeacher | None:
-        """Return the likeliest tokens of a teacher for the tokens of this rank, or None.
-
-        Args:
-            shape: Shape ``[...]`` of the targets of the model's loss.
-            shards: Ranks that share the tokens, if any.
-            model: Name of the model, for the error.
-
-        Raises:
-            UnsupportedModelError: The model has left out tokens since.
-        """
+        """Return the likeliest tokens of a teacher for this rank's targets of that shape, or None."""
         if self.top_k is None:
             return None
         index = self.top_k.index_BT
@@ -62,16 +53,7 @@ class LossRequest:
         return replace(self.top_k, index_BT=index)
 
     def weights_of(self, targets: Tensor, weights: Tensor | None, model: str) -> Tensor | None:
-        """Return the weights on the device of the targets.
-
-        Args:
-            targets: Targets ``[...]`` of the model's loss.
-            weights: As many weights, or None.
-            model: Name of the model, for the error.
-
-        Raises:
-            UnsupportedModelError: The model has left out tokens since, so that weights are of others.
-        """
+        """Return the weights on the device of the targets ``[...]``; the model must not have left out tokens since."""
         if weights is None:
             return None
         if weights.shape != targets.shape:

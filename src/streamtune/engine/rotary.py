@@ -50,14 +50,7 @@ class RowLengths:
 
     @classmethod
     def of_batch(cls, positions: Tensor) -> RowLengths:
-        """Return the length of the longest row for every token.
-
-        Args:
-            positions: ``[B, T]``.
-
-        Raises:
-            UnsupportedModelError: They are not one number for each token (images have three).
-        """
+        """Return the length of the longest row for every token, given positions ``[B, T]``."""
         if positions.dim() != 2:
             raise UnsupportedModelError(
                 "rotary embeddings that depend on the longest position are known for positions [B, T], not "
@@ -120,11 +113,7 @@ class LengthRotary:
             self.module.forward = self._before
 
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-        """Return what the rotary embedding does, tensors ``[B, T, ...]``.
-
-        Raises:
-            UnsupportedModelError: Tokens are shared by rows of different frequencies.
-        """
+        """Return what the rotary embedding does, tensors ``[B, T, ...]``."""
         plain = self.plain if layer_type is None else partial(self.plain, layer_type=layer_type)
         kind, limit = _kind_and_limit(self.module, layer_type)
         if kind not in KINDS or position_ids.dim() != 2 or position_ids.is_meta:
@@ -167,9 +156,7 @@ def longest_unscaled(config: Any) -> int | None:
 def as_alone(model: nn.Module, mask_BT: Tensor | None = None) -> Iterator[None]:
     """Context: each row of a model that is not streamed is rotated by the frequencies that it has alone.
 
-    Args:
-        model: Model of ``transformers``.
-        mask_BT: ``[B, T]`` with ones at the tokens of each row; None finds packed rows by their positions.
+    ``mask_BT`` has ones at the tokens of each row; without it packed rows are found by their positions.
     """
 
     def lengths(position_ids: Tensor) -> RowLengths | None:

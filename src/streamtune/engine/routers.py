@@ -113,13 +113,9 @@ class RouterWatch:
     """Collects a model's router logits while a call is streamed, and computes the losses to add to its loss.
 
     Args:
-        model: Causal language model.
         layers: Its decoder layers.
         loss: Losses to add; None takes the balance coefficient of the model's own configuration, and only if a call or
             the configuration says ``output_router_logits``.
-
-    Raises:
-        UnsupportedModelError: ``loss`` is given, and the model has no router, or a balance loss of another form.
     """
 
     def __init__(self, model: Any, layers: Sequence[nn.Module], loss: RouterLoss | None) -> None:

@@ -97,12 +97,7 @@ class PackedRows:
         return {}
 
     def chunks(self, schedule: Schedule) -> list[slice]:
-        """Return the chunks of the schedule, cut wherever a row begins.
-
-        Raises:
-            UnsupportedModelError: A chunk is a single token in the middle of another sequence's row, which the layer
-                would take for decoding.
-        """
+        """Return the chunks of the schedule, cut wherever a row begins."""
         found: list[slice] = []
         for start, stop in pairwise([*self.starts, self.positions_BT.shape[1]]):
             found += [slice(start + c.start, start + c.stop) for c in schedule.chunks(stop - start)]
@@ -140,12 +135,7 @@ class PackedRows:
 
 @dataclass(eq=False)
 class Branches(PackedRows):
-    """Trees of rows in a sequence ``[1, T]``; made by :meth:`of`.
-
-    Args:
-        positions_BT: Position ``[1, T]`` of each token in its own row.
-        table: Trunks and branches, as runs of places.
-    """
+    """Trees of rows in a sequence ``[1, T]``; made by :meth:`of`."""
 
     table: BranchTable
 
@@ -249,11 +239,7 @@ class Branches(PackedRows):
         return state
 
     def masked(self, mask: LazyMask) -> LazyMask:
-        """Return the mask under which each row sees what it would see alone under ``mask``; made once for each mask.
-
-        Raises:
-            UnsupportedModelError: Its tokens see later ones, or are padding.
-        """
+        """Return the mask under which each row sees what it would see alone under ``mask``; made once for each mask."""
         known = self._masks.get(id(mask))
         if known is None or known[0] is not mask:
             known = self._masks[id(mask)] = (mask, mask.branched(self.table))

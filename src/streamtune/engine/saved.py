@@ -49,11 +49,7 @@ class SavedTensors:
         self.z_in, self._version = hidden.detach(), hidden._version
 
     def input(self, layer: str) -> Source:
-        """Return the input as it was stored.
-
-        Raises:
-            ArgumentError: It was changed since the forward.
-        """
+        """Return the input as it was stored."""
         assert self.z_in is not None
         if isinstance(self.z_in, Tensor) and self.z_in._version != self._version:
             raise ArgumentError(
@@ -91,12 +87,7 @@ def keep_kv(kv: KeysAndValues, chunks: Sequence[slice], first_key: Callable[[sli
     """Cut the keys and values of a layer's forward into pieces, and free its buffers.
 
     Return None if the buffers stay: pieces would hold most of them, or tokens before the call begin them.
-
-    Args:
-        kv: Keys and values of the whole sequence.
-        chunks: Chunks of the sequence, in order.
-        first_key: Returns the first position that a chunk sees.
-        tier: Tier that stores the pieces.
+    ``first_key`` gives the first position that a chunk sees.
     """
     pieces: list[slice] = []
     lowest = chunks[-1].start
@@ -150,12 +141,7 @@ class KeptKV:
                 _resize(x, 0)
 
     def refill(self, chunk: slice, own: Sequence[Tensor]) -> None:
-        """Give the buffers of a chunk their memory and contents again.
-
-        Args:
-            chunk: The chunk.
-            own: Its own keys and values, one pair for each update.
-        """
+        """Give the buffers of a chunk their memory and contents again; ``own`` are its keys and values."""
         for index, pair in enumerate(self.kv.pairs):
             for place, x in enumerate(pair):
                 _resize(x, x.numel() * x.element_size())

@@ -91,16 +91,10 @@ class _Carried:
 
 
 def scan_from(state_BDN: Tensor, dt_BDT: Tensor, A_DN: Tensor, C_BNT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the terms that an initial state h_0 adds to a scan's output ``[B, D, T]`` and to its last state ``[B, D,
-    N]``.
+    """Return the terms that an initial state h_0 adds to a scan's output ``[B, D, T]`` and to its last state.
 
     The decay ``exp(A S)`` ``[B, D, T, N]`` is never built: one of the N states exists at a time, in the backward too.
-
-    Args:
-        state_BDN: State h_0.
-        dt_BDT: Step sizes, after bias and softplus.
-        A_DN: Negative rates.
-        C_BNT: Read-out of the state.
+    ``dt_BDT`` are step sizes after bias and softplus.
     """
     S_BDT = dt_BDT.to(A_DN.dtype).cumsum(-1)
 

@@ -55,9 +55,6 @@ def gather_whole(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
     Chunks run inside of one call of the layer, and again in one call of its backward. ``deepspeed.initialize`` reads
     the flag; without DeepSpeed it has no effect. Return the layers that were not flagged before.
-
-    Raises:
-        UnsupportedModelError: DeepSpeed has put its hooks inside of a layer already.
     """
     flagged: list[nn.Module] = []
     for layer in layers:
@@ -111,13 +108,7 @@ def _is_deepspeeds(hook: Callable[..., Any]) -> bool:
 def gathered(layer: nn.Module, *, during: nn.Module, next_backward: bool) -> Iterator[None]:
     """Gather a layer's sharded weights for a forward in the backward of another layer; free them after.
 
-    Args:
-        layer: Layer that runs again.
-        during: Layer in whose backward it does.
-        next_backward: True if the backward of ``layer`` comes next: FSDP2 has begun to gather it, so it stays gathered.
-
-    Raises:
-        UnsupportedModelError: The installed DeepSpeed gathers a layer by other hooks than are known.
+    If the backward of ``layer`` comes next, FSDP2 has begun to gather it, and it stays gathered.
     """
     if any(hasattr(parameter, "ds_id") for parameter in layer.parameters()):
         with _gathered_by_deepspeed(layer, during):
@@ -183,10 +174,8 @@ def _offload_of(layer: nn.Module) -> Any:
 class Weights:
     """The parameters of one layer at one moment.
 
-    Args:
-        layer: The layer.
-        held: Name, tensor, version counter, address of its numbers and ``requires_grad`` of each parameter and buffer.
-            Empty if ranks share the weights, which are gathered anew for each call.
+    ``held`` has the name, tensor, version counter, address of its numbers and ``requires_grad`` of each parameter and
+    buffer. It is empty if ranks share the weights, which are gathered anew for each call.
     """
 
     layer: nn.Module
@@ -204,9 +193,6 @@ class Weights:
 
     def check(self, between: str = "the forward and its backward") -> None:
         """Refuse, as autograd does, to compute with other weights than the forward's.
-
-        Args:
-            between: The two events between which the change came, for the message.
 
         Raises:
             ArgumentError: A weight was changed in place, given other numbers (``.data``) or frozen.

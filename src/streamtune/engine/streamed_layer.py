@@ -86,9 +86,7 @@ class StreamedLayer:
     def on_device(self, parameters: Sequence[Tensor], prefetch: int | None = None) -> Iterator[list[Tensor]]:
         """Hold the layer's weights on the device inside; yield the tensors that stand for ``parameters``.
 
-        Args:
-            parameters: Parameters of the layer.
-            prefetch: Next layer, as in :meth:`WaitingWeights.used`; None is the layer before, as in a backward.
+        ``prefetch`` is the next layer, as in :meth:`WaitingWeights.used`; None is the layer before, as in a backward.
         """
         waiting = self.parts.waiting
         if waiting is None:
@@ -145,9 +143,6 @@ class StreamedLayer:
         """Refuse a trainable tensor that is not an input of the layer's node: its gradient would be lost.
 
         Once is enough, unless hooks are inside.
-
-        Raises:
-            UnsupportedModelError: The graph of ``z_i`` has a leaf that is not ``known``.
         """
         if self.leaves_checked and not may_bring_leaves(self.layer):
             return

@@ -41,19 +41,7 @@ from streamtune.schedule import Schedule
 
 
 class StreamedModel:
-    """A streamed model: its parts, and what was put into it.
-
-    Args:
-        model: Causal language model, with or without wrappers; changed in place.
-        schedule: How to cut its sequences.
-        head: True streams the language-model head as well.
-        router_loss: Losses on its routers; None is the model's own.
-        sequence_parallel: Ranks that share each sequence.
-
-    Raises:
-        ArgumentError: The model is streamed already, or the arguments contradict each other.
-        UnsupportedModelError: The model cannot be streamed exactly.
-    """
+    """A streamed model: its parts, and what was put into it. Arguments and errors as for ``stream``."""
 
     def __init__(
         self,
@@ -171,11 +159,7 @@ def _lengths_of(context: CallContext, position_ids: Tensor) -> RowLengths | None
 
 
 def _refuse_own_loss(model: nn.Module) -> None:
-    """Refuse adapters that compute their loss from logits themselves.
-
-    Raises:
-        UnsupportedModelError: The adapters are of such a kind (context-aware prompt tuning).
-    """
+    """Refuse adapters that compute their loss from logits themselves."""
     configs: Any = getattr(model, "peft_config", None)
     kinds = [getattr(config, "peft_type", None) for config in configs.values()] if isinstance(configs, dict) else []
     if "CPT" in kinds:

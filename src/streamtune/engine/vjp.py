@@ -131,11 +131,7 @@ def chunk_vjp(
 ) -> Iterator[Tensor | None]:
     """Return gradients for the chunk's inputs, for the K/V it read, and for the parameters (this chunk's term).
 
-    Args:
-        x_i: Inputs of the chunk whose gradient is wanted.
-        given: Outputs of the chunk, each with its gradient.
-        cache: Tensors that it read of earlier chunks, and that later chunks read of it.
-        parameters: The layer's trainable parameters.
+    ``given`` are the chunk's outputs, each with its gradient.
     """
     pairs = [(out, grad) for out, grad in (*given, *cache.handed_on()) if out.requires_grad]
     wanted = [*x_i, *cache.leaves, *parameters]
@@ -164,11 +160,9 @@ def _put(whole: Source, along: Along, chunk: slice, x: Tensor) -> None:
 
 
 class GradientSum:
-    """A sum over chunks, cast once at the end. The first term is kept as it is: one chunk costs no extra memory.
+    """A sum over chunks, cast once at the end; in fp32 with ``widen``, if the tensor is narrower.
 
-    Args:
-        owner: Tensor whose gradient it is.
-        widen: Sum in fp32 where the tensor is narrower.
+    The first term is kept as it is: one chunk costs no extra memory.
     """
 
     def __init__(self, owner: Source, widen: bool) -> None:

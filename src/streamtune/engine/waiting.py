@@ -43,12 +43,7 @@ KINDS = (Tensor, nn.Parameter)
 
 
 def waiting_parameters(model: Any, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters of a model that wait on the host, each once.
-
-    Args:
-        model: Model of ``transformers``, without wrappers.
-        layers: Its decoder layers.
-    """
+    """Return the parameters of a model without wrappers that wait on the host, each once."""
     found = {id(p): p for layer in layers for _, _, p in _of_layer(layer)}
     found |= {id(p): p for module in _outside(model) for _, _, p in _own(module)}
     return list(found.values())
@@ -133,8 +128,6 @@ def _kept_wide(model: Any) -> set[int]:
 
 @dataclass
 class _Fetched:
-    """Copies of a module's weights on the device, under way or there."""
-
     versions: list[tuple[int, int]]
     copies: list[tuple[Tensor, torch.cuda.Event | None]]
 
@@ -177,9 +170,6 @@ class WaitingWeights:
         layers: Its decoder layers.
         tiers: Counts the bytes that are copied.
         dtype: Dtype of copies; None is the dtype of each weight.
-
-    Raises:
-        OutOfMemoryError: The host does not have the memory.
     """
 
     def __init__(self, model: Any, layers: Sequence[nn.Module], tiers: Tiers, dtype: torch.dtype | None = None) -> None:
@@ -207,11 +197,8 @@ class WaitingWeights:
     def used(self, layer: nn.Module, prefetch: int = 0) -> Iterator[dict[int, Tensor]]:
         """Hold copies of a layer's weights on the device inside; yield them by the id of their parameter.
 
-        Each copy is a leaf that needs a gradient if its parameter does.
-
-        Args:
-            layer: The layer.
-            prefetch: Layer whose copies are begun meanwhile: 1 the layer behind, -1 the layer before, 0 neither.
+        Each copy is a leaf that needs a gradient if its parameter does. Meanwhile copies of the layer behind
+        (``prefetch`` 1) or before (-1) are begun.
         """
         unit = self._units[id(layer)]
         if not unit.depth:

@@ -36,17 +36,14 @@ RETURNING = 2
 
 
 class DiskTier:
-    """A tier in a file in ``directory``.
+    """A tier in a file in ``directory``, which is to be on a local disk.
 
     Args:
         device: Device of the stored tensors.
-        directory: A directory on a local disk.
+        directory: The directory.
         arena: Host memory for tensors on their way, and for nothing else: threads fill its blocks at once, while
             copies of other tiers may still read a freed block.
         tally: Counts the bytes in the file.
-
-    Raises:
-        StorageError: No file can be made there.
     """
 
     def __init__(self, device: torch.device, directory: str, arena: Arena, tally: Tally) -> None:
@@ -186,11 +183,7 @@ class _File:
         weakref.finalize(self, os.close, self.number)
 
     def extend(self, end: int) -> None:
-        """Extend the file to ``end`` bytes and reserve their space, so that the disk is not full in mid-step.
-
-        Raises:
-            StorageError: The disk has no room.
-        """
+        """Extend the file to ``end`` bytes and reserve their space, so that the disk is not full in mid-step."""
         if end <= self.length:
             return
         try:

@@ -204,11 +204,7 @@ def touch_pages(region: Tensor) -> None:
 
 
 def register_pages(region: Tensor, owner: object) -> None:
-    """Lock pages as long as ``owner`` lives, so that an accelerator copies from and to them by itself.
-
-    Raises:
-        OutOfMemoryError: The driver does not lock them.
-    """
+    """Lock pages as long as ``owner`` lives, so that an accelerator copies from and to them by itself."""
     runtime = torch.cuda.cudart()
     code = runtime.cudaHostRegister(region.data_ptr(), region.nbytes, 0)
     if int(code) != 0:
@@ -252,11 +248,7 @@ class Tally:
 
 
 class Arena:
-    """Blocks of host memory.
-
-    Args:
-        tally: Counts the bytes that are allocated.
-    """
+    """Blocks of host memory; ``tally`` counts their bytes."""
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
@@ -265,21 +257,13 @@ class Arena:
         """First region with a free page: a step takes thousands of blocks."""
 
     def reserve(self, nbytes: int, device: torch.device) -> None:
-        """Map at least ``nbytes`` in all now, so that a step need not.
-
-        Raises:
-            OutOfMemoryError: The machine does not have that much memory left.
-        """
+        """Map at least ``nbytes`` in all now, so that a step need not."""
         held = sum(region.size for region in self.regions)
         if nbytes > held:
             self._grow(nbytes - held, device)
 
     def take(self, nbytes: int, device: torch.device) -> Span:
-        """Return a block for a tensor of ``device``.
-
-        Raises:
-            OutOfMemoryError: The machine does not have that much memory left; it is not made to swap.
-        """
+        """Return a block for a tensor of ``device``; :class:`OutOfMemoryError` if the machine would have to swap."""
         while self._at < len(self.regions) and not self.regions[self._at].fits(PAGE):
             self._at += 1
         room = (region for region in self.regions[self._at :] if region.fits(nbytes))
@@ -335,15 +319,12 @@ class HostPool:
         self._free: dict[int, list[_Pages]] = defaultdict(list)
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor on the host whose values are not set.
+        """Return a tensor on the host whose values are not set, or raise :class:`OutOfMemoryError` rather than swap.
 
         Args:
             shape: Shape of the tensor.
             dtype: Dtype of the tensor.
             device: Device that it is copied to and from; ``meta`` simulates the memory.
-
-        Raises:
-            OutOfMemoryError: The machine does not have that much memory left; it is not made to swap.
         """
         size = pages(shape.numel() * dtype.itemsize)
         if device.type == "meta":

@@ -96,11 +96,7 @@ class Tiers:
         self._made: dict[tuple[TierName, torch.device], Tier] = {}
 
     def reserve(self, host_bytes: int, device: torch.device) -> None:
-        """Map ``host_bytes`` of the machine's memory before the first step, and lock them for an accelerator.
-
-        Raises:
-            OutOfMemoryError: The machine does not have it.
-        """
+        """Map ``host_bytes`` of the machine's memory before the first step, and lock them for an accelerator."""
         self.arena.reserve(host_bytes + host_bytes // 64, device)  # blocks are whole pages
 
     def of(self, name: TierName, device: torch.device) -> Tier:

@@ -112,10 +112,7 @@ class Copies:
     ) -> tuple[Tensor, torch.cuda.Event | None]:
         """Begin to copy to a new tensor on the device; return it, and the event to wait for, None if it is ready.
 
-        Args:
-            host: Tensor to copy.
-            device: The device.
-            dtype: Dtype of the new tensor; the device casts. None is the dtype of ``host``.
+        The device casts to ``dtype``, if given.
         """
         x = torch.empty(host.shape, dtype=dtype or host.dtype, device=device)  # of the stream that will read it
         if self.stream is None:
@@ -142,12 +139,7 @@ class Copies:
 
 
 class HostTier:
-    """The machine's memory.
-
-    Args:
-        device: Device of the stored tensors.
-        arena: The memory.
-    """
+    """The machine's memory."""
 
     def __init__(self, device: torch.device, arena: Arena) -> None:
         self.device, self.arena = device, arena
@@ -204,13 +196,7 @@ class _OnHost:
 
 
 class StoredTensor:
-    """A tensor that follows the sequence, stored in one block for each chunk.
-
-    Args:
-        tier: Tier that stores the blocks.
-        like: A tensor of the same form.
-        along: Dimension along which it follows the sequence.
-    """
+    """A tensor in the form of ``like`` that follows the sequence, stored in one block for each chunk."""
 
     def __init__(self, tier: Tier, like: Tensor | StoredTensor, along: int) -> None:
         self.tier, self.along = tier, along

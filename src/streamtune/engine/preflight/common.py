@@ -84,10 +84,7 @@ def aliased(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
 class LayerStep:
     """Replaces a layer's ``forward`` in a forward of the model by ``step(index, args, kwargs)``.
 
-    Args:
-        handle: Handle of the model; the layer holds its weights on the device in its step.
-        index: Number of the layer.
-        step: Runs in its place.
+    The layer holds its weights on the device in its step.
     """
 
     def __init__(self, handle: StreamedModel, index: int, step: Callable[..., Any]) -> None:

@@ -53,10 +53,6 @@ def check_exact(handle: StreamedModel) -> None:
     Costs about six forwards of 48 tokens, and the gradient of one layer of each kind at a time. Gradients, random
     state, training flags and configuration are left as they were, also when it fails. The reference is the attention
     the model came with; if that lacks what the layer asks for (softcap, sinks), the model's eager attention.
-
-    Raises:
-        ArgumentError: The handle was removed, or the model has no weights (it is on the meta device).
-        UnsupportedModelError: The streamed model differs; the message says which layer, and by how much.
     """
     if not handle.layers:
         raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
@@ -78,12 +74,7 @@ def check_exact(handle: StreamedModel) -> None:
 
 
 def check_order(handle: StreamedModel) -> None:
-    """Run a few tokens forward by the handle's own schedule, if that is in the order of chunks.
-
-    Raises:
-        ArgumentError: Weights are on other ranks.
-        UnsupportedModelError: A layer's keys and values cannot be kept apart from others'.
-    """
+    """Run a few tokens forward by the handle's own schedule, if that is in the order of chunks."""
     if handle.schedule.order == "chunk":
         with borrowed(handle):
             model: Any = handle.model

@@ -219,9 +219,6 @@ def check_shared(handle: StreamedModel) -> None:
     """Compare a loss, and the gradient of the first trained layer, with those of this rank alone.
 
     All ranks of the group call it together.
-
-    Raises:
-        UnsupportedModelError: They differ; the model is left as it was.
     """
     ranks = handle.sequence_parallel
     assert ranks is not None

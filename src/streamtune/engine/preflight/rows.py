@@ -172,7 +172,6 @@ class _Trial:
     def _forward(
         self, step: Callable[..., Any], ids: Tensor, rows: PackedRows | None, arguments: dict[str, Tensor]
     ) -> Tensor:
-        """Run one forward with ``step`` in each layer's place; return the logits."""
         for index, layer in enumerate(self.layers):
             layer.forward = LayerStep(self.handle, index, step)
         self.context.rows = rows
@@ -270,9 +269,6 @@ def check_length(handle: StreamedModel, length: int) -> None:
     """Compare one layer of each kind, whole and in the chunks of the schedule, on a random row of ``length`` tokens.
 
     Costs two forwards of the decoder on that row; the whole one has the memory of a plain layer.
-
-    Raises:
-        UnsupportedModelError: A layer differs; the message names it and the tokens. The model is left as it was.
     """
     own = handle.names.before
     first: UnsupportedModelError | None = None

@@ -43,12 +43,7 @@ class Sharing:
         self._least = 2 if any(map(carries_states, handle.layers)) else 1
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], with_targets: bool) -> dict[str, Any]:
-        """Return a call's arguments by name: for this rank's shards, or unchanged if the call has no targets.
-
-        Raises:
-            UnsupportedModelError: An argument cannot be cut into shards; or a call without targets needs gradients,
-                and its logits would be those of a shard.
-        """
+        """Return a call's arguments by name: for this rank's shards, or unchanged if the call has no targets."""
         model = self._handle.model
         names = list(inspect.signature(type(model).forward).parameters)[1:]
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}

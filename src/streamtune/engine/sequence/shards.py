@@ -169,10 +169,6 @@ class SequenceShards:
         """Return the mask of the whole sequence, given the model's mask for this rank's queries.
 
         The other fields of the mask describe the whole sequence already, since the model's attention mask does.
-
-        Raises:
-            UnsupportedModelError: A query may see later keys, or packed rows are given and the mask depends on
-                positions within a row.
         """
         known = self._masks.get(id(mask))
         if known is None or known[0] is not mask:
@@ -200,13 +196,9 @@ class SequenceShards:
 
 
 class ChunkExchange:
-    """Exchange with the other ranks in one run of a layer on a chunk.
+    """Exchange with the other ranks in one run of a layer on ``part`` of this rank's tokens.
 
     ``first_key`` is set later: the first key that the attention of the chunk is given, counted as in the cache.
-
-    Args:
-        shards: Shards of the call.
-        part: Tokens of this rank that the layer runs on.
     """
 
     def __init__(self, shards: SequenceShards, part: slice) -> None:
@@ -230,11 +222,7 @@ class ChunkExchange:
 
     @property
     def position(self) -> int:
-        """Position of the part's first token in the sequence.
-
-        Raises:
-            UnsupportedModelError: The part is several shards, whose positions do not follow from the first one's.
-        """
+        """Position of the part's first token in the sequence."""
         if len(self.lengths) > 1:
             raise UnsupportedModelError(
                 "a layer counts its positions from the length of its cache, which several strips at once do not have",
@@ -266,10 +254,6 @@ class ChunkExchange:
         """Return this rank's heads of all shards: of the queries, which are exchanged, and of keys and values.
 
         Keys and values are those that the layer attends to, with the heads that the cache kept on this rank.
-
-        Raises:
-            UnsupportedModelError: The query heads cannot be divided among the ranks, or keys and values are not those
-                of the cache, or their number of heads does not divide that of this rank's queries.
         """
         heads, size = q.shape[1], self.shards.size
         if heads % size:
@@ -396,18 +380,7 @@ class _Lost(NamedTuple):
 
 
 def chunks_between_rows(schedule: Schedule, own: int, size: int, rows: PackedRows) -> list[slice]:
-    """Return chunks of each rank's tokens with which no state is lost; they may end a few tokens later.
-
-    Args:
-        schedule: Gives the chunks that are changed where necessary.
-        own: Least number of tokens of a rank.
-        size: Number of ranks.
-        rows: Rows in the sequence.
-
-    Raises:
-        UnsupportedModelError: There are none near the schedule's, or one of several packed sequences has a row of one
-            token beside another's.
-    """
+    """Return chunks of each rank's tokens, at least ``own``, with which no state is lost, near the schedule's."""
     borders = frozenset(rows.starts)
     everything = list(pairwise([*rows.starts, max(own * size, rows.starts[-1] + 1)]))
     rows.refuse_single(slice(*each) for each in everything[:-1])

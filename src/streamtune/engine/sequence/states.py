@@ -119,13 +119,8 @@ class SharedStates(States):
     """States of one call of a layer whose sequence several ranks share.
 
     ``after[t]`` holds states after the first t tokens of the sequence: those that this rank's pieces begin with,
-    whichever rank made them. ``grads[t]`` sums their gradients from this rank's pieces.
-
-    Args:
-        shards: Shards of the call.
-        rows: Rows in the sequence; None if each is one row.
-        in_pieces: True if the layer's chunks are this rank's pieces.
-        device: Device of the states.
+    whichever rank made them. ``grads[t]`` sums their gradients from this rank's pieces. ``in_pieces`` is True if the
+    layer's chunks are this rank's pieces.
     """
 
     def __init__(self, shards: SequenceShards, rows: PackedRows | None, in_pieces: bool, device: torch.device) -> None:
