@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import streamtune
 from streamtune import Schedule
-from streamtune.engine.embeddings import Embeddings
+from streamtune.engine.outside_layers import Embeddings
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from tests.exactness.families import build
 from tests.precision_kit import Float64

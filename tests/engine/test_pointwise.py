@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 import streamtune
 from streamtune import Schedule
 from streamtune.engine.memory.placement import Tiers
-from streamtune.engine.norms import StreamedNorm, norms_outside
+from streamtune.engine.outside_layers import StreamedNorm, norms_outside
 from streamtune.engine.streamed_layer import ModelParts
 from streamtune.errors import ArgumentError
 from tests.conformance.reducer import build as build_any

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.kv import KeysAndValues, States
-from streamtune.engine.vjp import streamed_vjp
+from streamtune.engine.vjp import GradientSum, LayerInput, streamed_vjp
 
 CHUNKS = [slice(0, 3), slice(3, 4), slice(4, 9)]
 
@@ -33,12 +33,9 @@ def test_inputs_outputs_and_sums() -> None:
     got_inputs, got_weight = streamed_vjp(
         lambda chunk, parts: (function(*parts), nothing_kept(chunk)),
         CHUNKS,
-        [x, along_two, shared],
-        [1, 2, None],
-        [weight],
-        grads,
-        [1, None],
-        needs_grad=[True, True, True],
+        [LayerInput(x, 1, True), LayerInput(along_two, 2, True), LayerInput(shared, None, True)],
+        [(grads[0], 1), (grads[1], None)],
+        [GradientSum(weight, True)],
     )
     for got, its in zip([*got_inputs, *got_weight], want, strict=True):
         torch.testing.assert_close(got, its, rtol=1e-12, atol=1e-12)
@@ -53,7 +50,7 @@ def test_a_chunk_that_nothing_trainable_took_part_in() -> None:
         return [parts[0] * weight if chunk.start == 3 else parts[0] * 2.0], nothing_kept(chunk)
 
     grads, (total,) = streamed_vjp(
-        run_chunk, CHUNKS, [x], [1], [weight], [torch.ones(1, 9, 1)], [1], needs_grad=[False]
+        run_chunk, CHUNKS, [LayerInput(x, 1, False)], [(torch.ones(1, 9, 1), 1)], [GradientSum(weight, True)]
     )
     assert grads == [None]
     assert total is not None
@@ -65,12 +62,9 @@ def test_an_output_nobody_used() -> None:
     _, (total,) = streamed_vjp(
         lambda chunk, parts: ([parts[0] * weight, parts[0] * weight**2], nothing_kept(chunk)),
         CHUNKS,
-        [x],
-        [1],
-        [weight],
-        [None, torch.ones(1, 9, 1)],
-        [1, 1],
-        needs_grad=[False],
+        [LayerInput(x, 1, False)],
+        [(None, 1), (torch.ones(1, 9, 1), 1)],
+        [GradientSum(weight, True)],
     )
     assert total is not None
     assert float(total) == 36.0

@@ -84,7 +84,10 @@ def attention(
         if isinstance(attention_mask, Tensor) and attention_mask.dtype != torch.bool:
             out = _mean_where_all_is_hidden(out, value, attention_mask)
     else:
-        out = _shared(chunk.exchange, module, query, key, value, attention_mask, bool(causal), options)
+        name = type(module).__name__
+        if isinstance(attention_mask, Tensor) or not causal:
+            raise UnsupportedModelError(f"{name} has a mask of its own, which ranks cannot share", where=name)
+        out = _shared(chunk.exchange, name, (query, key, value), attention_mask, options)
     return out.transpose(1, 2).contiguous(), None  # as sdpa's: some layers take a view of it
 
 
@@ -103,27 +106,21 @@ def _mean_where_all_is_hidden(out: Tensor, value: Tensor, mask: Tensor) -> Tenso
 
 def _shared(
     exchange: ChunkExchange,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: MaskView | LazyMask | Tensor | None,
-    causal: bool,
+    name: str,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    mask: MaskView | LazyMask | None,
     options: dict[str, Any],
 ) -> Tensor:
     """Return the attention ``[B, H, T, D]`` of this rank's tokens, where ranks share the sequence."""
-    name = type(module).__name__
-    if isinstance(mask, Tensor) or not causal:
-        raise UnsupportedModelError(f"{name} has a mask of its own, which ranks cannot share", where=name)
     if not exchange.in_ring:
-        query, key, value = exchange.heads(query, key, value, name)
+        query, key, value = exchange.heads(*qkv, name)
         options["sinks_H"] = exchange.own_heads(options["sinks_H"])
-        return exchange.attended(prefix_attention(query, key, value, _view(mask, query, key, causal), **options))
+        return exchange.attended(prefix_attention(query, key, value, _view(mask, query, key, True), **options))
     rules = mask.mask if isinstance(mask, MaskView) else mask
     if rules is None:
-        length = exchange.shards.total
+        query, length = qkv[0], exchange.shards.total
         rules = LazyMask(query.shape[0], length, length, device=query.device)
-    return ring_attention(query, key, value, rules, exchange.ring, **options)
+    return ring_attention(*qkv, rules, exchange.ring, **options)
 
 
 class BiasError(ForeignAttentionError):
@@ -208,7 +205,7 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, lazy_mask)
 
 
-class KeptAttention:
+class SavedAttention:
     """o and lse of each attention of one layer call, for each chunk, in a tier."""
 
     def __init__(self, tier: Tier) -> None:
@@ -225,24 +222,24 @@ class KeptAttention:
 class SavedOutputs:
     """Outputs of the attentions in one run of a layer on a chunk, by their order; ``last`` frees recalled outputs."""
 
-    def __init__(self, kept: KeptAttention, start: int, last: bool) -> None:
-        self.kept, self.start, self.last, self.index = kept, start, last, -1
+    def __init__(self, saved: SavedAttention, start: int, last: bool) -> None:
+        self.saved, self.start, self.last, self.index = saved, start, last, -1
 
     def recall(self) -> tuple[Tensor, Tensor] | None:
         """Return o and lse of the next attention if it ran before, else None."""
         self.index += 1
-        blocks = self.kept.blocks.get((self.start, self.index))
+        blocks = self.saved.blocks.get((self.start, self.index))
         if blocks is None:
             return None
         o, lse = (block.get() for block in blocks)
         if self.last:
-            for block in self.kept.blocks.pop((self.start, self.index)):
+            for block in self.saved.blocks.pop((self.start, self.index)):
                 block.free()
-            for block in self.kept.blocks.get((self.kept._next.get(self.start, -1), self.index), ()):
+            for block in self.saved.blocks.get((self.saved._next.get(self.start, -1), self.index), ()):
                 block.prefetch()
         return o, lse
 
     def keep(self, o: Tensor, lse: Tensor) -> None:
         """Keep o and lse of the attention for which :meth:`recall` returned None."""
         notify_tensors("attention output", o, lse)
-        self.kept.blocks[self.start, self.index] = self.kept.tier.put(o), self.kept.tier.put(lse)
+        self.saved.blocks[self.start, self.index] = self.saved.tier.put(o), self.saved.tier.put(lse)

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.embeddings import read
 from streamtune.engine.hf_names import CACHES
 from streamtune.engine.inspect_model import REFUSED_OUTPUTS, owners
 from streamtune.engine.lazy_logits import LazyLogits
 from streamtune.engine.model_call import ModelCall, mark_read, refuse_surroundings
+from streamtune.engine.observe import attribute_as
+from streamtune.engine.outside_layers import read
 from streamtune.engine.requests import ScoreRequest
 from streamtune.engine.rotary import RowLengths
 from streamtune.engine.routers import RouterLoss, RouterTerms, balances_itself
@@ -88,29 +89,18 @@ class StreamedCalls(StreamedModel):
         vars(self).update(state)
         self._sharing, self._plain_call = Sharing(self), ExitStack()
 
-    @contextmanager
-    def scoring(self, scored: ScoreRequest) -> Iterator[None]:
+    def scoring(self, scored: ScoreRequest) -> AbstractContextManager[None]:
         """Make a call inside the context return the requested scores in place of its output."""
-        self.scored = scored
-        try:
-            yield
-        finally:
-            self.scored = None
+        return attribute_as(self, "scored", scored)
 
-    @contextmanager
-    def laid_out(self, branches: Branches) -> Iterator[None]:
+    def laid_out(self, branches: Branches) -> AbstractContextManager[None]:
         """Take the tokens of calls inside the context for rows that share their beginnings.
 
         A call has ``labels`` or ``shift_labels`` ``[1, T]`` and the arguments ``branches.arguments(input_ids)``.
         """
-        self._laid_out = branches
-        try:
-            yield
-        finally:
-            self._laid_out = None
+        return attribute_as(self, "_laid_out", branches)
 
-    @contextmanager
-    def plain(self) -> Iterator[None]:
+    def plain(self) -> AbstractContextManager[None]:
         """Make calls inside the context the plain model's own: nothing is streamed.
 
         Raises:
@@ -120,11 +110,7 @@ class StreamedCalls(StreamedModel):
             raise ArgumentError(
                 "plain calls of a streamed model compute no gradient", mend="use torch.no_grad(), or remove() first"
             )
-        before, self.context.plain = self.context.plain, True
-        try:
-            yield
-        finally:
-            self.context.plain = before
+        return attribute_as(self.context, "plain", True)
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         refuse_surroundings(self.model)
@@ -293,9 +279,7 @@ class StreamedCalls(StreamedModel):
 
     def _check_hidden_states(self, output: Any) -> None:
         """Make recorded hidden states plain tensors; refuse those of layers inside a layer, a chunk each (zamba)."""
-        states = getattr(output, "hidden_states", None)
-        if isinstance(states, tuple):
-            output.hidden_states = states = tuple(map(read, states))
+        states = getattr(self._with_plain_states(output), "hidden_states", None)
         pieces = [x for x in states or () if isinstance(x, Tensor) and x.dim() > 2 and x.shape[-2] < self._length]
         if pieces:
             raise UnsupportedModelError(
@@ -307,7 +291,7 @@ class StreamedCalls(StreamedModel):
     def _score_output(self, scored: ScoreRequest, output: Any) -> Any:
         if self.head is not None:
             self.head.close()
-        sums = self.routers.close() if self.routers.active else None
+        sums = self.routers.close()
         if sums is not None and output is not None:
             balance, scored.router_loss = self.routers.losses(sums)
             share = self.routers.share * balance.detach()
@@ -315,7 +299,7 @@ class StreamedCalls(StreamedModel):
         return None if output is None else scored.compute(self.model, output)
 
     def _with_router_loss(self, output: Any) -> Any:
-        sums = self.routers.close() if self.routers.active else None
+        sums = self.routers.close()
         if sums is None or output is None:
             return output
         balance, added = self.routers.losses(sums)

@@ -129,19 +129,18 @@ class StreamedHead:
 
     def evaluated(self, logits: LazyLogits) -> Tensor | None:
         """Return logits, computed when read unless the head has adapters; None if ranks share them or its weight."""
-        if self.sharded or self.shards is not None:
-            return None
-        if any(True for _ in self.module.children()):  # adapters, which may be on or off when they are read
-            return logits.transform(self.module(logits.hidden))
-        return EvaluatedLogits(self.module, logits.hidden, logits.transform, self.schedule.head_chunk_size)
+        return self._read_later(logits, EvaluatedLogits)
 
     def readable(self, logits: LazyLogits) -> Tensor | None:
         """Return logits with their gradient, computed when read; None if ranks share them or its weight."""
+        return self._read_later(logits, ReadableLogits.of)
+
+    def _read_later(self, logits: LazyLogits, make: Callable[..., Tensor]) -> Tensor | None:
         if self.sharded or self.shards is not None:
             return None
         if any(True for _ in self.module.children()):  # adapters, which may be on or off when they are read
             return logits.transform(self.module(logits.hidden))
-        return ReadableLogits.of(self.module, logits.hidden, logits.transform, self.schedule.head_chunk_size)
+        return make(self.module, logits.hidden, logits.transform, self.schedule.head_chunk_size)
 
     def _with_weight(self, logits: LazyLogits, compute: Callable[[LazyLogits], Any]) -> Any:
         """Return ``compute(logits)``, inside a call of the head if its weight is whole only there.

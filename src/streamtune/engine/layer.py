@@ -18,17 +18,17 @@ from streamtune.engine.attention import BiasError
 from streamtune.engine.cache import ChunkCache
 from streamtune.engine.call import PAST, LayerCall
 from streamtune.engine.chain import chained_call
-from streamtune.engine.embeddings import take
 from streamtune.engine.hf_names import STATE
 from streamtune.engine.kv import Past, refuse_past
 from streamtune.engine.memory.tiers import StoredTensor
 from streamtune.engine.observe import RandomState, notify_chunk
+from streamtune.engine.outside_layers import take
 from streamtune.engine.own_attention import OwnAttention
 from streamtune.engine.passes import LayerStream, placeholder
 from streamtune.engine.rows import Branches
 from streamtune.engine.sharded import Weights
 from streamtune.engine.streamed_layer import StreamedLayer
-from streamtune.engine.vjp import GradientSum, streamed_vjp
+from streamtune.engine.vjp import GradientSum, LayerInput, streamed_vjp
 from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
 from streamtune.ops import first_order, graph_is_kept
 from streamtune.ops.attention.rules import ForeignAttentionError
@@ -245,19 +245,12 @@ class _StreamedLayer(torch.autograd.Function):
             if isinstance(grad_z, StoredTensor):
                 grad_z.expect(stream.chunks[::-1])
             ours, grad_target = grad_z is not grad_outputs[0], stream.grad_target
-            grad_inputs, grad_parameters = streamed_vjp(
-                run_chunk,
-                stream.chunks,
-                inputs,
-                list(stream.call.inputs.values()),
-                parameters,
-                [grad_z, *grad_outputs[1:count]],
-                stream.along,
-                needs_grad=ctx.needs_input_grad[2 : 2 + len(inputs)],
-                widen=stream.widen,
-                into=None if grad_target is None else grad_target.room_for_grad(inputs[0], grad_z if ours else None),
-                sums=sums,
-            )
+            into = None if grad_target is None else grad_target.room_for_grad(inputs[0], grad_z if ours else None)
+            needed = ctx.needs_input_grad[2 : 2 + len(inputs)]
+            leaves = [LayerInput(*each) for each in zip(inputs, stream.call.inputs.values(), needed, strict=True)]
+            leaves[0] = leaves[0]._replace(into=into)
+            grads_z = list(zip([grad_z, *grad_outputs[1:count]], stream.along, strict=True))
+            grad_inputs, grad_parameters = streamed_vjp(run_chunk, stream.chunks, leaves, grads_z, sums, stream.widen)
             for total in sums:
                 total.total = None  # freed before the casts of the sums go to the host
             grad_parameters = owner.to_host(ctx.parameters, grad_parameters)

@@ -132,6 +132,17 @@ def attention_as(configs: list[Any], names: list[Any]) -> Iterator[None]:
             set_attention(config, name)
 
 
+@contextmanager
+def attribute_as(owner: object, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute inside the context, then restore the value it had."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 def restore_forward(module: nn.Module, before: Any) -> None:
     """Restore the ``forward`` that an instance had before; None is that of its class."""
     if before is None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamtune.engine.attention import KeptAttention, SavedOutputs
+from streamtune.engine.attention import SavedAttention, SavedOutputs
 from streamtune.engine.cache import ChunkCache, Pass, ProjectionDone
 from streamtune.engine.call import LayerCall
 from streamtune.engine.call_parts import LayerOutputs
@@ -278,7 +278,7 @@ class LayerStream:
     def _keep_input(self, hidden: Tensor) -> None:
         place, keep_attention = self.owner.place, self.facts.schedule.keep_attention
         if keep_attention != "no":
-            self.saved.attention = KeptAttention(self._tier(keep_attention))
+            self.saved.attention = SavedAttention(self._tier(keep_attention))
         if self.maker is not None or self.follows:
             self.saved.z_in = None
         elif place.tier == "device":

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.hf_names import BALANCE_ARGUMENTS, BALANCE_LOSS, recorded_outputs
+from streamtune.engine.observe import attribute_as
 from streamtune.engine.sequence.shards import SequenceShards
 from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.ops.exchange import summed
@@ -163,23 +164,13 @@ class RouterWatch:
         self.active, found, self.found = False, self.found, None
         return found
 
-    @contextmanager
-    def silenced(self) -> Iterator[None]:
+    def silenced(self) -> AbstractContextManager[None]:
         """Add no router losses in calls inside the context, so that models can be compared by their predictions."""
-        before, self.silent = self.silent, True
-        try:
-            yield
-        finally:
-            self.silent = before
+        return attribute_as(self, "silent", True)
 
-    @contextmanager
-    def counting(self, tokens_BT: Tensor) -> Iterator[None]:
+    def counting(self, tokens_BT: Tensor) -> AbstractContextManager[None]:
         """Count the tokens with nonzero entries in calls inside the context, in place of their attention mask."""
-        before, self.counted_BT = self.counted_BT, tokens_BT
-        try:
-            yield
-        finally:
-            self.counted_BT = before
+        return attribute_as(self, "counted_BT", tokens_BT)
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from streamtune.engine.attention import KeptAttention
+from streamtune.engine.attention import SavedAttention
 from streamtune.engine.kv import KeysAndValues
 from streamtune.engine.memory.tiers import Block, DeviceTier, Source, StoredTensor, Tier
 from streamtune.engine.observe import notify_resized, notify_tensors
@@ -37,7 +37,7 @@ class SavedTensors:
         self.z_in: Source | None = None
         """The layer's input, wherever it waits; None as long as it is to be computed again."""
         self._version = 0
-        self.attention: KeptAttention | None = None
+        self.attention: SavedAttention | None = None
         """The attention outputs; None if the backward computes them again."""
         self.kv: KeptKV | None = None
         """Keys and values in the order of chunks; None if the buffers keep them."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from streamtune.engine.hf_names import check_names
 from streamtune.engine.inspect_model import base_model
 from streamtune.engine.lazy_logits import LazyLogits
 from streamtune.engine.model_call import ModelCall
-from streamtune.engine.observe import RandomState
+from streamtune.engine.observe import RandomState, attribute_as
 from streamtune.engine.preflight import check_exact, check_length, check_order, check_shared, lengths_to_check
 from streamtune.engine.requests import LogitsRequest, LossRequest, ScoreRequest, TokenScores
 from streamtune.engine.routers import RouterLoss, not_balanced, reduced
@@ -174,8 +174,7 @@ class StreamHandle(StreamedCalls):
                 mend="lay all trees end to end in one row of input_ids",
             )
 
-    @contextmanager
-    def with_loss(self, asked: LossRequest) -> Iterator[None]:
+    def with_loss(self, asked: LossRequest) -> AbstractContextManager[None]:
         """Make calls with labels inside the context return the requested loss in place of the cross entropy.
 
         Args:
@@ -186,11 +185,7 @@ class StreamHandle(StreamedCalls):
         """
         if self.head is None:
             raise ArgumentError("no language-model head is streamed, whose loss could be another one")
-        self.head.asked = asked
-        try:
-            yield
-        finally:
-            self.head.asked = None
+        return attribute_as(self.head, "asked", asked)
 
     def check(self, length: int | None = None) -> None:
         """Compare this very model streamed and unstreamed on random tokens; costs a few short forwards.

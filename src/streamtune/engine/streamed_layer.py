@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamtune.engine.context import CallContext
+from streamtune.engine.context import CallContext, LastLayerCall
 from streamtune.engine.fused import FusedParts
 from streamtune.engine.hf_names import KEPT_WINDOW, attention_of, names_attention
-from streamtune.engine.last_call import LastLayerCall
 from streamtune.engine.memory.placement import Placement, Tiers
 from streamtune.engine.observe import may_bring_leaves, refuse_hooks
 from streamtune.engine.own_attention import OwnAttention, refuse_another

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from streamtune.engine.context import CallContext
-from streamtune.engine.embeddings import StreamedEmbedding, token_embedding
 from streamtune.engine.head import StreamedHead, has_head
 from streamtune.engine.inspect_model import (
     attention_configs,
@@ -27,7 +26,7 @@ from streamtune.engine.inspect_model import (
 )
 from streamtune.engine.layer import StreamedForward
 from streamtune.engine.memory.placement import Tiers, place_layers
-from streamtune.engine.norms import StreamedNorm, norms_outside
+from streamtune.engine.outside_layers import StreamedEmbedding, StreamedNorm, norms_outside, token_embedding
 from streamtune.engine.own_attention import CallNames
 from streamtune.engine.requests import ScoreRequest
 from streamtune.engine.rotary import LengthRotary, RowLengths

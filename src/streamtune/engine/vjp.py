@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,77 +50,76 @@ RunChunk = Callable[[slice, list[Tensor]], tuple[list[Tensor], Boundary]]
 """``(chunk, x(i)) -> (z(i), cache)``: the layer on one chunk, in ``replay``."""
 
 
+class LayerInput(NamedTuple):
+    """A tensor argument of a layer, wherever it is."""
+
+    x: Source
+    along: Along
+    needs_grad: bool
+    into: Source | None = None
+    """Memory for its gradient, written chunk by chunk; it may be an output's gradient. None makes a tensor."""
+
+
 def streamed_vjp(
     run_chunk: RunChunk,
     chunks: Sequence[slice],
-    inputs: Sequence[Source],
-    inputs_along: Sequence[Along],
-    parameters: Sequence[Tensor],
-    grad_outputs: Sequence[Source | None],
-    outputs_along: Sequence[Along],
-    *,
-    needs_grad: Sequence[bool],
+    inputs: Sequence[LayerInput],
+    grad_outputs: Sequence[tuple[Source | None, Along]],
+    sums: Sequence[GradientSum],
     widen: bool = True,
-    into: Source | None = None,
-    sums: Sequence[GradientSum] | None = None,
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Return the vector-Jacobian product of a layer, computed one chunk at a time.
 
     Equal to ``torch.autograd.grad(f(*inputs), [*inputs, *parameters], grad_outputs)``. A gradient is None where there
-    is none, and for the first input where ``into`` is not a tensor.
+    is none, or where its ``into`` is not a tensor.
 
     Args:
         run_chunk: The layer on one chunk.
         chunks: Positions, in order, covering the sequence.
-        inputs: Tensor arguments of the layer, wherever they are; the first is ``z_in`` ``[B, T, C]``.
-        inputs_along: Dimension along which each input follows the sequence, or None.
-        parameters: The layer's trainable parameters.
-        grad_outputs: dL/dz for each output z of the layer, the first ``[B, T, C]``; None where nothing used it.
-        outputs_along: Dimension along which each output follows the sequence, or None.
-        needs_grad: True for each input whose gradient is wanted.
-        widen: Sum over chunks in fp32 where the tensors are narrower.
-        into: Memory for the gradient of the first input, written chunk by chunk; it may be the first output's gradient.
-        sums: Gradient accumulators of the parameters; fused linears add to them directly.
+        inputs: Arguments of the layer; the first is ``z_in`` ``[B, T, C]``.
+        grad_outputs: (dL/dz, sequence dimension of z) for each output z, the first ``[B, T, C]``; dL/dz is None where
+            nothing used z.
+        sums: Gradient accumulators of the layer's trainable parameters; fused linears add to them directly.
+        widen: Sum the gradients of inputs over chunks in fp32 where the tensors are narrower.
     """
-    wholes: list[Source | None] = [
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed and along is not None else None
-        for x, along, needed in zip(
-            inputs, inputs_along, [into is None and needs_grad[0], *needs_grad[1:]], strict=True
-        )
-    ]
-    wholes[0] = wholes[0] if into is None else into
-    input_sums = [GradientSum(x, widen) for x in inputs]
-    sums = [GradientSum(p, widen) for p in parameters] if sums is None else sums
+    parameters = [p for total in sums if isinstance(p := total.owner, Tensor)]
+    wholes = [_whole_gradient(each) for each in inputs]
+    input_sums = [GradientSum(each.x, widen) for each in inputs]
     for chunk in reversed(chunks):
         with torch.enable_grad():
-            x_i = [
-                part(x, along, chunk).detach().requires_grad_(needed)
-                for x, along, needed in zip(inputs, inputs_along, needs_grad, strict=True)
-            ]
+            x_i = [part(x, along, chunk).detach().requires_grad_(needed) for x, along, needed, _ in inputs]
             z_i, cache = run_chunk(chunk, x_i)
         given = [
             (z, part(grad, along, chunk))
-            for z, grad, along in zip(z_i, grad_outputs, outputs_along, strict=True)
+            for z, (grad, along) in zip(z_i, grad_outputs, strict=True)
             if grad is not None
         ]
         grads = chunk_vjp([x for x in x_i if x.requires_grad], given, cache, parameters)
-        for x, whole, total, along in zip(x_i, wholes, input_sums, inputs_along, strict=True):
+        for x, whole, total, each in zip(x_i, wholes, input_sums, inputs, strict=True):
             if not x.requires_grad:
                 continue
             grad = next(grads)
             if whole is None:
                 total.add(grad)
             else:
-                _put(whole, along, chunk, torch.zeros_like(x) if grad is None else grad)
+                _put(whole, each.along, chunk, torch.zeros_like(x) if grad is None else grad)
         cache.hand_back(grads)
         for total, grad in zip(sums, grads, strict=True):
             total.add(grad)
-    if isinstance(into, StoredTensor):
-        into.tier.settle()
+    for whole in wholes:
+        if isinstance(whole, StoredTensor):
+            whole.tier.settle()
     grad_inputs = [
         whole if isinstance(whole, Tensor) else total.result() for whole, total in zip(wholes, input_sums, strict=True)
     ]
     return grad_inputs, [total.result() for total in sums]
+
+
+def _whole_gradient(each: LayerInput) -> Source | None:
+    """Return memory for the gradient of an input that follows the sequence; None for one that is summed."""
+    if each.into is None and each.needs_grad and each.along is not None:
+        return torch.empty(each.x.shape, dtype=each.x.dtype, device=each.x.device)
+    return each.into
 
 
 def chunk_vjp(
