@@ -91,7 +91,8 @@ class LayerCall:
 
     layer: nn.Module
     arguments: dict[str, Any]
-    extra: dict[str, Any]
+    named: frozenset[str]
+    """Arguments that the layer's forward names; the others are in its ``**kwargs``."""
     cache_name: str
     hidden_name: str
     length: int
@@ -122,30 +123,31 @@ class LayerCall:
         bound = _signature(type(layer).forward).bind(layer, *args, **renamed_cache(kwargs, cache_name))
         arguments = dict(bound.arguments)
         arguments.pop(next(iter(arguments)))  # self
-        extra: dict[str, Any] = {}
+        others: dict[str, Any] = {}
         for parameter in bound.signature.parameters.values():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                extra = arguments.pop(parameter.name, {})
+                others = arguments.pop(parameter.name, {})
             elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and arguments.pop(parameter.name, ()):
                 raise UnsupportedModelError(f"{name} takes unnamed arguments, which cannot be cut into chunks safely")
         hidden_name = next(iter(arguments), "")
         hidden = arguments.get(hidden_name)
         if not isinstance(hidden, Tensor) or hidden.dim() not in (3, 4):
             raise UnsupportedModelError(f"the first argument of {name} is not a tensor of hidden states [B, T, C]")
-        along = _hidden_along(name, hidden, {**arguments, **extra})
+        named = frozenset(arguments)
+        arguments |= others
+        along = _hidden_along(name, hidden, arguments)
         length = hidden.shape[along]
-        _refuse_other_sequences(name, {**arguments, **extra}, length)
-        for group in (arguments, extra):
-            for key, value in group.items():
-                if not _is_square(value, length):
-                    continue
-                if own is None:
-                    group[key] = dense_mask(value)
-                elif sees_future(value):
-                    raise UnsupportedModelError(f"{key!r} of {name} lets a token see later tokens, or is no mask")
+        _refuse_other_sequences(name, arguments, length)
+        for key, value in arguments.items():
+            if not _is_square(value, length):
+                continue
+            if own is None:
+                arguments[key] = dense_mask(value)
+            elif sees_future(value):
+                raise UnsupportedModelError(f"{key!r} of {name} lets a token see later tokens, or is no mask")
         inputs: dict[str | SharedKey, Along] = {hidden_name: along}
-        call = cls(layer, arguments, extra, cache_name, hidden_name, length, inputs, {}, hidden.dtype, own, configs)
-        for key, value in call._all().items():
+        call = cls(layer, arguments, named, cache_name, hidden_name, length, inputs, {}, hidden.dtype, own, configs)
+        for key, value in arguments.items():
             call._classify(key, value)
         return call
 
@@ -176,7 +178,7 @@ class LayerCall:
             refuse_past("it shares keys and values with other layers", name)
         if self._rotates_pooled_keys:
             refuse_past("it pools its keys", name)
-        for key, value in self._all().items():
+        for key, value in self.arguments.items():
             if (
                 isinstance(value, Tensor)
                 and value.dim() == 4
@@ -196,7 +198,7 @@ class LayerCall:
     def share(self, shards: SequenceShards) -> None:
         """Take the tokens for one rank's shards, and replace the masks by those of the whole sequence."""
         name = type(self.layer).__name__
-        for key, value in self._all().items():
+        for key, value in self.arguments.items():
             dense = isinstance(value, Tensor) and (key in (*KEY_BIASES, *DISTANCES) or key.endswith("mask"))
             if dense and (key in DISTANCES or shards.own_padding(value) is None):
                 what = f"is handed {key!r} as a tensor over the whole sequence"
@@ -221,8 +223,9 @@ class LayerCall:
     def _with_masks(
         self, change: Callable[[LazyMask], LazyMask], own_padding: Callable[[Tensor], Tensor | None] = lambda mask: None
     ) -> None:
-        for group in (self.arguments, self.extra):
-            group |= {key: _changed(value, key.endswith("mask"), change, own_padding) for key, value in group.items()}
+        self.arguments = {
+            key: _changed(value, key.endswith("mask"), change, own_padding) for key, value in self.arguments.items()
+        }
 
     @property
     def hidden(self) -> Tensor:
@@ -232,7 +235,7 @@ class LayerCall:
     @property
     def mask(self) -> LazyMask | None:
         """Lazy mask among the arguments, or None."""
-        return next((value for value in self._all().values() if isinstance(value, LazyMask)), None)
+        return next((value for value in self.arguments.values() if isinstance(value, LazyMask)), None)
 
     @cached_property
     def _adapted_tensors(self) -> tuple[Tensor, ...]:
@@ -265,20 +268,16 @@ class LayerCall:
     @property
     def cache(self) -> Any:
         """Cache that the model itself passed, or None."""
-        return self._all().get(self.cache_name)
+        return self.arguments.get(self.cache_name)
 
     @property
     def sharing(self) -> Any:
         """Dictionary of keys and values that the model shares between its layers, or None."""
-        return next((value for value in self._all().values() if isinstance(value, UserDict)), None)
-
-    def _all(self) -> dict[str, Any]:
-        return {**self.arguments, **self.extra}
+        return next((value for value in self.arguments.values() if isinstance(value, UserDict)), None)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors named by ``inputs``."""
-        arguments = self._all()
-        found = [self.shared[name] if isinstance(name, tuple) else arguments[name] for name in self.inputs]
+        found = [self.shared[name] if isinstance(name, tuple) else self.arguments[name] for name in self.inputs]
         return [x for x in found if x is not None]
 
     def forget_tensors(self) -> None:
@@ -287,9 +286,8 @@ class LayerCall:
             if isinstance(name, tuple):
                 self.shared[name] = None
             else:
-                (self.arguments if name in self.arguments else self.extra)[name] = None
-        for group in (self.arguments, self.extra):
-            group |= {key: UserDict() for key, value in group.items() if isinstance(value, UserDict)}
+                self.arguments[name] = None
+        self.arguments |= {key: UserDict() for key, value in self.arguments.items() if isinstance(value, UserDict)}
 
     def run(self, chunk: slice, cache: ChunkCache, given: dict[str | SharedKey, Tensor]) -> tuple[Any, dict[Any, int]]:
         """Call the layer's own forward on one chunk, with its part ``given`` of each tensor in ``inputs``.
@@ -297,31 +295,24 @@ class LayerCall:
         Return its output, and the key/value update of each entry of the shared dictionary that it filled.
         """
         sharing: ChunkSharing | None = None
-        groups: list[dict[str, Any]] = []
-        for group in (self.arguments, self.extra):
-            groups.append({})
-            for key, value in group.items():
-                if isinstance(value, UserDict):
-                    groups[-1][key] = sharing = self._chunk_sharing(cache, given)
-                elif key in self.inputs:
-                    groups[-1][key] = given[key]
-                else:
-                    groups[-1][key] = self._cut(key, value, chunk, cache.first_key)
-        arguments, extra = groups
-        extra.pop(self.cache_name, None)
+        arguments: dict[str, Any] = {}
+        for key, value in self.arguments.items():
+            if isinstance(value, UserDict):
+                arguments[key] = sharing = self._chunk_sharing(cache, given)
+            elif key in self.inputs:
+                arguments[key] = given[key]
+            elif key in self.named or key not in ("use_cache", *KERNEL_ROWS):
+                arguments[key] = self._cut(key, value, chunk, cache.first_key)
         by_state = self.cache_name == STATE
         arguments[self.cache_name] = state_before(self.layer, cache, given[self.hidden_name]) if by_state else cache
         if "use_cache" in arguments:
             arguments["use_cache"] = True
-        extra.pop("use_cache", None)
-        for word in KERNEL_ROWS:
-            extra.pop(word, None)
         checkpointing = getattr(self.layer, "gradient_checkpointing", False)
         try:
             if checkpointing:
                 self.layer.gradient_checkpointing = False  # type: ignore[assignment]
             with self._attending(), same_versions(self._adapted_tensors):
-                out = type(self.layer).forward(self.layer, **arguments, **extra)
+                out = type(self.layer).forward(self.layer, **arguments)
                 out = state_after(self.layer, cache, arguments[STATE], out) if by_state else out
         finally:
             if checkpointing:
@@ -330,15 +321,14 @@ class LayerCall:
 
     def run_whole(self) -> Any:
         """Call the layer's own forward with the original arguments and cache (generation)."""
-        arguments, extra = dict(self.arguments), dict(self.extra)
+        arguments = dict(self.arguments)
         if self.own is not None:
             form = self.own.form(self.dtype)
-            for group in (arguments, extra):
-                for key, value in group.items():
-                    if isinstance(value, LazyMask):
-                        group[key] = tile(value.rows(0, value.q_length), form)
+            for key, value in arguments.items():
+                if isinstance(value, LazyMask):
+                    arguments[key] = tile(value.rows(0, value.q_length), form)
         with self._attending(), same_versions(self._adapted_tensors):
-            return type(self.layer).forward(self.layer, **arguments, **extra)
+            return type(self.layer).forward(self.layer, **arguments)
 
     def chunks(self, schedule: Schedule) -> list[slice]:
         """Return the chunks of the call. No cut separates a token from a later token that it sees.
