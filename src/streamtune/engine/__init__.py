@@ -9,23 +9,22 @@ forward, recompute, project, replay), ``kv`` and ``cache`` (what a chunk sees of
     call, call_parts                bind a layer's call, run it on a chunk, join its outputs
     saved                           tensors that a layer call keeps until its backward
     chain                           the order of chunks: all layers of a chunk, then the chunk before
-    context                         state of a call and of a chunk that layers and attentions need and are not passed
+    context                         state of a call, of a chunk and of the layer before, needed and not passed
     attention, masks, own_attention the attention and the mask a model asks for by name, or keeps
     rows, scan                      packed rows and rows that share their beginning; Mamba-1's state
     lazy_logits                     logits that are not computed
     requests                        another loss than the cross entropy; log-probabilities for any objective
     routers                         the losses of a mixture's routers
-    norms, rotary                   the norms outside the layers; rotary embeddings that depend on the length of a row
+    outside_layers, rotary          embedding and norms outside the layers; rotary embeddings by the length of a row
     fused                           linear modules, norms and rotary embeddings of a layer in fewer kernels
-    memory/                         placement of layer inputs: device, host, disk; host memory that is used again
-    weights/                        weights that wait on the host, a layer's copies on the device while it computes
+    memory/                         placement of layer inputs: device, host, disk
+    waiting                         weights that wait on the host, a layer's copies on the device while it computes
     sequence/                       ranks that share a sequence: their tokens, states, and calls of the model
     observe                         the state of a forward restored in its backward; observers; hooks of modules
     inspect_model, sharded          the parts of a model; its weights at one moment, and those that ranks share
     hf_names                        what transformers calls its inside, in which version
     evaluated                       logits of an evaluation, computed when they are read
     model_call                      arguments of the model's call
-    nested                          functions over nested arguments
     preflight/                      is this very model streamed exactly? asked before training
 """
 
