@@ -166,7 +166,7 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
 
     def _handed(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         if self.exchange is not None:
-            self.exchange.kept = pair
+            self.exchange.returned = pair
         return pair
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:

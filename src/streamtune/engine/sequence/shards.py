@@ -207,7 +207,7 @@ class ChunkExchange:
         self.first_key = 0
         self.one_head = False
         """True if all ranks keep the same head, from which the layer may make all heads of keys and values."""
-        self.kept: tuple[Tensor, Tensor] | None = None
+        self.returned: tuple[Tensor, Tensor] | None = None
         """Keys and values that the cache returned to the layer last."""
 
     @property
@@ -259,8 +259,8 @@ class ChunkExchange:
         if heads % size:
             what = f"{heads} query heads cannot be shared out to {size} ranks"
             raise UnsupportedModelError(what, where=layer, mend="set sequence_parallel: ring")
-        of_cache = self.kept is None or self.one_head or self.part.start > 0  # one chunk tells for all
-        if not of_cache and not all(_same(x, kept) for x, kept in zip((k, v), self.kept or (), strict=True)):
+        of_cache = self.returned is None or self.one_head or self.part.start > 0  # one chunk tells for all
+        if not of_cache and not all(_same(x, kept) for x, kept in zip((k, v), self.returned or (), strict=True)):
             raise UnsupportedModelError(
                 "keys or values are not those that the cache handed the layer; of others no rank knows the heads",
                 where=layer,
