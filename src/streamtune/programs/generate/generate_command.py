@@ -73,9 +73,8 @@ def generate(
         raise ArgumentError("--prompt and --file are two prompts", where="--file", mend="leave one of them out")
     _check_ranges(temperature, top_p, top_k, seed)
     with loading_libraries():
-        from streamtune.programs.generate.answer import GenerateOptions, load_answerer
+        from streamtune.programs.generate.answer import GenerateOptions, answer_with_vllm, check_vllm, load_answerer
         from streamtune.programs.generate.prompt_files import read_prompts
-        from streamtune.programs.generate.served import answer_with_vllm, check_served
     options = GenerateOptions(
         checkpoint=checkpoint,
         base=base,
@@ -105,7 +104,7 @@ def generate(
             mend="give --prompt TEXT or --file FILE",
         )
     if vllm:
-        check_served()
+        check_vllm()
         assert asked is not None
         _print_served(asked, answer_with_vllm(model, asked, options), as_json=as_json)
         return

@@ -23,7 +23,7 @@ from .field_rules import (
     to,
     whole_modules,
 )
-from .templates import report_empty_thoughts
+from .peer_rows import report_empty_thoughts
 from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,

@@ -1,4 +1,4 @@
-"""The datasets of axolotl's recipes."""
+"""Datasets of axolotl's recipes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .conversion import Conversion
-from .datasets import (
+from .field_rules import FieldRule, UnconvertedError, field_table, one_of
+from .peer_rows import (
     FLAGS,
     lose_fields,
     lose_unnamed,
@@ -16,7 +17,6 @@ from .datasets import (
     rows_of_split,
     seen_columns,
 )
-from .field_rules import FieldRule, UnconvertedError, field_table, one_of
 
 SETS = ("datasets", "pretraining_dataset", "test_datasets")
 """Fields that name datasets."""
@@ -36,7 +36,7 @@ TYPES: dict[str, dict[str, str]] = {
     },
     "grpo": {},
 }
-"""``type`` of a dataset -> ours; the templates of others are their own."""
+"""Objective -> ``type`` of a dataset -> ours; other types are prompt formats of axolotl."""
 
 COLUMNS: dict[str, str] = {
     "field_messages": "messages",
@@ -50,10 +50,10 @@ COLUMNS: dict[str, str] = {
     "field_completion": "completion",
     "field_label": "label",
 }
-"""Names of columns, with those that are read here."""
+"""Field -> the column that is read here."""
 
 TEXTS = ("completion", "pretrain")
-"""Types of rows of text, which axolotl cuts into pieces of ``sequence_len`` tokens."""
+"""Types of texts, which axolotl cuts into pieces of ``sequence_len`` tokens."""
 
 ENTRY_FIELDS: dict[str, FieldRule] = field_table(
     {},
@@ -87,7 +87,7 @@ ENTRY_FIELDS: dict[str, FieldRule] = field_table(
         "the key of thoughts is reasoning_content or thinking": "template_thinking_key",
     },
 )
-"""Fields of an entry, and what they become."""
+"""Fields of an entry."""
 
 
 USUAL_ROLES = [
@@ -95,29 +95,29 @@ USUAL_ROLES = [
     for users in (("user",), ("human",), ("user", "human"), ("human", "user"))
     for models in (("assistant",), ("gpt",), ("assistant", "gpt"), ("gpt", "assistant"))
 ]
-"""Names of the roles that rows of messages or of sharegpt have here too."""
+"""``roles`` that are read here automatically."""
 
 ROLES = {"gpt": "assistant", "human": "user", "model": "assistant"}
-"""Other names of roles that can be trained."""
+"""Other name of a role -> ours."""
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Fields of a message that hold its thoughts."""
+"""Fields of a message for thoughts."""
 
 READ_FIRST = ("path", "message_property_mappings", "message_field_role", "message_field_content")
 """Fields of an entry that are read before the others."""
 
 LOADERS = ("json", "csv", "parquet", "text", "arrow")
-"""Paths that are no datasets, but say how ``data_files`` are read."""
+"""Paths that name the reader of ``data_files``."""
 
 
 def dataset_types(conversion: Conversion) -> list[Any]:
-    """Return ``type`` of each entry of ``datasets``."""
+    """Return the ``type`` of every entry of ``datasets``."""
     entries = conversion.get("datasets")
     return [entry.get("type") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
 def take_datasets(conversion: Conversion) -> None:
-    """Convert the fields of :data:`SETS`, and what becomes of rows that are too long."""
+    """Convert the fields of :data:`SETS`, and the strategy for rows that are too long."""
     texts: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for name in SETS:
@@ -148,7 +148,7 @@ def take_datasets(conversion: Conversion) -> None:
 
 
 def _take_long_rows(conversion: Conversion, texts: bool, others: bool) -> None:
-    """Convert ``excess_length_strategy``: rows of text are never too long there, because they are cut into pieces."""
+    """Convert ``excess_length_strategy``: axolotl cuts texts into pieces, so that they are never too long."""
     name, packs = "excess_length_strategy", conversion.get("sample_packing")
     given = name in conversion.file.fields
     strategy = conversion.take(name)
@@ -177,7 +177,7 @@ def _take_long_rows(conversion: Conversion, texts: bool, others: bool) -> None:
 
 
 def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: int) -> list[dict[str, Any]]:
-    """Return the entries of ours for one of theirs; what they do not say is reported."""
+    """Return our entries for one of theirs, and report what they lose."""
     spec: dict[str, Any] = {"path": entry["path"]}
 
     def lose(key: str, why: str) -> None:
@@ -245,7 +245,7 @@ def _dataset(conversion: Conversion, entry: dict[str, Any], name: str, index: in
 
 
 def _take_trained(conversion: Conversion, value: Any, name: str, index: int, theirs: str) -> None:
-    """Convert what is trained of the rows of one dataset: here it is the same for all of them."""
+    """Convert the trained roles and turn ends of one dataset, which are the same for all datasets here."""
     key = "train_on_eos" if theirs == "train_on_eot" else theirs
     if key == "roles_to_train" and isinstance(value, list):
         value = list(dict.fromkeys(ROLES.get(role, role) if isinstance(role, str) else str(role) for role in value))

@@ -1,4 +1,4 @@
-"""Convert the fields of another trainer: apply its rules, keep account of every field, check each value of ours."""
+"""Conversion of another trainer's fields: apply its rules, account for every field, check each value of ours."""
 
 from __future__ import annotations
 
@@ -25,50 +25,40 @@ Kind = Literal["mapped", "default", "not_needed", "lost"]
 
 @dataclass(frozen=True)
 class FieldFinding:
-    """The answer to one field.
-
-    Args:
-        kind: ``mapped`` to a key of ours; ``default``, a key that is written because the other trainer's default
-            differs from ours; ``not_needed``; ``lost``, without counterpart.
-        theirs: Their field, with its value where it is short and no secret.
-        where: ``file:line``; empty for a default.
-        ours: Our key and value.
-        note: The reason, or what to look at.
-        trains: True for a lost field without which something else is trained.
-    """
+    """The answer to one field."""
 
     kind: Kind
+    """``default`` is a key of ours that is written because their default differs"""
     theirs: str
+    """their field, with its value where the value is short and no secret"""
     where: str = ""
+    """``file:line``; empty for a default"""
     ours: str = ""
+    """our key and value"""
     note: str = ""
+    """the reason, or what to look at"""
     trains: bool = False
+    """True for a lost field without which another model is trained"""
 
 
 @dataclass(frozen=True)
 class PeerTrainer:
-    """A trainer whose recipes can be read.
-
-    Args:
-        name: The name of ``--from``.
-        title: Its name for readers.
-        fields: Its fields and their rules; a group's fields are ``group.field``.
-        signs: Fields that other trainers do not have, with blanks between them; its recipes are recognised by them.
-        objective: Returns the objective of a recipe.
-        special: Takes the fields that are converted together, before the rules are applied.
-        defaults: Writes the defaults that differ from ours, after the rules were applied.
-    """
+    """A trainer whose recipes can be read."""
 
     name: str
+    """value of ``--from``"""
     title: str
     fields: Mapping[str, FieldRule]
     signs: str
+    """fields that no other trainer has, with blanks between them; they identify its recipes"""
     objective: Callable[[Conversion], str]
     special: Callable[[Conversion], None]
+    """converts the fields that depend on each other, before the rules are applied"""
     defaults: Callable[[Conversion], None]
+    """writes the defaults that differ from ours, after the rules were applied"""
 
     def rule(self, name: str) -> FieldRule | None:
-        """Return the rule of a field; a field of a group (``group.field``) without one has the rule of the group."""
+        """Return the rule of a field; ``group.field`` without a rule has the rule of its group."""
         group, _, inner = name.rpartition(".")
         found = self.fields.get(name) or (self.rule(group) if group else None)
         if found is None and not inner.count(".") and any(other.startswith(f"{name}.") for other in self.fields):
@@ -78,59 +68,58 @@ class PeerTrainer:
 
 @dataclass
 class Conversion:
-    """A recipe on its way to ours; every field of ``file`` ends as one finding or several."""
+    """A recipe on its way to ours; every field of ``file`` ends as one or several findings."""
 
     file: PeerFile
     trainer: PeerTrainer
     kind: type[Recipe] = Recipe
     ours: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
-    """our key -> the comment behind it"""
+    """our key -> its comment"""
     findings: list[FieldFinding] = field(default_factory=list)
     lines: dict[KeyPath, int] = field(default_factory=dict)
-    """our key -> the line of theirs that it comes from"""
+    """our key -> the line of their field"""
 
     def __post_init__(self) -> None:
         self.left = dict(self.file.fields)
-        """fields that have no answer yet"""
+        """fields without an answer yet"""
 
     @property
     def objective(self) -> str:
-        """The objective of the recipe that is written."""
         return next(name for name, kind in RECIPES.items() if kind is self.kind)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a field, which stays to be answered; None and an empty one are the default."""
+        """Return the value of a field, or the default for None and an empty text; the field stays without an answer."""
         value = self.file.fields.get(name)
         return default if value is None or value == "" else value
 
     def take(self, name: str) -> Any:
-        """Return the value of a field and count it as answered; the caller reports it. None if it is not there."""
+        """Return the value of a field that the caller answers; None for a missing field."""
         return self.left.pop(name, None)
 
     def dismiss(self, *names: str, why: str) -> None:
-        """Report fields as not needed, those of them that have no answer yet."""
+        """Report fields as not needed, except those that have an answer."""
         for name in names:
             if name in self.left:
                 self.take(name)
                 self.unneeded(name, why=why)
 
     def switch(self, name: str, key: str, value: Any, *, why: str = "off, as here", note: str = "") -> None:
-        """Convert a field that is a value of a key of ours where it is on; off it is not needed, for the reason why."""
+        """Write ``key: value`` where a field is on; report the field as not needed where it is off."""
         if name in self.left and self.get(name):
             self.take(name)
             self.put(key, value, name, note=note)
         self.dismiss(name, why=why)
 
     def put(self, key: str, value: Any, *path: str | int, note: str = "", trains: bool = True) -> bool:
-        """Write a key of ours that comes from a field of theirs; report the field as lost if we do not take the value.
+        """Write a top-level key of ours for a field of theirs; report a value that our schema refuses as lost.
 
         Args:
-            key: Our key, at the top level.
+            key: Our key.
             value: Our value.
             path: Their field.
-            note: What to say about it.
-            trains: True if what is trained differs where the value is lost.
+            note: Comment on it.
+            trains: True if the loss of the value changes what is trained.
 
         Returns:
             True if it was written.
@@ -150,13 +139,13 @@ class Conversion:
         return True
 
     def merge(self, key: str, values: dict[str, Any], *path: str | int, note: str = "") -> bool:
-        """Write entries of a key of ours that is a table, beside those that are there."""
+        """Add entries to a key of ours that is a table."""
         return self.put(key, {**self.ours.get(key, {}), **values}, *path, note=note)
 
     def convert(
         self, key: str, convert: Callable[[Any], Any], value: Any, *path: str | int, trains: bool = True
     ) -> None:
-        """Write a key of ours whose value is converted; report the field as lost if it cannot be."""
+        """Write a key of ours with the converted value; report the field as lost if the conversion fails."""
         try:
             converted = convert(value)
         except UnconvertedError as error:
@@ -165,7 +154,7 @@ class Conversion:
             self.put(key, converted, *path, trains=trains)
 
     def default(self, key: str, value: Any, note: str = "") -> None:
-        """Write a default of theirs that differs from ours, if the recipe has no such key yet."""
+        """Write a default of theirs that differs from ours, unless the recipe has the key."""
         if key in self.ours or self._refusal(key, value):
             return
         self.ours[key] = value
@@ -174,41 +163,39 @@ class Conversion:
         self.findings.append(FieldFinding("default", "", "", _short(key, value), note))
 
     def unneeded(self, *path: str | int, why: str) -> None:
-        """Report a field that is not needed here."""
         self._add("not_needed", path, note=why)
 
     def lose(self, *path: str | int, why: str = "", trains: bool = True) -> None:
-        """Report a field without counterpart."""
         self._add("lost", path, note=why, trains=trains)
 
     def losing(self, *path: str | int, prefix: str = "") -> Callable[[str], None]:
-        """Return a function that reports what is lost of a field."""
+        """Return a function that reports a loss of the field."""
         return lambda why: self.lose(*path, why=prefix + why)
 
     def missing(self, theirs: str, why: str, *, trains: bool = True) -> None:
-        """Report something of theirs that no field of the file says."""
+        """Report a loss that belongs to no field of the file."""
         self.findings.append(FieldFinding("lost", theirs, "", "", why, trains))
 
     def report(self, theirs: str, where: str, why: str, trains: bool | None) -> None:
-        """Report a field anew: not needed, or lost where ``trains`` says whether training differs."""
+        """Report a field of another file: not needed for ``trains=None``, else lost."""
         lost = trains is not None
         self.findings.append(FieldFinding("lost" if lost else "not_needed", theirs, where, "", why, bool(trains)))
 
-    def write(self, key: str, value: Any, theirs: str, where: str, note: str = "") -> None:
-        """Write a key of ours that comes from another file or a launcher, which have lines of their own."""
+    def write(self, key: str, value: Any, theirs: str, where: str) -> None:
+        """Write a key of ours for a field of another file or of a launcher."""
         if wrong := self._refusal(key, value):
             self.report(theirs, where, wrong, True)
             return
         self.ours[key] = value
-        self.notes[key] = "; ".join(part for part in (theirs.partition(":")[0], note) if part)
-        self.findings.append(FieldFinding("mapped", theirs, where, _short(key, value), note))
+        self.notes[key] = theirs.partition(":")[0]
+        self.findings.append(FieldFinding("mapped", theirs, where, _short(key, value)))
 
     def refuse(self, *path: str | int, what: str, mend: str = "") -> RecipeError:
-        """Return the error of a recipe that cannot be imported at all."""
+        """Return the error for a recipe that cannot be imported."""
         return RecipeError(what, where=self.file.marks.where(*path), mend=mend)
 
     def apply(self) -> None:
-        """Apply the trainer's rules to all fields that are left."""
+        """Apply the trainer's rules to all fields without an answer."""
         groups = {name.partition(".")[0] for name in self.trainer.fields if "." in name}
         for name in list(self.left):
             value = self.left.pop(name)
@@ -250,7 +237,7 @@ class Conversion:
             self.lose(*path, why=rule.why, trains=rule.trains)
 
     def _refusal(self, key: str, value: Any) -> str:
-        """Return the reason that a value is none of our key's, or an empty string."""
+        """Return the reason that our key does not take a value; empty if it does."""
         if key not in self.kind.model_fields:
             return f"recipes of {self.objective} have no '{key}'"
         if find_secret(str(value)):
@@ -269,13 +256,12 @@ class Conversion:
         self.findings.append(FieldFinding(kind, theirs, self.file.marks.where(*path), ours, note, trains))
 
     def marks(self) -> Marks:
-        """Return the marks of our keys: the lines of theirs that they come from."""
+        """Return the marks of our keys: the lines of their fields."""
         return Marks(self.file.marks.file, dict(self.lines))
 
 
 @cache
 def _adapter(kind: type[Recipe], key: str) -> TypeAdapter[Any]:
-    """Return what checks a value of one key."""
     annotation: Any = kind.model_fields[key].annotation
     for constraint in kind.model_fields[key].metadata:
         annotation = Annotated[annotation, constraint]
@@ -284,7 +270,7 @@ def _adapter(kind: type[Recipe], key: str) -> TypeAdapter[Any]:
 
 
 def _known_value(key: str, value: Any) -> Any:
-    """Return a value of ours, given one of another trainer that means the same."""
+    """Translate a value that has another name here."""
     known = VALUES.get(key, {})
     if isinstance(value, list) and len(value) == 1 and str(value[0]) in known:
         value = value[0]

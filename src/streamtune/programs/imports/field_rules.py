@@ -1,7 +1,6 @@
-"""Rules for the fields of another trainer's recipe: what each becomes here, why it is not needed, or what is lost.
+"""Rules for the fields of another trainer's recipe: our key, the reason that a field is not needed, or what is lost.
 
-The peers' files are dict literals of these: their field -> rule. ``"trl.beta"`` is the field ``beta`` of the group
-``trl``.
+A trainer's table is a dict, field -> rule. ``"trl.beta"`` is the field ``beta`` of the group ``trl``.
 """
 
 from __future__ import annotations
@@ -23,23 +22,20 @@ class UnconvertedError(ValueError):
 
 @dataclass(frozen=True)
 class FieldRule:
-    """The answer to a field of another trainer.
-
-    Args:
-        ours: Our key; empty where there is none.
-        convert: Turns their value into ours, or raises :class:`UnconvertedError`; None keeps it.
-        why: The reason that it is not needed, or what is lost without it.
-        needed: False where StreamTune does the same by itself.
-        trains: True if what is trained differs without it.
-        off: Values with which the field does nothing, besides :data:`OFF`.
-    """
+    """The answer to a field of another trainer."""
 
     ours: str = ""
+    """our key; empty where there is none"""
     convert: Callable[[Any], Any] | None = None
+    """turns their value into ours, or raises :class:`UnconvertedError`; None keeps the value"""
     why: str = ""
+    """the reason that the field is not needed, or what is lost without it"""
     needed: bool = True
+    """False where StreamTune does the same automatically"""
     trains: bool = True
+    """True if another model is trained without the field"""
     off: tuple[Any, ...] = ()
+    """values with which the field does nothing, besides :data:`OFF`"""
 
     def is_off(self, value: Any) -> bool:
         """Return True if the field does nothing with this value."""
@@ -47,7 +43,6 @@ class FieldRule:
 
 
 def to(ours: str, convert: Callable[[Any], Any] | None = None, *, trains: bool = True, why: str = "") -> FieldRule:
-    """Return the rule of a field that is a key of ours."""
     return FieldRule(ours, convert, why, trains=trains)
 
 
@@ -78,14 +73,14 @@ def field_table(
     lost: Mapping[str, str] = {},
     lost_beside_training: Mapping[str, str] = {},
 ) -> dict[str, FieldRule]:
-    """Return the table of a trainer's fields; a text names several fields with blanks between them.
+    """Return the table of a trainer's fields; texts name several fields with blanks between them.
 
     Args:
         rules: Fields with a rule of their own.
-        renamed: Our key -> fields that become it, as they are or by the trainer's ``special``.
+        renamed: Our key -> fields that become this key, by their value or by the trainer's ``special``.
         not_needed: Reason -> fields that mean nothing here.
-        lost: What is lost -> fields without counterpart that change what is trained.
-        lost_beside_training: What is lost -> fields without counterpart that do not.
+        lost: Loss -> fields without counterpart that change what is trained.
+        lost_beside_training: Loss -> fields without counterpart that do not.
     """
     table = dict(rules)
     for fields, rule in (
@@ -100,7 +95,7 @@ def field_table(
 
 
 def first_values(value: Any) -> Any:
-    """Return the kind of adapters that peft's ``init_lora_weights`` asks for; None where it asks for LoRA's own."""
+    """Return our ``adapter_type`` for peft's ``init_lora_weights``; None for LoRA's own first values."""
     name = str(value).lower().replace("-", "_").partition("_niter_")[0]
     if name in ("true", "none", "default"):
         return None
@@ -111,33 +106,31 @@ def first_values(value: Any) -> Any:
 
 
 def or_none(value: Any) -> Any:
-    """Return a value that is not empty or zero, or None: off."""
+    """Return None for an empty value or 0, which switch the field off."""
     return value or None
 
 
 def negated(value: Any) -> bool:
-    """Return the switch of the opposite."""
     return not value
 
 
 def dft_or_nll(value: Any) -> str:
-    """Return the loss of rows, by a switch that asks for DFT."""
     return "dft" if value else "nll"
 
 
 def not_negative(value: Any) -> Any:
-    """Return a number, of which a negative one says 0: off."""
+    """Return 0 for a negative number, which switches the field off."""
     return max(value, 0) if isinstance(value, int) else value
 
 
 def whole_modules(value: Any) -> Any:
-    """Return the names of modules that are trained whole, from a list or from names with commas between them."""
+    """Return a list of module names, given a list or a text with commas; None for none."""
     names = split_names(value) if isinstance(value, str) else value
     return or_none(names)
 
 
 def one_of(values: dict[Any, Any], why: str = "") -> Callable[[Any], Any]:
-    """Return a converter by a table of values; another value is lost, for the reason ``why``."""
+    """Return a converter that looks a value up; other values are lost, for the reason ``why``."""
 
     def convert(value: Any) -> Any:
         for theirs, ours in values.items():
@@ -149,7 +142,7 @@ def one_of(values: dict[Any, Any], why: str = "") -> Callable[[Any], Any]:
 
 
 def optimizer(value: Any) -> Any:
-    """Return the name of an optimizer; one that has our name and other steps is lost."""
+    """Return the name of an optimizer; refuse an optimizer of our name with other steps."""
     if value in OTHER_STEPS:
         raise UnconvertedError(OTHER_STEPS[value])
     return value
@@ -173,23 +166,20 @@ OTHER_STEPS = {
 
 
 def split_names(value: Any) -> Any:
-    """Return a list of names, given one or a text with commas; ``all`` and ``all-linear`` are all linear layers."""
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise UnconvertedError("a list of names was expected")
-    names = [name.strip() for name in names if name.strip()]
+    """Return a list of names, given a list or a text with commas; ``all`` and ``all-linear`` are all linear layers."""
+    names = _split(value, "names")
     return "all-linear" if names in (["all"], ["all-linear"], ["all_linear"], ["ALL"]) else names
 
 
 def fraction_or_count(value: Any) -> Any:
-    """Return a number of steps; a part of all steps, which some trainers take as well, is lost."""
+    """Return a number of steps; refuse a part of all steps, which some trainers take as well."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1:
         raise UnconvertedError("a part of all steps; write a number of steps")
     return int(value) if isinstance(value, float) and value == int(value) else value
 
 
 def special_tokens(value: Any) -> Any:
-    """Return our ``special_tokens``, given a table by the names of transformers; tokens for classifiers are lost."""
+    """Return our ``special_tokens``, given a table by the names of transformers; refuse tokens of classifiers."""
     names = ("bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens")
     if not isinstance(value, dict):
         raise UnconvertedError("a table of tokens was expected")
@@ -200,20 +190,24 @@ def special_tokens(value: Any) -> Any:
 
 
 def token_list(value: Any) -> Any:
-    """Return a list of tokens, given one or a text with commas."""
-    tokens = value.split(",") if isinstance(value, str) else value
-    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise UnconvertedError("a list of tokens was expected")
-    return [token.strip() for token in tokens if token.strip()]
+    """Return a list of tokens, given a list or a text with commas."""
+    return _split(value, "tokens")
+
+
+def _split(value: Any, what: str) -> list[str]:
+    texts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise UnconvertedError(f"a list of {what} was expected")
+    return [text.strip() for text in texts if text.strip()]
 
 
 def more_special_tokens(value: Any) -> Any:
-    """Return our ``special_tokens`` with tokens that have no role of their own."""
+    """Return our ``special_tokens`` for tokens without a role."""
     return {"additional_special_tokens": token_list(value)}
 
 
 def rope_scaling(value: Any) -> Any:
-    """Return our ``rope_scaling``, given the name of a type or the keys of a configuration; other types are lost."""
+    """Return our ``rope_scaling``, given the name of a type or the keys of a configuration; refuse other types."""
     keys = {"rope_type": value} if isinstance(value, str) else dict(value) if isinstance(value, dict) else {}
     if "type" in keys:  # its name in older configurations
         keys["rope_type"] = keys.pop("type")

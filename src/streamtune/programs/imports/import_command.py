@@ -75,7 +75,7 @@ SECTIONS = {
     "not_needed": "not needed",
     "lost": "without counterpart",
 }
-"""Kind of a finding -> the heading of its section."""
+"""Kind of a finding -> heading."""
 
 
 def _print_imported(file: Path, imported: ImportedRecipe) -> None:
@@ -94,7 +94,6 @@ def _print_imported(file: Path, imported: ImportedRecipe) -> None:
 
 
 def _finding_row(found: FieldFinding) -> tuple[str, str]:
-    """Return the two columns of a finding."""
     if found.kind == "lost":
         place = found.where or "-"
         return f"{place}{' *' if found.trains else ''}", found.theirs + (f": {found.note}" if found.note else "")

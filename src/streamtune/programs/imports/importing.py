@@ -1,4 +1,4 @@
-"""Import a recipe of another trainer: recognise whose it is, convert it, check it, write it as ours."""
+"""Import of a recipe of another trainer: recognise the trainer, convert, check, write."""
 
 from __future__ import annotations
 
@@ -29,31 +29,23 @@ WIDTH = 120
 
 @dataclass(frozen=True)
 class ImportedRecipe:
-    """A recipe of another trainer in our keys.
-
-    Args:
-        trainer: Whose it was.
-        guessed: The fields by which that was recognised; empty where it was said.
-        objective: The objective of the recipe.
-        text: The recipe, with comments, as ``load_recipe`` reads it.
-        findings: The answer to every field of theirs.
-        notes: Messages for the user.
-    """
+    """A recipe of another trainer in our keys."""
 
     trainer: PeerTrainer
     guessed: tuple[str, ...]
+    """fields that identified the trainer; empty where the user named it"""
     objective: str
     text: str
+    """the recipe, with comments, as ``load_recipe`` reads it"""
     findings: tuple[FieldFinding, ...]
     notes: tuple[str, ...]
+    """messages for the user"""
 
     def of_kind(self, kind: str) -> list[FieldFinding]:
-        """Return the findings of one kind: ``mapped``, ``default``, ``not_needed`` or ``lost``."""
         return [found for found in self.findings if found.kind == kind]
 
     @property
     def changes_training(self) -> list[FieldFinding]:
-        """The fields without counterpart that change what is trained."""
         return [found for found in self.findings if found.kind == "lost" and found.trains]
 
 
@@ -62,13 +54,12 @@ def import_recipe(path: Path, trainer: str | None = None, objective: str | None 
 
     Args:
         path: YAML, JSON or a shell script.
-        trainer: A key of :data:`TRAINERS`; None recognises it by the fields.
-        objective: ``sft``, ``dpo`` or ``grpo``; None is what the file says or its fields show.
+        trainer: Key of :data:`TRAINERS`; None recognises the trainer by the fields.
+        objective: ``sft``, ``dpo`` or ``grpo``; None takes the file's objective.
 
     Raises:
-        RecipeError: The file cannot be read; what it trains has no counterpart; or the converted recipe is none of
-            ours, with the file and line of theirs.
-        ArgumentError: Nobody can tell whose recipe it is, or there is no such trainer or objective.
+        RecipeError: The file cannot be read, has no counterpart, or converts to an invalid recipe.
+        ArgumentError: The trainer cannot be recognised, or there is no such trainer or objective.
     """
     file = read_peer_file(path)
     guessed: tuple[str, ...] = ()
@@ -100,7 +91,7 @@ def import_recipe(path: Path, trainer: str | None = None, objective: str | None 
 
 
 def _recognise(file: PeerFile) -> tuple[str, tuple[str, ...]]:
-    """Return the trainer of a file, and the fields by which it was recognised."""
+    """Return the trainer of a file, and the fields that identify it."""
     if file.trainer:
         return file.trainer, (f"the command {file.trainer}",)
     if is_accelerate_config(file.fields):
@@ -122,11 +113,7 @@ def _recognise(file: PeerFile) -> tuple[str, tuple[str, ...]]:
 
 
 def _check(conversion: Conversion) -> None:
-    """Check the converted recipe as the loader does.
-
-    Raises:
-        RecipeError: It is no recipe of ours; the place is that of the field it comes from.
-    """
+    """Check the converted recipe as the loader does; a mistake is reported at the line of their field."""
     tree: dict[str, Any] = {**conversion.ours}
     tree.setdefault("output_dir", "runs/imported")
     marks = conversion.marks()
@@ -138,7 +125,7 @@ def _check(conversion: Conversion) -> None:
 
 
 def _text(conversion: Conversion) -> str:
-    """Return the recipe as YAML: our keys in the order of the schema, each with where it comes from."""
+    """Return the recipe as YAML: our keys in the order of the schema, with comments on their origin."""
     path, title = conversion.file.path, conversion.trainer.title
     lines = [f"# Imported from {path.name} ({title}) by `streamtune recipes import`.", ""]
     for key in conversion.kind.model_fields:

@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "axolotl": ("axolotl", ("train", "preprocess")),
     **dict.fromkeys(("axolotl.cli.train", "sft.py", "rlhf.py", "dpo.py", "grpo.py"), ("", ())),
 }
-"""Program -> its trainer, and its words that train. Of a trainer's own script the path says whose it is."""
+"""Program -> trainer, and its words that train. The path of a trainer's own script names the trainer."""
 
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
@@ -33,35 +33,29 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
 @dataclass
 class PeerFile:
-    """The fields of another trainer's recipe, and the places where they stand.
-
-    Args:
-        fields: Their fields and values.
-        marks: The line of each.
-        path: The file.
-        trainer: The trainer that the file names by a command; empty for a file of keys.
-        command: The command's word: ``sft``, ``dpo``, ``rlhf``; empty for a file of keys.
-        environment: Variables that are set in front of the command, each with its line.
-        launcher: Options of a launcher in front of the trainer's own, each with its line.
-        notes: Messages for the user.
-    """
+    """The fields of another trainer's recipe, with their lines."""
 
     fields: dict[str, Any]
     marks: Marks
     path: Path
     trainer: str = ""
+    """the trainer of a command; empty for a file of keys"""
     command: str = ""
+    """the command's word: ``sft``, ``dpo``, ``rlhf``; empty for a file of keys"""
     environment: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """variables set in front of the command, with their lines"""
     launcher: dict[str, tuple[Any, int]] = field(default_factory=dict)
+    """options of a launcher in front of the command, with their lines"""
     notes: list[str] = field(default_factory=list)
+    """messages for the user"""
+
+    def places(self, name: str) -> tuple[Path, Path]:
+        """Return a path seen from the working directory, then from the recipe."""
+        return Path(name).expanduser(), self.path.resolve().parent / Path(name).expanduser()
 
 
 def read_peer_file(path: Path) -> PeerFile:
-    """Read a YAML or JSON file of keys, or a shell script.
-
-    Raises:
-        RecipeError: The file cannot be read, is empty, or is neither.
-    """
+    """Read a YAML or JSON file of keys, or a shell script; raise RecipeError for anything else."""
     text = read_text(path)
     named_otherwise = path.suffix not in (".yaml", ".yml", ".json")
     if path.suffix in (".sh", ".bash") or (named_otherwise and _commands(text)):
@@ -132,7 +126,7 @@ def _read_script(text: str, path: Path) -> PeerFile:
 
 
 def _options(words: list[tuple[str, int]], assigned: dict[str, str]) -> dict[str, tuple[Any, int]]:
-    """Return the options of the launcher in front of a training script, which ``-m`` may name as a module."""
+    """Return the launcher's options, which stand in front of the training script or of ``-m MODULE``."""
     found: dict[str, tuple[Any, int]] = {}
     starts = [place for place, (word, _) in enumerate(words) if Path(word).name in LAUNCHERS]
     name = ""
@@ -152,7 +146,7 @@ HASH, _IN_WORD = "\ue000", re.compile(r"(?<=[^\s'\"])#")
 
 
 def _commands(text: str) -> list[tuple[list[tuple[str, int]], int]]:
-    """Return the training commands of a script: words with their lines, and the place of the program among them."""
+    """Return the training commands of a script: words with their lines, and the index of the program."""
     found = []
     for words in _statements(text):
         for at, (word, _) in enumerate(words):
@@ -165,7 +159,7 @@ def _commands(text: str) -> list[tuple[list[tuple[str, int]], int]]:
 
 
 def _statements(text: str) -> list[list[tuple[str, int]]]:
-    """Split a script into statements of words, each with its line; continued lines are one statement."""
+    """Split a script into statements: words with their lines. Continued lines are one statement."""
     statements: list[list[tuple[str, int]]] = []
     words: list[tuple[str, int]] = []
     pending, start = "", 1
@@ -190,27 +184,28 @@ def _statements(text: str) -> list[list[tuple[str, int]]]:
 
 
 def _assignments(text: str) -> dict[str, str]:
-    """Return the variables that a script sets on lines of their own."""
+    """Return the variables that a script sets in statements of their own."""
     assigned: dict[str, str] = {}
     for words in _statements(text):
         for word, _ in words[1:] if words[0][0] == "export" else words:
             found = _ASSIGNMENT.fullmatch(word)
             if not found:
                 break
-            assigned[found[1]] = _VARIABLE.sub(lambda name: assigned.get(name[1] or name[2], name[0]), found[2])
+            assigned[found[1]] = _expanded(found[2], assigned)
     return assigned
 
 
+def _expanded(word: str, assigned: dict[str, str]) -> str:
+    """Replace the variables that the script sets by their values."""
+    return _VARIABLE.sub(lambda name: assigned.get(name[1] or name[2], name[0]), word)
+
+
 def _value(word: str, assigned: dict[str, str]) -> Any:
-    return parse_scalar(_VARIABLE.sub(lambda name: assigned.get(name[1] or name[2], name[0]), word))
+    return parse_scalar(_expanded(word, assigned))
 
 
 def json_value(value: Any) -> Any:
-    """Return a value that a command gives as JSON text (``'{"factor": 2.0}'``) as what it means.
-
-    Raises:
-        UnconvertedError: The text is a file's name or no JSON.
-    """
+    """Parse a value that a command gives as JSON text, such as ``'{"factor": 2.0}'``; refuse the name of a file."""
     if not isinstance(value, str):
         return value
     if not value.lstrip().startswith(("{", "[")):

@@ -1,4 +1,4 @@
-"""Recipes of ms-swift: a command of ``swift sft``, ``swift pt`` or ``swift rlhf``, or its arguments in a file."""
+"""Recipes of ms-swift: a command ``swift sft``, ``swift pt`` or ``swift rlhf``, or its arguments in a file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from .conversion import Conversion, PeerTrainer
-from .datasets import seen_columns
 from .field_rules import (
     FieldRule,
     dft_or_nll,
@@ -22,8 +21,8 @@ from .field_rules import (
     to,
     whole_modules,
 )
+from .peer_rows import seen_columns, take_swift_template
 from .swift_datasets import take_datasets
-from .templates import take_swift_template
 from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
@@ -43,16 +42,20 @@ OBJECTIVES: dict[str, tuple[str, str]] = {
     "cpo": ("dpo", "cpo"),
     "grpo": ("grpo", "grpo"),
 }
-"""``rlhf_type`` -> our objective and the default of its loss."""
+"""``rlhf_type`` -> our objective and its default loss."""
 
 NEAREST = {"accuracy": "numeric_answer", "format": "format_tags"}
-"""Reward functions of swift -> those of ours that come nearest."""
+"""Reward function of ms-swift -> our nearest."""
 
 ROWS_PER_STEP = 16
-"""Rows of a step where ``gradient_accumulation_steps`` is not given."""
+"""Rows of a step without ``gradient_accumulation_steps``."""
 
 TUNER = ("tuner_type", "train_type", "sft_type")
-"""Names of the field that says what is trained, in releases from now back."""
+"""Names of one field, from the newest release to the oldest."""
+
+
+KINDS = ("vera", "ia3")
+"""Tuners that are kinds of adapters here."""
 
 
 def _rewards(value: Any) -> Any:
@@ -288,7 +291,7 @@ def _special(conversion: Conversion) -> None:
 
 
 def _take_length(conversion: Conversion) -> None:
-    """Convert the length, and a cut at the beginning of rows; prompts of GRPO lose their beginning in any case."""
+    """Convert the length, and a cut at the beginning of rows."""
     length = conversion.file.fields.get("max_length")
     if length is None:
         conversion.dismiss("max_length", why="no value")
@@ -305,7 +308,7 @@ def _take_length(conversion: Conversion) -> None:
 
 
 def _take_texts(conversion: Conversion) -> None:
-    """Report rows of messages that ``swift pt`` trains: their text alone, without the chat template."""
+    """Report rows without a text column, which ``swift pt`` trains without the chat template."""
     for index, spec in enumerate(conversion.ours.get("datasets", [])):
         row = seen_columns(conversion, str(spec["path"]))
         if row is None or "text" not in row:
@@ -327,7 +330,7 @@ def _take_quantization(conversion: Conversion) -> None:
 
 
 def _take_tuner(conversion: Conversion) -> None:
-    """Convert what is trained: adapters that are another kind here, all weights, or a part of them."""
+    """Convert the tuner: adapters of some kind, all weights, or a part of them."""
     name = next((name for name in TUNER if conversion.get(name)), TUNER[0])
     given = name in conversion.left
     tuner = conversion.take(name) or "lora"
@@ -350,10 +353,6 @@ def _take_tuner(conversion: Conversion) -> None:
             conversion.ours["finetuning_type"] = "qlora"
     else:
         conversion.lose(name, why="we have full, lora and qlora; here it is lora")
-
-
-KINDS = ("vera", "ia3")
-"""Tuners that are kinds of adapters here."""
 
 
 def _defaults(conversion: Conversion) -> None:

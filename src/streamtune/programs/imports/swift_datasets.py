@@ -1,4 +1,4 @@
-"""The datasets of ms-swift's recipes, and the columns of its rows: its names of questions and answers, and ours."""
+"""Datasets of ms-swift's recipes, and the columns of their questions and answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from .conversion import Conversion
-from .datasets import (
+from .field_rules import UnconvertedError
+from .peer_files import json_value
+from .peer_rows import (
     DATA_FILES,
     READ_OF_MESSAGES,
     lose_fields,
@@ -19,14 +21,12 @@ from .datasets import (
     report_media,
     seen_columns,
 )
-from .field_rules import UnconvertedError
-from .peer_files import json_value
 
 STANDARD = {
     **{"query": "instruction", "response": "output"},
     **{name: name for name in ("messages", "system", "history", "tools", "instruction", "input", "output")},
 }
-"""Names of columns that ``columns`` gives there -> ours."""
+"""Column name of ms-swift -> ours."""
 
 QUESTIONS = ("query", "prompt", "input", "instruction", "question", "problem")
 ANSWERS = (
@@ -39,11 +39,10 @@ PAIRS = (
     "a pair is messages and rejected_response there; here write prompt, chosen and rejected",
     "a row is messages and a label there; here write prompt, completion and label",
 )
-"""The rows of pairs, and of single answers with a label."""
+"""Losses of pairs, and of single answers with a label."""
 
 
 def take_datasets(conversion: Conversion, use_hf: Any) -> None:
-    """Convert ``dataset`` and ``val_dataset``, their columns and shares."""
     columns = _columns(conversion)
     specs, note = _specs(conversion, "dataset", use_hf, columns)
     put_datasets(conversion, specs, "dataset", note=note)
@@ -57,7 +56,7 @@ def take_datasets(conversion: Conversion, use_hf: Any) -> None:
 
 
 def _columns(conversion: Conversion) -> dict[str, str]:
-    """Return the names of columns, ours and then that of the files; of theirs it is the other way round."""
+    """Return our column name -> name in the files; ``columns`` of ms-swift is the other way round."""
     if "columns" not in conversion.file.fields:
         return {}
     try:
@@ -80,7 +79,7 @@ def _columns(conversion: Conversion) -> dict[str, str]:
 def _specs(
     conversion: Conversion, field: str, use_hf: Any, columns: dict[str, str]
 ) -> tuple[list[dict[str, Any]], str]:
-    """Return our entries for the datasets that a field names, and what to say about them."""
+    """Return our entries for the datasets that a field names, and a note about them."""
     names = conversion.get(field)
     if names:
         conversion.take(field)
@@ -128,7 +127,7 @@ def _specs(
 
 
 def _take_names(conversion: Conversion, read_by: list[str]) -> None:
-    """Report the names that ms-swift puts into the rows of ``swift/self-cognition``, where that is read."""
+    """Report the model's name and author, which ms-swift puts into the rows of ``swift/self-cognition``."""
     if read_by:
         why = "a model's name and author are put into its rows there, and are {{NAME}} and {{AUTHOR}} here"
         conversion.lose("dataset", why=f"{read_by[0]}: {why}: write a file with the names")
@@ -146,10 +145,10 @@ def take_columns(
     """Write the type and the columns of an entry as ms-swift's ``AutoPreprocessor`` reads them.
 
     Args:
-        spec: The entry; a row of alpaca gets one newline between its instruction and its input.
-        row: The first row; None where it is not here.
-        columns: Columns that the recipe names: our name and the name in the files.
-        lose: Reports what is lost.
+        spec: Entry; ms-swift puts one newline between the instruction and the input of an alpaca row.
+        row: First row; None if unknown.
+        columns: Our column name -> name in the files, as the recipe has them.
+        lose: Function that reports a loss.
     """
     if row is None:
         if columns:
@@ -184,7 +183,7 @@ def take_columns(
 
 
 def _only(row: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    """Return the column that has one of the names; of several there, only the first name counts."""
+    """Return the only column with one of the names; if there are several, the column with the first name."""
     found = [column for column in row if column.lower() in names]
     if len(found) == 1:
         return found[0]
@@ -194,7 +193,7 @@ def _only(row: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
 def _take_talk(
     spec: dict[str, Any], row: Mapping[str, Any], columns: Mapping[str, str], lose: Callable[[str], None]
 ) -> None:
-    """Write the columns of rows of messages, which have turns with 'role' or with 'from'."""
+    """Write the columns of rows of messages, whose turns have 'role' or 'from'."""
     column = columns.get("messages") or next(name for name in TALKS if name in row)
     turns = row.get(column)
     lose_fields(row, column, READ_OF_MESSAGES, ("loss", "tool_calls"), lose)

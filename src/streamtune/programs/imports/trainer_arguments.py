@@ -1,7 +1,9 @@
-"""Arguments that all trainers share: those of the Hugging Face ``Trainer``, and the launcher's before the command."""
+"""Arguments of the Hugging Face ``Trainer``, which all trainers share, and of the launcher before the command."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,7 @@ def _trackers(value: Any) -> Any:
 
 
 def one_loss(value: Any) -> Any:
-    """Return the name of a loss, given one or a list of one; a sum of several is lost."""
+    """Return the name of a loss, given a name or a list of one name; refuse a sum of several losses."""
     if isinstance(value, list) and len(value) != 1:
         raise UnconvertedError("a sum of several losses")
     return value[0] if isinstance(value, list) else value
@@ -141,11 +143,11 @@ TRAINER_FIELDS: dict[str, FieldRule] = field_table(
         "set by TRACKIO_SPACE_ID": "trackio_space_id trackio_bucket_id trackio_static_space_id",
     },
 )
-"""Arguments of ``transformers.TrainingArguments``; ``take_warmup`` takes ``warmup_steps`` and ``warmup_ratio``."""
+"""Arguments of ``transformers.TrainingArguments``."""
 
 
 def take_warmup(conversion: Conversion) -> None:
-    """Convert the warm-up: steps win over a ratio; a number of steps below 1 is a ratio; 'constant' has none."""
+    """Convert the warm-up: steps win over a ratio, steps below 1 are a ratio, and 'constant' has no warm-up."""
     steps_count = conversion.file.fields.get("warmup_steps") not in (None, 0)
     constant = "constant" in (conversion.get("lr_scheduler_type"), conversion.get("lr_scheduler"))
     for name in ("warmup_steps", "warmup_ratio"):
@@ -166,19 +168,18 @@ def take_warmup(conversion: Conversion) -> None:
 
 
 def take_bits(conversion: Conversion) -> None:
-    """Convert the switches of quantised loading."""
     conversion.switch("load_in_4bit", "quantization", "nf4")
     conversion.switch("load_in_8bit", "quantization", "int8")
 
 
 def say_targets(conversion: Conversion) -> None:
-    """Report that adapters get other targets, where the recipe names none."""
+    """Report the default targets of adapters, which are others here."""
     if conversion.ours.get("finetuning_type") in ("lora", "qlora") and "lora_target" not in conversion.ours:
         conversion.missing("lora_target_modules", "unset, peft takes the attention's modules; here it is all-linear")
 
 
 def default_cut(conversion: Conversion) -> None:
-    """Write the place of a cut: the other trainers cut the end of a row, and split a row between any two tokens."""
+    """Write where rows are cut: the other trainers cut off the end, and split between any two tokens."""
     if conversion.objective == "sft" and conversion.ours.get("overlength") == "truncate":
         conversion.default("truncate_side", "right")
     elif conversion.objective == "sft" and conversion.ours.get("overlength") == "split":
@@ -186,7 +187,7 @@ def default_cut(conversion: Conversion) -> None:
 
 
 def take_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
-    """Convert ``report_to``, and add the trackers that are named by settings of their own (``wandb_project``)."""
+    """Convert ``report_to``, and add the trackers that other fields name, such as ``wandb_project``."""
     names: list[str] = []
     if "report_to" in conversion.file.fields:
         conversion.convert("report_to", _trackers, conversion.take("report_to"), "report_to", trains=False)
@@ -200,7 +201,7 @@ def take_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
 
 
 def take_thinking(conversion: Conversion) -> None:
-    """Convert what is said about thoughts, which the chat template renders by the same names."""
+    """Convert the chat template's variables of thoughts."""
     for name in ("enable_thinking", "preserve_thinking"):
         if name not in conversion.left:
             continue
@@ -216,7 +217,7 @@ def take_thinking(conversion: Conversion) -> None:
 
 
 def finish(conversion: Conversion) -> None:
-    """Take back keys of ours that exclude each other or mean nothing together, and report them."""
+    """Take back and report keys of ours that exclude each other or mean nothing together."""
     ours = conversion.ours
 
     def take_back(key: str, why: str, *, trains: bool | None = None) -> None:
@@ -265,87 +266,110 @@ RANKS = ("num_processes", "nproc_per_node", "num_gpus")
 MACHINES = ("num_machines", "nnodes", "num_nodes", "machine_rank", "node_rank", "main_process_ip", "main_process_port",
             "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "hostfile", "rdzv_conf",
             "same_network", "deepspeed_hostfile", "deepspeed_multinode_launcher")  # fmt: skip
-OF_THE_TRAINER = ("gradient_accumulation_steps", "gradient_clipping")
-"""Options that the Trainer's own arguments set; accelerate's are read where those are not given."""
+OF_THE_TRAINER = {"gradient_accumulation_steps": "gradient_accumulation_steps", "gradient_clipping": "max_grad_norm"}
+"""Options that are read where the Trainer's arguments do not give them -> our key."""
+
+
+@dataclass(frozen=True)
+class LauncherOption:
+    """An option of a launcher, or a key of its configuration."""
+
+    name: str
+    value: Any
+    where: str
+    beside: Mapping[str, Any]
+    """the options of the same group"""
+    group: str = ""
+
+    @property
+    def theirs(self) -> str:
+        """The option with its value, for reports."""
+        return f"{self.group}{'.' if self.group else ''}{self.name}: {self.value}"
+
+    @property
+    def text(self) -> str:
+        """The value in lower case."""
+        return str(self.value).lower()
 
 
 def is_accelerate_config(fields: dict[str, Any]) -> bool:
-    """Return True if a file is a configuration that ``accelerate config`` wrote, and no recipe."""
+    """Return True for a file that ``accelerate config`` wrote."""
     return "compute_environment" in fields and "distributed_type" in fields
 
 
 def take_launcher(conversion: Conversion) -> None:
-    """Convert the options of the launcher, and what its configuration says; each gets a line."""
+    """Convert the options of the launcher and the keys of its configuration."""
     options = {name: value for name, (value, _) in conversion.file.launcher.items()}
     for name, (value, line) in conversion.file.launcher.items():
         where = f"{conversion.file.path}:{line}"
         if name == "config_file":
             _take_config(conversion, str(value), where)
         else:
-            _take_option(conversion, name, value, f"{name}: {value}", where, options)
+            _take_option(conversion, LauncherOption(name, value, where, options))
 
 
 def _take_config(conversion: Conversion, name: str, where: str) -> None:
-    for base in (Path(), conversion.file.path.resolve().parent):
-        if (path := base / Path(name).expanduser()).is_file():
-            break
-    else:
+    theirs = f"config_file: {name}"
+    path = next((path for path in conversion.file.places(name) if path.is_file()), None)
+    if path is None:
         why = "that file is not here: compare its mixed_precision, its DeepSpeed or FSDP and its processes"
-        conversion.report(f"config_file: {name}", where, why, True)
+        conversion.report(theirs, where, why, True)
         return
     try:
         fields, marks, _ = read_yaml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, ValueError, RecipeError) as error:
-        conversion.report(f"config_file: {name}", where, f"it cannot be read: {error}", True)
+        conversion.report(theirs, where, f"it cannot be read: {error}", True)
         return
-    conversion.report(f"config_file: {name}", where, "see its keys", None)
+    conversion.report(theirs, where, "see its keys", None)
     for key, value in fields.items() if isinstance(fields, dict) else ():
         if isinstance(value, dict):
             for inner, inside in value.items():
-                _take_option(conversion, inner, inside, f"{key}.{inner}: {inside}", marks.where(key, inner), value, key)
+                _take_option(conversion, LauncherOption(inner, inside, marks.where(key, inner), value, key))
         else:
-            _take_option(conversion, key, value, f"{key}: {value}", marks.where(key), fields)
+            _take_option(conversion, LauncherOption(key, value, marks.where(key), fields))
 
 
-def _take_option(
-    conversion: Conversion, name: str, value: Any, theirs: str, where: str, beside: dict[str, Any], group: str = ""
-) -> None:
-    """Convert one option of a launcher, or one key of its configuration, with those that stand beside it."""
-    ours = conversion.ours
-
-    def write(key: str, ours_value: Any, note: str = "") -> None:
-        if key in ours:
-            conversion.report(theirs, where, f"'{key}' is given", None)
-        else:
-            conversion.write(key, ours_value, theirs, where, note)
-
-    text = str(value).lower()
-    if name in RANKS:
-        conversion.report(theirs, where, f"`--nproc {value}` of the command", None)
-    elif name == "mixed_precision":
-        if text == "bf16":
-            write("bf16", True)
-        elif text in ("fp16", "fp8"):
-            conversion.report(theirs, where, f"training in {text} is not here; write bf16: true", True)
-        else:
-            conversion.report(theirs, where, "off, as here", None)
-    elif name == "zero_stage" and text in ("1", "2", "3"):
-        places = [beside.get(f"offload_{part}_device") for part in ("optimizer", "param")]
-        write("deepspeed", f"zero{value}" + ("_offload" if text == "3" and "cpu" in places else ""))
-    elif name == "deepspeed_config_file" and value:
-        write("deepspeed", value)
-    elif name == "use_fsdp" or (name == "distributed_type" and text == "fsdp"):
-        write("fsdp", True) if text != "false" else conversion.report(theirs, where, "off, as here", None)
-    elif name in OF_THE_TRAINER:
-        key = {"gradient_clipping": "max_grad_norm"}.get(name, name)
-        if isinstance(value, bool | int | float) and not isinstance(value, bool):
-            write(key, value)
-        else:
-            conversion.report(theirs, where, "the recipe says it", None)
-    elif name in MACHINES:
-        conversion.report(theirs, where, "`--nproc` starts one machine; docs/guide/many-gpus.md has several", None)
-    elif name.startswith("parallelism_config") or group == "parallelism_config":
-        off = text in ("1", "none", "false", "true", "0")
-        conversion.report(theirs, where, "off" if off else "write sequence_parallel_size: N", None if off else False)
+def _take_option(conversion: Conversion, option: LauncherOption) -> None:
+    found = _our_key(option)
+    if found is None:
+        conversion.report(option.theirs, option.where, *_why_not_written(option))
+    elif found[0] in conversion.ours:
+        conversion.report(option.theirs, option.where, f"'{found[0]}' is given", None)
     else:
-        conversion.report(theirs, where, "the launcher sets ranks and kernels up by itself here", None)
+        conversion.write(*found, option.theirs, option.where)
+
+
+def _our_key(option: LauncherOption) -> tuple[str, Any] | None:
+    """Return the key and the value that an option becomes, or None."""
+    name, value, text = option.name, option.value, option.text
+    if name == "mixed_precision" and text == "bf16":
+        return "bf16", True
+    if name == "zero_stage" and text in ("1", "2", "3"):
+        places = [option.beside.get(f"offload_{part}_device") for part in ("optimizer", "param")]
+        return "deepspeed", f"zero{value}" + ("_offload" if text == "3" and "cpu" in places else "")
+    if name == "deepspeed_config_file" and value:
+        return "deepspeed", value
+    if (name == "use_fsdp" and text != "false") or (name == "distributed_type" and text == "fsdp"):
+        return "fsdp", True
+    if name in OF_THE_TRAINER and isinstance(value, int | float) and not isinstance(value, bool):
+        return OF_THE_TRAINER[name], value
+    return None
+
+
+def _why_not_written(option: LauncherOption) -> tuple[str, bool | None]:
+    """Return the reason, and True or False for a loss that does or does not change training; None for no loss."""
+    name, text = option.name, option.text
+    if name in RANKS:
+        return f"`--nproc {option.value}` of the command", None
+    if name == "mixed_precision" and text in ("fp16", "fp8"):
+        return f"training in {text} is not here; write bf16: true", True
+    if name in ("mixed_precision", "use_fsdp"):
+        return "off, as here", None
+    if name in OF_THE_TRAINER:
+        return "the recipe says it", None
+    if name in MACHINES:
+        return "`--nproc` starts one machine; docs/guide/many-gpus.md has several", None
+    if name.startswith("parallelism_config") or option.group == "parallelism_config":
+        off = text in ("1", "none", "false", "true", "0")
+        return ("off", None) if off else ("write sequence_parallel_size: N", False)
+    return "the launcher sets ranks and kernels up by itself here", None

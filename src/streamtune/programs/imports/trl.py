@@ -1,4 +1,4 @@
-"""Recipes of TRL: the configuration of ``trl sft``, ``trl dpo`` and ``trl grpo``, or such a command."""
+"""Recipes of TRL: a command ``trl sft``, ``trl dpo`` or ``trl grpo``, or its configuration."""
 
 from __future__ import annotations
 
@@ -6,16 +6,6 @@ import re
 from typing import Any
 
 from .conversion import Conversion, PeerTrainer
-from .datasets import (
-    DATA_FILES,
-    FLAGS,
-    lose_fields,
-    lose_unnamed,
-    put_datasets,
-    report_media,
-    rows_of_split,
-    seen_columns,
-)
 from .field_rules import (
     FieldRule,
     UnconvertedError,
@@ -30,7 +20,17 @@ from .field_rules import (
     whole_modules,
 )
 from .peer_files import json_value
-from .templates import take_trl_template
+from .peer_rows import (
+    DATA_FILES,
+    FLAGS,
+    lose_fields,
+    lose_unnamed,
+    put_datasets,
+    report_media,
+    rows_of_split,
+    seen_columns,
+    take_trl_template,
+)
 from .trainer_arguments import (
     CHECKPOINTING,
     KERNELS,
@@ -52,16 +52,16 @@ OF_DPO = {
     *("beta", "label_smoothing", "precompute_ref_log_probs", "ref_model_name_or_path", "rpo_alpha", "ld_alpha"),
     *("f_divergence_type", "reference_free", "use_weighting", "loss_weights", "discopop_tau"),
 }
-"""Fields of DPO that supervised fine-tuning has not."""
+"""Fields of DPO that SFT lacks."""
 Row = dict[str, Any] | None
-"""The first row of a dataset; None where it is not here."""
+"""First row of a dataset; None if unknown."""
 
 SERVER = "a server of vLLM is not asked: use_vllm runs vLLM in the process of the training"
 COMMANDS = {"sft": "sft", "dpo": "dpo", "kto": "dpo", "orpo": "dpo", "cpo": "dpo", "grpo": "grpo"}
 
 
 def _functions(value: Any) -> Any:
-    """Return reward functions as ``module:function``; TRL writes ``module.function``, and its own without module."""
+    """Return reward functions as ``module:function``; TRL writes ``module.function``, and its own as ``function``."""
     names = value if isinstance(value, list) else [value]
     if not all(isinstance(name, str) for name in names):
         raise UnconvertedError("a list of functions was expected")
@@ -81,7 +81,7 @@ GRPO_FIELDS: dict[str, FieldRule] = field_table(
     lost={"the reference stays as it is": "sync_ref_model"},
     lost_beside_training={SERVER: "vllm_server_host vllm_server_port vllm_server_timeout"},
 )
-"""Arguments of ``trl.GRPOConfig`` that other trainers have too."""
+"""Arguments of ``trl.GRPOConfig`` that axolotl and ms-swift have too."""
 
 SHARED_FIELDS: dict[str, FieldRule] = field_table(
     {
@@ -99,7 +99,7 @@ SHARED_FIELDS: dict[str, FieldRule] = field_table(
     lost={"LD-DPO": "ld_alpha", "a sum of several losses": "loss_weights"},
     lost_beside_training={SERVER: "vllm_server_base_url"},
 )
-"""Fields of ``trl`` that ms-swift has too."""
+"""Arguments of TRL that ms-swift has too."""
 
 FIELDS: dict[str, FieldRule] = field_table(
     {
@@ -236,7 +236,7 @@ def _special(conversion: Conversion) -> None:
 
 
 def _take_texts(conversion: Conversion, first: list[Row]) -> None:
-    """Convert ``dataset_text_field``, which names the column of texts where the rows have it."""
+    """Convert ``dataset_text_field``, the text column of rows that have this column."""
     name = "dataset_text_field"
     column = conversion.get(name, "text")
     named = [index for index, row in enumerate(first) if row is None or column in row]
@@ -253,11 +253,9 @@ def _take_texts(conversion: Conversion, first: list[Row]) -> None:
 
 
 def _take_trained(conversion: Conversion, first: list[Row]) -> None:
-    """Convert what is trained: of prompt and completion the completion, of other rows every token, unless it is said.
+    """Convert the trained tokens: by default the completion of prompts and completions, and every other token.
 
-    Args:
-        conversion: The recipe on its way to ours.
-        first: The first row of each dataset; None where it is not here.
+    ``first`` holds the first row of each dataset.
     """
     assistant = conversion.take("assistant_only_loss")
     completion = conversion.file.fields.get("completion_only_loss")
@@ -291,7 +289,7 @@ def _take_trained(conversion: Conversion, first: list[Row]) -> None:
 
 
 def _take_length(conversion: Conversion) -> None:
-    """Convert the length, and what becomes of longer rows: packing can cut them into pieces, and null cuts nothing."""
+    """Convert the length and the strategy for longer rows: packing may split them, and null cuts nothing."""
     given = conversion.file.fields
     for name in ("max_length", "max_seq_length"):
         length = conversion.take(name)
@@ -334,7 +332,6 @@ def _take_loss(conversion: Conversion) -> None:
 
 
 def take_weights_dtype(conversion: Conversion, *names: str) -> None:
-    """Convert the dtype that weights are loaded in."""
     for name in names:
         value = conversion.file.fields.get(name)
         if value in ("float16", "fp16", "half"):
@@ -389,7 +386,7 @@ def _take_datasets(conversion: Conversion) -> None:
 
 
 def _take_test_split(conversion: Conversion, name: Any, part: Any) -> None:
-    """Convert ``dataset_test_split``, whose rows are read where the run evaluates."""
+    """Convert ``dataset_test_split``, which TRL reads if the run evaluates."""
     split = conversion.take("dataset_test_split")
     evaluates = conversion.get("eval_strategy", "no") not in ("no", False)
     if name is not None and evaluates:
