@@ -225,13 +225,18 @@ def shown_ranges(trained: npt.NDArray[np.bool_], most: int | None) -> list[tuple
         if int(shown.sum()) + BEFORE + AFTER > most:
             break
         shown[max(0, border - BEFORE) : border + AFTER] = True
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], shown, [False]]).astype(np.int8))).tolist()
     ranges: list[tuple[int, int]] = []
-    for start, stop in zip(edges[::2], edges[1::2], strict=True):
+    for start, stop in _true_ranges(shown):
         if ranges and start - ranges[-1][1] <= NEAR:
             ranges[-1] = (ranges[-1][0], stop)
         else:
             ranges.append((start, stop))
+    return ranges
+
+
+def _true_ranges(mask: npt.NDArray[np.bool_]) -> list[list[int]]:
+    """Return start and stop of each run of True."""
+    ranges: list[list[int]] = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2).tolist()
     return ranges
 
 
@@ -342,6 +347,5 @@ def _trained_runs(rows: Sequence[Any]) -> Iterator[np.ndarray[Any, Any]]:
 
 def _runs_in(ids: np.ndarray[Any, Any], trained: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
     """Yield the longest runs of trained tokens of a row."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], trained, [False])).astype(np.int8)))
-    for start, stop in edges.reshape(-1, 2):
+    for start, stop in _true_ranges(trained):
         yield ids[start:stop]

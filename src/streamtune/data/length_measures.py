@@ -14,15 +14,12 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from streamtune.base.palette import INK, drawn_plainly
 from streamtune.data.batches.optimizer_steps import EpochSteps
-from streamtune.data.batches.sampler import Mixture, ResumableSampler, pack_rows
+from streamtune.data.batches.sampler import Mixture, Numbers, ResumableSampler, pack_rows
 from streamtune.data.fit import Measured
 from streamtune.data.options import DataOptions
-
-Lengths = npt.NDArray[np.int64]
 
 MOST_BINS = 14
 FEWEST_CHOICES, MOST_CHOICES = 6, 8
@@ -37,7 +34,7 @@ class LengthBin:
     rows: int
 
 
-def histogram(lengths: Lengths, limit: int, most: int = MOST_BINS) -> list[LengthBin]:
+def histogram(lengths: Numbers, limit: int, most: int = MOST_BINS) -> list[LengthBin]:
     """Return the rows by length, in at most about ``most`` bins of equal ratio; a bin lies below ``limit`` or above it.
 
     Args:
@@ -124,7 +121,7 @@ def choose_lengths(
     return found
 
 
-def _candidates(lengths: Lengths, limit: int) -> list[int]:
+def _candidates(lengths: Numbers, limit: int) -> list[int]:
     """Return the limits to compare: the present one, and powers of two from half the median to the longest row.
 
     If these are few, lengths half-way between them as well.
@@ -136,7 +133,7 @@ def _candidates(lengths: Lengths, limit: int) -> list[int]:
     return sorted({*powers, *between, limit})
 
 
-def _cut(measured: Measured, length: int, overlength: str, overlap: int) -> Lengths:
+def _cut(measured: Measured, length: int, overlength: str, overlap: int) -> Numbers:
     """Return the lengths of the examples made of the rows under another limit."""
     lengths = measured.lengths
     if overlength == "split":
@@ -153,7 +150,7 @@ def _cut(measured: Measured, length: int, overlength: str, overlap: int) -> Leng
 
 
 def padding_share(
-    lengths: Lengths, batch_size: int, *, seed: int, shuffle: bool = True, mixture: Mixture | None = None
+    lengths: Numbers, batch_size: int, *, seed: int, shuffle: bool = True, mixture: Mixture | None = None
 ) -> float:
     """Return the part of the positions that is padding, over the batches of the first epoch."""
     if not len(lengths):
@@ -168,7 +165,7 @@ def padding_share(
     return round(1 - int(order.sum()) / positions, 4)
 
 
-def fewest_packs(lengths: Lengths, max_length: int) -> int:
+def fewest_packs(lengths: Numbers, max_length: int) -> int:
     """Return a lower bound on the number of sequences: the tokens divided by the length."""
     return -(-int(lengths.sum()) // max_length)
 
@@ -220,9 +217,6 @@ def draw_lengths(bins: list[LengthBin], limit: int, title: str, name: str = "max
     written = BytesIO()
     FigureCanvasAgg(figure).print_png(written)
     return written.getvalue()
-
-
-Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)

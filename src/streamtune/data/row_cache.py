@@ -75,11 +75,8 @@ class RowCache:
         """Delete all entries; return their number and their bytes. Processes that read them are not disturbed."""
         size, entries = self.size(), 0
         for path in self.root.glob("*"):
-            if path.is_dir() and not path.is_symlink():
-                entries += not path.name.startswith(_UNFINISHED)
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            entries += path.is_dir() and not path.is_symlink() and not path.name.startswith(_UNFINISHED)
+            _remove(path)
         return entries, size
 
     def text_of(
@@ -188,7 +185,7 @@ def _read(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> 
     except OSError:
         return None
     try:
-        facts = json.loads(_description(entry).load())
+        facts = json.loads(_entry_file(entry, entry.name).load())
         for name, (size, checksum) in facts["files"].items():
             with open(entry / name, "rb", opener=open_at_once) as file:
                 if os.fstat(file.fileno()).st_size != size or checksum_of(file) != checksum:
@@ -213,12 +210,8 @@ def _read(entry: Path, fit: FitT, sources: Sequence[Source], notify: Notify) -> 
     return fit, table
 
 
-def _description(entry: Path) -> CacheFile:
-    return CacheFile(entry / _ENTRY, _key_of(entry))
-
-
-def _key_of(entry: Path) -> str:
-    return f"rows/{entry.name}"
+def _entry_file(folder: Path, key: str) -> CacheFile:
+    return CacheFile(folder / _ENTRY, f"rows/{key}")
 
 
 def _delete(entry: Path, inode: int) -> bool:
@@ -267,7 +260,7 @@ def _keep(
         checksums = {ROWS: mapped.checksum}
         files = {file.name: _describe(file, checksums.get(file.name)) for file in unfinished.iterdir()}
         facts = {"notes": notes, "records": mapped.table.num_rows, "files": files, "time": time.time()}
-        CacheFile(unfinished / _ENTRY, _key_of(entry)).write(json.dumps(facts).encode())
+        _entry_file(unfinished, entry.name).write(json.dumps(facts).encode())
         for file in unfinished.iterdir():
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())

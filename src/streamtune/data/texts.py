@@ -11,7 +11,7 @@ from typing import Any
 from streamtune.data.faults import ON_BAD_ROW, BadRows
 from streamtune.data.options import ChatOptions, check_choice
 from streamtune.data.preferences import PREFERENCE_TYPES, normalise_preference
-from streamtune.data.reading.cells import has_system, texts_of, tools_of, variables_of
+from streamtune.data.reading.cells import TextOrMessages, has_system, texts_of, tools_of, variables_of
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import Source, typed_rows
 from streamtune.data.row_types import (
@@ -59,11 +59,7 @@ def holds_messages(sources: Sequence[Source]) -> bool:
     """
     for row, row_type in typed_rows(sources[:1], _KNOWN, _detect, BadRows("skip", sys.maxsize)):
         with suppress(DataError):  # the next row may be sound
-            if row_type in PREFERENCE_TYPES:
-                return not isinstance(normalise_preference(row, row_type).prompt, str)
-            if row_type == "prompts":
-                return not isinstance(prompt_of(row, row_type), str)
-            return isinstance(normalise(row, row_type), Conversation)
+            return not isinstance(_prompt_or_messages(row, row_type), str)
     return False
 
 
@@ -83,24 +79,29 @@ def first_frame(sources: Sequence[Source], chat: ChatOptions) -> ChatFrame:
         DataError: A file is missing.
     """
     for row, row_type in typed_rows(sources[:1], _KNOWN, _detect, BadRows("skip", sys.maxsize)):
-        messages: Any = None
+        messages: TextOrMessages = ""
         own: dict[str, Any] = {}
         tools: list[dict[str, Any]] | None = None
         with suppress(DataError):  # the next row may be sound
-            if row_type in PREFERENCE_TYPES:
-                messages = normalise_preference(row, row_type).prompt
-            elif row_type == "prompts":
-                messages = prompt_of(row, row_type)
-            elif isinstance(content := normalise(row, row_type), Conversation):
-                messages = content.messages
+            messages = _prompt_or_messages(row, row_type)
             own = variables_of(row.columns.get("chat_template_kwargs"), row.origin)
             tools = tools_of(row.columns.get("tools"), row.origin)
-        if not isinstance(messages, list):
+        if isinstance(messages, str):
             continue
         default = () if chat.default_system is None else ({"role": "system", "content": chat.default_system},)
         system = tuple(each for each in messages[:1] if has_system([each])) or default
         return ChatFrame(system, tools, {**chat.variables, **own})
     return ChatFrame(variables=chat.variables)
+
+
+def _prompt_or_messages(row: Row, row_type: str) -> TextOrMessages:
+    """Return the prompt of preference data and prompts, or the messages of a conversation; text if there are none."""
+    if row_type in PREFERENCE_TYPES:
+        return normalise_preference(row, row_type).prompt
+    if row_type == "prompts":
+        return prompt_of(row, row_type)
+    content = normalise(row, row_type)
+    return content.messages if isinstance(content, Conversation) else ""
 
 
 def _detect(row: Row) -> str:

@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from streamtune.data.batches.sampler import Mixture, mix
+from streamtune.data.batches.sampler import Mixture, Numbers, mix
 from streamtune.data.data_report import SourceReport
 from streamtune.data.reading.sources import Source
 from streamtune.errors import DataError
@@ -56,7 +56,6 @@ class Digests:
 HELD_OUT = "held_out"
 """Name of the rows that ``val_size`` holds out, if there are eval sets."""
 
-Numbers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 

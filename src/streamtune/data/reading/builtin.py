@@ -97,15 +97,11 @@ def _pick(draw: random.Random, items: tuple[str, ...]) -> str:
     return items[int(draw.random() * len(items))]
 
 
-def _at_most(wanted: int | None, there: int) -> int:
-    return there if wanted is None else min(wanted, there)
-
-
 def preference_rows(*, max_rows: int | None = None, seed: int = SEED) -> Iterator[Row]:
     draw = random.Random(seed)
     asked = list(product(PLACES, QUESTIONS, COLOURS, THINGS))
     asked.sort(key=lambda _: draw.random())
-    kept = asked[: _at_most(max_rows, NUM_PREFERENCES)]
+    kept = asked[:NUM_PREFERENCES][:max_rows]
     for number, (here, question, colour, thing) in enumerate(kept, start=1):
         place = _pick(draw, tuple(item for item in PLACES if item != here))
         polite = _pick(draw, POLITE)
@@ -163,7 +159,8 @@ def arithmetic_rows(*, task: str | None = None, max_rows: int | None = None, see
     draw = random.Random(seed)
     tasks = list(TASKS) if task is None else [task]
     seen: set[str] = set()
-    while len(seen) < _at_most(max_rows, NUM_TASKS):
+    count = NUM_TASKS if max_rows is None else min(max_rows, NUM_TASKS)
+    while len(seen) < count:
         prompt, answer = TASKS[tasks[len(seen) % len(tasks)]](draw)
         if prompt in seen:
             continue
@@ -321,7 +318,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _module_row(module: _Module) -> Row:
-    summary = _first_paragraph(ast.get_docstring(module.tree))
+    summary = (ast.get_docstring(module.tree) or "").partition("\n\n")[0].strip()
     instruction = f"Write the module `{module.name}`."
     return _row(f"stdlib:{module.file}:1", f"{instruction}\n\n{summary}" if summary else instruction, module.source)
 
@@ -361,10 +358,6 @@ def _header(node: Definition) -> str:
 def _dedent(lines: list[str]) -> str:
     indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())]
     return "".join(line.removeprefix(indent) for line in lines).rstrip() + "\n"
-
-
-def _first_paragraph(docstring: str | None) -> str:
-    return (docstring or "").split("\n\n", maxsplit=1)[0].strip()
 
 
 def _row(origin: str, instruction: str, response: str) -> Row:

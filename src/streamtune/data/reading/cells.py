@@ -63,12 +63,15 @@ def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
         what = f"{place} has the unknown role '{role}'" if role is not None else f"{place} has no 'role'"
         known = f"roles are {', '.join(ROLES)}"
         raise DataError(what, where=origin, mend=f"{known}; {hint}" if hint else known)
-    checked = {key: value for key, value in message.items() if value is not None and key not in FLAGS}
+    checked = {key: value for key, value in _filled(message).items() if key not in FLAGS}
     stands_in = role == "assistant" and any(checked.get(field) for field in _ANSWER_FIELDS)
     if "content" in checked or not stands_in:
         checked["content"] = _content(checked.get("content"), f"{place}.content", origin)
     if "tool_calls" in checked:
-        checked["tool_calls"] = _tool_calls(checked["tool_calls"], f"{place}.tool_calls", origin)
+        calls, where = checked["tool_calls"], f"{place}.tool_calls"
+        if not isinstance(calls, list):
+            raise DataError(f"{where} must be a list", where=origin)
+        checked["tool_calls"] = [_tool_call(call, f"{where}[{index}]", origin) for index, call in enumerate(calls)]
     flag = _trained_flag(message, place, origin)
     return checked if flag is None else {**checked, "weight": int(flag)}
 
@@ -134,12 +137,6 @@ def _content(content: Any, place: str, origin: str) -> str:
             raise DataError(f"{place}[{index}] is no text part; only text is trained on", where=origin)
         texts.append(_unicode(part["text"], place, origin))
     return "".join(texts)
-
-
-def _tool_calls(calls: Any, place: str, origin: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise DataError(f"{place} must be a list", where=origin)
-    return [_tool_call(call, f"{place}[{index}]", origin) for index, call in enumerate(calls)]
 
 
 def _tool_call(call: Any, place: str, origin: str) -> dict[str, Any]:
@@ -212,8 +209,7 @@ def parsed_messages(value: Any) -> Any:
 
 def has_roles(turns: Any) -> bool:
     """Return True if a cell holds a list whose first item is a message with a role."""
-    turns = parsed_cell(turns)
-    return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and "role" in turns[0]
+    return _first_has("role", parsed_cell(turns))
 
 
 def tools_of(value: Any, origin: str) -> list[dict[str, Any]] | None:
@@ -266,7 +262,7 @@ def variables_of(value: Any, origin: str) -> dict[str, Any]:
             where=origin,
             mend='write it as {"enable_thinking": false}',
         )
-    return {name: item for name, item in value.items() if item is not None}
+    return _filled(value)
 
 
 def has_system(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -297,7 +293,7 @@ def text_or_messages(columns: Mapping[str, Any], name: str, origin: str) -> Text
     """Return a column's text, or its checked messages. A single message needs no list around it."""
     value = parsed_cell(columns[name])
     value = [value] if isinstance(value, dict) and ("role" in value or "from" in value) else value
-    if isinstance(columns[name], str) and not (isinstance(value, list) and (has_roles(value) or _has_speakers(value))):
+    if isinstance(columns[name], str) and not (_first_has("role", value) or _first_has("from", value)):
         value = text_field(columns, name, origin)  # text that merely starts with a bracket stays text
         if not value.strip():
             raise DataError(f"'{name}' is empty", where=origin, mend="remove the row")
@@ -314,8 +310,8 @@ def text_or_messages(columns: Mapping[str, Any], name: str, origin: str) -> Text
     return messages
 
 
-def _has_speakers(turns: list[Any]) -> bool:
-    return bool(turns) and isinstance(turns[0], dict) and "from" in turns[0]
+def _first_has(key: str, turns: Any) -> bool:
+    return isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and key in turns[0]
 
 
 def check_order(messages: Sequence[Mapping[str, Any]], name: str, origin: str) -> None:

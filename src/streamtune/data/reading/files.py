@@ -122,12 +122,9 @@ def _open_local(path: Path, shown: str) -> IO[bytes]:
 
 def _check_regular(mode: int, shown: str) -> None:
     if not stat.S_ISREG(mode):
-        raise DataError(f"this is {_kind_of_node(mode)}, not a file", where=shown, mend="write the rows to a file")
-
-
-def _kind_of_node(mode: int) -> str:
-    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
-    return kinds.get(stat.S_IFMT(mode), "a device")
+        kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+        kind = kinds.get(stat.S_IFMT(mode), "a device")
+        raise DataError(f"this is {kind}, not a file", where=shown, mend="write the rows to a file")
 
 
 @contextmanager
@@ -151,9 +148,8 @@ def open_bytes(file: DataFile, *, text: bool = True) -> Iterator[IO[bytes]]:
             check_descriptors(error)
             if not text:  # those of another format, which its reader knows
                 raise
-            what = (
-                f"the {COMPRESSED[suffix][0]} file is damaged" if _is_damage(error, suffix) else "cannot read the file"
-            )
+            is_damaged = suffix in COMPRESSED and error.errno is None  # errors of the system have a number
+            what = f"the {COMPRESSED[suffix][0]} file is damaged" if is_damaged else "cannot read the file"
             raise DataError(f"{what}: {error.strerror or error}", where=file.shown, mend=_FETCH) from error
         except (EOFError, zlib.error, lzma.LZMAError) as error:
             raise DataError(
@@ -162,11 +158,6 @@ def open_bytes(file: DataFile, *, text: bool = True) -> Iterator[IO[bytes]]:
 
 
 _FETCH = "fetch or write the file anew"
-
-
-def _is_damage(error: OSError, suffix: str) -> bool:
-    """Return True if an error comes from unpacking: only errors of the system have a number."""
-    return suffix in COMPRESSED and error.errno is None
 
 
 def _peek(raw: Any, size: int) -> bytes:

@@ -16,7 +16,7 @@ from streamtune.base.privacy import is_offline
 from streamtune.data.reading.cells import without_nulls
 from streamtune.data.reading.files import DataFile, format_of, local_file
 from streamtune.data.reading.folders import Chosen, choose_files
-from streamtune.data.reading.readers import READERS, Row
+from streamtune.data.reading.readers import READERS, Row, one_line
 from streamtune.errors import DataError, did_you_mean
 
 Found = tuple[list[DataFile], Chosen | None]
@@ -170,10 +170,10 @@ def remote_files(address: str, *, split: str, config: str | None, where: str) ->
         package = _PACKAGES.get(protocol, "")
         mend = f"pip install {package}" if package else ""
         raise DataError(
-            f"reading '{protocol}://' needs a package: {_one_line(error)}", where=where, mend=mend
+            f"reading '{protocol}://' needs a package: {one_line(error, 300)}", where=where, mend=mend
         ) from error
     except ValueError as error:
-        raise DataError(f"cannot read '{address}': {_one_line(error)}", where=where, mend=_PROTOCOLS) from error
+        raise DataError(f"cannot read '{address}': {one_line(error, 300)}", where=where, mend=_PROTOCOLS) from error
     except Exception as error:  # every backend and its network have errors of their own
         raise _cannot_reach(address, error, where) from error
     _refuse_split(address, split, config, where)
@@ -209,13 +209,8 @@ def _version(system: Any, path: str) -> str | None:
 
 
 def _cannot_reach(address: str, error: Exception, where: str) -> DataError:
-    what = f"cannot read '{address}': {_one_line(error)}"
+    what = f"cannot read '{address}': {one_line(error, 300)}"
     return DataError(what, where=where, mend="check the address, the access and the network")
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def hub_rows(name: str, config: str | None, split: str, where: str, *, streamed: bool = False) -> Iterator[Row]:

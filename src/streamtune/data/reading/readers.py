@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -278,10 +279,6 @@ def _find_delimiter(header: str) -> str:
     return next((mark for mark in (",", ";", "\t", "|") if mark in bare), ",")
 
 
-def _read_tsv(file: DataFile, bad: BadRows) -> Iterator[Row]:
-    return _read_csv(file, bad, delimiter="\t")
-
-
 def _unique_columns(names: Sequence[str], origin: str) -> list[str]:
     """Return the column names without blanks at their ends; raise if one appears twice."""
     columns = [name.strip() for name in names]
@@ -345,12 +342,13 @@ def _arrow_rows(file: DataFile, batches: Callable[[Any], Iterator[Any]], kind: s
     except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError, KeyError, MemoryError) as error:
         where = f"{file.shown}:row {number + 1}" if number else file.shown
         mend = "fetch or write the file anew, or use .jsonl"
-        raise DataError(f"not a readable {kind} file: {_short(error)}", where=where, mend=mend) from error
+        raise DataError(f"not a readable {kind} file: {one_line(error, 200)}", where=where, mend=mend) from error
 
 
-def _short(error: BaseException) -> str:
+def one_line(error: BaseException, most: int) -> str:
+    """Return the text of an error as a line of at most ``most`` characters; its class if it has none."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _read_text(file: DataFile, bad: BadRows) -> Iterator[Row]:
@@ -449,7 +447,7 @@ READERS: dict[str, Reader] = {
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
     ".csv": _read_csv,
-    ".tsv": _read_tsv,
+    ".tsv": partial(_read_csv, delimiter="\t"),
     ".txt": _read_text,
     ".md": _read_text,
 }

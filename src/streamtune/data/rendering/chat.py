@@ -298,15 +298,11 @@ class ChatRenderer:
         places = [chat.place(index) for index in range(len(chat.messages))]
         turns: list[ChatTurn] = []
         for index in trained:
-            place = places[index]
-            if place is None or place == (0, 0):
-                raise chat.refusal(index, "does not print its text")
+            place = _printed(chat, places, index)
             earlier = (each[1] for each in places[:index] if each is not None and each[1] <= place[0])
             floor = max(turns[-1].end if turns else 0, *earlier, 0)
             turn = ChatTurn(self._rewritten_start(chat, index, place, floor), self._rewritten_end(chat, index, place))
-            for other, foreign in enumerate(places):
-                if other != index and (foreign is None or (foreign[0] < turn.end and turn.start < foreign[1])):
-                    raise chat.refusal(index, f"prints it together with messages[{other}]")
+            _refuse_shared(chat, places, index, turn)
             turns.append(turn)
         return turns
 
@@ -376,13 +372,9 @@ class ChatRenderer:
         enders = self._enders(chat, turns)
         places = [chat.place(index) for index in range(len(chat.messages))] if others else []
         for index in others:
-            place = places[index]
-            if place is None or place == (0, 0):
-                raise chat.refusal(index, "does not print its text")
-            for other, foreign in enumerate(places):
-                if other != index and (foreign is None or (foreign[0] < place[1] and place[0] < foreign[1])):
-                    raise chat.refusal(index, f"prints it together with messages[{other}]")
-            turns = [*turns, ChatTurn(place[0], self._behind_ender(chat.text, place[1], enders))]
+            start, end = _printed(chat, places, index)
+            _refuse_shared(chat, places, index, ChatTurn(start, end))
+            turns = [*turns, ChatTurn(start, self._behind_ender(chat.text, end, enders))]
         if which != "turn":
             turns = [ChatTurn(turn.start, self._before_ender(chat.text, turn, enders)) for turn in turns]
             ends = self._ends_of_turns(chat, enders) if which != "none" else []
@@ -456,6 +448,25 @@ class ChatRenderer:
                     turn = turn[: specials.pop().start()].rstrip()
                 return turn + token if token else turn
         return f"<think>\n{reasoning}\n</think>\n\n{_NO_REASONING.sub('', printed).lstrip()}"
+
+
+Places = Sequence[tuple[int, int] | None]
+"""[messages] as :meth:`Renderings.place` returns them."""
+
+
+def _printed(chat: Renderings, places: Places, index: int) -> tuple[int, int]:
+    """Return the place of a message; raise if the template does not print its text."""
+    place = places[index]
+    if place is None or place == (0, 0):
+        raise chat.refusal(index, "does not print its text")
+    return place
+
+
+def _refuse_shared(chat: Renderings, places: Places, index: int, turn: ChatTurn) -> None:
+    """Raise if the turn of a message touches the text of another."""
+    for other, foreign in enumerate(places):
+        if other != index and (foreign is None or (foreign[0] < turn.end and turn.start < foreign[1])):
+            raise chat.refusal(index, f"prints it together with messages[{other}]")
 
 
 def _ends_exchange(messages: Sequence[Message], index: int) -> bool:

@@ -381,14 +381,7 @@ def common_prefix(first: str, second: str) -> int:
 
 
 def _common_suffix(first: str, second: str, limit: int) -> int:
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[len(first) - middle : len(first) - low] == second[len(second) - middle : len(second) - low]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return common_prefix(first[len(first) - limit :][::-1], second[len(second) - limit :][::-1])
 
 
 # ---------------------------------------------------------------------------------------------------------- reasoning

@@ -158,7 +158,7 @@ def rendered_ahead(
         None unless the conversation was rendered ahead. The characters are None if the template has no such blocks, or
         has them inside ``set``, ``macro`` or ``filter``, which collect text.
     """
-    if not _WORKERS.has_ahead or _renders_itself(tokenizer):
+    if not _WORKERS.ready or _renders_itself(tokenizer):
         return None
     ready = _WORKERS.take(tokenizer.get_chat_template(None, request.tools), request.arguments())
     if ready is None:
@@ -170,10 +170,7 @@ def rendered_ahead(
 def _shared(
     tokenizer: PreTrainedTokenizerBase, template: str | None, tools: Any, limits: TemplateLimits
 ) -> dict[str, Any]:
-    try:
-        text = tokenizer.get_chat_template(template, tools)
-    except ValueError as error:
-        raise TemplateRefusalError(str(error)) from error
+    text = _template_text(tokenizer, template, tools)
     if len(text) > limits.template_characters:
         raise _too_much(f"is longer than {limits.template_characters:,} characters")
     return {**tokenizer.special_tokens_map, "chat_template": text}
@@ -194,11 +191,15 @@ def template_variables(tokenizer: PreTrainedTokenizerBase, tools: Any) -> set[st
     """
     if _renders_itself(tokenizer):
         return None
+    text = _template_text(tokenizer, None, tools)
+    return set(_WORKERS.render({"read": text}, TemplateLimits()).split())
+
+
+def _template_text(tokenizer: PreTrainedTokenizerBase, template: str | None, tools: Any) -> str:
     try:
-        text = tokenizer.get_chat_template(None, tools)
+        return tokenizer.get_chat_template(template, tools)
     except ValueError as error:
         raise TemplateRefusalError(str(error)) from error
-    return set(_WORKERS.render({"read": text}, TemplateLimits()).split())
 
 
 _GIVEN = {"messages", "tools", "add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"}
@@ -266,6 +267,7 @@ def fixed_date() -> str | None:
 
 
 def _renders_itself(tokenizer: Any) -> bool:
+    """Return True if the tokenizer renders chats by a method of its own, without a template."""
     kind: Any = type(tokenizer)
     return _has_own_method(kind)
 
@@ -349,25 +351,21 @@ class _Workers:
         self.date: str | None = None
         self._worker: _Worker | None = None
         self._lock = threading.Lock()
-        self._ready: dict[bytes, Any] = {}
+        self.ready: dict[bytes, Any] = {}
         atexit.register(self.close)
 
     def render_ahead(self, shared: dict[str, Any], own: Sequence[dict[str, Any]], limits: TemplateLimits) -> None:
         found = json.loads(self.render({**shared, "many": list(own)}, limits))
         for request, rendered in zip(own, found, strict=True):
             if rendered is not None and (key := _key(shared["chat_template"], request)):
-                self._ready[key] = rendered
-
-    @property
-    def has_ahead(self) -> bool:
-        return bool(self._ready)
+                self.ready[key] = rendered
 
     def take(self, template: str, own: dict[str, Any]) -> Any:
         """Return ``[text, spans]`` of a conversation that was rendered ahead; otherwise None."""
-        return self._ready.get(_key(template, own)) if self._ready else None
+        return self.ready.get(_key(template, own)) if self.ready else None
 
     def forget(self) -> None:
-        self._ready.clear()
+        self.ready.clear()
 
     def render(self, request: dict[str, Any], limits: TemplateLimits) -> str:
         """Render a conversation, or several as JSON, or return the variables of a template."""
