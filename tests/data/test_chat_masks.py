@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from list_renderer import ListRenderer
+from preparing import ListRenderer
 from tokenizers import Tokenizer
 from trained_tokenizers import read_template, train_bpe, wrap
 from transformers import PreTrainedTokenizerFast

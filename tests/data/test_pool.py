@@ -1,10 +1,12 @@
-"""Several processes prepare the rows, counts, messages and errors of one."""
+"""Rows rendered in several processes, and what the process of templates imports."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from preparing import prepare, prepare_preferences, prepare_prompts
 from transformers import PreTrainedTokenizerFast
 
 from streamtune.data import ChatOptions, Source
-from streamtune.data.templates import fix_date
+from streamtune.data.templates import WORKER, fix_date
 from streamtune.errors import DataError, RunError
 from streamtune.models.tokenizer import train_tokenizer
 
@@ -132,3 +134,32 @@ def test_a_process_that_is_killed_is_one_clear_error(tmp_path: Path, tokenizer: 
     threading.Thread(target=kill, daemon=True).start()
     with pytest.raises(RunError, match="a process that prepares rows ended"):
         prepare([source], tokenizer, max_length=10**6, processes=2)
+
+
+# -------- The process that renders chat templates imports the rendering of transformers, and all of it where that fails
+
+PROGRAM = """
+import importlib.util, runpy, sys
+{first}
+library = runpy.run_path(sys.argv[1], run_name="worker")["_import_library"]()
+chat = [{{"role": "user", "content": "cat"}}]
+texts, _ = library.render_jinja_template([chat], chat_template="{{{{ messages[0].content }}}}")
+print(texts[0], getattr(sys.modules["transformers"], "__version__", "no version"))
+"""
+REFUSE = """
+spec = importlib.util.module_from_spec
+def refuse(found):
+    if found.name == "transformers":
+        raise AttributeError("a module that is set up otherwise")
+    return spec(found)
+importlib.util.module_from_spec = refuse
+"""
+
+
+@pytest.mark.parametrize(("first", "is_whole"), [("", False), (REFUSE, True)], ids=["alone", "refused"])
+def test_library(first: str, is_whole: bool) -> None:
+    program = [sys.executable, "-c", PROGRAM.format(first=first), str(WORKER)]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    word, version = done.stdout.split(maxsplit=1)
+    assert word == "cat"
+    assert (version.strip() != "no version") == is_whole

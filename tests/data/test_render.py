@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from list_renderer import ListRenderer
+from preparing import ListRenderer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from trained_tokenizers import read_template, train_bpe, wrap
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from list_renderer import ListRenderer
+from preparing import ListRenderer
 from published import published
 from trained_tokenizers import read_template, wrap
 
