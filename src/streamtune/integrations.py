@@ -84,12 +84,7 @@ class StreamTuneCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Plan, stream the model, print one line.
-
-        Raises:
-            ArgumentError: The longest row is unknown, or no schedule fits.
-            UnsupportedModelError: The model cannot be streamed, or not any more in its wrapper.
-        """
+        """Plan, stream the model, print one line."""
         model: nn.Module = given["model"]
         self.remove()  # of a training that ended with an error
         self.plan = None
@@ -218,13 +213,13 @@ def _rows(args: TrainingArguments) -> int:
 @contextmanager
 def _own_forwards(model: nn.Module) -> Iterator[None]:
     """Remove functions that replace ``forward`` (accelerate's autocast), while inside: a copy would share them."""
-    found: list[tuple[nn.Module, dict[str, Any]]] = []
+    replaced: list[tuple[nn.Module, dict[str, Any]]] = []
     for module in model.modules():
         names = [name for name in ("forward", "_original_forward") if name in module.__dict__]
         if names:
-            found.append((module, {name: module.__dict__.pop(name) for name in names}))
+            replaced.append((module, {name: module.__dict__.pop(name) for name in names}))
     try:
         yield
     finally:
-        for module, functions in found:
+        for module, functions in replaced:
             module.__dict__.update(functions)

@@ -40,13 +40,13 @@ SHOWN_LENGTH = 40
 
 def versions() -> dict[str, str]:
     """Return the versions that ranks must share to compute the same, without importing any package."""
-    found = {"python": platform.python_version(), "streamtune": __version__}
+    versions_by_name = {"python": platform.python_version(), "streamtune": __version__}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions_by_name[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions_by_name[package] = "not installed"
+    return versions_by_name
 
 
 def fingerprint(text: str) -> str:
@@ -59,13 +59,8 @@ def agree(
 ) -> None:
     """Compare ``facts`` and :func:`versions` over all ranks, which all call this. With one rank nothing happens.
 
-    Args:
-        facts: Values that must be the same everywhere, by name.
-        environment: Environment of this rank; None reads it.
-        seconds: Time for the slowest rank to come.
-
     Raises:
-        DistributedError: Ranks differ, have not come or cannot reach others; the same error on every rank.
+        DistributedError: Ranks differ, have not come in time or cannot reach others; the same error on every rank.
     """
     env = read_environment() if environment is None else environment
     if env.world_size == 1:
@@ -108,9 +103,9 @@ def _report(env: RankEnvironment, message: dict[str, Any], seconds: float) -> di
     """Send this rank's facts to rank 0, and return the outcome."""
     line = dial(env, PURPOSE, {}, seconds)
     try:
-        own = line.connection.getsockname()[0]
-        with _ReachablePort(env, own) as reachable:
-            line.send({**message, "address": own, "port": reachable.port})
+        address = line.connection.getsockname()[0]
+        with _ReachablePort(env, address) as reachable:
+            line.send({**message, "address": address, "port": reachable.port})
             answer = line.receive(seconds + REACH_SECONDS)
             if answer["outcome"] is None:
                 line.send({"unreached": _call_leaders(answer["leaders"], env.rank)})
@@ -220,13 +215,15 @@ def _check_reach(
     leaders: Sequence[dict[str, Any]],
 ) -> Failure | None:
     """Return a failure that names each machine that does not reach another; None if all do."""
-    found = {0: _call_leaders(leaders, 0)}
+    unreached = {0: _call_leaders(leaders, 0)}
     for rank, (line, _) in callers.items():
         try:
-            found[rank] = line.receive(REACH_SECONDS * max(1, len(leaders)))["unreached"]
+            unreached[rank] = line.receive(REACH_SECONDS * max(1, len(leaders)))["unreached"]
         except (OSError, KeyError):
-            found[rank] = [f"rank 0 on {env.host}: it went silent"]
-    lines = [f"rank {rank} on {hosts[rank]} cannot reach {place}" for rank in sorted(found) for place in found[rank]]
+            unreached[rank] = [f"rank 0 on {env.host}: it went silent"]
+    lines = [
+        f"rank {rank} on {hosts[rank]} cannot reach {place}" for rank in sorted(unreached) for place in unreached[rank]
+    ]
     if not lines:
         return None
     mend = "the hosts must reach each other on every port above 1024, as gloo and NCCL connect each to each"

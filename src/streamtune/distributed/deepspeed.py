@@ -36,6 +36,11 @@ class _OptimizerPart(NamedTuple):
     """Offset in the flattened parameter."""
     length: int
 
+    @property
+    def span(self) -> slice:
+        """The part's place in ``flat``."""
+        return slice(self.start, self.start + self.length)
+
 
 def check_deepspeed() -> None:
     """Refuse to go on without DeepSpeed; the error has the command that installs it."""
@@ -151,21 +156,21 @@ class DeepSpeedBackend(Backend):
 
     def stepped(self) -> Iterator[Tensor]:
         """Yield the trained values of this rank, in float32 if weights have fewer bits."""
-        parts = (self._held(parameter) for _, parameter in self._trained())
-        return (part.flat[part.start : part.start + part.length] for part in parts if part is not None)
+        parts = (self._part_of(parameter) for _, parameter in self._trained())
+        return (part.flat[part.span] for part in parts if part is not None)
 
     def slices(self) -> Iterator[Slice]:
         for name, parameter in self._trained():
-            found = self._held(parameter)
-            if found is None:
+            part = self._part_of(parameter)
+            if part is None:
                 continue
-            shape, held = self._shape(parameter), slice(found.start, found.start + found.length)
-            if found.flat.dtype != parameter.dtype:
-                yield Slice(name, MASTER, shape, found.offset, found.flat.detach()[held])
-            for key, value in self._state(found.flat).items():
-                if isinstance(value, Tensor) and value.shape == found.flat.shape:
-                    yield Slice(name, key, shape, found.offset, value[held])
-                elif found.offset == 0:  # a count of steps: one for all, written with the first value
+            shape = self._shape(parameter)
+            if part.flat.dtype != parameter.dtype:
+                yield Slice(name, MASTER, shape, part.offset, part.flat.detach()[part.span])
+            for key, value in self._state(part.flat).items():
+                if isinstance(value, Tensor) and value.shape == part.flat.shape:
+                    yield Slice(name, key, shape, part.offset, value[part.span])
+                elif part.offset == 0:  # a count of steps: one for all, written with the first value
                     yield Slice(name, key, (), 0, self._saved_count(value).reshape(1))
 
     def load_slices(self, saved: SliceReader) -> None:
@@ -174,24 +179,23 @@ class DeepSpeedBackend(Backend):
         state = self.engine.optimizer.optimizer.state
         fresh: set[int] = set()
         for name, parameter in trained:
-            found = self._held(parameter)
-            if found is None:
+            part = self._part_of(parameter)
+            if part is None:
                 continue
-            flat = found.flat
+            flat = part.flat
             if id(flat) not in fresh:
                 fresh.add(id(flat))
                 state[flat] = {}
-            held = slice(found.start, found.start + found.length)
             for key in saved.keys(name):
                 if key == MASTER:
                     if flat.dtype != parameter.dtype:
                         with torch.no_grad():
-                            flat[held].copy_(saved.read(name, key, found.offset, found.length))
+                            flat[part.span].copy_(saved.read(name, key, part.offset, part.length))
                 elif saved.shape(name, key) == ():  # a count of steps
                     state[flat][key] = self._count(flat, saved.read(name, key, 0, 1))
                 else:
                     whole = state[flat].setdefault(key, torch.zeros_like(flat, requires_grad=False))
-                    whole[held].copy_(saved.read(name, key, found.offset, found.length))
+                    whole[part.span].copy_(saved.read(name, key, part.offset, part.length))
         if self.stage < 3:  # what it linked to the state there was
             self.engine.optimizer._hp_optimizer_states_linked = False
 
@@ -217,7 +221,7 @@ class DeepSpeedBackend(Backend):
     def _state(self, flat: Tensor) -> Mapping[str, Any]:
         return self.engine.optimizer.optimizer.state.get(flat, {})
 
-    def _held(self, parameter: Any) -> _OptimizerPart | None:
+    def _part_of(self, parameter: Any) -> _OptimizerPart | None:
         """Return this rank's part of a parameter, without padding; None if it has none."""
         optimizer = self.engine.optimizer
         if self.stage == 3:

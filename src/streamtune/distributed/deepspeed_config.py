@@ -61,16 +61,11 @@ AUTO = "auto"
 
 
 def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepspeed") -> dict[str, Any]:
-    """Return a configuration with nothing left to fill in.
+    """Return the configuration of a preset or a JSON file with nothing left to fill in.
 
-    Args:
-        name: A preset, or the path of a JSON file.
-        values: Values from the recipe, by dotted key: ``{"bf16.enabled": True, ...}``.
-        where: Place for errors.
-
-    Raises:
-        ArgumentError: There is no such preset or file, or it is not valid, contradicts the recipe, leaves ``auto``
-            where the recipe has no value, names an optimizer or a scheduler, or asks for another stage than 1 to 3.
+    ``values`` from the recipe are named by dotted keys: ``{"bf16.enabled": True, ...}``. A configuration is refused
+    that contradicts the recipe, leaves ``auto`` where the recipe has no value, names an optimizer or a scheduler, or
+    asks for another stage than 1 to 3.
     """
     config = read_config(name, where=where)
     source = f"the preset {name}" if name in PRESETS else name
@@ -109,12 +104,12 @@ def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepsp
 
 def filled(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the resolved ``config`` that are ``auto`` in its preset or file, by dotted key."""
-    found = {}
+    values = {}
     for key in _autos(read_config(name)):
         holder, last = _holder(dict(config), key)
         if holder is not None:
-            found[key] = holder[last]
-    return found
+            values[key] = holder[last]
+    return values
 
 
 def read_config(name: str, *, where: str = "deepspeed") -> dict[str, Any]:

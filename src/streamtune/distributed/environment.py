@@ -67,7 +67,7 @@ class RankEnvironment:
         """
         if self.launcher == "none":
             return
-        found = {
+        variables = {
             "RANK": self.rank,
             "LOCAL_RANK": self.local_rank,
             "WORLD_SIZE": self.world_size,
@@ -75,7 +75,7 @@ class RankEnvironment:
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": self.master_port,
         }
-        for name, value in found.items():
+        for name, value in variables.items():
             environ.setdefault(name, str(value))
         environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // self.local_world_size)))
         if self.world_size > 1:
@@ -95,32 +95,31 @@ class RankEnvironment:
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment:
-    """Return the rank environment of this process; an ordinary process is rank 0 of 1.
-
-    Raises:
-        ArgumentError: A launcher variable is missing, not a number, or contradicts another.
-    """
+    """Return the rank environment of this process; an ordinary process is rank 0 of 1."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        found = _from_torch(environ)
+        environment = _from_torch(environ)
     elif _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environ:
-        found = _from_slurm(environ)
+        environment = _from_slurm(environ)
     elif "OMPI_COMM_WORLD_RANK" in environ and "OMPI_COMM_WORLD_SIZE" in environ:
-        found = _from_mpi(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+        environment = _from_mpi(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
                           "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")  # fmt: skip
     elif "PMI_RANK" in environ and "PMI_SIZE" in environ:
-        found = _from_mpi(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        environment = _from_mpi(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     elif _number(environ, "WORLD_SIZE", 1) > 1:
         raise _missing("RANK", "the launcher")
     else:
         return RankEnvironment()
-    if not 0 <= found.rank < found.world_size or not 0 <= found.local_rank < found.local_world_size:
+    if (
+        not 0 <= environment.rank < environment.world_size
+        or not 0 <= environment.local_rank < environment.local_world_size
+    ):
         raise ArgumentError(
-            f"{found.launcher} says this is rank {found.rank} of {found.world_size}, "
-            f"{found.local_rank} of {found.local_world_size} on this machine",
+            f"{environment.launcher} says this is rank {environment.rank} of {environment.world_size}, "
+            f"{environment.local_rank} of {environment.local_world_size} on this machine",
             where="environment",
             mend="unset RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, which may be left from another program",
         )
-    return found
+    return environment
 
 
 def _from_torch(environ: Mapping[str, str]) -> RankEnvironment:
@@ -136,7 +135,7 @@ def _from_torch(environ: Mapping[str, str]) -> RankEnvironment:
     if "LOCAL_RANK" not in environ and size > 1:
         raise _missing("LOCAL_RANK", launcher)
     local_size = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or environ["WORLD_SIZE"]
-    found = RankEnvironment(
+    launched = RankEnvironment(
         rank,
         _number(environ, "LOCAL_RANK", 0),
         size,
@@ -144,7 +143,7 @@ def _from_torch(environ: Mapping[str, str]) -> RankEnvironment:
         launcher=launcher,
     )
     job = (environ.get(name, "") for name in (RUN_ID_VARIABLE, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"))
-    return _with_address(found, environ, "/".join(job))
+    return _with_address(launched, environ, "/".join(job))
 
 
 def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
@@ -152,7 +151,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
     nodes = expand_nodes(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or "")
     tasks = expand_tasks(environ.get("SLURM_STEP_TASKS_PER_NODE") or str(size))
     node = _number(environ, "SLURM_NODEID", 0)
-    found = RankEnvironment(
+    launched = RankEnvironment(
         _number(environ, "SLURM_PROCID"),
         _number(environ, "SLURM_LOCALID"),
         size,
@@ -160,7 +159,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
         master_addr=nodes[0] if len(nodes) > 1 else "127.0.0.1",
         launcher="srun",
     )
-    return _with_address(found, environ, f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}")
+    return _with_address(launched, environ, f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}")
 
 
 def _from_mpi(environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> RankEnvironment:
@@ -173,18 +172,18 @@ def _from_mpi(environ: Mapping[str, str], rank: str, size: str, local_rank: str,
             mend="name the first host: `mpirun -x MASTER_ADDR=HOST ...`",
         )
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or environ.get("PMI_JOBID")
-    found = RankEnvironment(_number(environ, rank), _number(environ, local_rank), world, local, launcher="mpirun")
-    return _with_address(found, environ, job or str(os.getppid() if local == world else ""))
+    launched = RankEnvironment(_number(environ, rank), _number(environ, local_rank), world, local, launcher="mpirun")
+    return _with_address(launched, environ, job or str(os.getppid() if local == world else ""))
 
 
-def _with_address(found: RankEnvironment, environ: Mapping[str, str], job: str) -> RankEnvironment:
+def _with_address(launched: RankEnvironment, environ: Mapping[str, str], job: str) -> RankEnvironment:
     """Add the address and port of rank 0, as the variables give them or derived from the job, and the run's id."""
-    address = environ.get("MASTER_ADDR") or found.master_addr
+    address = environ.get("MASTER_ADDR") or launched.master_addr
     check_host(address, "MASTER_ADDR" if environ.get("MASTER_ADDR") else "environment")
     if environ.get(SECRET_VARIABLE):
         job = f"{environ[SECRET_VARIABLE]}/{job}"
-    known = found.launcher in ("srun", "mpirun") and job
-    port = 15000 + int(_digest(job)[:8], 16) % 5000 if known else DEFAULT_PORT
+    has_job_port = launched.launcher in ("srun", "mpirun") and job
+    port = 15000 + int(_digest(job)[:8], 16) % 5000 if has_job_port else DEFAULT_PORT
     port = _number(environ, "MASTER_PORT", port)
     if port > 65535:
         raise ArgumentError(
@@ -192,13 +191,13 @@ def _with_address(found: RankEnvironment, environ: Mapping[str, str], job: str) 
             where="environment",
             mend="set it to a free port from 1024 to 65535 on all ranks",
         )
-    alone = found.local_world_size == found.world_size
+    alone = launched.local_world_size == launched.world_size
     return replace(
-        found,
+        launched,
         master_addr=address,
         master_port=port,
-        run_id=_digest(f"{job}/{address}/{port}/{found.world_size}")[:32],
-        one_machine=alone and (found.launcher in COUNTING or address in LOOPBACK),
+        run_id=_digest(f"{job}/{address}/{port}/{launched.world_size}")[:32],
+        one_machine=alone and (launched.launcher in COUNTING or address in LOOPBACK),
     )
 
 
@@ -238,23 +237,23 @@ def expand_nodes(text: str) -> list[str]:
 
 
 def _expand_entry(entry: str) -> list[str]:
-    found = re.match(r"([^\[]*)\[([^\]]*)\](.*)", entry)
-    if found is None:
+    match = re.match(r"([^\[]*)\[([^\]]*)\](.*)", entry)
+    if match is None:
         return [entry]
     numbers: list[str] = []
-    for part in found[2].split(","):
+    for part in match[2].split(","):
         first, _, last = part.partition("-")
         numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
-    return [found[1] + number + rest for number in numbers for rest in _expand_entry(found[3])]
+    return [match[1] + number + rest for number in numbers for rest in _expand_entry(match[3])]
 
 
 def expand_tasks(text: str) -> list[int]:
     """Expand Slurm's number of tasks for each node: ``2(x3),1`` -> ``2, 2, 2, 1``."""
     tasks: list[int] = []
     for entry in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
-        if found is not None:
-            tasks += [int(found[1])] * int(found[2] or 1)
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
+        if match is not None:
+            tasks += [int(match[1])] * int(match[2] or 1)
     return tasks
 
 

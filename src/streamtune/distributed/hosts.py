@@ -185,30 +185,28 @@ def _short(text: str) -> str:
 
 
 def _read_line(said: str, where: str, before: Sequence[Host], per_host: int | None) -> Host:
-    found = LINE.fullmatch(said) if len(said) <= LONGEST_LINE else None
-    if found is None or any(part.startswith("-") for part in found["name"].split("@")) or not said.isprintable():
-        raise ArgumentError(f"{_short(repr(said))} is no line of a hostfile", where=where, mend="write `HOST slots=N`")
-    check_host(found["name"], where, user=True)
-    if found["slots"] is None:
-        raise ArgumentError(f"'{said}' does not say how many ranks", where=where, mend=f"write `{said} slots=N`")
-    digits = found["slots"]
+    def refused(what: str, mend: str) -> ArgumentError:
+        return ArgumentError(what, where=where, mend=mend)
+
+    match = LINE.fullmatch(said) if len(said) <= LONGEST_LINE else None
+    if match is None or any(part.startswith("-") for part in match["name"].split("@")) or not said.isprintable():
+        raise refused(f"{_short(repr(said))} is no line of a hostfile", "write `HOST slots=N`")
+    name, digits = match["name"], match["slots"]
+    check_host(name, where, user=True)
+    if digits is None:
+        raise refused(f"'{said}' does not say how many ranks", f"write `{said} slots=N`")
     slots = int(digits) if len(digits) <= 20 else MOST_SLOTS + 1
-    host = Host(found["name"], slots if per_host is None else per_host, where)
+    host = Host(name, slots if per_host is None else per_host, where)
     if slots > MOST_SLOTS:
-        raise ArgumentError(f"{host.name} has {_short(digits)} slots, which is more than any machine has", where=where,
-                            mend=f"write the number of its devices, at most {MOST_SLOTS:,}")  # fmt: skip
+        most = f"write the number of its devices, at most {MOST_SLOTS:,}"
+        raise refused(f"{name} has {_short(digits)} slots, which is more than any machine has", most)
     if slots < 1:
-        raise ArgumentError(
-            f"{host.name} has {'no' if slots == 0 else slots} slots",
-            where=where,
-            mend="give it at least 1, or take the line out",
-        )
+        raise refused(f"{name} has {'no' if slots == 0 else slots} slots", "give it at least 1, or take the line out")
     if host.slots > slots:
-        raise ArgumentError(
-            f"--nproc {per_host} is more than the {slots} slots of {host.name}",
-            where=where,
-            mend=f"lower --nproc to {slots}, or raise the slots",
+        raise refused(
+            f"--nproc {per_host} is more than the {slots} slots of {name}",
+            f"lower --nproc to {slots}, or raise the slots",
         )
-    if any(known.address == host.address for known in before):
-        raise ArgumentError(f"{host.name} is there twice", where=where, mend="write one line with all its slots")
+    if any(other.address == host.address for other in before):
+        raise refused(f"{name} is there twice", "write one line with all its slots")
     return host

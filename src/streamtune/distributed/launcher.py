@@ -51,25 +51,21 @@ class RankGroup(Protocol):
 
 
 def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None, device: str = "auto") -> int:
-    """Run ``streamtune ARGUMENTS`` in several ranks, and return the exit code for all of them.
+    """Run ``streamtune ARGUMENTS`` in several ranks, ``nproc`` on each host, and return the exit code for all.
 
-    Args:
-        arguments: The command and its arguments; options for the number of ranks are removed.
-        nproc: Ranks on each host.
-        hostfile: Path of the hosts; None is this machine.
-        device: ``cpu``, ``cuda`` or ``auto``, as in the recipe.
+    The hosts are those of ``hostfile``; None is this machine. Options for the number of ranks are removed from the
+    arguments. ``device`` is ``cpu``, ``cuda`` or ``auto``, as in the recipe.
 
     Raises:
-        ArgumentError: Too few or too many ranks, a hostfile that contradicts them, or a port that is taken.
         DistributedError: A host cannot be reached, or a rank failed without an error of its own.
         StreamTuneError: The error of the rank that failed first.
     """
-    found = read_environment()
-    if found.launcher != "none":
+    environment = read_environment()
+    if environment.launcher != "none":
         raise ArgumentError(
-            f"this is rank {found.rank} of {found.world_size} already, started by {found.launcher}",
+            f"this is rank {environment.rank} of {environment.world_size} already, started by {environment.launcher}",
             where="--nproc" if nproc is not None else "--hostfile",
-            mend=f"leave the option out: {found.launcher} starts the ranks",
+            mend=f"leave the option out: {environment.launcher} starts the ranks",
         )
     if nproc is not None and nproc < 1:
         raise ArgumentError(f"{nproc} ranks cannot train", where="--nproc", mend="give 1 or more")
@@ -170,8 +166,8 @@ def _is_this_machine(host: Host) -> bool:
         return False
     try:
         with among_ranks():
-            known = socket.getaddrinfo(host.address, 0, type=socket.SOCK_DGRAM)
-        for family, kind, _, _, address in known:
+            addresses = socket.getaddrinfo(host.address, 0, type=socket.SOCK_DGRAM)
+        for family, kind, _, _, address in addresses:
             with socket.socket(family, kind) as probe:
                 probe.bind(address)
                 return True

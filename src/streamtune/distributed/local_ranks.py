@@ -34,15 +34,10 @@ Output = tuple[IO[bytes] | int | None, IO[bytes] | int | None]
 
 
 class LocalRanks:
-    """The processes of the ranks of this machine, ``first_rank`` and the next.
+    """The processes of ``count`` ranks of this machine, numbered from ``first_rank``.
 
-    Args:
-        command: Command that each rank runs.
-        first_rank: Number of the first of these ranks.
-        count: Number of ranks.
-        environment: Variables, with ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT`` and the run's id.
-        host: Name of this machine in messages.
-        main_output: Output of rank 0; None is the output of this process.
+    Each runs ``command``. ``environment`` has ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT`` and the run's id.
+    ``host`` is this machine in messages. ``main_output`` is the output of rank 0; None is the output of this process.
     """
 
     def __init__(
@@ -170,14 +165,14 @@ def count_devices() -> int:
     """Return the number of CUDA devices as torch will count them, without loading torch; 0 without a driver."""
     import ctypes
 
-    found = ctypes.c_int(0)
+    count = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         if driver.cuInit(0) == 0:
-            driver.cuDeviceGetCount(ctypes.byref(found))
+            driver.cuDeviceGetCount(ctypes.byref(count))
     except (OSError, AttributeError):
         return 0
-    return found.value
+    return count.value
 
 
 def log_path(directory: Path, rank: int) -> Path:
@@ -187,10 +182,8 @@ def log_path(directory: Path, rank: int) -> Path:
 def leave_terminal(environment: RankEnvironment) -> int | None:
     """Redirect the output of a rank other than 0, if it shares a terminal with rank 0, to a temporary file.
 
-    Under ``streamtune --nproc`` the launcher has redirected it already, and has the file.
-
-    Returns:
-        A descriptor of the previous standard error; None if nothing was changed.
+    Under ``streamtune --nproc`` the launcher has redirected it already, and has the file. Return a descriptor of the
+    previous standard error; None if nothing was changed.
     """
     if environment.is_main or os.environ.get(LOG_FILE_VARIABLE):
         return None

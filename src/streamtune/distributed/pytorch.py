@@ -184,11 +184,15 @@ def _place(
     source: LayerSource, names: list[str], device: torch.device, main: Callable[[Callable[[], Any]], Any]
 ) -> None:
     """Place the values on rank 0, and uninitialised tensors for them on the others."""
-    found: dict[str, Tensor] = {}
-    main(lambda: found.update(source.read(names)))
+    values_by_name: dict[str, Tensor] = {}
+    main(lambda: values_by_name.update(source.read(names)))
     for name in names:
         like = source.shape(name)
-        values = found.pop(name).to(like.dtype) if distributed.get_rank() == 0 else torch.empty_like(like, device="cpu")
+        values = (
+            values_by_name.pop(name).to(like.dtype)
+            if distributed.get_rank() == 0
+            else torch.empty_like(like, device="cpu")
+        )
         source.place(name, values.detach().to(device))
 
 

@@ -235,26 +235,23 @@ def find_deadlock(peers: Iterable[Peer], limits: WatchLimits) -> Failure | None:
 
 
 def _by_place(peers: Sequence[Peer]) -> list[tuple[str, str]]:
-    found: dict[str, list[Peer]] = {}
+    peers_by_place: dict[str, list[Peer]] = {}
     for peer in peers:
-        found.setdefault(peer.beat.standing, []).append(peer)
+        peers_by_place.setdefault(peer.beat.standing, []).append(peer)
     return [
         (
             standing if len(who) == 1 else standing.replace("waits", "wait", 1).replace("stands", "stand", 1),
             f"{describe_ranks([p.rank for p in who])} on {', '.join(sorted({p.host for p in who})[:4])}",
         )
-        for standing, who in list(found.items())[:8]
+        for standing, who in list(peers_by_place.items())[:8]
     ]
 
 
 class Stragglers:
     """Finds ranks that take much longer than the median for their part of each step.
 
-    Args:
-        course: Shortest measurement in seconds: the time a rank waits is sampled.
-        ratio: Multiple of the median that a slow rank exceeds.
-        steps: Fewest steps to measure over.
-        seconds: Least seconds that a slow rank takes longer a step.
+    They take more than ``ratio`` times the median and ``seconds`` longer a step. At least ``course`` seconds and
+    ``steps`` are measured: the time a rank waits is sampled.
     """
 
     def __init__(self, course: float, ratio: float = 1.5, steps: int = 20, seconds: float = 0.05) -> None:

@@ -214,17 +214,17 @@ class Vitals:
 
     def _net_bytes(self) -> int:
         """Return the bytes that the connections of this process have received, or sent and got acknowledged."""
-        found: dict[str, int] = {}
+        bytes_by_socket: dict[str, int] = {}
         self.unanswered = ""
         with suppress(OSError):
             for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
                 with suppress(OSError, ValueError):
                     link = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
                     if link.startswith("socket:") and int(name) not in self.ours:
-                        found[link], unanswered = _carried(int(name))
+                        bytes_by_socket[link], unanswered = _carried(int(name))
                         self.unanswered = self.unanswered or unanswered
-        self._net += sum(max(0, carried - self._sockets.get(link, 0)) for link, carried in found.items())
-        self._sockets = found
+        self._net += sum(max(0, carried - self._sockets.get(link, 0)) for link, carried in bytes_by_socket.items())
+        self._sockets = bytes_by_socket
         return self._net
 
 

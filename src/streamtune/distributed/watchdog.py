@@ -67,11 +67,8 @@ class Watchdog:
 
     ``STREAMTUNE_WATCHDOG=off`` switches it off, and a number is the seconds for which all ranks may stand still.
 
-    Args:
-        environment: Environment of this rank.
-        show: Prints an error where no launcher does.
-        event: Logs an event by name and details; called on rank 0, from another thread.
-        limits: Time limits; None for the defaults.
+    ``show`` prints an error where no launcher does. ``event`` logs an event by name and details, on rank 0 and from
+    another thread.
     """
 
     def __init__(

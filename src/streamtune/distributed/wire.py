@@ -189,14 +189,10 @@ class _Caller:
 
 
 class Admission:
-    """The calls that come to a socket of :func:`streamtune.distributed.wire.listen`; nothing here waits for a caller.
+    """Lets ranks of this run in, on rank 0, and nobody else, without waiting for any of them.
 
-    Args:
-        server: The socket. It is closed with this.
-        environment: Of rank 0.
-        purpose: As given to ``listen``.
-        about: What rank 0 says of itself to those it lets in.
-        selector: Where sockets are watched, with this object as their data.
+    ``server`` is closed with it. ``about`` are entries of rank 0's greeting. ``selector`` watches the sockets, with
+    this object as their data.
     """
 
     def __init__(
@@ -224,8 +220,7 @@ class Admission:
     def take(self, ready: Any) -> tuple[Line, dict[str, Any]] | None:
         """Accept or read from a socket that has become readable.
 
-        Returns:
-            The line to a rank that has been let in and what it says of itself, ``rank`` and ``host`` checked.
+        Return the line to a rank that has been let in and its greeting, with ``rank`` and ``host`` checked; else None.
         """
         if ready is self._server:
             self._accept()
@@ -249,7 +244,6 @@ class Admission:
             self._drop(caller)
 
     def close(self) -> None:
-        """Take no more calls."""
         if not self.is_open:
             return
         self.is_open = False

@@ -44,10 +44,10 @@ from streamtune.engine.hf_names import (
     SAFE_INDEX,
     inside,
 )
-from streamtune.errors import ArgumentError, StreamTuneError
-from streamtune.models.config import check_exists, is_memory_error, loading_error, read_config
+from streamtune.errors import ArgumentError
+from streamtune.models.config import check_exists, loading, loading_error, read_config
 from streamtune.models.folder import READ, SETTLED_SECONDS, check_folder
-from streamtune.models.weights_check import check_dtypes, check_unused, is_finite, not_finite, size_error
+from streamtune.models.weights_check import check_dtypes, check_missing, check_unused, is_finite, not_finite, size_error
 
 
 def checkpoint_dtype(name_or_path: str, trust_remote_code: bool) -> torch.dtype | None:
@@ -56,9 +56,9 @@ def checkpoint_dtype(name_or_path: str, trust_remote_code: bool) -> torch.dtype 
     config = read_config(name_or_path, trust_remote_code)
     if config is None or getattr(config, "quantization_config", None) is not None:
         return None
-    found = getattr(config, "dtype", None)
-    if isinstance(found, torch.dtype):
-        return found
+    dtype = getattr(config, "dtype", None)
+    if isinstance(dtype, torch.dtype):
+        return dtype
     try:
         return CheckpointFiles(name_or_path).dtype()
     except ArgumentError:  # weights are a pickle, or not here: loading them says what is wrong
@@ -128,12 +128,12 @@ class CheckpointFiles:
         """Refuse a tensor of another size than its parameter."""
         try:
             with safe_open(self._files[key], framework="pt") as file:
-                found = tuple(file.get_slice(key).get_shape())
+                size = tuple(file.get_slice(key).get_shape())
         except (OSError, SafetensorError) as error:
             raise loading_error("model", self.name, error) from error
-        if found != tuple(wanted.shape):
+        if size != tuple(wanted.shape):
             assert self._model is not None
-            raise size_error(self.name, self._model.config, name, found, tuple(wanted.shape))
+            raise size_error(self.name, self._model.config, name, size, tuple(wanted.shape))
 
     def _link(self, state: Mapping[str, Tensor]) -> None:
         """Record the conversion that gives each parameter; refuse files that lack some."""
@@ -147,16 +147,8 @@ class CheckpointFiles:
                 if name in state:
                     self._gives[self._aliases[name]] = start
         ignored = _may_lack(self._model)
-        missing = sorted(
-            {self._aliases[name] for name in state} - self._gives.keys() - {n for n in state if ignored(n)}
-        )
-        if missing:
-            raise ArgumentError(
-                f"the checkpoint '{self.name}' has no weights for {len(missing)} parameters of "
-                f"{type(self._model).__name__}: {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
-                where="model_name_or_path",
-                mend="use a checkpoint of a causal language model",
-            )
+        needed = {self._aliases[name] for name in state if not ignored(self._aliases[name])}
+        check_missing(self.name, self._model, needed - self._gives.keys())
 
     def gives(self, name: str) -> bool:
         return self._aliases.get(name, name) in self._gives
@@ -164,22 +156,16 @@ class CheckpointFiles:
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read parameters and buffers by name, on the CPU, in the model's dtypes. Each can be read once."""
         assert self._model is not None, "prepare() comes first"
-        wanted, found = list(names), dict[str, Tensor]()
+        wanted, tensors = list(names), dict[str, Tensor]()
         for start in dict.fromkeys(self._gives[name] for name in wanted):
             load = self._loads.pop(start, None)
             if load is None:
                 continue
-            try:
+            with loading(self.name):  # a converter may be given tensors of other sizes
                 converted = load.convert(start, model=self._model, config=self._model.config)
-            except StreamTuneError:
-                raise
-            except Exception as error:  # of a converter that is given tensors of other sizes
-                if is_memory_error(error):
-                    raise
-                raise loading_error("model", self.name, error) from error
             for name, value in converted.items():
-                found[self._aliases.get(name, name)] = value[0] if isinstance(value, list) else value
-        return {name: found[name].contiguous() for name in wanted}
+                tensors[self._aliases.get(name, name)] = value[0] if isinstance(value, list) else value
+        return {name: tensors[name].contiguous() for name in wanted}
 
     def _tensor(self, key: str, dtype: torch.dtype) -> Tensor:
         """Return a copy of a tensor: kernels may round differently for its alignment in the file."""
@@ -202,13 +188,13 @@ def _may_lack(model: Any) -> Callable[[str], bool]:
 def _dtypes(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
     """Return the dtype of each parameter and buffer: some models keep a few in float32."""
     plan = model._get_dtype_plan(model.dtype)
-    found = {name: value.dtype for name, value in state.items()}
+    dtypes = {name: value.dtype for name, value in state.items()}
     if plan:
         pattern, groups, _ = inside(ANY_OF)(list(plan))
-        for name in found:
+        for name in dtypes:
             if (match := pattern.search(name)) is not None and match.lastgroup is not None:
-                found[name] = plan[groups[match.lastgroup]]
-    return found
+                dtypes[name] = plan[groups[match.lastgroup]]
+    return dtypes
 
 
 def _find(name_or_path: str) -> dict[str, Path]:
@@ -251,13 +237,8 @@ def fingerprint_model(
 ) -> str | None:
     """Return the fingerprint of a model: of a folder its configuration and weights, of a hub's model its commit.
 
-    None without such a model, which its loading reports.
-
-    Args:
-        name_or_path: Name in the recipe.
-        code: True if Python files that come with the model are run.
-        weights: True if the weights are read, besides the configuration.
-        times: Times of files, for :func:`fingerprint_files`.
+    None without such a model, which its loading reports. ``code`` is True if Python files that come with the model are
+    run, ``weights`` if weights are read besides the configuration; ``times`` as for :func:`fingerprint_files`.
     """
     if not is_folder(name_or_path):
         return _commit_of(name_or_path)
@@ -306,9 +287,9 @@ def fingerprint_files(files: Iterable[tuple[str, Path]], times: FileTimes | None
                     mend="wait until it is written, and start again",
                 )
     with ThreadPoolExecutor(THREADS) as pool:  # hashing lets go of the interpreter's lock
-        found = list(pool.map(_hash_of, [path for _, path in ordered]))
+        hashes = list(pool.map(_hash_of, [path for _, path in ordered]))
     digest = hashlib.sha256()
-    for (name, _), content in zip(ordered, found, strict=True):
+    for (name, _), content in zip(ordered, hashes, strict=True):
         digest.update(f"{name}\0{content}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
@@ -340,8 +321,8 @@ def _hash_of(path: Path) -> str:
     try:
         with path.open("rb") as file:
             state = os.fstat(file.fileno())
-            known = _remembered(path, state) if state.st_size >= REMEMBERED_BYTES else None
-            if known is not None and (text := known.read()) is not None:  # damaged: hashed again, with a message
+            cached = _remembered(path, state) if state.st_size >= REMEMBERED_BYTES else None
+            if cached is not None and (text := cached.read()) is not None:  # damaged: hashed again, with a message
                 return text.decode("ascii")
             content = hashlib.file_digest(file, "sha256").hexdigest()
             changed = os.fstat(file.fileno())
@@ -352,9 +333,9 @@ def _hash_of(path: Path) -> str:
     same = (state.st_size, state.st_mtime_ns, state.st_ctime_ns) == (
         changed.st_size, changed.st_mtime_ns, changed.st_ctime_ns
     )  # fmt: skip
-    if known is not None and same and time.time() - max(state.st_mtime, state.st_ctime) > SETTLED_SECONDS:
+    if cached is not None and same and time.time() - max(state.st_mtime, state.st_ctime) > SETTLED_SECONDS:
         with suppress(OSError):
-            known.write(content.encode("ascii"))
+            cached.write(content.encode("ascii"))
     return content
 
 

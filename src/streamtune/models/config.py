@@ -40,11 +40,11 @@ def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
     keys, place = key_place(name_or_path)
     check_count(keys, place)
     try:
-        found = without_hub_kernels(AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code))
+        config = without_hub_kernels(AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code))
     except Exception as error:  # the validators of each configuration class raise types of their own
         raise loading_error("model", name_or_path, error) from error
-    check_config(found, keys, place)
-    return found
+    check_config(config, keys, place)
+    return config
 
 
 def wanted_vocabulary(config: Mapping[str, Any], smallest: int) -> int:
@@ -58,6 +58,19 @@ def wanted_vocabulary(config: Mapping[str, Any], smallest: int) -> int:
             f"a vocabulary of {wanted:,} is smaller than the tokenizer's {smallest:,} tokens", where=where, mend=mend
         )
     return wanted
+
+
+@contextmanager
+def loading(name_or_path: str) -> Iterator[None]:
+    """Report whatever a damaged file makes of transformers, torch and others as an error of the checkpoint."""
+    try:
+        yield
+    except StreamTuneError:
+        raise
+    except Exception as error:
+        if is_memory_error(error):
+            raise
+        raise loading_error("model", name_or_path, error) from error
 
 
 @contextmanager
@@ -93,22 +106,20 @@ def first_words(error: BaseException) -> str:
     text = lines[0] if lines else type(error).__name__
     if text.endswith(":") and len(lines) > 1:
         text = f"{text} {lines[1]}"
-    return text if len(text) <= 300 else f"{text[:297]}..."
+    return _short(text, 300)
 
 
 def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
     """Turn plain keys into a transformers configuration; refuse unknown keys, which the library would keep."""
-    known_types = sorted(name for name in inside(CAUSAL_NAMES) if name in CONFIG_MAPPING)
+    types = sorted(name for name in inside(CAUSAL_NAMES) if name in CONFIG_MAPPING)
     model_type = str(keys.get("model_type", ""))
-    if model_type not in known_types:
-        hint = did_you_mean(model_type, known_types)
+    if model_type not in types:
+        what = f"transformers has no causal language model of type '{model_type}'"
+        mend = "choose the model_type of a causal language model, as its config.json has it: qwen3, llama ..."
         raise ArgumentError(
-            f"transformers has no causal language model of type '{model_type}'"
-            if model_type
-            else "no model type given",
+            what if model_type else "no model type given",
             where="model.init.model_type",
-            mend=hint
-            or "choose the model_type of a causal language model, as its config.json has it: qwen3, llama ...",
+            mend=did_you_mean(model_type, types) or mend,
         )
     check_kernels(keys)
     config_class = CONFIG_MAPPING[model_type]
@@ -121,13 +132,13 @@ def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
         raise ArgumentError(
             f"{config_class.__name__} does not accept these values: {reason}", where="model.init", mend="mend the value"
         ) from error
-    known = {*config_class().to_dict(), *config_class.attribute_map}
+    known_keys = {*config_class().to_dict(), *config_class.attribute_map}
     for key in arguments:
-        if key not in known and key in config.to_dict() and not _reads(config_class, key):
+        if key not in known_keys and key in config.to_dict() and not _reads(config_class, key):
             raise ArgumentError(
                 f"{config_class.__name__} has no key '{key}'",
                 where=f"model.init.{key}",
-                mend=did_you_mean(key, known) or "remove it",
+                mend=did_you_mean(key, known_keys) or "remove it",
             )
     check_config(config, keys, place_in_init)
     return config
@@ -191,16 +202,18 @@ def _check_no_run(path: Path) -> None:
 def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentError:
     """Return an error with the cause of a loader's failure in one sentence, and a fix."""
     first_line, where = first_words(error), "model_name_or_path"
+    folder = Path(name_or_path).expanduser()
+    lacks_safetensors = "safetensors" in str(error) and isinstance(error, OSError)
     mend = "check the name or folder; a gated model needs `hf auth login`; offline, give a local folder"
     if isinstance(error, UnpicklingError):  # torch advises to run it
         first_line = "its pickle holds more than tensors, which is code"
         mend = "use a copy with safetensors"
     elif "trust_remote_code" in str(error):
         mend = "set trust_remote_code: true if you trust the code that comes with it"
-    elif _lacks_weights(error, name_or_path):
+    elif lacks_safetensors and folder.is_dir() and not pickles_in(folder):
         first_line = "there are no weights in it"
         mend = "use a whole copy of the checkpoint, with its model.safetensors or all of its shards and their index"
-    elif "safetensors" in str(error) and isinstance(error, OSError):
+    elif lacks_safetensors:
         first_line = "it has no safetensors weights; a pickle runs code when it is read"
         mend = "use a copy with safetensors; or, if you trust who made it, set allow_pickle: true"
     elif "alidation error" in str(error):  # transformers' of a config.json, which a tokenizer reads too
@@ -208,21 +221,16 @@ def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentErr
         field = re.search(r"field '(\w+)'", str(error))
         first_line, where = f"its config.json is not valid: {first_line}", place(field[1] if field else "")
         mend = "mend the value, or use a whole copy of the checkpoint"
-    elif Path(name_or_path).expanduser().is_dir():
+    elif folder.is_dir():
         mend = "use a whole copy of the checkpoint: a file in this folder is damaged, missing or of another kind"
     elif is_offline():
         mend = "--offline reads local folders and the cache only; run it once without, or give a local folder"
     return ArgumentError(f"cannot load the {kind} '{_short(name_or_path)}': {first_line}", where=where, mend=mend)
 
 
-def _lacks_weights(error: Exception, name_or_path: str) -> bool:
-    """Return True if a loader found no safetensors in a folder that has no pickle either."""
-    folder = Path(name_or_path).expanduser()
-    return "safetensors" in str(error) and isinstance(error, OSError) and folder.is_dir() and not pickles_in(folder)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 100 else f"{text[:97]}..."
+def _short(value: Any, most: int = 100) -> str:
+    text = str(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def check_kernels(keys: Any) -> None:
@@ -270,10 +278,8 @@ Where = Callable[[str], str]
 def check_config(config: Any, given: Mapping[str, Any], where: Where) -> None:
     """Refuse sizes, heads, experts, dropouts and numbers that no model can have.
 
-    Args:
-        config: Configuration of transformers; of several parts the text part is checked.
-        given: Keys as the user or the file has them; other keys of ``config`` were derived or are defaults.
-        where: Returns the place of a key.
+    Of several parts of ``config`` the text part is checked. ``given`` are the keys as the user or the file has them;
+    other keys were derived or are defaults.
     """
     text = config.get_text_config(decoder=True)
     names: Mapping[str, str] = getattr(text, "attribute_map", None) or {}
@@ -282,15 +288,14 @@ def check_config(config: Any, given: Mapping[str, Any], where: Where) -> None:
 
     def refuse(key: str, what: str, mend: str) -> ArgumentError:
         written = names.get(key, key) if key not in flat else key
-        return ArgumentError(f"'{written}: {_show(_value(text, key))}' {what}", where=where(written), mend=mend)
+        return ArgumentError(f"'{written}: {_short(_value(text, key), 60)}' {what}", where=where(written), mend=mend)
 
     for key in SIZES:
-        value = _value(text, key)
+        value, most = _value(text, key), LARGEST.get(key, LARGEST_SIZE)
         for size in value if isinstance(value, list | tuple) else () if value is None else (value,):
             if isinstance(size, bool) or not isinstance(size, int) or size < (0 if isinstance(value, list) else 1):
                 raise refuse(key, "is no size of a model: it takes a whole number of at least 1", "mend the number")
-            if size > LARGEST.get(key, LARGEST_SIZE):
-                most = LARGEST.get(key, LARGEST_SIZE)
+            if size > most:
                 raise refuse(key, f"is more than any model has: at most {most:,}", "mend the number")
     _check_heads(text, flat, names, refuse)
     chosen = _count(text, "num_experts_per_tok")
@@ -310,11 +315,8 @@ def check_count(given: Mapping[str, Any], where: Where) -> None:
         for key in LAYERS:
             count = keys.get(key)
             if isinstance(count, int) and count > LARGEST["num_hidden_layers"]:
-                raise ArgumentError(
-                    f"'{key}: {_show(count)}' is more than any model has: at most {LARGEST['num_hidden_layers']:,}",
-                    where=where(key),
-                    mend="mend the number",
-                )
+                what = f"is more than any model has: at most {LARGEST['num_hidden_layers']:,}"
+                raise ArgumentError(f"'{key}: {_short(count, 60)}' {what}", where=where(key), mend="mend the number")
 
 
 def _check_heads(
@@ -354,11 +356,6 @@ def _numbers(text: Any) -> Iterable[tuple[str, float]]:
             yield key, value if isinstance(value, float) or abs(value) < 2**63 else math.inf
 
 
-def _show(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def place_in_init(key: str) -> str:
     return f"model.init.{key}"
 
@@ -378,10 +375,10 @@ def key_place(name_or_path: str) -> tuple[dict[str, Any], Where]:
         text, keys = "", {}
 
     def where(key: str) -> str:
-        found = re.search(rf'"{re.escape(key)}"\s*:', text)
+        match = re.search(rf'"{re.escape(key)}"\s*:', text)
         if not text:
             return "model_name_or_path"
-        return f"{path}:{text.count(chr(10), 0, found.start()) + 1}" if found else str(path)
+        return f"{path}:{text.count(chr(10), 0, match.start()) + 1}" if match else str(path)
 
     return keys, where
 

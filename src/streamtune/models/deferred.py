@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from streamtune.base.adapters import base_of
 from streamtune.errors import ArgumentError
 from streamtune.models.checkpoint_files import CheckpointFiles
-from streamtune.models.config import build_config, is_memory_error, loading_error, making_model, wanted_vocabulary
-from streamtune.models.load import DEFAULTS, DTYPES, ModelOptions, read_plain_config
+from streamtune.models.config import build_config, loading, making_model, wanted_vocabulary
+from streamtune.models.load import DEFAULTS, ModelOptions, read_plain_config
 
 ATTRIBUTE = "_streamtune_deferred"
 
@@ -82,7 +82,7 @@ class Deferred:
     def names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
         """Return the parameters of a module, with ``recurse`` also of its submodules, that get their weights from
         here."""
-        below = {id(each) for each in (module.modules() if recurse else (module,))}
+        below = {id(part) for part in (module.modules() if recurse else (module,))}
         return [name for name, places in self._places.items() if any(id(owner) in below for owner, _ in places)]
 
     def awaits(self, name: str) -> bool:
@@ -156,19 +156,14 @@ def defer_load(
     config = read_plain_config(name_or_path, trust_remote_code)
     if options.rope is not None:
         options.rope.apply(config)
-    wanted = DTYPES.get(options.dtype) or getattr(config, "dtype", None)
+    dtype = options.torch_dtype or getattr(config, "dtype", None)
     files = CheckpointFiles(name_or_path)
-    if not isinstance(wanted, torch.dtype):
-        wanted = files.dtype()
-    try:
-        # What a constructor draws is not looked at.
-        with torch.random.fork_rng(devices=[]), RecordedInit(draw=False):
-            remote = {"trust_remote_code": True} if trust_remote_code else {}
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=wanted, **remote)
-    except Exception as error:  # classes of models check little of what they are given
-        if is_memory_error(error):
-            raise
-        raise loading_error("model", name_or_path, error) from error
+    if not isinstance(dtype, torch.dtype):
+        dtype = files.dtype()
+    # What a constructor draws is not looked at.
+    with loading(name_or_path), torch.random.fork_rng(devices=[]), RecordedInit(draw=False):
+        remote = {"trust_remote_code": True} if trust_remote_code else {}
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **remote)
     model.config.name_or_path = model.name_or_path = name_or_path
     files.prepare(model)
     for name in [name for name, _ in model.named_buffers()]:
@@ -197,10 +192,10 @@ def defer_init(
         options.rope.apply(wanted)
 
     def make() -> PreTrainedModel:
-        chosen = torch.float32 if options.dtype == "auto" else DTYPES[options.dtype]
+        dtype = options.torch_dtype or torch.float32
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            made: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(wanted), dtype=chosen)
+            made: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(wanted), dtype=dtype)
         return made
 
     recorded = RecordedInit(draw=draw)
@@ -303,11 +298,7 @@ class RecordedInit(TorchDispatchMode):
         history.operations.append(_Operation(func, place, kept, keywords, state))
 
     def replay(self, parameter: Tensor) -> Tensor:
-        """Return the values of a parameter on ``meta``, on the CPU. The caller's random state is left as it was.
-
-        Raises:
-            NotRecordedError: The parameter was not made empty while recording.
-        """
+        """Return the values of a parameter on ``meta``, on the CPU. The caller's random state is left as it was."""
         history = self._histories.get(parameter.untyped_storage()._cdata)
         if history is None or history.made.shape != parameter.shape:
             raise NotRecordedError("a parameter that was not made empty")

@@ -361,8 +361,7 @@ def _as_saved(model: Any, group: dict[str, Tensor], ties: Mapping[str, str]) -> 
     """Return tensors with names and shapes of ``save_pretrained``; only one of tied weights."""
     ignored = set(model._keys_to_ignore_on_save or ())
     kept = {ties.get(name, name): values for name, values in group.items() if name not in ignored}
-    converted: dict[str, Tensor] = inside(AS_IN_FILES)(model, kept)
-    return converted
+    return inside(AS_IN_FILES)(model, kept)
 
 
 def _write_configuration(model: Any, folder: Path) -> None:

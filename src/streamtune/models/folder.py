@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from streamtune.base.paths import escape_of
 from streamtune.base.patterns import find_matches
@@ -33,14 +33,11 @@ from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
 from streamtune.models.adapters.targets import PEFT_FORM
 
-if TYPE_CHECKING:  # it imports every quantiser there is: two seconds that only adapters are worth
-    pass
-
-
 SAFE = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt")
 INDEX_BYTES = 64 << 20
 WHERE = "model_name_or_path"
+WHOLE_COPY = "use a whole copy of the checkpoint"
 
 
 def check_folder(name_or_path: str, *, allow_pickle: bool = False, reads_weights: bool = True) -> bool:
@@ -61,22 +58,18 @@ def check_folder(name_or_path: str, *, allow_pickle: bool = False, reads_weights
     config = _read(folder / "config.json")
     explicit = config.get("transformers_weights")
     if explicit is not None and (escape_of(explicit) or not str(explicit).endswith((".safetensors", ".json"))):
-        raise ArgumentError(
-            f"{folder / 'config.json'} names weights that are no safetensors in its folder: {str(explicit)[:80]!r}",
-            where=WHERE,
-            mend="delete transformers_weights there",
-        )
-    adapter = folder / "adapter_config.json"
-    if adapter.is_file():
-        _check_adapter(folder, _read(adapter), allow_pickle=allow_pickle, reads_weights=reads_weights)
+        what = f"{folder / 'config.json'} names weights that are no safetensors in its folder: {str(explicit)[:80]!r}"
+        raise ArgumentError(what, where=WHERE, mend="delete transformers_weights there")
+    if (folder / "adapter_config.json").is_file():
+        _check_adapter(folder, allow_pickle=allow_pickle, reads_weights=reads_weights)
         if not (folder / "config.json").is_file():
             return not allow_pickle
     if any((folder / name).is_file() for name in SAFE) or (isinstance(explicit, str) and (folder / explicit).is_file()):
         return True
-    found = pickles_in(folder)
-    if found and not allow_pickle:
-        raise _pickle(folder, found[0])
-    return not found
+    pickles = pickles_in(folder)
+    if pickles and not allow_pickle:
+        raise _pickle(folder, pickles[0])
+    return not pickles
 
 
 def pickles_in(folder: Path) -> list[str]:
@@ -86,50 +79,47 @@ def pickles_in(folder: Path) -> list[str]:
 
 def _check_index(path: Path, *, shards: bool) -> None:
     """Check the names in an index of shards and, with ``shards``, that these files exist."""
-    found = _read(path)
-    listed = found.get("weight_map")
-    if not isinstance(listed, dict) or not isinstance(found.get("metadata", {}), dict):
-        raise ArgumentError(f"{path} lists no weights", where=WHERE, mend="use a whole copy of the checkpoint")
+    index = _read(path)
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict) or not isinstance(index.get("metadata", {}), dict):
+        raise ArgumentError(f"{path} lists no weights", where=WHERE, mend=WHOLE_COPY)
     for name in listed.values():
         if why := escape_of(name):
-            raise ArgumentError(
-                f"{path} names a file that {why}: {str(name)[:80]!r}",
-                where=WHERE,
-                mend="this checkpoint is broken, or means harm; use another copy",
-            )
+            what = f"{path} names a file that {why}: {str(name)[:80]!r}"
+            raise ArgumentError(what, where=WHERE, mend="this checkpoint is broken, or means harm; use another copy")
     whole = path.name.replace(".index.json", "")
     missing = sorted(name for name in set(listed.values()) if not (path.parent / name).is_file())
     if shards and missing and not (path.parent / whole).is_file():
+        names = f"{missing[0]}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}"
         raise ArgumentError(
-            f"{path} names {missing[0]}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}, and there is no "
-            "such file beside it",
+            f"{path} names {names}, and there is no such file beside it",
             where=WHERE,
-            mend="use a whole copy of the checkpoint: a download may have been cut off",
+            mend=f"{WHOLE_COPY}: a download may have been cut off",
         )
 
 
-def _check_adapter(folder: Path, config: dict[str, Any], *, allow_pickle: bool, reads_weights: bool) -> None:
+def _check_adapter(folder: Path, *, allow_pickle: bool, reads_weights: bool) -> None:
     """Check adapters, their settings and the name of their base."""
+    path, beside_model = folder / "adapter_config.json", (folder / "config.json").is_file()
+    config = _read(path)
     if config:
-        check_adapter_settings(config, folder / "adapter_config.json", where=WHERE)
+        check_adapter_settings(config, path, where=WHERE)
     if not (folder / "adapter_model.safetensors").is_file():
-        found = [name for name in pickles_in(folder) if name.startswith("adapter_model")]
-        if reads_weights and not found and not (folder / "config.json").is_file():
-            raise ArgumentError(
-                f"{folder} has an adapter_config.json and no adapter_model.safetensors",
-                where=WHERE,
-                mend="use a whole copy of the adapters",
-            )
-        if found and not allow_pickle:
-            raise _pickle(folder, found[0])
+        pickles = [name for name in pickles_in(folder) if name.startswith("adapter_model")]
+        if reads_weights and not pickles and not beside_model:
+            what = f"{folder} has an adapter_config.json and no adapter_model.safetensors"
+            raise ArgumentError(what, where=WHERE, mend="use a whole copy of the adapters")
+        if pickles and not allow_pickle:
+            raise _pickle(folder, pickles[0])
     base = config.get("base_model_name_or_path")
-    if not (folder / "config.json").is_file() and not (isinstance(base, str) and Path(base).expanduser().is_dir()):
+    is_here = isinstance(base, str) and Path(base).expanduser().is_dir()
+    if not beside_model and not is_here:
         raise ArgumentError(
             f"{folder} holds adapters, whose base {str(base)[:80]!r} is no folder here",
             where=WHERE,
             mend="merge them into their base first, and name that folder; nothing is fetched that no recipe names",
         )
-    if isinstance(base, str) and Path(base).expanduser().is_dir() and Path(base).resolve() != folder.resolve():
+    if isinstance(base, str) and is_here and Path(base).resolve() != folder.resolve():
         check_folder(base, allow_pickle=allow_pickle, reads_weights=reads_weights)
 
 
@@ -148,14 +138,12 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > INDEX_BYTES:
             raise ValueError(f"it has more than {INDEX_BYTES >> 20} MiB")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ArgumentError(
-            f"{path} cannot be read: {error}", where=WHERE, mend="use a whole copy of the checkpoint"
-        ) from error
-    if not isinstance(found, dict):
-        raise ArgumentError(f"{path} holds no JSON object", where=WHERE, mend="use a whole copy of the checkpoint")
-    return found
+        raise ArgumentError(f"{path} cannot be read: {error}", where=WHERE, mend=WHOLE_COPY) from error
+    if not isinstance(content, dict):
+        raise ArgumentError(f"{path} holds no JSON object", where=WHERE, mend=WHOLE_COPY)
+    return content
 
 
 ENDS = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.experts.down_proj", "input_layernorm"]
@@ -270,7 +258,7 @@ def _states(folders: list[str], recent: set[Path] | None = None) -> dict[Path, S
 
     ``recent`` files are read for their checksum; None reads the files that changed just now.
     """
-    found: dict[Path, State] = {}
+    states: dict[Path, State] = {}
     for folder in folders:
         with suppress(OSError, ValueError, RuntimeError):  # no folder, which loading it says
             for path in Path(folder).expanduser().iterdir():
@@ -279,8 +267,8 @@ def _states(folders: list[str], recent: set[Path] | None = None) -> dict[Path, S
                         changed = max(facts.st_mtime, facts.st_ctime)
                         new = time.time() - changed < SETTLED_SECONDS if recent is None else path in recent
                         content = _checksum(path) if new else ""
-                        found[path] = (facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino, content)
-    return found
+                        states[path] = (facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino, content)
+    return states
 
 
 def _checksum(path: Path) -> str:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 def ends_of(settings: GenerationConfig | None) -> list[int]:
     """Return the end tokens of a generation config; an empty list without one."""
-    found: Any = getattr(settings, "eos_token_id", None)
-    return [int(token) for token in (found if isinstance(found, list | tuple) else [found]) if token is not None]
+    ends: Any = getattr(settings, "eos_token_id", None)
+    return [int(token) for token in (ends if isinstance(ends, list | tuple) else [ends]) if token is not None]
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> list[int]:
@@ -105,8 +105,7 @@ def sample_text(
     with torch.random.fork_rng():
         torch.manual_seed(decoding.seed)
         generated = _generate(model, ids, decoding, ends, pad)
-    written: str = tokenizer.decode(generated, skip_special_tokens=True)
-    return written
+    return tokenizer.decode(generated, skip_special_tokens=True)
 
 
 def likeliest_tokens(
@@ -139,5 +138,4 @@ def _generate(model: Any, prompt: Sequence[int], decoding: Decoding, ends: Seque
             eos_token_id=list(ends) or None,
             pad_token_id=pad,
         )
-    written: list[int] = output[0, len(prompt) :].tolist()
-    return written
+    return output[0, len(prompt) :].tolist()

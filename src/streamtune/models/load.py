@@ -20,8 +20,7 @@ from streamtune.models.adapters.start import QuantisationChange
 from streamtune.models.config import (
     build_config,
     check_exists,
-    is_memory_error,
-    loading_error,
+    loading,
     making_model,
     read_config,
     wanted_vocabulary,
@@ -47,6 +46,11 @@ class ModelOptions:
     """Change to the positions of the configuration."""
     change: QuantisationChange | None = None
     """Change of the weights before they are quantised."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """The dtype as torch has it; None for ``auto``."""
+        return None if self.dtype == "auto" else DTYPES[self.dtype]
 
 
 DEFAULTS = ModelOptions()
@@ -113,21 +117,17 @@ def load_model(
         if options.rope is not None and config is not None:
             options.rope.apply(config)
         check_quantised(name_or_path, config, options.quantization, device)
-        try:
+        with loading(name_or_path):
             model, report = AutoModelForCausalLM.from_pretrained(
                 name_or_path,
                 config=config,
-                dtype="auto" if options.dtype == "auto" else DTYPES[options.dtype],
+                dtype=options.torch_dtype or "auto",
                 trust_remote_code=trust_remote_code,
                 use_safetensors=True if safetensors else None,  # False would refuse them where there are both
                 weights_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
             )
-        except Exception as error:  # whatever a damaged file makes of transformers, torch and others
-            if is_memory_error(error):
-                raise
-            raise loading_error("model", name_or_path, error) from error
         check_report(name_or_path, model, report)
         check_dtypes(name_or_path, config)
         check_finite(model, name_or_path)
@@ -179,10 +179,9 @@ def init_model(
     hf_config = build_config(keys)
     if options.rope is not None:
         options.rope.apply(hf_config)
-    chosen = torch.float32 if options.dtype == "auto" else DTYPES[options.dtype]
     with torch.random.fork_rng(), making_model(config):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=chosen)
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=options.torch_dtype or torch.float32)
     check_finite(model, where="model.init")
     if options.quantization is not None:
         quantize(model, options.quantization, torch.device(device), change=options.change)
@@ -216,19 +215,9 @@ def blueprint(
     if options.rope is not None:
         options.rope.apply(config)
     own = getattr(config, "dtype", None)
-    wanted = (
-        DTYPES[options.dtype] if options.dtype != "auto" else own if isinstance(own, torch.dtype) else torch.float32
-    )
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=wanted, **remote)
-    except Exception as error:  # classes of models check little of what they are given
-        if is_memory_error(error):
-            raise
-        if isinstance(source, str):
-            raise loading_error("model", source, error) from error
-        with making_model(source):
-            raise
+    dtype = options.torch_dtype or (own if isinstance(own, torch.dtype) else torch.float32)
+    with loading(source) if isinstance(source, str) else making_model(source), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **remote)
     if options.quantization is not None:
         quantize(model, options.quantization, torch.device("meta"))
     return model

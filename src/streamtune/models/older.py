@@ -56,22 +56,24 @@ def add_old_names(folder: Path) -> None:
 
 def with_old_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON of a configuration, nested ones included, with old names beside the new ones."""
-    found = {
+    settings = {
         key: with_old_names(value) if isinstance(value, Mapping) and key.endswith("_config") else _plain(value)
         for key, value in config.items()
     }
     model_type = str(config.get("model_type", ""))
     for new, old_name in _expert_names(model_type):
-        if new in found:
-            found.setdefault(old_name, found[new])
+        if new in settings:
+            settings.setdefault(old_name, settings[new])
     if model_type in LAYERS:
         key, words = LAYERS[model_type]
-        found |= {key: [words.get(kind, kind) for kind in found[key]]} if isinstance(found.get(key), list) else {}
+        settings |= (
+            {key: [words.get(kind, kind) for kind in settings[key]]} if isinstance(settings.get(key), list) else {}
+        )
     if isinstance(config.get("dtype"), str):
-        found.setdefault("torch_dtype", config["dtype"])
+        settings.setdefault("torch_dtype", config["dtype"])
     rope = config.get("rope_parameters")
     if not isinstance(rope, Mapping) or not rope:
-        return found
+        return settings
     kinds = [value for value in rope.values() if isinstance(value, Mapping)]
     nested = any(isinstance(rope.get(name), Mapping) for name in ("full_attention", "sliding_attention"))
     full = rope.get("full_attention") or kinds[0] if nested else rope
@@ -90,7 +92,7 @@ def with_old_names(config: Mapping[str, Any]) -> dict[str, Any]:
                 "type": scaling.get("rope_type"),
                 **{key: scaling[key] for key in ("short_factor", "long_factor") if key in scaling},
             }
-    return {**found, **{key: value for key, value in old.items() if value is not None}}
+    return {**settings, **{key: value for key, value in old.items() if value is not None}}
 
 
 def _expert_names(model_type: str) -> Iterator[tuple[str, str]]:
@@ -112,18 +114,18 @@ def old_tokenizer_config(config: Mapping[str, Any], tokenizer: PreTrainedTokeniz
 
     The class is named by the files from which ``tokenizer`` was loaded.
     """
-    found, base = dict(config), _base_config(tokenizer)
+    settings, base = dict(config), _base_config(tokenizer)
     named = base.get("tokenizer_class")
     known = isinstance(named, str) and named != NEW_CLASS
-    if found.get("tokenizer_class") == NEW_CLASS:
-        found["tokenizer_class"] = named if known else OLD_CLASS
+    if settings.get("tokenizer_class") == NEW_CLASS:
+        settings["tokenizer_class"] = named if known else OLD_CLASS
     if known:
-        found |= {key: base[key] for key in OLD_KEYS if key in base and key not in found}
-    if isinstance(found.get("extra_special_tokens"), list):  # there a dict of names, as multimodal models have it
-        found["additional_special_tokens"] = found.pop("extra_special_tokens")
+        settings |= {key: base[key] for key in OLD_KEYS if key in base and key not in settings}
+    if isinstance(settings.get("extra_special_tokens"), list):  # there a dict of names, as multimodal models have it
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     if isinstance(named_tokens := base.get("extra_special_tokens"), Mapping) and named_tokens:
-        found["extra_special_tokens"] = dict(named_tokens)
-    return found
+        settings["extra_special_tokens"] = dict(named_tokens)
+    return settings
 
 
 def _base_config(tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any]:

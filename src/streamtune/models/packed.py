@@ -153,8 +153,8 @@ class Nf4Codes:
         padded, size = 2 * self.codes.shape[1], self.shape[1:].numel()
         narrow = dtype if dtype.itemsize <= 4 else torch.float32
         step = max(1, MOST // padded)
-        found = [self._written(at, min(at + step, last), narrow) for at in range(first, last, step)]
-        whole = found[0] if len(found) == 1 else torch.cat(found)
+        parts = [self._written(at, min(at + step, last), narrow) for at in range(first, last, step)]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole[:, :size].reshape(last - first, *self.shape[1:]).to(dtype)
 
     def _written(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
@@ -170,8 +170,7 @@ class Nf4Codes:
             quant_type="nf4",
         )
         # As a column: a row would come back transposed.
-        found: Tensor = functional.dequantize_4bit(self.codes[first:last].view(-1, 1), state)
-        return found
+        return functional.dequantize_4bit(self.codes[first:last].view(-1, 1), state)
 
     def _scales(self, blocks: slice) -> Tensor:
         """Return the scales of some blocks, in fp32."""
@@ -337,8 +336,7 @@ def _item(tensor: PackedExperts, index: Any) -> Tensor:
         first, last, _ = index.indices(count)
         if first < last:
             return tensor.some(first, last)
-    found: Tensor = tensor.written()[index]
-    return found
+    return tensor.written()[index]
 
 
 OWN: dict[Any, Callable[..., Any]] = {

@@ -174,14 +174,11 @@ def _scalings(config: Any) -> list[Mapping[str, Any]]:
 
 
 def check_positions(model: Any, longest: int, *, training: bool = True) -> str | None:
-    """Refuse rows of ``longest`` tokens if they exceed the positions of ``model``.
+    """Refuse rows of ``longest`` tokens if they exceed the positions of ``model``, scaling included.
 
     Rotary and other computed positions go on past ``max_position_embeddings``, though the model was not trained on
     them; a learnt table ends there. Rows that are not for ``training`` may use unseen rotary positions: then a warning
     is returned.
-
-    Raises:
-        ArgumentError: The rows are longer than the positions that the model reaches, scaling included.
     """
     limit = position_limit(model.config)
     if limit is None or longest <= limit:

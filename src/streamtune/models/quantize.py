@@ -159,10 +159,8 @@ def dequantised(weight: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor
 
         state = copy.copy(weight.quant_state)
         state.dtype = dtype  # else the weight is rounded to the dtype that it was quantised from
-        found: torch.Tensor = dequantize_4bit(weight.data, state).to(dtype)
-        return found
-    values: torch.Tensor = weight.qdata.to(dtype) * weight.scale.to(dtype)
-    return values
+        return dequantize_4bit(weight.data, state).to(dtype)
+    return weight.qdata.to(dtype) * weight.scale.to(dtype)
 
 
 def divide_packed(model: nn.Module, *, keeps_objects: bool) -> None:

@@ -171,23 +171,17 @@ def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTok
 
 def _patterns(value: Any) -> Iterator[str]:
     """Yield the regular expressions of a tokenizer's parts, given as JSON values."""
-    if isinstance(value, dict):
-        if isinstance(value.get("Regex"), str):
-            yield value["Regex"]
-        for inner in value.values():
-            yield from _patterns(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _patterns(inner)
+    if isinstance(value, dict) and isinstance(value.get("Regex"), str):
+        yield value["Regex"]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for part in parts:
+        yield from _patterns(part)
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
     """Give ``tokenizer`` a chat template: ``chatml``, the path of a Jinja file, or the template itself."""
-    if template == "chatml":
-        tokenizer.chat_template = CHATML_TEMPLATE
-        return
-    if "{" in template:
-        tokenizer.chat_template = template
+    if template == "chatml" or "{" in template:
+        tokenizer.chat_template = CHATML_TEMPLATE if template == "chatml" else template
         return
     if len(template) > 4096 or "\0" in template:
         raise ArgumentError("this is neither a chat template nor the path of one", where="chat_template")

@@ -33,16 +33,20 @@ def check_report(name_or_path: str, model: Any, report: Mapping[str, Any]) -> No
     if mismatched:
         name, found, wanted = mismatched[0]
         raise size_error(name_or_path, model.config, name, tuple(found), tuple(wanted), len(mismatched))
-    missing = sorted(report["missing_keys"])
+    check_missing(name_or_path, model, report["missing_keys"])
+    check_unused(name_or_path, model, report["unexpected_keys"])
+
+
+def check_missing(name_or_path: str, model: Any, missing: Collection[str]) -> None:
+    """Refuse a checkpoint that lacks weights: transformers would initialise them at random and go on."""
     if missing:
-        # transformers would initialise them at random and go on: a model that trains and is worth nothing.
+        names = sorted(missing)
         raise ArgumentError(
-            f"the checkpoint '{name_or_path}' has no weights for {len(missing)} parameters of "
-            f"{type(model).__name__}: {', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}",
+            f"the checkpoint '{name_or_path}' has no weights for {len(names)} parameters of "
+            f"{type(model).__name__}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}",
             where="model_name_or_path",
             mend="use a checkpoint of a causal language model",
         )
-    check_unused(name_or_path, model, report["unexpected_keys"])
 
 
 def check_unused(name_or_path: str, model: Any, unused: Collection[str]) -> None:
@@ -59,10 +63,12 @@ def check_unused(name_or_path: str, model: Any, unused: Collection[str]) -> None
 
     def matrix_of(name: str) -> bool:
         parts = name.split(".")
-        above = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
-        found = (named.get(path) or named.get(prefix + path) or named.get(path.removeprefix(prefix)) for path in above)
-        owner = next((module for module in found if module is not None), None)
-        return isinstance(getattr(owner, "weight", None), Tensor)
+        for end in range(len(parts) - 1, 0, -1):
+            path = ".".join(parts[:end])
+            owner = named.get(path) or named.get(prefix + path) or named.get(path.removeprefix(prefix))
+            if owner is not None:
+                return isinstance(getattr(owner, "weight", None), Tensor)
+        return False
 
     lost = sorted(name for name in unused if matrix_of(name))
     if lost:
@@ -106,14 +112,14 @@ def check_layers(name_or_path: str, model: Any, unused: Collection[str]) -> None
     if not isinstance(count, int) or any(isinstance(draft, int) and draft > 0 for draft in drafts):
         return
     prefix = rf"(?:{re.escape(model.base_model_prefix)}\.)?(?:\w+\.)?(?:layers|h|blocks|layer)\.(\d+)\."
-    found = [int(match[1]) for match in (re.match(prefix, name) for name in unused) if match]
-    if found and max(found) >= count:
+    numbers = [int(match[1]) for match in (re.match(prefix, name) for name in unused) if match]
+    if numbers and max(numbers) >= count:
         _, where = key_place(name_or_path)
         raise ArgumentError(
-            f"the checkpoint '{name_or_path}' has weights of {max(found) + 1} layers, and its configuration says "
+            f"the checkpoint '{name_or_path}' has weights of {max(numbers) + 1} layers, and its configuration says "
             f"{count}: the others would be left out",
             where=where("num_hidden_layers"),
-            mend=f"write {max(found) + 1} there, or use a whole copy of the checkpoint",
+            mend=f"write {max(numbers) + 1} there, or use a whole copy of the checkpoint",
         )
 
 
@@ -123,16 +129,16 @@ def size_error(
     """Return an error that names weights that do not fit a configuration, and the key that gives their size."""
     keys, where = key_place(name_or_path)
     sizes = [b for a, b in zip(found, wanted, strict=False) if a != b] if len(found) == len(wanted) else []
-    near = [key for size in sizes for key in keys_of_size(config, size)]
-    named = next((key for key in near if key in keys), None)
+    near = [(key, size) for size in sizes for key in keys_of_size(config, size)]
+    named, size = next(((key, size) for key, size in near if key in keys), ("", 0))
     more = f" (and {others - 1} more)" if others > 1 else ""
     says = f"its configuration asks for {_shape(wanted)}"
-    if named is not None:
-        says += f" ('{named}: {next(size for size in sizes if named in keys_of_size(config, size))}')"
+    if named:
+        says += f" ('{named}: {size}')"
     return ArgumentError(
         f"the weights of '{name_or_path}' do not fit its configuration: {name} is {_shape(found)} in the files, and "
         f"{says}{more}",
-        where=where(named) if named is not None else where(""),
+        where=where(named),
         mend="undo the change to config.json, or use a whole copy of the checkpoint",
     )
 
@@ -147,10 +153,10 @@ def check_quantised(name_or_path: str, config: Any, wanted: str | None, device: 
     That is without a ``quant_method``, or on the CPU if the method needs an accelerator or the frozen layers are not to
     be quantised (``wanted``: ``nf4`` or ``int8``).
     """
-    said = getattr(config, "quantization_config", None)
-    if said is None:
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
         return
-    keys = said if isinstance(said, Mapping) else getattr(said, "to_dict", lambda: {})()
+    keys = settings if isinstance(settings, Mapping) else getattr(settings, "to_dict", lambda: {})()
     _, where = key_place(name_or_path)
     method = keys.get("quant_method")
     method = getattr(method, "value", method)

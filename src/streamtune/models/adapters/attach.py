@@ -47,6 +47,9 @@ from streamtune.models.folder import READ, check_saved_settings, unchanged, unma
 if TYPE_CHECKING:  # it imports every quantiser there is: two seconds that only adapters are worth
     from peft import PeftConfig, PeftModel
 
+COLUMNS = "lora_A.index"
+"""Suffix of the names of the columns that ``paca`` trains, in the state of the adapters."""
+
 
 def add_lora(
     model: PreTrainedModel,
@@ -64,17 +67,11 @@ def add_lora(
 def add_adapters(
     model: PreTrainedModel, spec: AdapterSpec, *, seed: int = 0, new_tokens: Sequence[int] = ()
 ) -> PeftModel:
-    """Freeze ``model`` and add trainable adapters.
+    """Freeze ``model``, in place, and add trainable adapters.
 
-    Args:
-        model: The base; changed in place. On ``meta`` no weight is decomposed.
-        spec: The adapters. Of kind ``lora_ga`` they change nothing until ``models.start_from_factors``.
-        seed: Seed of their random start. The caller's random state is left as it was.
-        new_tokens: Ids of tokens whose rows in the embedding and the head are trained beside the adapters.
-
-    Raises:
-        ArgumentError: A name or a pattern matches nothing in this model, a rank is larger than a matrix, or adapters
-            of this kind cannot be on its layers.
+    On ``meta`` no weight is decomposed. Adapters of kind ``lora_ga`` change nothing until
+    ``models.start_from_factors``. ``seed`` is the seed of the random start; the caller's random state is left as it
+    was. ``new_tokens`` are ids of tokens whose rows in the embedding and the head are trained too.
     """
     adapted = add_unstarted(model, spec, seed, new_tokens)
     if spec.row.start == "peft":
@@ -93,8 +90,7 @@ def add_adapters(
 def loftq_start(spec: AdapterSpec, *, iterations: int, seed: int) -> LoftqStart:
     """Return the change by which a model is quantised for adapters of kind ``loftq``.
 
-    ``iterations`` of quantisation and decomposition are made for each layer; ``seed`` is the seed of the
-    decompositions.
+    Each layer is quantised and decomposed ``iterations`` times.
     """
 
     def layers(model: PreTrainedModel) -> dict[str, tuple[int, float]]:
@@ -183,19 +179,16 @@ def _check_ranks(layers: Mapping[str, Any], spec: AdapterSpec) -> None:
                     where=where,
                     mend=did_you_mean(pattern, known) or f"there are: {', '.join(known)}",
                 )
-    too_small = {
-        name: (layer, most, rank)
-        for name, layer in layers.items()
-        if (rank := layer.r[layer.active_adapters[0]]) > (most := _most(layer, spec))
-    }
-    # Among all linear layers there may be small ones, such as gates of one row, which are none of the user's choice.
+    ranks = {name: layer.r[layer.active_adapters[0]] for name, layer in layers.items()}
+    too_small = [name for name, layer in layers.items() if ranks[name] > _largest_rank(layer, spec)]
+    # Among all linear layers there may be small ones, such as gates of one row, which the user has not chosen.
     if isinstance(spec.target, str) and spec.row.largest_rank == "named" and len(too_small) < len(layers):
-        named = [name for name in too_small if any(re.match(rf"(.*\.)?({pattern})$", name) for pattern in spec.ranks)]
-        too_small = {name: too_small[name] for name in named}
-    for name, (layer, most, rank) in too_small.items():
+        too_small = [name for name in too_small if any(re.match(rf"(.*\.)?({p})$", name) for p in spec.ranks)]
+    for name in too_small:
+        layer, most = layers[name], _largest_rank(layers[name], spec)
         last, part = name.rsplit(".", 1)[-1], "half of " if spec.row.largest_rank == "half" else ""
         raise ArgumentError(
-            f"adapters of rank {rank} are larger than {part}the matrix of {name}, "
+            f"adapters of rank {ranks[name]} are larger than {part}the matrix of {name}, "
             f"{layer.out_features:,} x {layer.in_features:,}",
             where="lora_r",
             mend=f"write lora_r: {most}, or lora_rank_pattern: {{{last}: {most}}}",
@@ -236,14 +229,9 @@ def _check_rank(layers: Sequence[Any], spec: AdapterSpec) -> None:
         )
 
 
-def _most(layer: Any, spec: AdapterSpec) -> int:
+def _largest_rank(layer: Any, spec: AdapterSpec) -> int:
     columns, singular = layer.in_features, min(layer.in_features, layer.out_features)
-    most: int = {"columns": columns, "half": singular // 2}.get(spec.row.largest_rank, singular)
-    return most
-
-
-COLUMNS = "lora_A.index"
-"""Suffix of the names of the columns that ``paca`` trains, in the state of the adapters."""
+    return {"columns": columns, "half": singular // 2}.get(spec.row.largest_rank, singular)
 
 
 def is_written_as_lora(adapted: Any) -> bool:
@@ -264,24 +252,24 @@ def written_adapters(adapted: Any, weights: Mapping[str, Tensor] | None = None) 
 
     state: dict[str, Any] = dict(adapted.state_dict() if weights is None else weights)
     constant = {name: state.pop(name) for name in list(state) if name.endswith(CONSTANT)}
-    found = get_peft_model_state_dict(adapted, state_dict=state, save_embedding_layers=False)
+    adapters = get_peft_model_state_dict(adapted, state_dict=state, save_embedding_layers=False)
     config = copy.deepcopy(adapted.peft_config["default"])
     config.inference_mode = True
     for name, values in constant.items():
         key = name.replace(f".{START}.weight", ".weight")
-        found[key] = torch.cat([found[key], values.to(found[key])], dim=0 if "lora_A" in name else 1)
+        adapters[key] = torch.cat([adapters[key], values.to(adapters[key])], dim=0 if "lora_A" in name else 1)
     if constant:
         # The scale stays: alpha / r, or alpha / sqrt(r).
         more = 2**0.5 if config.use_rslora else 2
         config.r, config.lora_alpha = 2 * config.r, more * config.lora_alpha
         config.rank_pattern = {key: 2 * rank for key, rank in config.rank_pattern.items()}
         config.alpha_pattern = {key: more * alpha for key, alpha in config.alpha_pattern.items()}
-    for name in [name for name in found if name.endswith(COLUMNS)]:
-        index, layer = found.pop(name), name.removesuffix(".index")
-        like = found[f"{layer.removesuffix('A')}B.weight"]
+    for name in [name for name in adapters if name.endswith(COLUMNS)]:
+        index, layer = adapters.pop(name), name.removesuffix(".index")
+        like = adapters[f"{layer.removesuffix('A')}B.weight"]
         ones = like.new_zeros(len(index), adapted.get_submodule(f"{layer}.default").width)
-        found[f"{layer}.weight"] = ones.scatter_(1, index[:, None].to(ones.device), 1)
-    return config, {name: values.contiguous() for name, values in found.items()}
+        adapters[f"{layer}.weight"] = ones.scatter_(1, index[:, None].to(ones.device), 1)
+    return config, {name: values.contiguous() for name, values in adapters.items()}
 
 
 def load_adapters(

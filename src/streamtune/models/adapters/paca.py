@@ -69,12 +69,10 @@ class PacaLinear(lora.Linear):
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         """Return ``x (W + D)' + b``, ``[..., out]``."""
         if self.disable_adapters or self.merged:
-            plain: Tensor = super().forward(x, *args, **options)
-            return plain
+            return super().forward(x, *args, **options)
         (name,) = self.active_adapters
         columns, index = self.lora_B[name].weight, self.lora_A[name].index
-        found: Tensor = _WithColumns.apply(x, columns, self.get_base_layer(), index, self.fan_in_fan_out)
-        return found
+        return _WithColumns.apply(x, columns, self.get_base_layer(), index, self.fan_in_fan_out)
 
 
 class _WithColumns(torch.autograd.Function):

@@ -132,7 +132,7 @@ def first_factors(adapted: Any, losses: Sequence[Callable[[], Tensor]], *, gamma
     layers = dict(low_rank_layers(adapted))
     names = {id(layer.get_base_layer().weight): name for name, layer in layers.items()}
     sums: dict[str, Tensor] = {}
-    found: Factors = {}
+    factors: Factors = {}
 
     def on_gradient(weight: Tensor, last: bool) -> None:
         name, grad = names[id(weight)], weight.grad
@@ -152,7 +152,7 @@ def first_factors(adapted: Any, losses: Sequence[Callable[[], Tensor]], *, gamma
                 where="adapter_type",
                 mend="look at the rows; or write adapter_type: lora",
             )
-        found[name] = leading_factors(grad, layer.r["default"], gamma, seed)
+        factors[name] = leading_factors(grad, layer.r["default"], gamma, seed)
 
     with torch.random.fork_rng(), torch.enable_grad(), _only_trained(adapted, names):
         for number, loss in enumerate(losses):
@@ -163,8 +163,8 @@ def first_factors(adapted: Any, losses: Sequence[Callable[[], Tensor]], *, gamma
     for name in list(sums):  # the last micro-batch had no gradient for it
         layer, grad = layers[name], sums.pop(name)
         grad = grad.to(layer.get_base_layer().weight.device)
-        found[name] = leading_factors(grad.T if layer.fan_in_fan_out else grad, layer.r["default"], gamma, seed)
-    return found
+        factors[name] = leading_factors(grad.T if layer.fan_in_fan_out else grad, layer.r["default"], gamma, seed)
+    return factors
 
 
 def leading_factors(grad: Tensor, rank: int, gamma: float, seed: int) -> tuple[Tensor, Tensor]:

@@ -72,10 +72,10 @@ def is_router(model: nn.Module, name: str) -> bool:
     if not any(part in ("gate", "router") for part in name.split(".")):
         return False
     module, _, last = name.rpartition(".")
-    found: Any = model
+    module_found: Any = model
     for part in (module if last == "weight" else name).split("."):
-        found = getattr(found, part)
-    weight = getattr(found, "weight", None)
+        module_found = getattr(module_found, part)
+    weight = getattr(module_found, "weight", None)
     return isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] in experts
 
 
@@ -85,10 +85,10 @@ def linear_targets(model: PreTrainedModel, spec: AdapterSpec) -> list[str]:
     excluded = matching(spec.exclude, names, "lora_exclude", "linear layer", model)
     if isinstance(spec.target, str):
         head = model.get_output_embeddings()
-        found = [x for x in names if model.get_submodule(x) is not head and not is_router(model, x)]
+        targets = [x for x in names if model.get_submodule(x) is not head and not is_router(model, x)]
     else:
-        found = matching(spec.target, names, "lora_target", "linear layer", model)
-    if not (left := [name for name in found if name not in set(excluded)]):
+        targets = matching(spec.target, names, "lora_target", "linear layer", model)
+    if not (left := [name for name in targets if name not in set(excluded)]):
         raise ArgumentError("all layers of lora_target are excluded", where="lora_exclude", mend="exclude fewer")
     return left
 
