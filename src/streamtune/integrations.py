@@ -86,7 +86,7 @@ class StreamTuneCallback(TrainerCallback):
     ) -> None:
         """Plan, stream the model, print one line."""
         model: nn.Module = given["model"]
-        self.remove()  # of a training that ended with an error
+        self.remove()  # from a training that ended with an error
         self.plan = None
         self._device = model_device(model)
         streamed = _handle_of(model)
@@ -166,7 +166,7 @@ class StreamTuneCallback(TrainerCallback):
 def _lost_steps(model: nn.Module, args: TrainingArguments) -> str | None:
     """Return a note if trained weights are bfloat16 or float16: the trainer's optimizer rounds each step to them."""
     narrow = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.bfloat16, torch.float16}
-    if args.deepspeed is not None or not narrow:  # which keeps float32 weights
+    if args.deepspeed is not None or not narrow:  # DeepSpeed keeps float32 weights
         return None
     dtype = str(narrow.pop()).removeprefix("torch.")
     return (

@@ -95,7 +95,7 @@ class DeepSpeedBackend(Backend):
             raise ArgumentError(f"DeepSpeed refuses the configuration: {error}", where="deepspeed") from error
         embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
         if self.stage == 3 and not any(parameter.requires_grad for parameter in embedding.parameters()):
-            # The hooks of a leaf hang on its first input: without a gradient there its weights are not gathered. After
+            # A leaf gathers its weights in the backward only if its first input needs a gradient. Registered after
             # DeepSpeed's own hook, which would gather the embedding for a backward that it does not have.
             embedding.register_forward_hook(_needs_gradient)
         self.size = distributed.get_world_size()
@@ -141,7 +141,7 @@ class DeepSpeedBackend(Backend):
         optimizer = self.engine.optimizer
         optimizer.zero_grad(set_to_none=True)
         optimizer.averaged_gradients.clear()
-        if self.stage < 3:  # whose zero_grad leaves the next backward adding to what is on the host
+        if self.stage < 3:  # its zero_grad lets the next backward add to the host copies
             optimizer.micro_step_id = NO_MICRO_STEP
         if getattr(optimizer, "cpu_offload", False):
             optimizer.reset_cpu_buffers()
@@ -196,7 +196,7 @@ class DeepSpeedBackend(Backend):
                 else:
                     whole = state[flat].setdefault(key, torch.zeros_like(flat, requires_grad=False))
                     whole[part.span].copy_(saved.read(name, key, part.offset, part.length))
-        if self.stage < 3:  # what it linked to the state there was
+        if self.stage < 3:  # it is linked to the old state
             self.engine.optimizer._hp_optimizer_states_linked = False
 
     def _count(self, flat: Tensor, steps: Tensor) -> Any:

@@ -26,7 +26,7 @@ COMMON: dict[str, Any] = {
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "bf16": {"enabled": "auto"},
-    # DeepSpeed switches an autocast off that it was not told of. Gradients cross the wire as wide as the weights are.
+    # DeepSpeed turns off an autocast that it does not know. Gradients are sent in the dtype of the weights.
     "torch_autocast": {"enabled": "auto", "dtype": "bfloat16", "lower_precision_safe_modules": []},
     "zero_allow_untested_optimizer": True,
     "steps_per_print": 2**31 - 1,  # the progress line is ours
@@ -35,10 +35,10 @@ ZERO: dict[str, Any] = {"overlap_comm": True, "contiguous_gradients": True, "red
 ZERO3: dict[str, Any] = {
     **ZERO,
     "stage": 3,
-    # A decoder layer is one leaf module and far above both: what is small stays whole, what comes next is fetched.
+    # A decoder layer is one leaf module, far above both limits: small modules stay whole, the next layer is fetched.
     "stage3_param_persistence_threshold": "auto",
     "stage3_prefetch_bucket_size": "auto",
-    # By default a billion weights stay gathered from the forward to the backward, which for many models is all of them.
+    # By default a billion weights stay gathered from forward to backward: for many models all of them.
     "stage3_max_live_parameters": 0,
     "stage3_max_reuse_distance": 0,
     "stage3_gather_16bit_weights_on_model_save": False,  # weights are written shard by shard

@@ -270,11 +270,11 @@ def interface_to(host: str) -> str | None:
         with among_ranks():
             address = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0]
             with socket.socket(address[0], socket.SOCK_DGRAM) as probe:
-                probe.connect((address[4][0], 9))  # of a datagram socket: sends nothing, only chooses the way
+                probe.connect((address[4][0], 9))  # a datagram socket sends nothing here, it only chooses the route
                 ours, theirs = probe.getsockname()[0], address[4][0]
     except OSError:
         return None
-    # The way to an address of this machine itself is always the loopback; others come in by the one that has it.
+    # The route to an address of this machine is always the loopback; others arrive at the interface that has it.
     wanted = theirs if ours == theirs else ours
     for name, addresses in psutil.net_if_addrs().items():
         if any(str(known.address).partition("%")[0] == wanted for known in addresses):

@@ -140,7 +140,7 @@ def first_failure(ends: Sequence[RankEnd]) -> tuple[StreamTuneError, int] | None
     in_order = sorted(ends, key=lambda end: end.rank)
     accused = [end.failure for end in in_order if end.failure is not None and not end.failure.own]
     blamed = {failure.rank for failure in accused}
-    # Those that did not end because of another; a killed process before the errors its death caused.
+    # Ranks that did not end because of another; a killed process comes before the errors its death caused.
     culprits = [end for end in failed if end.failure is None or end.failure.own]
     culprits.sort(key=lambda end: (end.at > failed[0].at + AT_ONCE, end.code >= 0, end.rank not in blamed, end.at))
     if not culprits:

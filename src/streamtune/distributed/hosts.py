@@ -30,7 +30,7 @@ SIDE_PORTS = 8
 
 def free_port() -> int:
     """Return a free port, if possible outside the range that the system gives to connections."""
-    for _ in range(100):  # by chance: two runs that start at once are not to find the same
+    for _ in range(100):  # random: two runs that start at once should find different ports
         port = 25000 + secrets.randbelow(7000)
         if is_free(port):
             return port

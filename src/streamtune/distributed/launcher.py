@@ -213,7 +213,7 @@ def _wait(groups: Sequence[RankGroup], signals: _Signals) -> list[RankEnd]:
         if not any(group.running for group in groups):
             return ends
         now = time.monotonic()
-        if reader_is_gone() and signals.first is None:  # rank 0 is on another machine, and what it prints comes here
+        if reader_is_gone() and signals.first is None:  # rank 0 is on another machine, and its output comes here
             signals.ask(signal.SIGTERM)
         for signum in signals.take():
             _send(groups, signum)
@@ -221,7 +221,7 @@ def _wait(groups: Sequence[RankGroup], signals: _Signals) -> list[RankEnd]:
             if passed_on == 2:  # the ranks leave at once by themselves
                 kill_at = now + 1.0
         if kill_at is None and passed_on and any(end.stopped for end in ends):
-            # All stop at the same step; one that waits for another in a library does not notice that it has gone.
+            # All stop at the same step; a rank that waits for another in a library does not notice that it is gone.
             kill_at = now + TOGETHER_SECONDS
         if terminate_at is None and any(end.code != 0 and not end.stopped for end in ends):
             terminate_at = now + TOGETHER_SECONDS
@@ -258,7 +258,7 @@ class _Signals:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if not interrupts.is_ignored(signum):
                 self._previous[signum] = signal.signal(signum, self._keep)
-        # The ranks would go on without the launcher, and those of other machines end where it says nothing.
+        # Ranks would go on without the launcher, and ranks of other machines end when it is silent.
         self._previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         return self
 
@@ -285,5 +285,5 @@ class _Signals:
         interrupts.handled()
         if signum != signal.SIGHUP:
             self.ask(signum)
-        elif self.first is None:  # a terminal that is closed sends it several times: it never is the second signal
+        elif self.first is None:  # a closed terminal sends it several times: it never counts as the second signal
             self.ask(signal.SIGTERM)

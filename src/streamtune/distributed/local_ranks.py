@@ -55,7 +55,7 @@ class LocalRanks:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._sent: list[int] = []
         try:
-            with blocked():  # a rank takes signals once it can handle them; the interpreter shows a traceback
+            with blocked():  # until a rank handles signals: before, the interpreter shows a traceback
                 for local_rank in range(count):
                     rank = first_rank + local_rank
                     variables = self._environment(environment, rank, local_rank, count)
@@ -110,7 +110,7 @@ class LocalRanks:
         """Return the ranks that ended since the last call; processes that they left running are ended too."""
         ends = []
         for rank, process in list(self._running.items()):
-            # Not reaped yet: as long as it is not, its number names no other process group.
+            # Not reaped yet: until then its number names no other process group.
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
             with suppress(ProcessLookupError, PermissionError):

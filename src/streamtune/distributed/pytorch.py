@@ -210,7 +210,7 @@ class DdpBackend(TorchBackend):
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(module, optimizer)
         device = next(module.parameters()).device
-        # Packed on each rank from the same weights; they are no tensors that could be sent.
+        # Packed on each rank from the same weights; they cannot be sent.
         packed = [name for name, p in module.named_parameters() if type(p).__name__ == "PackedExperts"]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, packed)
         self.engine = DistributedDataParallel(
@@ -258,7 +258,7 @@ def whole_weights(model: Any, names: Collection[str] | None = None) -> Iterator[
 
     ``names`` selects some of them.
     """
-    model.reshard()  # what a forward without backward leaves gathered
+    model.reshard()  # weights stay gathered after a forward without backward
     for name, parameter in model.named_parameters():
         if names is None or name in names:
             values: Any = parameter.detach()
@@ -278,7 +278,7 @@ class FsdpBackend(TorchBackend):
         self, module: nn.Module, make_optimizer: Callable[[Any], torch.optim.Optimizer], layers: Iterable[nn.Module]
     ) -> None:
         for layer in layers:
-            if not isinstance(layer, FSDPModule):  # its weights may have come shared
+            if not isinstance(layer, FSDPModule):  # its weights may be shared already
                 fully_shard(layer)
         fully_shard(module)
         super().__init__(module, make_optimizer(module))
@@ -295,7 +295,7 @@ class FsdpBackend(TorchBackend):
         return (p.to_local() if isinstance(p, DTensor) else p for p in super().stepped())
 
     def slices(self) -> Iterator[Slice]:
-        self.module.reshard()  # what a forward without backward leaves gathered: parameters are the optimizer's again
+        self.module.reshard()  # after a forward without backward weights stay gathered
         for name, parameter in self.module.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, DTensor):
@@ -314,7 +314,7 @@ class FsdpBackend(TorchBackend):
                     fused = self.optimizer.defaults.get("fused")
                     count = unpack_number(saved.read(name, key, 0, 1).reshape(()))
                     state[key] = count.to(parameter.device if fused else "cpu") if isinstance(count, Tensor) else count
-                elif key != MASTER:  # weights are float32 here, or have no other
+                elif key != MASTER:  # weights are float32 here, or have no master copy
                     state[key] = torch.zeros_like(parameter, requires_grad=False)
                     local = state[key].to_local()
                     if local.numel():

@@ -97,7 +97,7 @@ class RemoteRanks:
     def _unreachable(self, otherwise: str) -> DistributedError:
         said = "\n".join(self._last_complaints(4)) or otherwise
         code = self._process.poll()
-        ran = code not in (None, 255)  # 255 is ssh's own; others are of the command it ran there
+        ran = code not in (None, 255)  # 255 is ssh's own code; others are of its command
         what = f"{self.host} cannot run streamtune" if ran else f"{self.host} cannot be reached"
         mend = (
             f"install the same version there, so that `{sys.executable} -m streamtune` runs in {Path.cwd()}"

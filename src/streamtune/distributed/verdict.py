@@ -132,7 +132,7 @@ def find_failure(peers: Iterable[Peer], now: float, limits: WatchLimits) -> Fail
     hosts = sorted({peer.host for peer in silent})
     who = f"{describe_ranks([peer.rank for peer in silent])} on {', '.join(hosts)}"
     have = "have" if len(silent) > 1 else "has"
-    # One that died would have closed its connection: who is gone and was silent was ended by another rank for that.
+    # A dead rank would have closed its connection: a silent rank that is gone was killed by another for that.
     stopped = first.was_stopped or _is_gone(first)
     why = "stopped by a signal" if stopped else "stopped, or out of reach"
     what = f"{who} {have} said nothing for {limits.silence:.0f} s: {why}, {first.beat.doing}"
@@ -149,7 +149,7 @@ def find_failure(peers: Iterable[Peer], now: float, limits: WatchLimits) -> Fail
 def _watch_from_outside(peer: Peer, now: float) -> None:
     """Record whether a silent rank on this machine still computes: a library may hold the interpreter's lock."""
     state, (ran, waited) = _state(peer), _cpu_seconds(peer)
-    # Another rank may end it meanwhile: then it runs for a moment, until it is gone. One that goes on is heard of.
+    # Another rank may end it meanwhile: then it runs for a moment until it is gone. A rank that goes on is heard again.
     peer.was_stopped = peer.was_stopped or state in ("T", "t")
     if now - peer.looked >= LOOK_SECONDS:
         # Its watchdog alone takes a percent or two, which it also does where only the network is gone.
@@ -225,7 +225,7 @@ def find_deadlock(peers: Iterable[Peer], limits: WatchLimits) -> Failure | None:
     else:
         head = f"all ranks have stood still for {seconds:.0f} s, {first.beat.doing}: nothing is computed or sent"
         same = len({peer.beat.place.partition(" ")[0] for peer in left}) == 1
-        if cut or (same and not outside):  # one may be a step ahead of the other when what is between them breaks
+        if cut or (same and not outside):  # one may be a step ahead of the other when their connection breaks
             mend = "a connection between them is blocked: see the network and the firewalls of the hosts"
         elif outside:
             mend = "see the lines they stand at"

@@ -239,7 +239,7 @@ def _carried(descriptor: int) -> tuple[int, str]:
 
 def _other_end(descriptor: int) -> str:
     """Return the address of the other end: ``10.0.0.2:41234``."""
-    with socket.socket(fileno=os.dup(descriptor)) as copy:  # of the family that it has
+    with socket.socket(fileno=os.dup(descriptor)) as copy:  # keeps its address family
         host, port = copy.getpeername()[:2]
     return f"{host.removeprefix('::ffff:')}:{port}"
 

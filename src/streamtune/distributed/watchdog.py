@@ -116,7 +116,7 @@ class Watchdog:
         if self._thread is None:
             return
         if isinstance(error, Exception):
-            # The error of a collective is the echo of another rank's end, which is known an instant later.
+            # An error of a collective follows from another rank's end, which is known an instant later.
             if _is_communication(error):
                 self._decided.wait(VERDICT_SECONDS)
             self._leaving.set()
@@ -320,7 +320,7 @@ class _Hub:
         self._stragglers.add(0, beat.step, beat.busy, now)
         for rank, line in self._lines.items():
             if not self._peers[rank].gone:
-                with suppress(OSError):  # a stopped rank's fills up; that it is stopped shows otherwise
+                with suppress(OSError):  # a stopped rank's buffer fills up; its stop is noticed otherwise
                     line.send({"tick": True, "beat": asdict(beat)}, seconds=0.05)
         for rank, seconds, median in self._stragglers.found():
             details = {"rank": rank, "host": self._peers[rank].host, "seconds_per_step": round(seconds, 3)}

@@ -61,7 +61,7 @@ def checkpoint_dtype(name_or_path: str, trust_remote_code: bool) -> torch.dtype 
         return dtype
     try:
         return CheckpointFiles(name_or_path).dtype()
-    except ArgumentError:  # weights are a pickle, or not here: loading them says what is wrong
+    except ArgumentError:  # weights are a pickle or missing: loading reports it
         return None
 
 
@@ -70,7 +70,7 @@ class CheckpointFiles:
 
     def __init__(self, name_or_path: str) -> None:
         check_exists(name_or_path)
-        check_folder(name_or_path, allow_pickle=True)  # of which none is read here
+        check_folder(name_or_path, allow_pickle=True)  # pickles are never read here
         self.name = name_or_path
         self._files = _find(name_or_path)
         """Tensor in the files -> file."""
@@ -118,7 +118,7 @@ class CheckpointFiles:
                 self._check_size(key, name, state[name])
             load = self._loads.setdefault(name, made)
             load.add_tensor(name, key, pattern or key, partial(self._tensor, key, self.dtypes[name]))
-        # Kept as `from_pretrained` keeps it: what is saved is converted back.
+        # Kept as by `from_pretrained`: saving converts back.
         model._weight_conversions = [conversion for conversion in mapping if conversion.was_used()]
         self._link(state)
         check_unused(self.name, model, self._files.keys() - self._used)
@@ -257,7 +257,7 @@ def is_folder(name_or_path: str) -> bool:
     """Return True if the name is a folder on this machine, and not a model on a hub."""
     try:
         return Path(name_or_path).expanduser().is_dir()
-    except (OSError, ValueError, RuntimeError):  # no name of a file: too long, or ``~`` of nobody
+    except (OSError, ValueError, RuntimeError):  # not a file name: too long, or ``~`` of an unknown user
         return False
 
 
@@ -278,7 +278,7 @@ def fingerprint_files(files: Iterable[tuple[str, Path]], times: FileTimes | None
     ordered = sorted(files)
     for _, path in ordered if times is not None else ():
         assert times is not None, "asked for"
-        with suppress(OSError):  # which hashing it says
+        with suppress(OSError):  # hashing reports it
             status = path.stat()
             now = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
             if times.setdefault(path, now) != now:
@@ -286,7 +286,7 @@ def fingerprint_files(files: Iterable[tuple[str, Path]], times: FileTimes | None
                     f"{path} was written to while the run was being started",
                     mend="wait until it is written, and start again",
                 )
-    with ThreadPoolExecutor(THREADS) as pool:  # hashing lets go of the interpreter's lock
+    with ThreadPoolExecutor(THREADS) as pool:  # hashing releases the interpreter's lock
         hashes = list(pool.map(_hash_of, [path for _, path in ordered]))
     digest = hashlib.sha256()
     for (name, _), content in zip(ordered, hashes, strict=True):
@@ -311,7 +311,7 @@ def _commit_of(name: str) -> str | None:
             _raise_exceptions_for_gated_repo=False,
             _raise_exceptions_for_connection_errors=False,
         )
-    except Exception:  # whatever it is, loading the model meets it as well and says so
+    except Exception:  # loading the model fails alike and reports it
         return None
     return inside(HUB_COMMIT)(found, None)
 

@@ -127,7 +127,7 @@ def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
     arguments = {key: value for key, value in keys.items() if key != "model_type"}
     try:
         config = config_class(**arguments)
-    except Exception as error:  # The validators of each configuration class raise types of their own.
+    except Exception as error:  # the validators of each configuration class raise types of their own
         reason = " ".join(str(error).split())
         raise ArgumentError(
             f"{config_class.__name__} does not accept these values: {reason}", where="model.init", mend="mend the value"
@@ -149,7 +149,7 @@ def _reads(config_class: type[Any], key: str) -> bool:
     try:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
         source = inspect.getsource(sys.modules[model_class.__module__])
-    except (ImportError, OSError, RuntimeError):  # of a package that it needs, or without its source
+    except (ImportError, OSError, RuntimeError):  # a package is missing, or the source
         return False
     return re.search(rf"""config(\.|,\s*["']){re.escape(key)}\b""", source) is not None
 
@@ -216,7 +216,7 @@ def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentErr
     elif lacks_safetensors:
         first_line = "it has no safetensors weights; a pickle runs code when it is read"
         mend = "use a copy with safetensors; or, if you trust who made it, set allow_pickle: true"
-    elif "alidation error" in str(error):  # transformers' of a config.json, which a tokenizer reads too
+    elif "alidation error" in str(error):  # by transformers on a config.json, which a tokenizer reads too
         _, place = key_place(name_or_path)
         field = re.search(r"field '(\w+)'", str(error))
         first_line, where = f"its config.json is not valid: {first_line}", place(field[1] if field else "")
@@ -340,7 +340,7 @@ def _value(text: Any, key: str) -> Any:
     """Return a value of a configuration; None without one, and a list if each layer has its own."""
     try:
         return getattr(text, key, None)
-    except Exception:  # of transformers, where layers differ and nothing was said of all of them
+    except Exception:  # transformers raises if layers differ and have no common value
         return [_value(layer, key) for layer in getattr(text, "per_layer_config", None) or ()]
 
 
@@ -367,7 +367,7 @@ def key_place(name_or_path: str) -> tuple[dict[str, Any], Where]:
     """
     path = Path(name_or_path).expanduser() / "config.json"
     try:
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""  # to read a pipe would wait
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""  # reading a pipe would wait
         keys = json.loads(text)
     except (OSError, ValueError, RecursionError):
         text, keys = "", {}

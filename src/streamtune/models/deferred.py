@@ -160,7 +160,7 @@ def defer_load(
     files = CheckpointFiles(name_or_path)
     if not isinstance(dtype, torch.dtype):
         dtype = files.dtype()
-    # What a constructor draws is not looked at.
+    # Values drawn by a constructor are not used.
     with loading(name_or_path), torch.random.fork_rng(devices=[]), RecordedInit(draw=False):
         remote = {"trust_remote_code": True} if trust_remote_code else {}
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **remote)
@@ -222,7 +222,7 @@ class _Replayed:
         self._made = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        made = {name: self._made[name] for name in names}  # a few, such as gains of norms, are whole already
+        made = {name: self._made[name] for name in names}  # a few, such as norm weights, have values already
         return {name: self._recorded.replay(x) if x.device.type == "meta" else x.clone() for name, x in made.items()}
 
 

@@ -260,7 +260,7 @@ def _states(folders: list[str], recent: set[Path] | None = None) -> dict[Path, S
     """
     states: dict[Path, State] = {}
     for folder in folders:
-        with suppress(OSError, ValueError, RuntimeError):  # no folder, which loading it says
+        with suppress(OSError, ValueError, RuntimeError):  # not a folder: loading reports it
             for path in Path(folder).expanduser().iterdir():
                 with suppress(OSError):
                     if path.suffix in FILES and stat.S_ISREG((facts := path.stat()).st_mode):

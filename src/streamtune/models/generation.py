@@ -46,7 +46,7 @@ def add_ends(model: nn.Module, tokens: Sequence[int]) -> list[int]:
     if new:
         settings = copy.deepcopy(base.generation_config) if base.generation_config is not None else GenerationConfig()
         settings.eos_token_id = [*known, *new] if len(known) + len(new) > 1 else new[0]
-        settings._from_model_config = False  # else transformers may make it again from the model's configuration
+        settings._from_model_config = False  # else transformers may rebuild it from the model's configuration
         base.generation_config = settings
     return new
 
@@ -60,7 +60,7 @@ def with_generation(model: Any, settings: GenerationConfig) -> Any:
     seen = object.__new__(type(model))
     vars(seen).update(vars(model))
     vars(seen)["generation_config"] = settings
-    vars(seen).pop("generate", None)  # a streamed model has one of its own, which is bound to ``model``
+    vars(seen).pop("generate", None)  # a streamed model has its own, bound to ``model``
     return seen
 
 

@@ -123,10 +123,10 @@ def load_model(
                 config=config,
                 dtype=options.torch_dtype or "auto",
                 trust_remote_code=trust_remote_code,
-                use_safetensors=True if safetensors else None,  # False would refuse them where there are both
+                use_safetensors=True if safetensors else None,  # False would refuse safetensors beside a pickle
                 weights_only=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
+                ignore_mismatched_sizes=True,  # refused below, by name
             )
         check_report(name_or_path, model, report)
         check_dtypes(name_or_path, config)
@@ -151,7 +151,7 @@ def _own_weights(model: PreTrainedModel) -> PreTrainedModel:
                     copies.setdefault(id(buffer), buffer.clone(memory_format=torch.preserve_format))
                     module._buffers[name] = copies[id(buffer)]
         for parameter in model.parameters():
-            if parameter.device.type == "cpu" and type(parameter) is torch.nn.Parameter:  # a quantised one is new
+            if parameter.device.type == "cpu" and type(parameter) is torch.nn.Parameter:  # quantised ones are new
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
     return model
 

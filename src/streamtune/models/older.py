@@ -29,7 +29,7 @@ OLD_KEYS = ("add_bos_token", "add_eos_token")
 """Settings of the old classes that ``transformers`` 5 leaves out: without them they add tokens by their defaults."""
 
 THETA: tuple[tuple[str, str, str], ...] = (
-    # model types that begin so, the old name of the base of full attention, and of attention with a window
+    # start of the model type, old name of the base for full attention, and for windowed attention
     ("gemma3", "rope_theta", "rope_local_base_freq"),
     ("modernbert", "global_rope_theta", "local_rope_theta"),
     ("gpt_neox", "rotary_emb_base", ""),
@@ -87,7 +87,7 @@ def with_old_names(config: Mapping[str, Any]) -> dict[str, Any]:
         old["rope_scaling"] = scaling
         if scaling.get("rope_type") == "longrope" and ORIGINAL in scaling:
             old[ORIGINAL] = scaling[ORIGINAL]
-        if model_type.startswith(("phi3", "phi4")):  # which take these three fields and no other
+        if model_type.startswith(("phi3", "phi4")):  # which take only these three fields
             old["rope_scaling"] = {
                 "type": scaling.get("rope_type"),
                 **{key: scaling[key] for key in ("short_factor", "long_factor") if key in scaling},
@@ -121,7 +121,7 @@ def old_tokenizer_config(config: Mapping[str, Any], tokenizer: PreTrainedTokeniz
         settings["tokenizer_class"] = named if known else OLD_CLASS
     if known:
         settings |= {key: base[key] for key in OLD_KEYS if key in base and key not in settings}
-    if isinstance(settings.get("extra_special_tokens"), list):  # there a dict of names, as multimodal models have it
+    if isinstance(settings.get("extra_special_tokens"), list):  # in version 4 a dict of names, as in multimodal models
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     if isinstance(named_tokens := base.get("extra_special_tokens"), Mapping) and named_tokens:
         settings["extra_special_tokens"] = dict(named_tokens)

@@ -129,7 +129,7 @@ class Nf4Codes:
         codes, scales = [], []
         if device.type == "meta":
             step = count
-            # It makes its table of values for the first tensor there is, and keeps it: that one must be real.
+            # bitsandbytes keeps its table of values from the first tensor, which must be a real one.
             functional.quantize_4bit(torch.zeros(BLOCK, BLOCK), quant_type="nf4", compress_statistics=True)
         for first in range(0, count, step):
             some = weight[first : first + step].detach().to(device).reshape(-1, size)

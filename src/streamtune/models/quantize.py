@@ -125,7 +125,7 @@ def _nbytes(parameter: torch.Tensor) -> int:
     """Return the bytes that hold a parameter, without the scales of its blocks."""
     if isinstance(parameter, PackedExperts):
         return sum(part.nbytes for part in parameter.parts())
-    packed: torch.Tensor = getattr(parameter, "qdata", parameter)  # of torchao's int8, whose wrapper has no bytes
+    packed: torch.Tensor = getattr(parameter, "qdata", parameter)  # the wrapper of torchao's int8 has no bytes
     return packed.nbytes
 
 
@@ -158,7 +158,7 @@ def dequantised(weight: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor
         from bitsandbytes.functional import dequantize_4bit
 
         state = copy.copy(weight.quant_state)
-        state.dtype = dtype  # else the weight is rounded to the dtype that it was quantised from
+        state.dtype = dtype  # else the weight is rounded to its original dtype
         return dequantize_4bit(weight.data, state).to(dtype)
     return weight.qdata.to(dtype) * weight.scale.to(dtype)
 
@@ -188,10 +188,10 @@ def divide_packed(model: nn.Module, *, keeps_objects: bool) -> None:
         packed = weight.data.view(-1).view(torch.uint8).view(dtype)[:, None]
         if keeps_objects:
             weight.data, weight.quant_storage = packed, dtype
-        else:  # bitsandbytes finds the scales with the module when the weight has none
+        else:  # bitsandbytes takes the scales from the module if the weight has none
             held.weight = nn.Parameter(packed, requires_grad=False)
     divided: set[int] = set()
-    for module in list(model.modules()):  # wrappers of adapters before what they wrap
+    for module in list(model.modules()):  # wrappers of adapters come before their base layers
         inner: Any = module
         while isinstance(below := getattr(inner, "base_layer", None), nn.Module):
             inner = below
@@ -254,7 +254,7 @@ def _to_int8(
             quantize_(linear, config)
         else:
             linear.weight = change.quantised(name, linear.weight.data, quantise)
-    # As from_pretrained leaves it: peft asks here how to quantise again what it merges.
+    # As after from_pretrained: peft reads here how to quantise merged weights again.
     model.hf_quantizer = inside(QUANTIZERS).from_config(TorchAoConfig(config), pre_quantized=False)
 
 
@@ -284,12 +284,12 @@ def _to_nf4(
             quantised.weight = change.quantised(name, linear.weight.data.to(device), quantise)
         quantised.bias = linear.bias
         parent, _, last = name.rpartition(".")
-        if device.type == "meta":  # which is no place it quantises for
+        if device.type == "meta":  # bitsandbytes does not quantise there
             quantised.weight = _packed_on_meta(linear.weight)
         else:
             quantised = quantised.to(device)  # moving it quantises it
         setattr(model.get_submodule(parent), last, quantised.requires_grad_(False))
-    model.is_loaded_in_4bit = True  # as from_pretrained leaves it: peft asks for this, and not for the layer's class
+    model.is_loaded_in_4bit = True  # as after from_pretrained: peft reads this, not the layer's class
 
 
 def _packed_on_meta(weight: torch.Tensor) -> Any:
@@ -297,10 +297,10 @@ def _packed_on_meta(weight: torch.Tensor) -> Any:
     import bitsandbytes
 
     settings = {"quant_type": "nf4", "compress_statistics": True, "blocksize": 64}
-    # It makes its table of values for the first tensor there is, and keeps it for all others: that one must be real.
+    # bitsandbytes keeps its table of values from the first tensor, which must be a real one.
     bitsandbytes.functional.quantize_4bit(torch.zeros(64, 64), **settings)
     packed, state = bitsandbytes.functional.quantize_4bit(weight.data, **settings)
-    state.offset = torch.zeros(())  # a number that is asked for when the state is written out
+    state.offset = torch.zeros(())  # read when the state is saved
     return bitsandbytes.nn.Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True, **settings)
 
 

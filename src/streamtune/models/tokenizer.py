@@ -153,7 +153,7 @@ def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTok
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name_or_path, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # the tokenizers library raises nothing more special for a file it cannot read
+    except Exception as error:  # the tokenizers library raises plain exceptions for unreadable files
         raise loading_error("tokenizer", name_or_path, error) from error
     backend = getattr(found, "backend_tokenizer", None)
     if backend is not None:

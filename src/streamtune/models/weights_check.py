@@ -88,11 +88,11 @@ def check_dtypes(name_or_path: str, config: Any) -> None:
     folder = Path(name_or_path).expanduser()
     if getattr(config, "quantization_config", None) is not None or not folder.is_dir():
         return
-    for path in sorted(filter(Path.is_file, folder.glob("*.safetensors"))):  # to open a pipe would wait
+    for path in sorted(filter(Path.is_file, folder.glob("*.safetensors"))):  # opening a pipe would wait
         try:
             with safe_open(path, framework="pt") as file:
                 kinds = {key: file.get_slice(key).get_dtype() for key in file.keys() if key.endswith(".weight")}  # noqa: SIM118
-        except (OSError, SafetensorError):  # whoever reads it says so
+        except (OSError, SafetensorError):  # reading it reports the error
             continue
         wrong = next((key for key, kind in kinds.items() if kind not in FLOAT_NAMES), None)
         if wrong is not None:
@@ -210,7 +210,7 @@ def not_finite(name: str, values: Tensor, where: str) -> ArgumentError:
 
 def is_finite(values: Tensor) -> bool:
     """Return True if all values are finite. Only if their sum is not finite, each value is tested."""
-    plain = type(values) in (Tensor, torch.nn.Parameter)  # quantised ones are classes of their own
+    plain = type(values) in (Tensor, torch.nn.Parameter)  # quantised weights have other classes
     if not plain or values.dtype not in FLOATS or values.device.type == "meta":
         return True
     if bool(torch.isfinite(values.sum(dtype=None if values.dtype == torch.float64 else torch.float32))):

@@ -126,7 +126,7 @@ def add_unstarted(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_toke
 
         train_columns(model, config)
     with torch.random.fork_rng(), no_pattern_warnings():
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # and sets it, for Conv1D
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft sets it itself, for Conv1D
         torch.manual_seed(seed)
         try:
             adapted: PeftModel = get_peft_model(model, config)

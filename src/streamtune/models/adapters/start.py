@@ -110,7 +110,7 @@ def add_start(adapted: Any) -> None:
             del part.weight
             part.register_buffer("weight", values)
         layer.set_adapter(["default", START])
-    del adapted.peft_config[START]  # it is a part of the other one, in all that reads configurations
+    del adapted.peft_config[START]  # readers of configurations see one adapter
 
 
 Factors = dict[str, tuple[Tensor, Tensor]]
