@@ -65,7 +65,6 @@ class _Agent:
         self._readers: list[threading.Thread] = []
 
     def say(self, document: dict[str, Any]) -> None:
-        """Send the launcher a document, if it is still there."""
         with self._speaking:
             try:
                 sys.stdout.buffer.write(json.dumps(document).encode() + b"\n")
@@ -74,7 +73,6 @@ class _Agent:
                 self._alone = True
 
     def serve(self, messages: queue.Queue[dict[str, Any] | None]) -> None:
-        """Serve until all ranks have ended, or the launcher is gone."""
         last_heard = time.monotonic()
         while True:
             try:

@@ -118,7 +118,6 @@ def read_config(name: str, *, where: str = "deepspeed") -> dict[str, Any]:
 
 
 def stage_of(config: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage of a configuration."""
     return int(config.get("zero_optimization", {}).get("stage", 0))
 
 

@@ -258,7 +258,6 @@ def expand_tasks(text: str) -> list[int]:
 
 
 def usable_cpus() -> int:
-    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -56,7 +56,6 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int, host: str) -> Failure:
-        """Make the failure of ``rank`` from ``error``."""
         if isinstance(error, StreamTuneError):
             kind = type(error).__name__
             return cls(rank, host, error.what, error.where, error.mend, kind, error.exit_code)

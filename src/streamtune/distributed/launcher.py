@@ -268,11 +268,9 @@ class _Signals:
         self._entered.close()
 
     def take(self) -> list[int]:
-        """Return the signals that came since the last call."""
         return [self._came.pop(0) for _ in range(len(self._came))]
 
     def ask(self, signum: int) -> None:
-        """Add a signal to be passed on."""
         self.first = self.first or signum
         self._came.append(signum)
 

@@ -99,11 +99,9 @@ class LocalRanks:
 
     @property
     def running(self) -> list[int]:
-        """Ranks whose process has not ended."""
         return list(self._running)
 
     def process(self, rank: int) -> subprocess.Popen[bytes]:
-        """Return the process of a running rank."""
         return self._running[rank]
 
     def poll(self) -> list[RankEnd]:

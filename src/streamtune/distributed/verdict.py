@@ -166,7 +166,6 @@ def end_stopped(peer: Peer) -> None:
 
 
 def _is_gone(peer: Peer) -> bool:
-    """Return True if its process was on this machine and has ended."""
     return bool(peer.process[0]) and peer.process[0] == this_process()[0] and _state(peer) in ("", "Z", "X")
 
 

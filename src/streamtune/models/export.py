@@ -248,12 +248,9 @@ def write_shards(
 ) -> None:
     """Write weights in safetensors, under the names of ``save_pretrained``, with an index for several files.
 
-    Args:
-        model: Model that the weights belong to, without adapters; its own weights are not read.
-        saved: Parameters and buffers by name, tensors of one layer next to each other.
-        folder: Folder that exists.
-        shard_bytes: Most bytes of a file; a larger tensor is a file of its own.
-        untied: Write both of two weights that the model ties, which differ.
+    The weights of ``model``, without adapters, are not read: ``saved`` has parameters and buffers by name, tensors of
+    one layer next to each other. A tensor larger than ``shard_bytes`` is a file of its own. ``untied`` writes both of
+    two weights that the model ties, which differ.
     """
     ties = {} if untied else _ties(model)
     held: dict[str, Tensor] = {}

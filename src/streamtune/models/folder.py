@@ -99,7 +99,6 @@ def _check_index(path: Path, *, shards: bool) -> None:
 
 
 def _check_adapter(folder: Path, *, allow_pickle: bool, reads_weights: bool) -> None:
-    """Check adapters, their settings and the name of their base."""
     path, beside_model = folder / "adapter_config.json", (folder / "config.json").is_file()
     config = _read(path)
     if config:

@@ -167,13 +167,10 @@ def init_model(
 ) -> PreTrainedModel:
     """Build a model from a configuration, with random weights. Needs no download.
 
-    Args:
-        config: ``model_type`` and keys of its transformers configuration; other keys have the defaults of that class.
-        options: Dtype, quantisation and positions.
-        vocab_size: Size of the tokenizer. The vocabulary is this size, unless ``config`` asks for a larger one.
-        token_ids: ``bos_token_id``, ``eos_token_id``, ``pad_token_id`` of the tokenizer.
-        device: Device of the weights. They are drawn on the CPU, so they do not depend on it.
-        seed: Seed of the weights. The caller's random state is left as it was.
+    ``config`` has ``model_type`` and keys of its transformers configuration; other keys have the defaults of that
+    class. The vocabulary has ``vocab_size`` tokens, as the tokenizer, unless ``config`` asks for more. ``token_ids``
+    are ``bos_token_id``, ``eos_token_id`` and ``pad_token_id``. Weights are drawn on the CPU by ``seed``, so they do
+    not depend on ``device``. The caller's random state is left as it was.
     """
     keys = {**token_ids, **config, "vocab_size": wanted_vocabulary(config, vocab_size)}
     hf_config = build_config(keys)
@@ -198,12 +195,9 @@ def blueprint(
 ) -> PreTrainedModel:
     """Build a causal language model on ``meta``: parameters have shapes and dtypes and take no memory.
 
-    Args:
-        source: A hub name or folder, of which only the configuration is read, or the keys of a configuration.
-        options: Dtype, quantisation and positions.
-        vocab_size: Size of the vocabulary if ``source`` is keys without it.
-        trust_remote_code: Allow code that comes with the checkpoint to run.
-        new_tokens: Number of rows for tokens beyond those of a checkpoint.
+    ``source`` is a hub name or folder, of which only the configuration is read, or the keys of a configuration; keys
+    without a vocabulary get ``vocab_size``. ``new_tokens`` is the number of rows for tokens beyond those of a
+    checkpoint.
     """
     remote: dict[str, Any] = {}
     if isinstance(source, str):

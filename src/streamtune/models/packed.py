@@ -202,7 +202,6 @@ class PackedExperts(Tensor):
         return made
 
     def parts(self) -> tuple[Tensor, ...]:
-        """Return the tensors that hold the packed weights."""
         return self.codes.tensors()
 
     def written(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -214,7 +213,6 @@ class PackedExperts(Tensor):
             return self.codes.written(0, count, dtype)
 
     def some(self, first: int, last: int) -> Tensor:
-        """Return the weights of experts ``first`` to ``last``."""
         with torch.no_grad():
             return self.codes.written(first, last, self.codes.dtype).to(self.dtype)
 

@@ -120,11 +120,9 @@ Factors = dict[str, tuple[Tensor, Tensor]]
 def first_factors(adapted: Any, losses: Sequence[Callable[[], Tensor]], *, gamma: float, seed: int) -> Factors:
     """Return the first values of the adapters of a model, from gradients (``lora_ga``).
 
-    Args:
-        adapted: Model with adapters that change nothing yet, streamed or not. It is left as it was.
-        losses: Functions that compute the losses of micro-batches. The gradient is of their sum.
-        gamma: Both factors are proportional to ``gamma ** -0.5``.
-        seed: Seed of dropout, and of the random start of each decomposition.
+    The model, streamed or not, has adapters that change nothing yet, and is left as it was. The gradient is of the sum
+    of the ``losses``, functions that compute the losses of micro-batches. Both factors are proportional to ``gamma **
+    -0.5``. ``seed`` is the seed of dropout, and of the random start of each decomposition.
 
     Raises:
         NonFiniteError: A gradient is not finite.
