@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from streamtune.train import Progress, draw_loss, format_duration, format_rate, read_records
-from streamtune.train.progress import smooth
+from streamtune.train.progress import Listener, Listeners, smooth
 from streamtune.train.records import append_record, cut_after_step
 
 RECORD: dict[str, Any] = {
@@ -140,3 +140,31 @@ def test_the_use_of_the_device_is_shown_where_its_rate_is_known() -> None:
     progress._record = {**RECORD, "flops": 10**15, "mfu": 0.4142}
     assert "MFU 41%" in progress._line().plain
     assert "MFU" not in line_at(140)
+
+
+class Changing(Listener):
+    def __init__(self, raises: bool = False) -> None:
+        self.raises, self.steps, self.ended = raises, list[Any](), False
+
+    def step(self, record: dict[str, Any]) -> None:
+        self.steps.append(record["loss"])
+        record["loss"] = None
+        if self.raises:
+            raise ValueError("enough")
+
+    def finished(self, outcome: dict[str, Any]) -> None:
+        self.ended = True
+
+
+def test_each_listener_has_a_copy_and_the_first_error_is_kept() -> None:
+    record, failing, other = {"step": 1, "loss": 2.0}, Changing(raises=True), Changing()
+    listeners = Listeners([failing, other])
+    listeners.raise_error()
+    listeners.step(record)
+    listeners.step(record)
+    listeners.finished({"status": "failed", "step": 1})
+    assert record == {"step": 1, "loss": 2.0}
+    assert (failing.steps, other.steps) == ([2.0], [2.0, 2.0])
+    assert (failing.ended, other.ended) == (False, True)
+    with pytest.raises(ValueError, match="enough"):
+        listeners.raise_error()

@@ -1,4 +1,4 @@
-"""The memory that a step may take: given, or what is free now."""
+"""The memory that a step may take, given or free now, and the search for the largest number that fits into it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that a step may take; None is all there is, or no limit if the step is simulated.
+    """Bytes that a step may take; None is all there is, or no limit for a simulated step.
 
     Attributes:
         device_bytes: Bytes on the device.
         host_bytes, disk_bytes: Bytes that the engine keeps there.
-        margin: Part of an accelerator's memory that is left alone where ``device_bytes`` is None.
+        margin: Fraction of an accelerator's memory that stays free if ``device_bytes`` is None.
     """
 
     device_bytes: int | None = None
@@ -31,7 +31,7 @@ class Budget:
         return " and ".join(words) or "the device"
 
     def share_of(self, device: int | None, host: int | None, disk: int | None, *, usable: float = 1.0) -> float | None:
-        """Return the largest part of the ``usable`` budget that a step takes, of any tier; None if it is not known."""
+        """Return the largest fraction of the ``usable`` budget that a step takes, of any tier; None if unknown."""
         pairs = ((device, self.device_bytes), (host, self.host_bytes), (disk, self.disk_bytes))
         return max((used / (usable * limit) for used, limit in pairs if used is not None and limit), default=None)
 
@@ -42,10 +42,10 @@ class Limits(Budget):
 
     Attributes:
         device_bytes: Bytes that the step may hold on the device in all, weights included.
-        host_bytes: Bytes of the machine's memory for offloading.
+        host_bytes: Bytes of host memory for offloading.
         disk_bytes: Bytes of the directory for offloading.
-        margin: Part of each that stays free.
-        shared: True if the device's memory is the machine's: a step on the CPU.
+        margin: Fraction of each that stays free.
+        shared: True if the device's memory is the host's: a step on the CPU.
     """
 
     device_bytes: int
@@ -56,17 +56,14 @@ class Limits(Budget):
 
     @property
     def device(self) -> int:
-        """Bytes of the device that are planned with."""
         return int((1 - self.margin) * self.device_bytes)
 
     @property
     def host(self) -> int:
-        """Bytes of the machine that are planned with."""
         return int((1 - self.margin) * self.host_bytes)
 
     @property
     def disk(self) -> int:
-        """Bytes of the disk that are planned with."""
         return int((1 - self.margin) * self.disk_bytes)
 
     def tiers(self, device: float, host: float, disk: float) -> tuple[tuple[float, int], ...]:
@@ -75,14 +72,14 @@ class Limits(Budget):
         return *memory, (disk, self.disk)
 
     def excess(self, device: float, host: float, disk: float) -> float:
-        """Return by how many bytes a step exceeds its memory, in the worst tier; negative is what is left."""
+        """Return by how many bytes a step exceeds the worst tier; negative is what is left."""
         return max(used - limit for used, limit in self.tiers(device, host, disk))
 
     def filled(self, device: float, host: float, disk: float) -> float | None:
-        """Return the part that a step takes of the tier it fills most; None if it needs a tier without memory.
+        """Return the fraction that a step takes of the tier it fills most; None if it needs a tier without memory.
 
-        Tiers that the step does not use are left out. In :meth:`excess` a tier without memory has nothing left, so that
-        the excess of every step that fits is 0.
+        Unused tiers are left out. In :meth:`excess` a tier without memory has nothing left, so every step that fits has
+        an excess of 0.
         """
         wanted = [(used, limit) for used, limit in self.tiers(device, host, disk) if used > 0]
         return None if any(limit == 0 for _, limit in wanted) else max((u / limit for u, limit in wanted), default=0.0)
@@ -97,13 +94,13 @@ def _rounded(size: int) -> str:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """Return the free bytes of an accelerator, those that torch's allocator holds and does not use included."""
+    """Return the free bytes of an accelerator, including what torch's allocator holds and does not use."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def free_disk_bytes(directory: str | Path) -> int:
-    """Return the free bytes of the disk on which the directory is, or will be."""
+    """Return the free bytes of the disk of a directory, which need not exist yet."""
     path = Path(directory).expanduser().absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -111,22 +108,19 @@ def free_disk_bytes(directory: str | Path) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the readable name of a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
 
 
 FAR = 0.8
-"""Part of a number below which another one is far enough from it to tell the slope."""
+"""Fraction of a number below which another number is far enough from it to tell the slope."""
 
 
 @dataclass(frozen=True)
 class Attempt:
     """The result of trying a number.
 
-    Attributes:
-        fits: True if the number fits.
-        filled: Part of the budget that it takes, above 1 where it does not fit; None where that is not known, as of
-            an attempt that was broken off.
+    ``filled`` is the fraction of the budget that it takes, above 1 if it does not fit; None if unknown, as when
+    aborted.
     """
 
     fits: bool
@@ -139,11 +133,9 @@ class Range:
 
     Attributes:
         first: The first attempt.
-        least: Nothing below is attempted.
-        most: Nothing above is attempted.
-        step: The search stops where fitting and failing are at most so far apart,
-        share: or so large a part of what fits, whichever is larger.
-        grain: Attempts are multiples of it, but for ``first``, ``least`` and ``most``.
+        least, most: Smallest and largest number that is attempted.
+        step, share: The search stops when fitting and failing are at most ``step``, or ``share`` of what fits, apart.
+        grain: Attempts are multiples of it, except ``first``, ``least`` and ``most``.
     """
 
     first: int
@@ -154,7 +146,7 @@ class Range:
     grain: int = 1
 
     def tolerance(self, fits: int) -> int:
-        """Return the largest distance between ``fits`` and a number that fails at which the search is over."""
+        """Return the distance between ``fits`` and a failing number at which the search is over."""
         return max(self.step, int(self.share * fits))
 
 
@@ -167,11 +159,16 @@ class Bracket:
 
 
 def search_largest(attempt: Callable[[int], Attempt], within: Range) -> Bracket:
-    """Find the largest number that fits.
+    """Find the largest number that fits, in few attempts: doubling, then bisecting between fitting and failing.
+
+    Memory is nearly linear in the length once there are several chunks. So when the line through two attempts predicts
+    the end of the budget, the next attempt is half a tolerance below that point, and the one after it half a tolerance
+    above; if both turn out as predicted, the search is over. Otherwise the bracket is halved, so there are at most
+    twice as many attempts as in plain bisection.
 
     Args:
-        attempt: Tries a number; if it fits, every smaller one is expected to fit too.
-        within: The range of the search, and its tolerance.
+        attempt: Tries a number; if it fits, every smaller number is expected to fit too.
+        within: Range and tolerance of the search.
     """
     low, high = 0, None
     known: dict[int, float] = {}
@@ -193,7 +190,7 @@ def search_largest(attempt: Callable[[int], Attempt], within: Range) -> Bracket:
 
 
 def _next(low: int, high: int | None, known: dict[int, float], within: Range) -> tuple[int | None, bool]:
-    """Return the next number, None where the search is over, and True if it was predicted by :func:`_aim`."""
+    """Return the next number, None at the end of the search, and True if :func:`_aim` predicted it."""
     if low == within.most or (high is not None and low and high - low <= within.tolerance(low)):
         return None, False
     if not low:  # nothing has fitted yet
@@ -210,7 +207,7 @@ def _next(low: int, high: int | None, known: dict[int, float], within: Range) ->
 
 
 def _aim(low: int, known: dict[int, float], within: Range) -> int | None:
-    """Return a number just below the end of the budget by the line through two attempts, above if ``low`` is there."""
+    """Return a number just below the budget's end by the line through two attempts, or above if ``low`` is there."""
     below = sorted(number for number in known if number <= low)
     above = sorted(number for number in known if number > low)
     # Chunks are equal, so bytes rise in small teeth: two attempts side by side may say nothing of the line.

@@ -1,9 +1,8 @@
-"""The rates of the device at hand, measured in a few seconds and kept on disk.
+"""The rates of the local device, measured in a few seconds and cached on disk.
 
-Each figure is the best of several runs of one kind of operator, on tensors of the size a chunk has: other work on the
-machine can only make a run slower. All are measured in two rounds, of which the better counts; what lies between the
-rounds is kept with the rates, and so is the date. Rates are measured again if they are old, or if the rounds were far
-apart.
+Each figure is the best of several runs of one kind of operator, on tensors of a chunk's size: other work on the machine
+can only slow a run down. All are measured in two rounds, of which the better counts. Rates are measured again if they
+are old, or if the rounds were far apart.
 
 The steps of runs correct them: :func:`correct_rates` keeps a factor by which every prediction is multiplied.
 """
@@ -44,13 +43,13 @@ MOST_IN_A_ROW = 64
 HEAD_DIM = 128
 
 FORM = "rates of a chunk, runs in a row, the better of two rounds"
-"""What is measured. Another name where that changes, so that figures saved before are not taken for it."""
+"""Name of what is measured; it changes with that, so that figures saved before are not used."""
 
 OLD, UNSURE = timedelta(days=30), timedelta(hours=1)
-"""Ages from which rates are measured again: of all, and of those whose rounds were far apart."""
+"""Ages from which rates are measured again: in general, and if their rounds were far apart."""
 
 FAR_APART = 0.25
-"""Difference between the rounds of a rate, as a part of the better, from which the machine was taken to be busy."""
+"""Difference between the rounds of a rate, relative to the better, from which the machine counts as busy."""
 
 LEAST_FACTOR, MOST_FACTOR = 0.1, 10.0
 """Bounds of a correction: beyond them something else is wrong than the rates."""
@@ -58,13 +57,13 @@ LEAST_FACTOR, MOST_FACTOR = 0.1, 10.0
 
 @dataclass(frozen=True)
 class KeptRates:
-    """Rates as they are kept on disk.
+    """Rates as they are cached on disk.
 
     Attributes:
-        rates: As measured.
+        rates: Measured rates.
         measured: Date and time, in UTC.
-        spread: The largest difference between two rounds of a rate, as a part of the better one.
-        factor: Seconds of a run's steps over those predicted; 1 where no run corrected them.
+        spread: Largest difference between two rounds of a rate, relative to the better one.
+        factor: Measured step time divided by predicted step time; 1 before any run.
         corrected: Date and time of the correction; empty without one.
     """
 
@@ -76,11 +75,7 @@ class KeptRates:
 
     @classmethod
     def read(cls, found: dict[str, Any]) -> KeptRates:
-        """Return the rates that an entry of the file describes.
-
-        Raises:
-            TypeError, ValueError, KeyError: It is none, or of another version.
-        """
+        """Return the rates in an entry of the file; TypeError, ValueError or KeyError for other versions' entries."""
         kept = cls(**{**found, "rates": Rates(**found["rates"])})
         datetime.fromisoformat(kept.measured)
         if not LEAST_FACTOR <= kept.factor <= MOST_FACTOR:
@@ -89,12 +84,12 @@ class KeptRates:
 
     @property
     def is_current(self) -> bool:
-        """True unless the rates are old, or were measured on a busy machine and not just now."""
+        """True unless the rates are old, or were measured on a busy machine more than an hour ago."""
         age = datetime.now(UTC) - datetime.fromisoformat(self.measured)
         return age < (UNSURE if self.spread > FAR_APART else OLD)
 
     def used(self) -> Rates:
-        """Return the rates that steps are predicted from, corrected."""
+        """Return the corrected rates, from which steps are predicted."""
         if self.factor == 1.0:
             return self.rates
         slower = {name: getattr(self.rates, name) / self.factor for name in _per_second(self.rates)}
@@ -107,15 +102,10 @@ class KeptRates:
 
 
 def load_rates(device: torch.device, dtype: torch.dtype, *, notify: Callable[[str], None] = lambda text: None) -> Rates:
-    """Return the rates of ``device`` in ``dtype``: those saved before, or measured now and saved.
+    """Return the rates of ``device`` in ``dtype``: cached, or measured now and cached.
 
-    They are saved by device, machine, threads, version of torch and dtype. If the file cannot be read or written, they
-    are measured each time.
-
-    Args:
-        device: The device that the step runs on.
-        dtype: The dtype that it computes in.
-        notify: Called with a message before a measurement.
+    The key is device, machine, threads, torch version and dtype. If the file cannot be read or written, they are
+    measured each time. ``notify`` is called with a message before a measurement.
     """
     kept = _kept(device, dtype, notify)
     if kept is None or not kept.is_current:
@@ -130,9 +120,9 @@ def load_rates(device: torch.device, dtype: torch.dtype, *, notify: Callable[[st
 
 
 def correct_rates(device: torch.device, dtype: torch.dtype, ratio: float) -> None:
-    """Keep that steps took ``ratio`` times as long as predicted from the rates that are kept for a device.
+    """Record that steps took ``ratio`` times as long as predicted from the cached rates.
 
-    Where there are none, or the file cannot be written, nothing is kept.
+    Without cached rates, or if the file cannot be written, nothing is recorded.
     """
 
     def correct(kept: KeptRates | None) -> KeptRates | None:
@@ -153,13 +143,12 @@ def _measured(device: torch.device, dtype: torch.dtype) -> KeptRates:
 
 
 def _better(one: Rates, other: Rates) -> Rates:
-    """Return the faster of each rate."""
     best = {name: max(getattr(one, name), getattr(other, name)) for name in _per_second(one)}
     return replace(other, **best, launch_seconds=min(one.launch_seconds, other.launch_seconds))
 
 
 def _per_second(rates: Rates) -> list[str]:
-    """Return the names of what there is more of where a device is faster."""
+    """Return the names of the rates that are higher on a faster device."""
     return [f.name for f in fields(rates) if f.name.endswith(("_flops", "_bandwidth"))]
 
 
@@ -180,7 +169,7 @@ def _rates_in(entries: dict[str, Any], key: str) -> KeptRates | None:
 
 
 def _save(device: torch.device, dtype: torch.dtype, change: Callable[[KeptRates | None], KeptRates | None]) -> None:
-    """Keep what ``change`` returns, given the rates that are kept by now: another process may have kept them since."""
+    """Write what ``change`` returns for the rates that are cached by now: another process may have written since."""
     key = _key(device, dtype)
 
     def changed(entries: dict[str, Any]) -> dict[str, Any]:
@@ -210,11 +199,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def measure_disk(directory: Path, size: int = 64 << 20) -> float:
-    """Measure the bytes/s of writing a file in ``directory``, to the disk itself; reading is taken to be no slower.
-
-    Raises:
-        OSError: No such file can be written in the directory.
-    """
+    """Measure the bytes/s of writing a file to the disk of ``directory``; reading is assumed not to be slower."""
     import tempfile
 
     block = os.urandom(1 << 20)
@@ -228,7 +213,6 @@ def measure_disk(directory: Path, size: int = 64 << 20) -> float:
 
 
 def cache_file() -> Path:
-    """Return the path of the file of saved rates."""
     return cache_folder() / "rates.json"
 
 
@@ -247,7 +231,7 @@ def _key(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _processor() -> str:
-    """Return the model of the processor: a container keeps its host name where it is moved to another machine."""
+    """Return the model of the processor: a container keeps its host name when it moves to another machine."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
             if line.startswith("model name"):
@@ -265,10 +249,10 @@ class _Clock:
         self.device = device
 
     def best(self, run: Callable[[], object], *, budget: float = 0.15) -> float:
-        """Return the seconds of the fastest of several runs: for about ``budget`` seconds, three at least.
+        """Return the seconds of the fastest of several runs: for about ``budget`` seconds, at least three.
 
-        An accelerator is given the next operator while it computes, as in a step. Short runs are measured several in a
-        row, so that what the host takes for one is not counted.
+        An accelerator gets the next operator while it computes, as in a step. Short runs are measured several in a row,
+        so that the host's overhead for each is not counted.
         """
         self.once(run)
         row = 1 if self.device.type == "cpu" else min(MOST_IN_A_ROW, math.ceil(LONG_ENOUGH / self.once(run)))
@@ -280,7 +264,7 @@ class _Clock:
     def once(self, run: Callable[[], object], row: int = 1) -> float:
         """Return the seconds of ``row`` runs, until the device is done.
 
-        On a CPU not more than the processor time of this process: on a busy machine a run waits for others as well.
+        On a CPU it is at most the processor time of this process: on a busy machine a run also waits for others.
         """
         self._wait()
         start, used = time.perf_counter(), time.process_time()
@@ -308,7 +292,7 @@ def _matmul(clock: _Clock, dtype: torch.dtype) -> float:
 def _attention(clock: _Clock, dtype: torch.dtype) -> tuple[float, float]:
     """Return the FLOP/s of a chunk's attention, as the engine computes it, over its prefix and itself.
 
-    Forward and backward, 4 D and 10 D for each query and key that it sees.
+    Forward and backward: 4 D and 10 D for each pair of a query and a key that it sees.
     """
     heads, queries = ((4, 4), 512) if clock.device.type == "cpu" else ((32, 8), 2048)
     for keys in (512, 1024, 2048, 4096, 8192, 16384):
@@ -349,9 +333,9 @@ def _copy(clock: _Clock) -> float:
 
 
 def _launch(clock: _Clock) -> float:
-    """Return the seconds that the engine takes for an operator besides the operator's work.
+    """Return the engine's overhead for an operator, in seconds.
 
-    They are those of a step of a model so small that it takes nothing else, for each operator that is counted in it.
+    It is the time of a step of a model so small that it takes nothing else, divided by the operators counted in it.
     """
     sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, head_dim=16)

@@ -1,4 +1,10 @@
-"""The schedules to choose from: every combination that is allowed, sized to the available memory."""
+"""The schedules to choose from.
+
+In the order of layers: every allowed combination, sized to the available memory. In the order of chunks: a few forms,
+each sized by simulations of its own. That order stores keys and values with their gradients in place of layer inputs.
+It does the same work with weights that pass once for every chunk, so it can win only where the order of layers runs out
+of memory, recomputes layers or waits for copies. It is tried only there, or if it is given.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +26,19 @@ from streamtune.schedule import DEFAULTS, GIVEN, Schedule
 CHUNKS = (1024, 2048, 4096, 8192, 16384)
 HEAD_CHUNKS = (256, 1024)
 FEWEST_FOR_SEGMENTS = 4
-"""Layers below which storing every second input saves nothing worth a forward."""
+"""Layers below which storing every second input saves less than a forward is worth."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule and its estimated figures."""
-
     schedule: Schedule
     figures: Figures
 
     def excess(self, limits: Limits) -> float:
-        """Return :meth:`Limits.excess` of the estimated figures."""
         figures = self.figures
         return limits.excess(figures.device_bytes, figures.host_bytes, figures.disk_bytes)
 
     def tier_that_lacks(self, limits: Limits) -> str:
-        """Return the name of the tier that lacks most bytes."""
         lacking = {
             "device": self.figures.device_bytes - limits.device,
             "host": -1.0 if limits.shared else self.figures.host_bytes - limits.host,
@@ -50,10 +52,10 @@ class Space:
     """The values that may be chosen for the fields of a schedule.
 
     Args:
-        layers: Decoder layers of the model.
+        layers: Number of decoder layers of the model.
         length: Tokens of a row, or of a rank's part of it.
         limits: The memory; a tier without any is not used.
-        fixed: Fields of the schedule that are given.
+        fixed: Given fields of the schedule.
     """
 
     layers: int
@@ -62,7 +64,7 @@ class Space:
     fixed: Mapping[str, Any]
 
     def options(self, name: str) -> tuple[Any, ...]:
-        """Return the values of a field that are tried, that with the least device memory among them."""
+        """Return the values of a field that are tried, including the one with the least device memory."""
         if name in self.fixed:
             return (self.fixed[name],)
         host = not self.limits.shared and self.limits.host_bytes > 0
@@ -87,7 +89,6 @@ class Space:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The fields that the planner does not choose."""
         return {name: self.fixed.get(name, DEFAULTS[name]) for name in GIVEN}
 
     def combinations(self) -> Iterator[Schedule]:
@@ -110,14 +111,8 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Yield every schedule to consider, with its estimate; also those that do not fit, for the error.
 
-    Spare memory of the device is filled: by layers kept whole, which saves their recomputation, or by layer inputs that
-    need not be offloaded.
-
-    Args:
-        space: The schedules.
-        estimator: Estimates their figures.
-        limits: The memory.
-        rooms: The memory for chunks of some sizes, where it is less than ``limits``.
+    Spare device memory is filled: by layers kept whole, which are not recomputed, or by layer inputs that need not be
+    offloaded. ``rooms`` has the memory for some chunk sizes, where it is less than ``limits``.
     """
     whole = limits
     for schedule in space.combinations():
@@ -133,7 +128,7 @@ def candidates(
 def _with_device_layers(
     candidate: Candidate, space: Space, estimator: Estimator, limits: Limits
 ) -> Iterator[Candidate]:
-    """Yield the candidate with as many layer inputs on the device as it holds, and as few as host or disk allow."""
+    """Yield the candidate with the most layer inputs on the device that fit, and the fewest that host or disk allow."""
     schedule, figures = candidate.schedule, candidate.figures
     each = estimator.of_a_device_layer(schedule)
     most = math.floor(min(space.layers, figures.room_for(each, limits.device)))
@@ -163,7 +158,6 @@ def _with_kept_layers(candidate: Candidate, space: Space, estimator: Estimator, 
 
 
 def _up_to(sizes: tuple[int, ...], length: int) -> tuple[int, ...]:
-    """Return the sizes below ``length``, and the first that covers it."""
     below = [size for size in sizes if size < length]
     return tuple(sizes[: len(below) + 1])
 
@@ -175,7 +169,7 @@ Found = tuple[Schedule, Simulation]
 
 
 def may_order_chunks(written: Mapping[str, Any], cluster: Cluster) -> bool:
-    """Return True if nothing that is given excludes the order of chunks."""
+    """Return True if no given field excludes the order of chunks."""
     return written.get("order") != "layer" and not cluster.gathers_layers and cluster.sequence_size == 1
 
 
@@ -206,13 +200,13 @@ def best_in_chunk_order(workload: Workload, space: Space, simulate: Simulate) ->
 
 
 def _largest_size(low: int, fits: Found, high: int, exceeds: Found | None, limits: Limits) -> float:
-    """Return the largest size of a chunk that fits, if the bytes of each tier are linear in it between two steps.
+    """Return the largest chunk size that fits, if the bytes of each tier are linear in it between two steps.
 
     Args:
         low: A size that fits.
         fits: Its step.
-        high: A larger one that does not.
-        exceeds: Its step; None is a size that the model does not allow, which says nothing of those between.
+        high: A larger size that does not fit.
+        exceeds: Its step; None if the model does not allow that size, which says nothing of the sizes between.
         limits: The memory.
     """
     found = float(high)
@@ -227,10 +221,11 @@ def _largest_size(low: int, fits: Found, high: int, exceeds: Found | None, limit
 def smallest_in_chunk_order(
     workload: Workload, limits: Limits, written: Mapping[str, Any], simulate: Simulate
 ) -> Found | None:
-    """Return the first form that fits, from the one with least on the device on, or that which exceeds it least.
+    """Try schedules from the smallest device footprint upwards; return the first that fits, else the one that
+    overshoots least.
 
-    Large chunks come first: there are fewer states and windows at their borders. None where a layer's cache cannot be
-    kept apart, or where what is given allows none.
+    Large chunks come first: they have fewer states and windows at their borders. None if a layer's cache cannot be kept
+    apart, or the given fields allow no form.
     """
     found: Found | None = None
     forms = list(_forms(limits, written))[::-1]
@@ -244,7 +239,6 @@ def smallest_in_chunk_order(
 
 
 def _forms(limits: Limits, written: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the forms to try, the fastest first."""
     base = {"order": "chunk", "head_chunk_size": HEAD_CHUNKS[0]}
     away = not limits.shared and limits.host_bytes > 0 and "offload" not in written
     least = {**base, "stream_grads": True, **({"offload": "host"} if away else {})}
@@ -264,7 +258,7 @@ def _forms(limits: Limits, written: Mapping[str, Any]) -> Iterator[dict[str, Any
 
 
 def _of_a_schedule(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that are given, but a directory where nothing goes to disk."""
+    """Return the given fields, without a directory if nothing goes to disk."""
     disk = written.get("offload") == "disk"
     return {name: value for name, value in written.items() if disk or name != "offload_dir"}
 

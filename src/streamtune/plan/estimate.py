@@ -2,9 +2,8 @@
 
 A plain step, one with another chunk size, and one each that keeps keys and values, attention outputs, or a whole layer,
 are simulated at the length that is planned for. A choice adds its difference from the plain step, and the differences
-of several choices add up, because each keeps tensors of its own. In the size c of a chunk, bytes are linear, and work
-is ``a + b / c``: weights and the prefix are touched once a chunk. The place where tensors are kept, and their number,
-are taken into account by arithmetic.
+of several choices add up, because each keeps tensors of its own. In the chunk size c, bytes are linear, and work is ``a
++ b / c``: weights and the prefix are touched once a chunk. Where tensors are kept, and how many, is arithmetic.
 
 Estimates serve to choose. The chosen schedule itself is simulated (``planner``).
 """
@@ -28,14 +27,14 @@ Simulate = Callable[[Workload, Schedule], Simulation]
 DEVICE, WORK, HOST, DISK = "device:", "work:", "host", "disk"
 ATTENTION = f"{WORK}attention_flops"
 FORWARD_SHARE = 2 / 9
-"""Of attention's operations in a step that runs its forward twice: 2 and 2 products of a tile, 5 in the backward."""
+"""Share of a forward in a step's attention, forward run twice: 2 and 2 products of a tile, 5 in the backward."""
 
 
 IN_FLIGHT = 4
-"""Chunks on the device of what is kept elsewhere: on their way there, or fetched ahead."""
+"""Chunks on the device of tensors kept elsewhere: on their way there, or fetched ahead."""
 
 HEAD_COPIES = 2
-"""Copies of a chunk's logits in fp32 that a smaller head chunk makes smaller."""
+"""Copies of a chunk's fp32 logits that a smaller head chunk makes smaller."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +45,20 @@ class Figures:
 
     @staticmethod
     def of(simulation: Simulation) -> Figures:
-        """Return the figures of a simulated step."""
         work = {f"{WORK}{f.name}": float(getattr(simulation.work, f.name)) for f in fields(simulation.work)}
         phases = {f"{DEVICE}{name}": float(size) for name, size in simulation.phases.items()}
         return Figures({**phases, HOST: float(simulation.host_bytes), DISK: float(simulation.disk_bytes), **work})
 
     @property
     def device_bytes(self) -> float:
-        """The peak over the phases."""
         return max(size for name, size in self.values.items() if name.startswith(DEVICE))
 
     @property
     def host_bytes(self) -> float:
-        """Bytes in the machine's memory."""
         return self.values.get(HOST, 0.0)
 
     @property
     def disk_bytes(self) -> float:
-        """Bytes in files."""
         return self.values.get(DISK, 0.0)
 
     @property
@@ -91,11 +86,11 @@ class Estimator:
 
     Args:
         workload: The step that is trained.
-        layers: Decoder layers of the model.
+        layers: Number of decoder layers of the model.
         simulate: Simulates a step.
         chunks: Chunk sizes that will be estimated.
-        head_chunk: Head chunk size of the steps that are simulated; the largest that will be estimated.
-        given: The fields of the schedules that are not chosen.
+        head_chunk: Head chunk size of the simulated steps; the largest that will be estimated.
+        given: Fields of the schedules that are not chosen.
     """
 
     def __init__(
@@ -123,21 +118,20 @@ class Estimator:
         self._keys = added(keep_kv="device")
         self._outputs = added(keep_attention="device")
         self.of_a_kept_layer = added(keep_layers=1) if plain.weights == "device" else Figures({})
-        """The figures that keeping one layer whole adds."""
+        """Figures that keeping one layer whole adds."""
         self.forwards = 0.0 if workload.scored is None else workload.scored.forwards
         model: Any = workload.make_model()
         embedding: Tensor = model.get_input_embeddings().weight
         self._gathered_again = Figures({f"{WORK}moved_bytes": float(moved_again(model, workload, 1))})
-        """The copies from the host of one extra forward, where the weights wait there."""
+        """Copies from the host of one extra forward, if the weights wait there."""
         self.vocabulary = embedding.shape[0]
         element = 2 if plain.fetch_dtype == "bfloat16" else embedding.element_size()
         self.input_bytes = embedding.shape[1] * element * self.rows * self.length
-        """Of one layer's input, on one rank."""
+        """Bytes of one layer's input, on one rank."""
 
     # --- a schedule ---------------------------------------------------------------------------------------------------
 
     def estimate(self, schedule: Schedule) -> Figures:
-        """Return the estimated figures of a schedule."""
         total = self._plain(schedule.chunk_size)
         if self.head_chunk > schedule.head_chunk_size:
             fewer = 4 * HEAD_COPIES * self.rows * self.vocabulary * (self.head_chunk - schedule.head_chunk_size)
@@ -150,13 +144,12 @@ class Estimator:
         return total.plus(self.of_a_kept_layer, schedule.keep_layers)
 
     def of_a_device_layer(self, schedule: Schedule) -> Figures:
-        """Return the figures that leaving the input of one layer on the device adds."""
         return self._moved(self.input_bytes, schedule.offload, -1.0)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
     def _plain(self, chunk: int) -> Figures:
-        """Return the figures with chunks of another size: one level, all layer inputs on the device, nothing kept."""
+        """Return the figures with another chunk size: one level, all layer inputs on the device, nothing kept."""
         if self.wide == self.chunk:
             return self.plainest
         chunk = min(chunk, self.length)
@@ -188,14 +181,15 @@ class Estimator:
 
     def _forward(self, *, attention: bool) -> Figures:
         """Return the work of another forward of the layers: a fourth of a step's products, two ninths of its attention;
-        a smaller part where a reference runs forward as well."""
+        a smaller share if a reference runs forward as well.
+        """
         work = self.plainest.values
         forward = {name: work[name] / (4 + self.forwards) for name in (f"{WORK}matmul_flops", f"{WORK}touched_bytes")}
         share = FORWARD_SHARE / (1 + FORWARD_SHARE * self.forwards)
         return Figures({**forward, ATTENTION: work[ATTENTION] * share if attention else 0.0})
 
     def _somewhere(self, kept: Figures, place: str) -> Figures:
-        """Return the figures of tensors that are kept at ``place``, from those of the same tensors on the device."""
+        """Return the figures of tensors kept at ``place``, from the figures of the same tensors on the device."""
         if place == "device":
             return kept
         size = max(value for name, value in kept.values.items() if name.startswith(DEVICE))

@@ -3,9 +3,9 @@
 1. A few simulations give what every choice adds to the memory and to the work of a step (``estimate``).
 2. All combinations are sized to the available memory (``choices``) and sorted by predicted time (``rates``).
 3. The first that is estimated to fit is simulated itself, at its real length. If it does not fit, the memory to plan
-   with is reduced for chunks of its size by what the estimate left out, and step 2 is repeated.
+   with is reduced for its chunk size by what the estimate left out, and step 2 is repeated.
 
-The schedule that is returned has been simulated; its alternatives are estimates.
+The returned schedule has been simulated; its alternatives are estimates.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ from streamtune.plan.traffic import Pace, Traffic
 from streamtune.schedule import GIVEN, Schedule
 
 MOST_TRIED = 6
-"""Whole simulations of candidates before the one of least memory is the last."""
+"""Simulations of candidates before the smallest one is the last."""
 
 WORTH = 0.003
-"""Part of a step that a departure from the default schedule must save. A prediction says no more than that."""
+"""Fraction of a step that a departure from the default schedule must save: predictions are not more precise."""
 
 SLOWED = 1.1
-"""Times the step without copies to host and disk, above which another order is asked."""
+"""Step time relative to the same step without copies to host and disk, from which the other order is tried."""
 
 SHOWN = 3
-"""Alternatives that are told."""
 
 KEEPS_NOTHING: dict[str, Any] = {
     "order": "layer",
@@ -79,16 +78,16 @@ class Plan:
 
     Attributes:
         schedule: The fastest found that fits.
-        simulation: Its step, simulated at its length.
+        simulation: Its simulated step, at its length.
         step_seconds: Its predicted time.
-        alternatives: Others, the fastest first, as far as they were estimated.
+        alternatives: Other estimated schedules, the fastest first.
         binds: The largest term of the tier in which memory is scarcest.
         limits: The memory that was planned with.
         rates: The rates that the time is predicted from.
-        traffic: The messages between ranks in the step.
+        traffic: Messages between ranks in the step.
         seconds: Seconds that planning took.
-        simulations: Number of simulations, those for the estimates included.
-        flops: Operations that the model asks for in the step, of the ranks that share a sequence (``simulate.flops``).
+        simulations: Number of simulations, including those for the estimates.
+        flops: FLOPs that the model needs for the step, of the ranks that share a sequence (``simulate.workload``).
     """
 
     schedule: Schedule
@@ -105,11 +104,10 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True if the simulated step is within the limits; a chosen one is, a given one may not be."""
+        """True if the simulated step is within the limits: always of a chosen schedule, not always of a given one."""
         return excess_of(self.simulation, self.limits) <= 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document of ``streamtune plan --json``."""
         return {
             "schedule": asdict(self.schedule),
             "peak_bytes": self.simulation.peak_bytes,
@@ -141,16 +139,16 @@ def choose(
 ) -> Plan:
     """Choose the fastest exact schedule for ``workload`` within ``limits``.
 
-    The order of chunks is asked where it is given, where nothing else fits, and where the fastest schedule in the order
-    of layers computes layers again or waits for copies.
+    The order of chunks is tried if it is given, if nothing else fits, and if the fastest schedule in the order of
+    layers recomputes layers or waits for copies.
 
     Args:
         workload: The step that is trained, at the length to plan for.
         limits: The memory.
-        rates: How fast the device is.
-        fixed: Fields of the schedule that are given and stay.
+        rates: Rates of the device.
+        fixed: Given fields of the schedule.
         simulate: Simulates a step.
-        explain: Find out what would help where nothing fits, by more simulations.
+        explain: Find out what would help if nothing fits, by more simulations.
 
     Raises:
         NothingFitsError: Nothing fits; the error names the largest terms, and what would help.
@@ -175,11 +173,11 @@ def choose(
     if found is None or (plan is not None and plan.step_seconds <= (1 + WORTH) * pace.seconds(found[1].work, found[0])):
         assert plan is not None
         return plan
-    return _plan(*found, (), limits, pace, started, 1)
+    return _plan(*found, limits, pace, started)
 
 
 def _is_slowed(plan: Plan, workload: Workload) -> bool:
-    """Return True if a plan computes layers again, or takes longer for what it copies to host or disk."""
+    """Return True if a plan recomputes layers, or takes longer for its copies to host or disk."""
     work = replace(plan.simulation.work, moved_bytes=0, disk_moved_bytes=0)
     undelayed = Pace(workload, plan.rates).seconds(work, plan.schedule)
     return plan.schedule.levels == 2 or plan.step_seconds > SLOWED * undelayed
@@ -207,7 +205,7 @@ def _choose_in_layer_order(
     if _may_hold_all(space, workload, model.get_input_embeddings().weight) and (
         easy := _nothing_recomputed(space, workload, simulate)
     ):
-        return _plan(*easy, (), limits, pace, started, 1)
+        return _plan(*easy, limits, pace, started)
     estimator = Estimator(
         workload,
         len(layers),
@@ -247,30 +245,21 @@ def _choose_in_layer_order(
             schedule = plainer if excess_of(tried[plainer], limits) <= 0 else schedule
         found = Candidate(schedule, Figures.of(tried[schedule]))
     others = _alternatives(found, tried, ranked, limits, pace)
-    made = estimator.simulations + len(tried)
-    return _plan(found.schedule, tried[found.schedule], others, limits, pace, started, made)
+    plan = _plan(found.schedule, tried[found.schedule], limits, pace, started)
+    return replace(plan, alternatives=others, simulations=estimator.simulations + len(tried))
 
 
-def _plan(
-    schedule: Schedule,
-    simulation: Simulation,
-    alternatives: tuple[Alternative, ...],
-    limits: Limits,
-    pace: Pace,
-    started: float,
-    simulations: int,
-) -> Plan:
+def _plan(schedule: Schedule, simulation: Simulation, limits: Limits, pace: Pace, started: float) -> Plan:
     return Plan(
         schedule=schedule,
         simulation=simulation,
         step_seconds=pace.seconds(simulation.work, schedule),
-        alternatives=alternatives,
+        alternatives=(),
         binds=_binds(simulation, limits),
         limits=limits,
         rates=pace.rates,
         traffic=pace.traffic(schedule),
         seconds=time.perf_counter() - started,
-        simulations=simulations,
         flops=workload_flops(pace.workload),
     )
 
@@ -281,11 +270,11 @@ def evaluate_schedule(
     """Return the plan of a given schedule, its simulated memory and predicted time, whether it fits or not."""
     started = time.perf_counter()
     simulation = simulate(workload, schedule)
-    return _plan(schedule, simulation, (), limits, Pace(workload, rates), started, 1)
+    return _plan(schedule, simulation, limits, Pace(workload, rates), started)
 
 
 def as_fixed(schedule: Schedule) -> dict[str, Any]:
-    """Return every field of a schedule, for the argument ``fixed`` of :func:`choose`."""
+    """Return every field of a schedule as the argument ``fixed`` of :func:`choose`."""
     return {f.name: getattr(schedule, f.name) for f in fields(schedule)}
 
 
@@ -293,14 +282,14 @@ def as_fixed(schedule: Schedule) -> dict[str, Any]:
 
 
 SIZES = {"chunk_size", "head_chunk_size", "offload_dir", "order", *GIVEN}
-"""Fields that may be given and leave it open what is kept."""
+"""Fields that may be given without deciding what is kept."""
 
 LEAST_OF_A_LAYER = 8
-"""Hidden states' worth of bytes that a layer's activations take at least."""
+"""Bytes of a layer's activations at least, in hidden states."""
 
 
 def _may_hold_all(space: Space, workload: Workload, embedding: Tensor) -> bool:
-    """Return True if the activations of all layers may fit, so that it is worth a simulation to find out."""
+    """Return True if the activations of all layers may fit, so that a simulation is worth its time."""
     if not set(space.fixed) <= SIZES:
         return False
     token_bytes = embedding.shape[-1] * (2 if workload.autocast else embedding.element_size())
@@ -309,7 +298,7 @@ def _may_hold_all(space: Space, workload: Workload, embedding: Tensor) -> bool:
 
 
 def _nothing_recomputed(space: Space, workload: Workload, simulate: Simulate) -> tuple[Schedule, Simulation] | None:
-    """Return the schedule that keeps every layer whole, the fastest there is, and its step; None if it does not fit."""
+    """Return the fastest schedule, which keeps every layer whole, and its step; None if it does not fit."""
     sizes = {name: value for name, value in space.fixed.items() if name != "offload_dir"}
     schedule = Schedule(**sizes, keep_layers=space.layers)
     simulation = simulate(workload, schedule)
@@ -324,12 +313,7 @@ def _ranked(
 ) -> list[Candidate]:
     """Return all candidates, the fastest first; of two that are about as fast, the plainer first.
 
-    Args:
-        space: The schedules there are.
-        estimator: Estimates their figures.
-        limits: The memory that spare parts of are filled.
-        pace: Predicts seconds.
-        rooms: The memory for chunks of some sizes, where it is less.
+    ``rooms`` has the memory for some chunk sizes, where it is less than ``limits``.
     """
     return sorted(candidates(space, estimator, limits, rooms), key=lambda candidate: _score(candidate, pace))
 
@@ -343,7 +327,6 @@ def _score(candidate: Candidate, pace: Pace) -> float:
 
 
 def _departures(schedule: Schedule) -> int:
-    """Return the number of choices that differ from a plain schedule; sizes do not count."""
     plain = Schedule()
     names = ("offload", "levels", "keep_kv", "keep_attention", "stream_grads")
     changed = sum(getattr(schedule, name) != getattr(plain, name) for name in names)
@@ -383,7 +366,7 @@ def _least_excess(
 
 
 def _kind(schedule: Schedule) -> tuple[object, ...]:
-    """Return the kind of a schedule, regardless of its sizes: of each kind at most one alternative is shown."""
+    """Return the kind of a schedule, regardless of its sizes: at most one alternative of each kind is shown."""
     return schedule.offload, schedule.levels, schedule.keep_attention, bool(schedule.keep_layers)
 
 
@@ -394,7 +377,9 @@ def _alternatives(
     limits: Limits,
     pace: Pace,
 ) -> tuple[Alternative, ...]:
-    """Return the fastest that does not fit, the next that does, and that of least device memory: one of each kind."""
+    """Return the fastest that does not fit, the next that does, and the one with the least device memory: one of each
+    kind.
+    """
     own = _seconds(chosen, pace)
     real = pace.seconds(tried[chosen.schedule].work, chosen.schedule) / own  # what estimates are off by, there
     others: dict[tuple[object, ...], Candidate] = {}
@@ -430,7 +415,6 @@ def _alternative(candidate: Candidate, own: float, real: float, limits: Limits, 
 
 
 def _binds(simulation: Simulation, limits: Limits) -> str:
-    """Return the largest term of the tier with the least memory left, in proportion."""
     used = {
         "host": simulation.host_bytes / max(1, limits.host),
         "disk": simulation.disk_bytes / max(1, limits.disk),
@@ -445,7 +429,7 @@ def _binds(simulation: Simulation, limits: Limits) -> str:
 
 
 def plan_schedule(model: nn.Module, **how: Any) -> Schedule:
-    """See :meth:`streamtune.Schedule.plan`."""
+    """Plan a step, and return its schedule, as :meth:`streamtune.Schedule.plan` does."""
     return plan_step(model, **how).schedule
 
 
@@ -463,13 +447,13 @@ def plan_step(
     schedule: Schedule | None = None,
     **fixed: Any,
 ) -> Plan:
-    """Plan a step of a model, with the simulation of it; see :meth:`streamtune.Schedule.plan`.
+    """Plan a step of a model, with its simulation; the arguments are those of :meth:`streamtune.Schedule.plan`.
 
     Args:
-        schedule: A schedule that is given: it is simulated, and no other is looked for.
+        schedule: A given schedule: it is simulated, and no other is looked for.
 
     Raises:
-        ArgumentError: No schedule fits, or the model is streamed already; a given one is not refused.
+        ArgumentError: No schedule fits, or the model is streamed already; a given schedule is not refused.
     """
     device = model_device(model)
     if any("forward" in module.__dict__ for module in model.modules()):
@@ -510,9 +494,9 @@ def plan_step(
 
 
 def with_waiting_weights(limits: Limits, model: nn.Module, *, device_given: bool, host_given: bool) -> Limits:
-    """Return the limits with the bytes that weights of ``model`` on the host take there already.
+    """Return the limits, raised by the bytes that weights of ``model`` on the host already take there.
 
-    They are a part of what a step holds, and what is free was found besides them. Memory that was given stays.
+    They are part of what a step holds, and the free memory was measured besides them. Given memory is not raised.
     """
     away = host_held_bytes(model)
     if limits.shared:

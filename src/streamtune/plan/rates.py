@@ -1,26 +1,25 @@
 """Predict the time of a step, and the devices whose rates are known.
 
-The time is the work that a simulation counted, over rates measured or taken from a data sheet.
+The time is the work that a simulation counted, over rates that were measured or taken from a data sheet:
 
     device = matmul / r_m + attention / r_a + touched / r_t
 
-Operators are taken to compute one after another: matrix products and attention by their operations, everything else by
-the bytes it reads and writes, as the part of a product of few rows that waits for its matrices. On an accelerator the
-launch of operators, copies and an optimizer that steps on the host in the backward overlap with the computation, so a
-step takes the longest of these times: the device's work, ``operators * t_o``, ``moved / r_c``, ``disk / r_d`` and that
-of the optimizer. On the CPU, where the same cores do all of it, it takes their sum.
+Operators compute one after another: matrix products and attention take the time of their operations, everything else
+the time of the bytes it reads and writes, including a product of few rows, which waits for its matrices. On an
+accelerator operator launches, copies and an optimizer that steps on the host in the backward overlap with the
+computation, so a step takes the longest of these times: the device's work, ``operators * t_o``, ``moved / r_c``, ``disk
+/ r_d``, and the optimizer's. On the CPU, where the same cores do all of it, it takes their sum.
 
-Devices by name, for a plan on one that is not there: public figures, each from its maker's data sheet.
-
-Memory is the size that a program finds (the driver keeps some of the nominal size), rates are of dense bfloat16 without
-sparsity, bandwidths are peaks; ``host_bandwidth`` is one direction of the link (PCIe 4 and 5 x16). A real step gets
-less than these rates: ``SHEET_EFFICIENCY`` has the parts that are assumed.
+The devices are for plans without the device: public figures, each from its maker's data sheet. Memory is the size that
+a program finds (the driver keeps some of the nominal size), rates are of dense bfloat16 without sparsity, bandwidths
+are peaks; ``host_bandwidth`` is one direction of the link (PCIe 4 and 5 x16). A real step gets less:
+``SHEET_EFFICIENCY`` has the assumed fractions.
 
 Links between devices, one direction of one device: NVLink 3, 4 and 5 are 600, 900 and 1,800 GB/s both ways (data sheets
-of A100, H100 and B200), the seven links of an MI300X 64 GB/s each way; where there is none, or a bridge that joins two
-devices only, PCIe. The network is what the maker's own machine has for each device: eight ports of 200 Gb/s (DGX A100)
-or 400 Gb/s (DGX H100, H200 and B200; eight as well in platforms of MI300X). For the others there is no such machine:
-100 Gb/s for the server cards and 10 Gb/s for those of workstations are assumed.
+of A100, H100 and B200), the seven links of an MI300X 64 GB/s each way; without them, or with a bridge that joins two
+devices only, PCIe. The network is that of the maker's own machine for each device: eight ports of 200 Gb/s (DGX A100)
+or 400 Gb/s (DGX H100, H200 and B200; eight as well in platforms of MI300X). For others, 100 Gb/s (server cards) and 10
+Gb/s (workstation cards) are assumed.
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ INFINITY = ("Infinity Fabric", 7 * 64e9)
 @dataclass(frozen=True)
 class Device:
     """One device: bytes of memory, FLOP/s of bfloat16 matmuls, bytes/s of its memory, of its link to the host, to other
-    devices of its node, and to other nodes."""
+    devices of its node, and to other nodes.
+    """
 
     name: str
     title: str
@@ -60,44 +60,39 @@ class Device:
 def _device(
     name: str,
     title: str,
-    gib: float,
-    teraflops: float,
-    gigabytes_per_s: float,
+    sizes: tuple[float, float, float],
     host_bandwidth: float,
     link: tuple[str, float] | None,
     network_gigabits: float,
 ) -> Device:
-    link_name, bandwidth = link or ("PCIe", host_bandwidth)
+    """Return a device by its ``sizes``: GiB of memory, TFLOP/s, and GB/s of its memory."""
+    link_name, link_bandwidth = link or ("PCIe", host_bandwidth)
+    gib, teraflops, gigabytes_per_s = sizes
     rates = (teraflops * 1e12, gigabytes_per_s * 1e9, host_bandwidth)
-    return Device(name, title, int(gib * GIB), *rates, link_name, bandwidth, network_gigabits * 1e9 / 8)
+    return Device(name, title, int(gib * GIB), *rates, link_name, link_bandwidth, network_gigabits * 1e9 / 8)
 
 
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        _device("a100-40gb", "NVIDIA A100 40GB", 39.4, 312, 1555, PCIE_4, NVLINK_3, 200),
-        _device("a100-80gb", "NVIDIA A100 80GB", 79.1, 312, 2039, PCIE_4, NVLINK_3, 200),
-        _device("h100-80gb", "NVIDIA H100 SXM", 79.1, 989, 3350, PCIE_5, NVLINK_4, 400),
-        _device("h200-141gb", "NVIDIA H200", 139, 989, 4800, PCIE_5, NVLINK_4, 400),
-        _device("b200-192gb", "NVIDIA B200", 178, 2250, 8000, PCIE_5, NVLINK_5, 400),
-        _device("l4-24gb", "NVIDIA L4", 22.0, 121, 300, PCIE_4, None, 100),
-        _device("l40s-48gb", "NVIDIA L40S", 44.4, 362, 864, PCIE_4, None, 100),
-        _device("rtx-a6000-48gb", "NVIDIA RTX A6000", 47.4, 155, 768, PCIE_4, None, 10),
-        _device("rtx-3090-24gb", "NVIDIA RTX 3090", 23.6, 71, 936, PCIE_4, None, 10),
-        _device("rtx-4090-24gb", "NVIDIA RTX 4090", 23.6, 165, 1008, PCIE_4, None, 10),
-        _device("rtx-5090-32gb", "NVIDIA RTX 5090", 31.3, 209, 1792, PCIE_5, None, 10),
-        _device("mi300x-192gb", "AMD MI300X", 191, 1307, 5300, PCIE_5, INFINITY, 400),
+        _device("a100-40gb", "NVIDIA A100 40GB", (39.4, 312, 1555), PCIE_4, NVLINK_3, 200),
+        _device("a100-80gb", "NVIDIA A100 80GB", (79.1, 312, 2039), PCIE_4, NVLINK_3, 200),
+        _device("h100-80gb", "NVIDIA H100 SXM", (79.1, 989, 3350), PCIE_5, NVLINK_4, 400),
+        _device("h200-141gb", "NVIDIA H200", (139, 989, 4800), PCIE_5, NVLINK_4, 400),
+        _device("b200-192gb", "NVIDIA B200", (178, 2250, 8000), PCIE_5, NVLINK_5, 400),
+        _device("l4-24gb", "NVIDIA L4", (22.0, 121, 300), PCIE_4, None, 100),
+        _device("l40s-48gb", "NVIDIA L40S", (44.4, 362, 864), PCIE_4, None, 100),
+        _device("rtx-a6000-48gb", "NVIDIA RTX A6000", (47.4, 155, 768), PCIE_4, None, 10),
+        _device("rtx-3090-24gb", "NVIDIA RTX 3090", (23.6, 71, 936), PCIE_4, None, 10),
+        _device("rtx-4090-24gb", "NVIDIA RTX 4090", (23.6, 165, 1008), PCIE_4, None, 10),
+        _device("rtx-5090-32gb", "NVIDIA RTX 5090", (31.3, 209, 1792), PCIE_5, None, 10),
+        _device("mi300x-192gb", "AMD MI300X", (191, 1307, 5300), PCIE_5, INFINITY, 400),
     )
 }
-"""Every device known by name."""
 
 
 def find_device(name: str) -> Device:
-    """Return a device by its name, or by the part before the memory where that is one device (``h100``).
-
-    Raises:
-        ArgumentError: No such device, or several.
-    """
+    """Return a device by its name, or by the part before the memory (``h100``) if only one device has it."""
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     if wanted in DEVICES:
         return DEVICES[wanted]
@@ -117,7 +112,7 @@ def find_device(name: str) -> Device:
 
 
 def nearest_device(size: int) -> Device:
-    """Return the device whose memory is nearest to ``size`` bytes; the fastest of those that are as near."""
+    """Return the device whose memory is nearest to ``size`` bytes; of several, the fastest."""
     return min(DEVICES.values(), key=lambda device: (abs(device.memory_bytes - size), -device.matmul_flops))
 
 
@@ -142,11 +137,11 @@ PEAKS: dict[str, float] = {
     "mi250x": 383e12,
     "mi300x": 1307e12,
 }
-"""FLOP/s of dense bfloat16 products by the words of a device's name, from data sheets; the first that fits counts."""
+"""FLOP/s of dense bfloat16 products by the words of a device's name, from data sheets; the first match counts."""
 
 
 def peak_flops_of(name: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of a device by the name that its driver gives; None if it is not known."""
+    """Return the dense bfloat16 FLOP/s of a device by the name that its driver gives; None if unknown."""
     words = f" {' '.join(name.lower().replace('-', ' ').replace('_', ' ').split())} "
     return next((peak for known, peak in PEAKS.items() if f" {known} " in words), None)
 
@@ -159,18 +154,20 @@ SHEET_EFFICIENCY = {
     "copy": 0.8,
     "link": 0.7,
 }
-"""The part of a data sheet's figure that a step is taken to get: long matmuls reach 60 to 75% of the dense rate, flash
-kernels about half of it forward and less backward; collectives of some MB and more 70 to 85% of a link."""
+"""Fraction of a data sheet's figure that a step is assumed to get: long matmuls reach 60 to 75% of the dense rate,
+flash kernels about half of it forward and less backward; collectives of some MB and more 70 to 85% of a link.
+"""
 
 DISK_BANDWIDTH = 2e9
-"""Bytes/s of one NVMe disk under O_DIRECT, where none was measured."""
+"""Bytes/s of one NVMe disk under O_DIRECT, unless measured."""
 
 HOST_BANDWIDTH = 100e9
-"""Bytes/s that an optimizer on the host reads and writes, all devices of a node together: a fourth or so of what two
-sockets of DDR5 have."""
+"""Bytes/s that an optimizer on the host reads and writes, all devices of a node together: about a fourth of two sockets
+of DDR5.
+"""
 
 LAUNCH_SECONDS = 8e-6
-"""One operator as Python hands it to a device."""
+"""Seconds in which Python launches one operator."""
 
 
 @dataclass(frozen=True)
@@ -178,13 +175,13 @@ class Rates:
     """The rates of a device, per second.
 
     Attributes:
-        source: The origin of the figures, in words: measured on which device, or a data sheet.
-        matmul_flops: FLOP/s of matrix products, in the dtype that is computed in.
+        source: Origin of the figures: the device they were measured on, or a data sheet.
+        matmul_flops: FLOP/s of matrix products, in the dtype of the computation.
         attention_flops, attention_backward_flops: FLOP/s of the attention kernel.
-        touch_bandwidth: Bytes/s of operators that compute next to nothing, read and written.
+        touch_bandwidth: Bytes/s, read and written, of operators that compute next to nothing.
         copy_bandwidth: Bytes/s between device and host, one direction.
         disk_bandwidth: Bytes/s to and from the disk.
-        host_bandwidth: Bytes/s of the machine's memory that an optimizer there gets.
+        host_bandwidth: Bytes/s of the host's memory for an optimizer there.
         launch_seconds: Overhead of an operator besides its work.
         overlaps: True if copies overlap with the computation.
     """
@@ -202,12 +199,12 @@ class Rates:
 
     @property
     def seconds_of_attention(self) -> float:
-        """Seconds of an operation of attention in a checkpointed step: 2 + 2 products of a tile forward, 5 backward."""
+        """Seconds of an attention FLOP in a checkpointed step: 2 + 2 products of a tile forward, 5 backward."""
         return (4 / self.attention_flops + 5 / self.attention_backward_flops) / 9
 
 
 def sheet_rates(device: Device) -> Rates:
-    """Return the rates of a device that is not there: its data sheet times :data:`SHEET_EFFICIENCY`."""
+    """Return the rates of a device by its data sheet times :data:`SHEET_EFFICIENCY`."""
     part = SHEET_EFFICIENCY
     return Rates(
         source=f"data sheet of {device.title} times {part['matmul']:.0%} (matmul), {part['attention']:.0%} (attention)",
@@ -220,13 +217,11 @@ def sheet_rates(device: Device) -> Rates:
 
 
 def links_of(device: Device) -> Links:
-    """Return the links between devices of a kind: data sheets times :data:`SHEET_EFFICIENCY`."""
     part = SHEET_EFFICIENCY["link"]
     return Links(part * device.link_bandwidth, part * device.network_bandwidth, device.link_name, "network")
 
 
 def predict_seconds(work: Work, rates: Rates) -> float:
-    """Return the predicted seconds of a step that does ``work``."""
     compute = (
         work.matmul_flops / rates.matmul_flops
         + work.attention_flops * rates.seconds_of_attention

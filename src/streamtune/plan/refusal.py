@@ -1,4 +1,4 @@
-"""The error where no schedule fits: the memory that is too small, its largest terms, and what would help."""
+"""The error if no schedule fits: the memory that is too small, its largest terms, and what would help."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule
 
 FIXED_TERMS = ("weights", "gathered weights", "fp32 weights", "reference", "gradients", "optimizer")
-"""The terms that do not grow with the sequence."""
+"""Terms that do not grow with the sequence."""
 
 
 STREAMED_TERMS = ("layer inputs", "keys and values")
-"""The terms on the host that grow with the sequence."""
+"""Terms on the host that grow with the sequence."""
 
 
 class NothingFitsError(ArgumentError):
@@ -38,15 +38,7 @@ def nothing_fits(
     limits: Limits,
     simulate: Simulate,
 ) -> NothingFitsError:
-    """Return the error for a workload that fits under no schedule.
-
-    Args:
-        workload: The step that was to be planned.
-        space: The schedules there were to choose from.
-        tried: The schedules that were simulated; that with the least memory is among them.
-        limits: The available memory.
-        simulate: Simulates a step, to find the length that does fit.
-    """
+    """Return the error for a workload under no schedule; ``tried`` has the one with the least memory."""
     simulation = min(tried.values(), key=lambda simulation: excess_of(simulation, limits))
     if (error := _host_too_small(workload, simulation, limits)) is not None:
         return error
@@ -75,7 +67,7 @@ def nothing_fits(
 
 
 def _host_tiers(workload: Workload, space: Space, limits: Limits, simulation: Simulation, base: int) -> str:
-    """Return the tiers of the host that would take what the device cannot hold, that which moves less first."""
+    """Return advice on what to offload to the host so that the step fits; the cheapest move first."""
     tiers = []
     state = simulation.terms.get("optimizer", 0)
     if 0 < state <= limits.host and base - state <= limits.device and _may_wait(workload, space, limits, state):
@@ -92,7 +84,7 @@ def _may_wait(workload: Workload, space: Space, limits: Limits, size: int) -> bo
 
 
 def _host_too_small(workload: Workload, simulation: Simulation, limits: Limits) -> NothingFitsError | None:
-    """Return the error where weights, gradients and optimizer state that wait on the host exceed it; else None."""
+    """Return the error if weights, gradients and optimizer state that wait on the host exceed it; else None."""
     if not exceeds_host(simulation, limits):
         return None
     fixed = _stays_on_host(simulation)
@@ -114,7 +106,7 @@ def _host_too_small(workload: Workload, simulation: Simulation, limits: Limits) 
 
 
 def exceeds_host(simulation: Simulation, limits: Limits) -> bool:
-    """Return True if weights, gradients and optimizer state that wait on the host exceed it, for rows of any length."""
+    """Return True if weights, gradients and optimizer state that wait on the host exceed it at any row length."""
     return not limits.shared and sum(_stays_on_host(simulation).values()) > limits.host
 
 
@@ -155,31 +147,25 @@ def _largest_terms(simulation: Simulation, count: int = 3) -> str:
 
 
 MOST = 1 << 30
-"""Tokens beyond which nothing is looked for."""
+"""Tokens of the longest row that is tried."""
 
 COARSE = 0.05
-"""Part of a length to which it is told what another number of ranks would allow."""
+"""Relative tolerance of the length that another number of ranks would allow."""
 
 SHORTEST, GRAIN = 64, 64
-"""Tokens: the shortest length that is offered, and what lengths are rounded down to."""
+"""Tokens of the shortest length that is offered, and of the grain that lengths are rounded down to."""
 
 
 def excess_of(simulation: Simulation, limits: Limits) -> float:
-    """Return by how many bytes a simulated step exceeds its memory, in the worst tier; negative is what is left."""
+    """Return :meth:`Limits.excess` of a simulated step."""
     return limits.excess(simulation.peak_bytes, simulation.host_bytes, simulation.disk_bytes)
 
 
 def smallest_schedule(limits: Limits, written: Mapping[str, Any]) -> Schedule:
-    """Return the schedule with the smallest chunks and nothing kept.
+    """Return the schedule with the smallest chunks and nothing kept, and two levels.
 
-    Layer inputs are on the furthest tier that has memory: disk, then host, then device. It has two levels.
-
-    Args:
-        limits: The memory.
-        written: Fields of the schedule that are given, and stay; but for ``offload_dir`` where nothing goes to disk.
-
-    Raises:
-        ArgumentError: The given fields contradict each other.
+    Layer inputs are on the furthest tier that has memory: disk, then host, then device. Fields in ``written`` stay,
+    except ``offload_dir`` if nothing goes to disk.
     """
     tiers = ["device"]
     if limits.host_bytes and not limits.shared:
@@ -205,13 +191,7 @@ def smallest_step(
 ) -> tuple[Schedule, Simulation]:
     """Return the schedule of :func:`smallest_schedule` and its simulated step.
 
-    If host or disk has no room for all layer inputs, the rest stay on the device, provided that the step fits so.
-
-    Args:
-        workload: What is trained.
-        limits: The memory.
-        written: Fields of the schedule that are given.
-        simulate: Simulates a step.
+    If host or disk has no room for all layer inputs, the rest stay on the device, provided that the step then fits.
     """
     schedule = smallest_schedule(limits, written)
     found = simulate(workload, schedule)
@@ -235,10 +215,7 @@ def smallest_step(
 def longest_of(workload: Workload, limits: Limits, written: Mapping[str, Any]) -> int:
     """Return the most tokens of a row that some schedule fits, within 5%; 0 if the workload's own length does not fit.
 
-    Args:
-        workload: The step; the search begins at its length.
-        limits: The memory of a rank.
-        written: Fields of the schedule that are given.
+    The search begins at that length.
     """
     least = workload.length
     within = Range(first=least, least=least, most=MOST, step=1, share=COARSE, grain=1024)
@@ -246,14 +223,7 @@ def longest_of(workload: Workload, limits: Limits, written: Mapping[str, Any]) -
 
 
 def longest_below(workload: Workload, limits: Limits, written: Mapping[str, Any], simulate: Simulate) -> int:
-    """Return the most tokens of a row, below the workload's, that some schedule fits, within about 1%; 0 if none does.
-
-    Args:
-        workload: The step, which does not fit at its length.
-        limits: The memory of a rank.
-        written: Fields of the schedule that are given.
-        simulate: Simulates a step.
-    """
+    """Return the most tokens of a row below the workload's that some schedule fits, within about 1%; 0 if none."""
     within = Range(first=workload.length, least=SHORTEST, most=workload.length, step=GRAIN, grain=GRAIN)
     return _search(workload, limits, written, simulate, within)
 

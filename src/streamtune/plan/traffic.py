@@ -1,8 +1,8 @@
 """Predict what ranks send each other in a step, over which link, and how long that takes, without running the step.
 
 The autograd node of the engine determines the traffic of ZeRO: a layer is gathered once forward and once backward, and
-its gradient is reduced once, for any number of chunks (see the docs). So the traffic follows from sizes. In a world of
-W ranks, on n nodes of g, of a model of P bytes with gradients of G, each rank sends in a step of M micro-batches
+its gradient is reduced once, for any number of chunks. So the traffic follows from sizes. In a world of W ranks, on n
+nodes of g, of a model of P bytes with gradients of G, each rank sends in a step of M micro-batches
 
     ddp          all-reduce     2 G (W - 1) / W
     zero1        reduce           G (W - 1) / W, gather of what was updated G (W - 1) / W
@@ -12,12 +12,12 @@ W ranks, on n nodes of g, of a model of P bytes with gradients of G, each rank s
                  of a segment, which is gathered for its backward by then
 
 of which G (n - 1) / (n g) crosses to another node, as in rings that leave a node once through each of its devices.
-Ranks that share a sequence send, of every chunk's queries, keys, values, outputs and their gradients, the part that is
-for others (ulysses), or pass the keys and values of all earlier chunks around (ring). A layer with a state passes that
-of each chunk on to the next rank, and its gradient back.
+Ranks that share a sequence exchange every chunk's queries, keys, values, outputs and their gradients (ulysses), or pass
+the keys and values of all earlier chunks around (ring). A layer with a state passes each chunk's state on to the next
+rank, and its gradient back.
 
-The transfers of one collective over the two links are taken to overlap, and no collective is taken to overlap with
-computation: where an engine does overlap them, a step is faster than predicted.
+The transfers of one collective over the two links are assumed to overlap, and no collective to overlap with
+computation: if an engine does overlap them, a step is faster than predicted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Flow:
     Attributes:
         what: Its description.
         count: Number of collectives.
-        node_bytes, network_bytes: Sent to ranks of the same node, and to others.
+        node_bytes, network_bytes: Bytes sent to ranks of the same node, and to others.
         seconds: Time of all of them, one after another.
     """
 
@@ -66,12 +66,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The messages of a step.
-
-    Attributes:
-        flows: Each kind.
-        node_name, network_name: Names of the links.
-    """
+    """The messages of a step, by kind, and the names of the links."""
 
     flows: tuple[Flow, ...]
     node_name: str
@@ -79,7 +74,6 @@ class Traffic:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all messages."""
         return sum(flow.seconds for flow in self.flows)
 
     @property
@@ -105,23 +99,16 @@ class Traffic:
 
 
 class Pace:
-    """The seconds of a step of one workload: those of a rank's computation, then those of its messages.
-
-    Args:
-        workload: The step.
-        rates: Those of a rank's device.
-    """
+    """Predicts the seconds of a step of one workload: a rank's computation, then its messages."""
 
     def __init__(self, workload: Workload, rates: Rates) -> None:
         self.rates, self.workload, self.cluster = rates, workload, workload.cluster
         self._exchange = None if self.cluster.ranks == 1 else _Messages(workload)
 
     def seconds(self, work: Work, schedule: Schedule) -> float:
-        """Return the seconds of a step that does ``work`` on each rank."""
         return predict_seconds(work, self.rates) + self.traffic(schedule).seconds
 
     def traffic(self, schedule: Schedule) -> Traffic:
-        """Return the messages of a step by ``schedule``."""
         links = self.cluster.links
         flows = () if self._exchange is None else tuple(self._exchange.flows(schedule))
         return Traffic(flows, links.node_name, links.network_name)
@@ -150,7 +137,7 @@ class _Messages:
         self.forwards = 0.0 if scored is None else scored.forwards
 
     def flows(self, schedule: Schedule) -> Iterator[Flow]:
-        """Iterate over the messages of a step; those without bytes are left out."""
+        """Iterate over the messages of a step that have bytes."""
         for flow in (*self._partitions(schedule), *self._sequences(schedule)):
             if flow.node_bytes or flow.network_bytes:
                 yield flow
@@ -193,11 +180,9 @@ class _Messages:
     # --- sequences ----------------------------------------------------------------------------------------------------
 
     def _again(self, schedule: Schedule, *, begun: bool = False) -> int:
-        """Return the number of layers that run forward once more, to compute inputs that were not stored.
+        """Return how many layers run forward once more, to compute inputs that were not stored.
 
-        Args:
-            schedule: The schedule.
-            begun: Leave out the last one of each segment, whose weights are on their way for its backward.
+        ``begun`` leaves out the last layer of each segment, whose weights are on their way for its backward.
         """
         if self.workload.mode != "stream":
             return 0
@@ -240,7 +225,7 @@ class _Messages:
         return Flow(what, count, round(inside), round(crossing), seconds)
 
     def _states(self, row_chunks: int, forwards: float) -> Iterator[Flow]:
-        """Iterate over the flows of states, of which a rank sends one a chunk; the next rank waits for it."""
+        """Iterate over the flows of states: a rank sends one state a chunk, and the next rank waits for it."""
         cluster, states = self.cluster, self.states
         size = row_chunks * states.row_bytes
         chunks = row_chunks // self.workload.rows * states.layers
@@ -276,24 +261,14 @@ CHUNKS = 2
 
 @dataclass(frozen=True)
 class CarriedStates:
-    """The states of all layers after one token.
-
-    Attributes:
-        layers: Number of layers that carry any.
-        row_bytes: Bytes for each row.
-    """
+    """The states of all layers after one token: number of layers that carry any, and bytes for each row."""
 
     layers: int
     row_bytes: int
 
 
 def carried_states(model: Any, *, autocast: bool = False) -> CarriedStates:
-    """Return the states of a model.
-
-    Args:
-        model: The model, on ``meta``; it is left as it was.
-        autocast: It computes in bf16.
-    """
+    """Return the states of a model on ``meta``, which is left as it was."""
     layers = sum(map(carries_states, decoder_layers(model)))
     if not layers:
         return CarriedStates(0, 0)
@@ -309,7 +284,6 @@ class _StateSizes:
     kept = 0
 
     def on_hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Count states."""
         if kind == "state":
             self.kept += sum(tensor.nbytes for tensor in tensors)
 

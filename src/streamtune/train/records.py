@@ -172,7 +172,6 @@ def check_records(metrics: Sequence[Path], events: Path) -> None:
 
 
 def _last(path: Path) -> Iterator[tuple[_Line, dict[str, Any]]]:
-    """Yield the lines at the end of a file, and their records."""
     start = 0
     if path.exists() and (size := path.stat().st_size) > CHECKED_BYTES:
         with path.open("rb") as file:

@@ -75,7 +75,6 @@ class RunDirectory:
 
     @property
     def samples(self) -> Path:
-        """Completions of the sample prompts, one line each: step, prompt, completion."""
         return self.path / "samples.jsonl"
 
     @property
@@ -93,17 +92,14 @@ class RunDirectory:
 
     @property
     def data(self) -> Path:
-        """Counts of rows and tokens, and the lengths of the rows."""
         return self.path / "data.json"
 
     @property
     def bad_rows(self) -> Path:
-        """Rows that ``on_bad_row: skip`` left out, each with its fault."""
         return self.path / "bad_rows.json"
 
     @property
     def selected(self) -> Path:
-        """Rows that ``select_rows`` chose for each step."""
         return self.path / "selected.jsonl"
 
     @property

@@ -61,7 +61,6 @@ class ModelWriter:
     """A way to write a model in Hugging Face format, and about how many bytes that takes."""
 
     write: Callable[[Path], None]
-    """Writes the model into a folder."""
     num_bytes: int
     snapshot: Callable[[], Callable[[Path], None]] | None = None
     """Copies to the host what training changes, and returns a function that writes the copy from any thread. None: the
@@ -81,8 +80,6 @@ class ModelWriter:
 
 @dataclass(frozen=True)
 class Keep:
-    """The checkpoints that stay."""
-
     newest: int
     """Number of newest checkpoints that stay; 0 keeps all."""
     best: int = 0
@@ -122,7 +119,7 @@ class CheckpointSaver:
         folder: Folder of the checkpoints.
         writer: Writes the model.
         keep: The checkpoints that stay when a new one is verified.
-        world: The ranks; if ``asynchronous`` is set, over a group that nothing else uses.
+        world: The ranks; if ``asynchronous``, over a group that nothing else uses.
         run: Id of the run.
         asynchronous: Write off the training thread.
         before: Called in the writing thread before anything is committed: writes all else that must be on disk by then.
@@ -195,7 +192,6 @@ class CheckpointSaver:
         self.world.main(explained(lambda: _refuse_if_full(self.folder, needed)))
 
     def _committed(self, path: Path) -> None:
-        """Read back what was committed, then delete the checkpoints that need not stay."""
         open_checkpoint(path)  # only now is there one more than before
         rotate(self.folder, self.keep, run=self.run)
 

@@ -76,12 +76,12 @@ class RowSketch:
     """Computes sketches of rows with the current weights of a streamed model, which is in evaluation mode meanwhile.
 
     Args:
-        model: The model that is called, streamed.
-        handle: Its own.
-        objective: The loss of a row.
-        device: Of the model.
+        model: The streamed model that is called.
+        handle: Its handle.
+        objective: Loss of a row.
+        device: Device of the model.
         size: Numbers of a sketch.
-        seed: Of the projection.
+        seed: Seed of the projection.
         bf16: Run the forward under bfloat16 autocast.
     """
 
@@ -100,7 +100,7 @@ class RowSketch:
         self.weights: Weights = value_weights(handle.layers)
         self.project = Projection(sum(weight.numel() for weight in self.weights.values()), size, seed)
         self.optimizer: torch.optim.Optimizer | None = None
-        """Whose moments scale the gradient, if it keeps any of the weights; None does not scale it."""
+        """Optimizer whose moments scale the gradient; None does not scale it."""
 
     def __call__(self, batch: MicroBatch) -> Tensor:
         """Return the sketch ``[k]`` of a batch of one row, fp32 (fp64 of weights in fp64) on the host.
@@ -132,15 +132,7 @@ class RowSketch:
 
 
 class CompletionGradient:
-    """Computes the norm of the gradient of ``-log p`` of a completion, of the weights that a sketch is of.
-
-    Args:
-        model: The model that is called, streamed.
-        handle: Its own.
-        temperature: What logits are divided by.
-        device: Of the model.
-        bf16: Run the forward under bfloat16 autocast.
-    """
+    """Computes the norm of the gradient of ``-log p`` of a completion, of the weights that a sketch is of."""
 
     def __init__(
         self, model: Any, handle: StreamHandle, *, temperature: float, device: torch.device, bf16: bool = False
@@ -149,7 +141,7 @@ class CompletionGradient:
 
     @cached_property
     def weights(self) -> Weights:
-        """The weights, found when they are needed: a model that is evaluated has none that are trained."""
+        """The weights, found on demand: an evaluated model has none that are trained."""
         return value_weights(self.handle.layers, "allocation")
 
     def __call__(self, batch: TreeBatch) -> float:

@@ -143,7 +143,6 @@ class SliceReader:
                     self._slices[name] = [(0, math.prod(shape), path.name, name)]
 
     def keys(self, parameter: str) -> list[str]:
-        """Return the keys of a parameter's state."""
         return [name.rpartition("/")[2] for name in self._shapes if name.rpartition("/")[0] == parameter]
 
     def parameters(self) -> set[str]:

@@ -78,7 +78,6 @@ class OpenFolder:
         os.replace(self._place(old), self._place(new), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def sync(self) -> None:
-        """Wait until its entries are on disk."""
         if self._descriptor is not None:
             os.fsync(self._descriptor)
 
@@ -246,7 +245,6 @@ def cut_file(path: Path, size: int) -> None:
 
 
 def rename_file(path: Path, name: str) -> None:
-    """Rename a file within its directory; the new name is replaced."""
     with OpenFolder(path.parent) as folder:
         folder.rename(path.name, name)
 

@@ -110,7 +110,6 @@ class _Means:
             self._found[name] = (before + value, counted + count)
 
     def over(self, world: World) -> _Means:
-        """Return the sums and counts of all ranks together."""
         joined = _Means()
         for found in world.gather(self._found):
             joined.add(found)

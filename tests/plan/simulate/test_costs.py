@@ -1,13 +1,26 @@
-"""The cost of an operator: products that wait for their matrices, and copies that move nothing."""
+"""The cost of an operator: products that wait for their matrices, and copies that move nothing.
+
+The FLOPs of a step by count of weights, beside those of a simulated step of plain autograd.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from streamtune.models import ModelOptions, add_lora, blueprint
+from streamtune.plan.rates import DEVICES, peak_flops_of
+from streamtune.plan.simulate import Workload, simulate
 from streamtune.plan.simulate.costs import BALANCE, copies_itself, product_flops, waiting_bytes
+from streamtune.plan.simulate.workload import FlopCount
+from streamtune.run.step_speed import StepFlops
+from streamtune.schedule import Schedule
+from streamtune.train import MicroBatch
+from tests.plan.simulate.cluster_kit import CONFIG
 
 
 class Seen(TorchDispatchMode):
@@ -59,3 +72,72 @@ def test_a_product_that_adds_reads_and_writes_its_sum() -> None:
         x.expand(2, -1, -1) @ w.expand(2, -1, -1)
     flops = 2 * 8 * 512 * 256
     assert seen.waiting == [2 * total.nbytes + x.nbytes + w.nbytes - flops // BALANCE["cuda"], 0]
+
+
+LENGTH = 512
+LAYERS: dict[str, Any] = {"num_hidden_layers": 3, "vocab_size": 304}
+MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+def model_of(**changes: Any) -> Any:
+    settings = {**CONFIG, **LAYERS, **changes}
+    if settings["model_type"] in ("qwen2", "qwen3_moe"):
+        del settings["head_dim"]
+        settings["num_attention_heads"] = 4
+    return blueprint(settings, ModelOptions("float32"))
+
+
+@pytest.mark.quick("untied", "experts")
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_word_embeddings": True}, {"model_type": "qwen2"}, MOE],
+    ids=["untied", "tied", "biases", "experts"],
+)
+def test_products_are_those_of_plain_autograd(changes: dict[str, Any]) -> None:
+    model = model_of(**changes)
+    count = FlopCount.of(model)
+    work = simulate(Workload(lambda: model, LENGTH, mode="plain"), Schedule()).work
+    products = count.step([(0, LENGTH)]) - count.step([(0, 1)] * LENGTH) + LENGTH * 6 * 3 * count.width
+    assert products == 6 * 3 * count.width * LENGTH * (LENGTH + 1) // 2
+    assert LENGTH * 6 * count.weights == pytest.approx(work.matmul_flops, rel=0.02)
+
+
+def test_frozen_weights_need_no_gradient() -> None:
+    model = model_of()
+    whole = FlopCount.of(model)
+    adapted = FlopCount.of(add_lora(model, r=4))
+    assert adapted.trained == adapted.weights - whole.weights
+    assert adapted.step([(0, 1)] * 64) - 6 * 3 * 64 * adapted.width == 64 * (4 * adapted.weights + 2 * adapted.trained)
+
+
+def test_windows_and_branches_count_what_is_seen() -> None:
+    near = FlopCount.of(model_of(model_type="mistral", sliding_window=4))
+    count = FlopCount(0, 0, 1, (4, 0))
+    assert near.windows == (4, 4, 4)
+    seen = [sum(min(i + 1, 4) for i in range(10)), 55]
+    assert count.step([(0, 10)]) == 6 * sum(seen)
+    assert count.step([(0, 6), (6, 4)]) == count.step([(0, 10)])
+
+
+def test_packed_rows_and_padding() -> None:
+    flops = StepFlops(model_of())
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
+    packed = MicroBatch(ids, mask, ids, ("a:1",), torch.tensor([[0, 1, 2, 3, 0, 1, 0, 0]]))
+    assert flops([packed]) == flops.count.step([(0, 4), (0, 2)])
+    assert flops([MicroBatch(ids, mask, ids, ("a:1",))]) == flops.count.step([(0, 6)])
+
+
+def test_devices_are_known_by_the_names_that_drivers_give() -> None:
+    named = {
+        "NVIDIA H100 80GB HBM3": "h100-80gb",
+        "NVIDIA H200": "h200-141gb",
+        "NVIDIA A100-SXM4-80GB": "a100-80gb",
+        "NVIDIA L40S": "l40s-48gb",
+        "NVIDIA GeForce RTX 4090": "rtx-4090-24gb",
+        "AMD Instinct MI300X": "mi300x-192gb",
+    }
+    for name, device in named.items():
+        assert peak_flops_of(name) == DEVICES[device].matmul_flops
+    assert peak_flops_of("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops_of("this machine's CPU") is None

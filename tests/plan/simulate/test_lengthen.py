@@ -106,7 +106,7 @@ def test_a_longer_step_is_the_one_that_is_run(schedule: str, step: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_so_it_is_of_other_families(family: str, schedule: str) -> None:
     chosen = Schedule(chunk_size=64, head_chunk_size=32, **SCHEDULES[schedule])
-    check(build(family), chosen, Step("stream", LENGTH, again=True))
+    check(build(family), chosen, Step("stream", LENGTH, accumulating=True))
 
 
 @pytest.mark.full
@@ -114,13 +114,17 @@ def test_so_it_is_of_other_families(family: str, schedule: str) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 def test_so_it_is_with_adapters(family: str, schedule: str) -> None:
     chosen = Schedule(chunk_size=64, head_chunk_size=32, **SCHEDULES[schedule])
-    check(build(family, adapted=True), chosen, Step("stream", LENGTH, again=True, autocast=True))
+    check(build(family, adapted=True), chosen, Step("stream", LENGTH, accumulating=True, autocast=True))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["plain", "checkpoint"])
 def test_so_it_is_without_chunks(mode: Any) -> None:
-    check(build("qwen3"), Schedule(chunk_size=64, head_chunk_size=32), Step(mode, LENGTH, again=True, autocast=True))
+    check(
+        build("qwen3"),
+        Schedule(chunk_size=64, head_chunk_size=32),
+        Step(mode, LENGTH, accumulating=True, autocast=True),
+    )
 
 
 @pytest.mark.full

@@ -1,7 +1,7 @@
-"""Several devices: their number, their nodes, the links between them, and the part of a step that each has.
+"""Several devices: their number, their nodes, the links between them, and each device's part of a step.
 
 A world of W ranks is DP x SP: SP consecutive ranks share each sequence, DP groups of them share the batch, and all W
-are one group of ZeRO, FSDP or DDP. Here that is a frozen value. For one rank it means:
+are one group of ZeRO, FSDP or DDP. For one rank it means:
 
     sequence   T / SP tokens of everything but attention; attention of all T on heads / SP
     batch      1 / DP of the rows of a step
@@ -34,7 +34,7 @@ class Links:
         node: Bytes/s between devices of a node.
         network: Bytes/s between nodes, for each device.
         node_name, network_name: Names of the links.
-        launch_seconds: Seconds of one collective besides those of its bytes.
+        launch_seconds: Overhead of one collective besides its bytes.
     """
 
     node: float = 5e9
@@ -52,7 +52,7 @@ class Buckets:
         reduce: Elements of the buffer that gradients are reduced from.
         buffers: Number of such buffers.
         prefetch: Elements of the weights that are gathered ahead of the layer that runs.
-        sub_group: Elements of a rank's part that is stepped at a time at stage 3, with its gradients in fp32.
+        sub_group: Elements of a rank's part that stage 3 steps at a time, with its gradients in fp32.
         reuse: A layer stays gathered if fewer elements of weights than this are used before it is used again.
     """
 
@@ -72,7 +72,7 @@ class Cluster:
         nodes: Number of machines, each with the same number of devices.
         engine: The engine that divides weights, gradients and optimizer state between them.
         sequence_size: Number of devices that share a sequence, SP.
-        form: The way they share it: ``ulysses`` exchanges heads for tokens, ``ring`` passes keys and values around.
+        form: How they share it: ``ulysses`` exchanges heads for tokens, ``ring`` passes keys and values around.
         links: The links between them.
         buckets: Sizes of the engine's buffers for its collectives.
         optimizer_offload, weights_offload: ZeRO's offload of either to the host; ``zero3_offload`` has both.
@@ -126,49 +126,43 @@ class Cluster:
 
     @property
     def ranks_per_node(self) -> int:
-        """Devices of a node."""
         return self.ranks // self.nodes
 
     @property
     def zero_stage(self) -> int:
-        """The stage of ZeRO: divided is nothing (0), optimizer state (1), gradients too (2), weights too (3)."""
+        """Stage of ZeRO, which divides nothing (0), optimizer state (1), also gradients (2), also weights (3)."""
         return STAGES[self.engine]
 
     @property
     def keeps_master(self) -> bool:
-        """True if the engine keeps weights in fp32 of its own, which the optimizer steps (DeepSpeed)."""
+        """True if the engine has its own fp32 weights, which the optimizer steps (DeepSpeed)."""
         return self.engine.startswith("zero")
 
     @property
     def optimizer_on_host(self) -> bool:
-        """True if the optimizer's state is in the node's memory."""
         return self.optimizer_offload or self.engine == "zero3_offload"
 
     @property
     def weights_on_host(self) -> bool:
-        """True if the ranks' parts of the weights are in the node's memory."""
         return self.weights_offload or self.engine == "zero3_offload"
 
     @property
     def spans_nodes(self) -> bool:
-        """True if ranks that share a sequence are on different nodes."""
         return self.sequence_size > self.ranks_per_node
 
     @property
     def gathers_layers(self) -> bool:
-        """True if a rank holds a part of the weights, and a layer's are gathered while it runs."""
+        """True if a rank holds a part of the weights, and gathers a layer's weights while it runs."""
         return self.zero_stage == 3
 
     def divided(self, size: int, stage: int) -> int:
-        """Return the bytes of one rank, of ``size`` bytes that are divided from ``stage`` on."""
+        """Return one rank's share of ``size`` bytes that are divided from ``stage`` on."""
         return -(-size // self.ranks) if self.zero_stage >= stage else size
 
     def shared_by(self, sequence_size: int, form: Form) -> Cluster:
-        """Return the same devices with ``sequence_size`` of them to a sequence."""
         return replace(self, sequence_size=sequence_size, form=form)
 
     def describe(self) -> str:
-        """Return a readable description in one line."""
         where = f"{self.nodes} nodes of {self.ranks_per_node}" if self.nodes > 1 else "one node"
         words = [f"{self.ranks} ranks, {where}", self.engine]
         if self.sequence_size > 1:
@@ -180,7 +174,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """The attention heads of a model: query heads, key/value heads, and their sizes; all 0 where no layer attends.
+    """The attention heads of a model: query heads, key/value heads, and their sizes; all 0 if no layer attends.
 
     Attributes:
         queries: Query heads H.
@@ -194,7 +188,7 @@ class HeadCounts:
     value_dim: int
 
     def copies(self, cluster: Cluster) -> float:
-        """Return how many times the keys and values of a sequence are held by the ranks that share it, in all."""
+        """Return how many times the ranks that share a sequence hold its keys and values, in all."""
         size = cluster.sequence_size
         if cluster.form == "ring" or size == 1 or self.keys == 0:
             return 1.0
@@ -202,16 +196,7 @@ class HeadCounts:
 
 
 def form_of(asked: str, size: int, heads: HeadCounts) -> Form:
-    """Return the form in which ``size`` ranks share a sequence.
-
-    Args:
-        asked: ``ulysses``, ``ring``, or ``auto``: ulysses where the ranks divide the heads.
-        size: Ranks that share it.
-        heads: The heads of the model.
-
-    Raises:
-        ArgumentError: The ranks do not divide the heads that they are to exchange.
-    """
+    """Return the form in which ``size`` ranks share a sequence; ``auto`` is ulysses if they divide the heads."""
     divides = heads.queries % size == 0
     if asked == "ring" or (asked == "auto" and not divides):
         return "ring"

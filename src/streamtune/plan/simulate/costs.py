@@ -1,4 +1,4 @@
-"""The cost of an operator besides memory: operations of matrix products and attention, bytes that others touch."""
+"""The cost of an operator besides memory: FLOPs of matrix products and attention, bytes that others touch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CAUSAL_AT = {
     "_scaled_dot_product_cudnn_attention_backward": 14,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
 }
-"""Fused attentions, and which of their arguments says that they are causal."""
+"""Fused attentions, and the index of their argument ``is_causal``."""
 
 
 STEP_IN_8_BITS = "bitsandbytes::optimizer_update_8bit_blockwise"
@@ -39,7 +39,7 @@ PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
 """A product with a weight in 4 bits, which torch has no formula for."""
 
 GROUPED_PRODUCT = "aten::_grouped_mm"
-"""Products of groups of rows with a weight each, such as of experts, which torch has no formula for."""
+"""Products of groups of rows with a weight each, as of experts, which torch has no formula for."""
 
 ROOM = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
 """Operators that make a tensor and touch none of its bytes."""
@@ -66,7 +66,6 @@ def _is_tensor(kind: Any) -> bool:
 
 
 def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Return the multiplications and additions of a matrix product or convolution."""
     inner = INNER.get(func._schema.name)
     if inner is not None:
         return int(2 * out.numel() * args[inner].shape[-1])
@@ -76,7 +75,7 @@ def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out:
 
 
 def _product(func: Any) -> Any:
-    """Return torch's formula for the operations of a product; for one in place, that of its other form; else None."""
+    """Return torch's formula for the FLOPs of a product (in place: its other form's); None for other operators."""
     if func._schema.name == PACKED_PRODUCT:
         return _packed_flops
     if func._schema.name == GROUPED_PRODUCT:
@@ -89,12 +88,12 @@ def _product(func: Any) -> Any:
 
 
 def _packed_flops(x: Tensor, packed: Tensor, shape: Sequence[int], *rest: Any, **other: Any) -> int:
-    """Return the operations of ``x`` [..., k] times a packed weight of ``shape`` [n, k]."""
+    """Return the FLOPs of ``x`` [..., k] times a packed weight of ``shape`` [n, k]."""
     return 2 * x.numel() * shape[0]
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *rest: Any, **other: Any) -> int:
-    """Return the operations of a grouped product: each row, or column, is in one group."""
+    """Return the FLOPs of a grouped product: each row, or column, is in one group."""
     if a.dim() == 3 and b.dim() == 2:  # [g, m, k] times columns of [k, n]
         return 2 * a.shape[1] * b.numel()
     return 2 * a.numel() * b.shape[-1]
@@ -111,15 +110,15 @@ def copies_itself(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 INNER = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1}
-"""Products of matrices, and which of their arguments has the dimension that is summed over as its last."""
+"""Matrix products, and the index of the argument whose last dimension is summed over."""
 
 MATRIX_PRODUCTS = ("mm", "addmm", "addmm_", "_grouped_mm")
 BALANCE = {"cuda": 200, "cpu": 5}
-"""Operations of a product that a device computes while it reads or writes a byte: about its rate over its bandwidth."""
+"""FLOPs of a product that a device computes while it reads or writes a byte: about its rate over its bandwidth."""
 
 
 def waiting_bytes(func: Any, flops: int, args: tuple[Any, ...], out: Any, device: str) -> int:
-    """Return the bytes of a product of two matrices that are still to be moved when its operations are done.
+    """Return the bytes of a product of two matrices that are still to be moved when its FLOPs are done.
 
     A product of few rows takes as long as its weight, or its sum, takes to be read and written (Williams et al.,
     Roofline, Communications of the ACM 52(4), 2009).
@@ -150,18 +149,13 @@ def queries_and_keys(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class EmbeddingSums:
-    """The sums of an embedding's gradient.
-
-    Attributes:
-        rows: The vocabulary.
-        row_bytes: Bytes of the sum of one token.
-    """
+    """The sums of an embedding's gradient: ``rows`` is the vocabulary, ``row_bytes`` the bytes of a token's sum."""
 
     rows: int
     row_bytes: int
 
     def scratch_bytes(self, func: Any, scratch: int) -> int:
-        """Return the scratch bytes of an operator, given those that :func:`scratch_bytes` found."""
+        """Return the scratch bytes of an operator, given what :func:`scratch_bytes` found."""
         if func is None or func._schema.name != EMBEDDING_BACKWARD:
             return scratch
         tokens = scratch // self.row_bytes
@@ -169,7 +163,6 @@ class EmbeddingSums:
 
 
 def embedding_sums(func: Any, args: tuple[Any, ...]) -> EmbeddingSums | None:
-    """Return the sums of the gradient of an embedding; None for other operators."""
     if func._schema.name != EMBEDDING_BACKWARD:
         return None
     return EmbeddingSums(args[2], 4 * -(-args[0].shape[-1] // 32) * 32)
@@ -178,11 +171,10 @@ def embedding_sums(func: Any, args: tuple[Any, ...]) -> EmbeddingSums | None:
 FLASH_BACKWARD = "aten::_scaled_dot_product_flash_attention_backward"
 EMBEDDING_BACKWARD = "aten::embedding_dense_backward"
 UNSORTED = 3072
-"""Tokens up to which an embedding's gradient is summed where it lies; more are sorted first."""
+"""Tokens up to which an embedding's gradient is summed in place; more are sorted first."""
 
 
 def has_scratch(func: Any) -> bool:
-    """Return True if a kernel of some device allocates memory for itself."""
     return func._schema.name in (PACKED_PRODUCT, FLASH_BACKWARD, EMBEDDING_BACKWARD, STEP_IN_8_BITS, SVD, MEAN)
 
 
@@ -190,14 +182,13 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
     """Return the bytes that a kernel allocates for itself and frees before it returns.
 
     FlashAttention-2's backward sums dQ in fp32 over rows padded to 128 and heads padded to 32, keeps one more fp32
-    number for each row, and where query heads share keys writes dK, dV for each query head before it sums them.
-    The gradient of an embedding is summed in fp32 for each ten tokens and each distinct one, at most, in rows padded to
-    32 (``embedding_backward_cuda_kernel`` in torch's ``EmbeddingBackwardKernel.cu``). Here it is a sum for each token,
-    which grows with the length; :class:`EmbeddingSums` makes of it what the kernel takes.
-    bitsandbytes writes a 4-bit weight out and the scales of its blocks with it (but for few rows, where some devices
-    have a kernel that does not). On a CPU its step of an optimizer holds five tensors in fp32, and the weight where it
-    is narrower; torch's mean of narrow numbers widens them there. A singular value decomposition writes over a copy of
-    its matrix.
+    number for each row, and if query heads share keys, writes dK, dV for each query head before it sums them. The
+    gradient of an embedding is summed in fp32 for each ten tokens and each distinct one, at most, in rows padded to 32
+    (``embedding_backward_cuda_kernel`` in torch's ``EmbeddingBackwardKernel.cu``). Here it is a sum for each token,
+    which grows with the length; :class:`EmbeddingSums` makes of it what the kernel takes. bitsandbytes writes a 4-bit
+    weight out and the scales of its blocks with it (except for few rows, where some devices have a kernel that does
+    not). On a CPU its optimizer step holds five tensors in fp32, and the weight if it is narrower; torch's mean of
+    narrow numbers widens them there. A singular value decomposition overwrites a copy of its matrix.
     """
     if func._schema.name == SVD:
         return int(args[0].nbytes)
@@ -225,14 +216,13 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str) -> int:
 
 GATHERS = ("index", "index_select", "gather", "embedding")
 MAKERS = ("new_full", "new_ones", "new_zeros", "full_like", "ones_like", "zeros_like")
-"""Operators that fill a tensor of their own, and read nothing of the one that they take the form from."""
+"""Operators that fill a new tensor, and read nothing of the one whose form they take."""
 SCATTERS = {"index_put": 2, "index_put_": 2, "scatter_add_": 3, "index_add_": 3, "scatter_": 3}
-"""Operators that touch a few places of a tensor; of the second kind which argument says how many."""
+"""Operators that touch a few places of a tensor, and the index of the argument that says how many."""
 
 
 def reach_of(func: Any) -> Reach:
-    """Return what an operator touches: all of its arguments, of them as many bytes as it returns, one of them, or none
-    but what it makes."""
+    """Return what an operator touches: all arguments, as many bytes as its result, one argument, or its result."""
     name = func._schema.name.removeprefix("aten::")
     return "result" if name in GATHERS else "made" if name in MAKERS else SCATTERS.get(name, "all")
 

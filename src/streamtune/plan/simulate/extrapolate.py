@@ -1,8 +1,8 @@
 """Compute the figures of a long and deep step from those of short and shallow ones, exactly.
 
 At a fixed chunk size everything a step holds is a tensor of a fixed size, of a chunk, of the prefix or of the sequence,
-for each layer or for one. So at each moment of layer l of L on chunk c of D, the bytes of each kind are a
-polynomial of degree one in each of L, l, D and c. Hence
+for each layer or for one. So at each moment of layer l of L on chunk c of D, the bytes of each kind are a polynomial of
+degree one in each of L, l, D and c. Hence
 
     the first chunks (layers) and the last of a step with D (L) of them follow, moment by moment, from those of steps
     with as few as there can be, and one more;
@@ -36,7 +36,7 @@ from streamtune.plan.simulate.trace import COLUMNS, EARLIER, WORK, Cell, CellPla
 from streamtune.schedule import Schedule
 
 ENOUGH = 5
-"""Periods of which some can be left out: first, between and last, one more in the longer step, and one."""
+"""Periods from which some can be left out: first, between and last, one more in the longer step, and one."""
 
 LONGEST_PERIOD = 64
 """Layers of the longest period that is looked for."""
@@ -50,7 +50,7 @@ Coordinates = tuple[Hashable, ...]
 
 
 class UnlikeError(Exception):
-    """Two steps differ, such as in the operators they ran, so that one cannot be computed from the other."""
+    """Two steps differ, as in the operators they ran, so that one cannot be computed from the other."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Axis:
 
     Attributes:
         count: Number of items.
-        alone: Number of items at the start that are like none of those after them.
-        tail: Number of items at the end that are like none of those before them.
-        base: Number of items in the shorter step; None where none are left out.
+        alone: Number of items at the start that are unlike all items after them.
+        tail: Number of items at the end that are unlike all items before them.
+        base: Number of items in the shorter step; None if no item is left out.
     """
 
     count: int
@@ -84,24 +84,18 @@ class Axis:
         return [("first", 0)] * (index == self.alone) + [("last", 0)] * (index == count - self.tail - 1)
 
     def weight(self, name: tuple[str, int]) -> float:
-        """Return the number of items of the whole step that a name represents."""
+        """Return how many items of the whole step a name represents."""
         return 1.0 if self.base is None or name[0] in ("start", "end") else (self.count - self.alone - self.tail) / 2
 
     @property
     def beyond(self) -> int:
-        """The number of items that the whole step has more than the shorter one."""
+        """Number of items that the whole step has more than the shorter one."""
         return 0 if self.base is None else self.count - self.base
 
 
 @dataclass(frozen=True)
 class Zone:
-    """Layers that repeat with a period.
-
-    Attributes:
-        start: The first layer.
-        period: Layers of a period.
-        axis: The periods.
-    """
+    """Layers from ``start`` that repeat with a period; ``axis`` counts the periods."""
 
     start: int
     period: int
@@ -135,11 +129,11 @@ class Part:
     """A shorter step that was run, and its share in the whole one.
 
     Attributes:
-        cells: The record of it.
-        longer: The zone that has a period more than in the shortest step, by number; None if none has.
+        cells: Its record.
+        longer: Number of the zone that has a period more than in the shortest step; None if no zone has.
         chunks: Number of its chunks.
         length: Its tokens.
-        share: The factor of its figures.
+        share: Factor of its figures.
     """
 
     cells: Mapping[CellPlace, Cell]
@@ -151,19 +145,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Combined:
-    """The largest cells of the whole step, with their moments ``[n, COLUMNS]``, and the work of all cells: a sum for
-    each of ``WORK``, by phase and a flag that is True for the layers."""
+    """The largest cells of the whole step, their moments ``[n, COLUMNS]``, and the work of all cells: a sum for each of
+    ``WORK``, by phase and a flag that is True for the layers.
+    """
 
     cells: list[tuple[CellPlace, Tensor]]
     work: dict[tuple[str, bool], list[float]]
 
 
 def combined(parts: list[Part], layers: list[Zone], chunks: Axis, length: int) -> Combined:
-    """Combine the parts into the whole step of ``length`` tokens; the first is the shortest.
-
-    Raises:
-        UnlikeError: They did not run the same operators.
-    """
+    """Combine the parts into the whole step of ``length`` tokens; UnlikeError if they ran other operators."""
     named = [_named(part, layers, chunks) for part in parts]
     cells: list[tuple[CellPlace, Tensor]] = []
     work: dict[tuple[str, bool], list[float]] = {}
@@ -187,7 +178,7 @@ def combined(parts: list[Part], layers: list[Zone], chunks: Axis, length: int) -
 
 
 def _bound_scratch(moments: Tensor, alike: list[Cell]) -> None:
-    """Bound the scratch of an embedding's gradient, which does not grow with the length beyond the vocabulary."""
+    """Bound the scratch of an embedding's gradient, which stops growing with the length at the vocabulary."""
     if (sums := alike[0].embedding) is not None:
         operators = min((cell.operators for cell in alike), key=len)
         column = zip(operators, moments[:, SCRATCH].tolist(), strict=True)
@@ -195,7 +186,7 @@ def _bound_scratch(moments: Tensor, alike: list[Cell]) -> None:
 
 
 def _named(part: Part, layers: list[Zone], chunks: Axis) -> dict[Coordinates, tuple[CellPlace, Cell, float]]:
-    """Return the cells of a part by names that mean the same in all parts, each with the number of cells it is for."""
+    """Return the cells of a part by names that mean the same in all parts, each with how many cells it stands for."""
     found: dict[Coordinates, tuple[CellPlace, Cell, float]] = {}
     where = [
         (number, zone, index)
@@ -222,9 +213,9 @@ def _named(part: Part, layers: list[Zone], chunks: Axis) -> dict[Coordinates, tu
 
 
 def _aligned(cells: list[Cell], loops: bool) -> list[Tensor]:
-    """Return the moments of cells, as many of each, so that those at one index are the same moment.
+    """Return the moments of cells, as many of each, so that equal indices are the same moment.
 
-    Where one cell has more, they must be iterations of a loop: the same operators before and after them.
+    If one cell has more, they must be iterations of a loop: the same operators before and after them.
     """
     if not loops and any(cell.operators != cells[0].operators for cell in cells):
         raise UnlikeError
@@ -247,7 +238,6 @@ def _aligned(cells: list[Cell], loops: bool) -> list[Tensor]:
 
 
 def _agreeing(one: list[Any], other: list[Any]) -> int:
-    """Return the number of items from the start that are the same."""
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a is not b:
             return index
@@ -262,9 +252,9 @@ class Shorter:
         layers: The layers it keeps.
         length: Its tokens.
         schedule: Its schedule.
-        longer: The zone with a period more; None if there is none.
+        longer: The zone with a period more; None if no zone has.
         chunks: Number of its chunks.
-        share: The factor of its figures.
+        share: Factor of its figures.
     """
 
     layers: list[int]
@@ -277,7 +267,7 @@ class Shorter:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Zones of layers, and chunks of ``size`` tokens but for the last two, which share what is left of ``length``."""
+    """Zones of layers, and chunks of ``size`` tokens except the last two, which share the rest of ``length``."""
 
     layers: list[Zone]
     chunks: Axis
@@ -344,7 +334,7 @@ def kinds_of_layers(model: nn.Module, schedule: Schedule | None) -> list[Hashabl
 
 
 def _looks_of(model: nn.Module) -> list[int]:
-    """Return a number for each layer, the same for layers that are alike but for their place in the schedule."""
+    """Return a number for each layer, equal for layers that differ only in their place in the schedule."""
     layers = decoder_layers(model)
     configs = configs_of(all_modules(model))
     lists = [v for config in configs for v in vars(config).values() if isinstance(v, list) and len(v) == len(layers)]
@@ -373,7 +363,7 @@ def _looks(layer: nn.Module) -> Hashable:
 
 
 def _alone(model: nn.Module, size: int, length: int) -> int | None:
-    """Return the number of chunks at the start that see fewer keys than later ones; None if chunks are not alike."""
+    """Return how many chunks at the start see fewer keys than later ones; None if chunks are not alike."""
     settings = [vars(config) for config in configs_of(all_modules(model))]
 
     def found(names: tuple[str, ...]) -> list[int]:
@@ -386,11 +376,7 @@ def _alone(model: nn.Module, size: int, length: int) -> int | None:
 
 
 def _schedule(schedule: Schedule, kinds: list[Hashable], kept: list[int]) -> Schedule:
-    """Return the schedule that places the layers kept as the whole schedule places the same layers.
-
-    Raises:
-        UnlikeError: There is none.
-    """
+    """Return the schedule that places the kept layers as the whole one does; UnlikeError if none does."""
     before = place_layers(schedule, len(kinds))
     wanted = [before[index] for index in kept]
     whole = sum(place.whole for place in wanted)
@@ -406,22 +392,23 @@ def _schedule(schedule: Schedule, kinds: list[Hashable], kept: list[int]) -> Sch
 
 
 STAYS = [name in (*KINDS, "host", "disk") for name in COLUMNS]
-"""For each column of a moment, True if its bytes are still there when the operator is done."""
+"""For each column of a moment, True if its bytes outlive the operator."""
 
 Bytes = tuple[int, ...]
 Run = list[tuple[CellPlace, Cell]]
 
 
 def with_a_period_more(cells: Mapping[CellPlace, Cell], middle: range) -> dict[CellPlace, Cell] | None:
-    """Return the cells of the step in which the period ``middle`` of layers comes twice.
+    """Return the cells of the step in which the period ``middle`` of layers comes twice; None if it has to be run.
+
+    Layers of a zone are alike except in its first and last period, and a step goes through them one after another,
+    forward and backward. So the longer step does what the shorter one does, and the middle period twice. Its cells are
+    repeated, with all bytes higher by what passing through the period adds, and so are the bytes of all cells that
+    follow.
 
     Args:
         cells: The cells of a step, in the order in which they began.
-        middle: The layers of a period that has layers before and behind it.
-
-    Returns:
-        The cells in their order, with layers renumbered; None where the step does not pass through the layers one after
-        another, so that the longer one has to be run.
+        middle: The layers of a period that has layers before and after it.
     """
     runs: list[Run] = [list(run) for _, run in groupby(cells.items(), key=lambda item: item[0].layer in middle)]
     found: dict[CellPlace, Cell] = {}

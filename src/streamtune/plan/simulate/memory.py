@@ -1,4 +1,4 @@
-"""Count the bytes that are alive, storage by storage: exact on any device, a simulated one included.
+"""Count the bytes that are alive, storage by storage: exact on any device, also a simulated one.
 
 A dispatch mode sees every tensor that an operator returns, and a weak reference reports when its storage is freed. The
 count is of what the program holds; what a kernel allocates and frees inside one operator is not seen.
@@ -31,13 +31,13 @@ class LiveBytes(TorchDispatchMode):
 
     A new storage is an *activation* until it is known to be a *layer input* (the hidden states passed to a decoder
     layer), a finished *gradient* (``parameter.grad``), state of the *optimizer* (:meth:`file`), or of a kind that the
-    engine reports (:meth:`on_hold`). Weights are not counted, nor what the machine's memory holds for a model that is
-    on an accelerator. Other storages made before are counted only if an operator returns a view of them.
+    engine reports (:meth:`on_hold`). Weights are not counted, nor host memory of a model that is on an accelerator.
+    Storages made before are counted only if an operator returns a view of them.
 
     Args:
         model: The model that is run.
         layers: Its decoder layers.
-        count_cpu: Count what is in the machine's memory; None counts it if the model is there.
+        count_cpu: Count host memory; None counts it if the model is there.
         beside: Another model that is run and not trained, whose weights are not counted either.
 
     Attributes:
@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
         self.total = self.peak = self.activation_peak = 0
         self.at_peak = dict(self.live)
         self.new_kind = ACTIVATION
-        """The kind that a new storage is counted as."""
+        """Kind that a new storage is counted as."""
         self._model, self._layers = model, list(layers)
         self._known: dict[int, tuple[str, int, Any]] = {}
         held = [tensor for each in (model, beside) if each is not None for tensor in held_tensors(each)]
@@ -96,7 +96,7 @@ class LiveBytes(TorchDispatchMode):
             self.file(GRADIENT, parameter.grad)
 
     def file(self, kind: str, *tensors: Tensor) -> None:
-        """Count the storages of these tensors as ``kind``, those that are counted at all."""
+        """Count the storages of these tensors as ``kind``, if they are counted at all."""
         for tensor in tensors:
             address = _address(tensor)
             if address in self._known:
@@ -133,12 +133,11 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def meet(self, *tensors: Tensor) -> None:
-        """Count tensors that are there and that no operator returned."""
+        """Count existing tensors that no operator returned."""
         for tensor in tensors:
             self._meet(tensor)
 
     def _see(self, out: Any) -> None:
-        """Count the tensors that an operator returned."""
         before = self.total
         if isinstance(out, Tensor):
             self._meet(out)
@@ -150,7 +149,6 @@ class LiveBytes(TorchDispatchMode):
             self._grown()
 
     def _grown(self) -> None:
-        """Update the peaks."""
         if self.total > self.peak:
             self.peak = self.total
             self.at_peak = dict(self.live)
@@ -184,7 +182,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def held_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors whose storages are a model's weights: parameters and buffers, of quantised ones their parts."""
+    """Yield the tensors whose storages are a model's weights: parameters and buffers; if quantised, their parts."""
     todo: list[Tensor] = [*model.parameters(), *model.buffers()]
     while todo:
         tensor = todo.pop()
@@ -207,7 +205,7 @@ def _with_scales(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def scales_bytes(model: nn.Module) -> int:
-    """Return the bytes of the scales of 4-bit weights, which ranks that divide the weights hold whole."""
+    """Return the bytes of quantisation scales. They are not sharded: every rank holds all of them."""
     packed = [x for x in model.parameters() if getattr(x, "quant_state", None) is not None]
     own = {_address(x) for x in packed}
     tensors = [x for p in packed for x in _with_scales(p) if _address(x) not in own]
@@ -216,17 +214,16 @@ def scales_bytes(model: nn.Module) -> int:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's weights and buffers."""
     return distinct_bytes(held_tensors(model))
 
 
 def device_held_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's weights and buffers without those of weights that wait on the host."""
+    """Return the bytes of a model's weights and buffers that do not wait on the host."""
     return held_bytes(model) - host_held_bytes(model)
 
 
 def host_held_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's weights that wait on the host (``engine.waiting``)."""
+    """Return the bytes of a model's weights that wait on the host (``engine.weights``)."""
     return distinct_bytes(tensor for tensor in held_tensors(model) if is_host_storage(tensor.untyped_storage()))
 
 

@@ -1,18 +1,18 @@
 """Models and operators on ``meta`` tensors: values of integers, cached results, the casts of autocast.
 
-Tensors on ``meta`` have no values, but models and the engine need some of them: do positions restart, does a mask hide
-anything, which tokens have a target. All of that is computed from integers and booleans, or from constants, which are
-small compared with activations. So each such tensor carries its value on the CPU, computed there by the same operator;
-the values of large masks, which are seldom needed, only when they are asked for. The choices of a router are not known;
-it is taken to spread tokens evenly over experts.
+Tensors on ``meta`` have no values, but models and the engine need some: whether positions restart, whether a mask hides
+anything, which tokens have a target. They are computed from integers and booleans, or from constants, which are small
+compared with activations. So each such tensor carries its value on the CPU, computed there by the same operator; the
+values of large masks only when they are asked for. The choices of a router are unknown: it is assumed to spread tokens
+evenly over experts.
 
 Shape functions of many operators are written in Python and take longer than their kernels; a step calls them with the
-same forms for every chunk and layer, so each is called once for each form of its arguments. (The same idea as torch's
-cache of fake tensors.)
+same forms for every chunk and layer, so each is called once for each form of its arguments, as in torch's cache of fake
+tensors.
 
-For autocast torch has nothing on ``meta``: the casts of an operator's arguments on a device are made here. The
-operators are those of torch's own lists (``aten/src/ATen/autocast_mode.h``), the casts those of its ``cached_cast``: a
-trainable weight in fp32 is cast once and kept until the outermost region ends, anything else is cast for each use.
+Torch has no autocast on ``meta``: the casts of an operator's arguments are made here. The operators are those of
+torch's own lists (``aten/src/ATen/autocast_mode.h``), the casts those of its ``cached_cast``: a trainable weight in
+fp32 is cast once and kept until the outermost region ends, anything else is cast for each use.
 """
 
 from __future__ import annotations
@@ -47,20 +47,18 @@ ASKED = {
     aten.masked_select.default,
     aten.bincount.default,
 }
-"""Operators whose result, or the shape of it, is a matter of values."""
+"""Operators whose result, or its shape, depends on values."""
 
 
 CONSTANTS = (aten.ones.default, aten.zeros.default, aten.full.default)
-"""Operators that fill a tensor with one number. Of floating point, too, it is known: some models make a mask so."""
+"""Operators that fill a tensor with one number. Floating-point constants are known too: some models make masks so."""
 
 
 def asks(func: Any) -> bool:
-    """Return True if an operator may need the values of its arguments."""
     return func in ASKED or func is aten._to_copy.default
 
 
 def with_value(value: Tensor) -> Tensor:
-    """Return a tensor on ``meta`` that carries its value."""
     made: Any = torch.empty_like(value, device="meta")
     made._value = value
     return made
@@ -71,12 +69,7 @@ EAGER = 1 << 14
 
 
 class LaterValue:
-    """The value of a large tensor that is computed if something asks for it.
-
-    Args:
-        func: An operator on each element, which writes to none of its arguments.
-        args, kwargs: Its arguments, each tensor among them with its value in its place.
-    """
+    """The value of a large tensor, from an elementwise operator that writes to no argument; computed on demand."""
 
     __slots__ = ("__weakref__", "_call", "_found")
 
@@ -85,7 +78,7 @@ class LaterValue:
         self._found: Tensor | None = None
 
     def value(self) -> Tensor | None:
-        """Return the value, computed now if it was not yet; None where the CPU does not compute it."""
+        """Return the value, computed at the first call; None if the CPU does not compute it."""
         if self._call is not None:
             func, args, kwargs = self._call
             self._call = None
@@ -97,16 +90,15 @@ class LaterValue:
 
 @lru_cache(maxsize=1024)
 def _can_wait(func: Any) -> bool:
-    """Return True for an operator whose value may be computed later: on each element, or a constant."""
+    """Return True for an operator whose value may be computed later: elementwise, or a constant."""
     if func._schema.is_mutable or len(func._schema.returns) != 1:
         return False
     return torch.Tag.pointwise in func.tags or func in CONSTANTS
 
 
 class IntegerValues:
-    """Computes the values of ``meta`` tensors; used inside of a dispatch mode, where modes are off.
-
-    A large value is computed only if something asks for it.
+    """Computes the values of ``meta`` tensors, large values only on demand; used inside a dispatch mode, where modes
+    are off.
     """
 
     def __init__(self) -> None:
@@ -135,7 +127,7 @@ class IntegerValues:
         return True, out
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Attach values to the operator's results, where they are integers or booleans computed from known values."""
+        """Attach values to results that are integers or booleans computed from known values."""
         if func is aten.topk.default:
             self._spread(out[1], args[0].shape[-1])
             return
@@ -182,7 +174,7 @@ class IntegerValues:
         return func(*(self._value(item, func) for item in args), **given)
 
     def _later(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LaterValue:
-        """Return the value of an operator's result, to be computed later; raise the same where it is not known."""
+        """Return the value of an operator's result, to be computed later; raise if it is not known."""
         given = {key: self._value(item, func) for key, item in kwargs.items()}
         if "device" in given and given["device"] is not None:
             given["device"] = torch.device("cpu")
@@ -213,7 +205,7 @@ class IntegerValues:
     def _picked(self, out: Tensor, value: Tensor) -> None:
         """Attach the value of an indexing by an unknown index, if all elements of the indexed tensor are equal.
 
-        The index of ``x[:, [-1, 0]]`` is made on the device without a call to the mode, so that it is not known.
+        The index of ``x[:, [-1, 0]]`` is made on the device without a call to the mode, so it is not known.
         """
         if value.numel() and bool((value == value.flatten()[0]).all()):
             out._value = value.flatten()[0].expand(out.shape)  # type: ignore[attr-defined]
@@ -224,13 +216,13 @@ class IntegerValues:
 
 
 def _known(x: Tensor) -> Tensor | None:
-    """Return the value that a tensor carries, computed now if it was to be computed later; None if it has none."""
+    """Return the value that a tensor carries, computed now if it was deferred; None without a value."""
     value = _carried(x)
     return value.value() if isinstance(value, LaterValue) else value
 
 
 def _carried(x: Any) -> Tensor | LaterValue | None:
-    """Return the value that a tensor carries, or will; of a constant in floating point until something writes to it."""
+    """Return the value that a tensor carries, or will; a floating-point constant's until something writes to it."""
     value: Tensor | LaterValue | None = getattr(x, "_value", None)
     constant, version = getattr(x, "_constant", (None, None))
     return constant if value is None and version == x._version else value
@@ -238,17 +230,17 @@ def _carried(x: Any) -> Tensor | LaterValue | None:
 
 @lru_cache(maxsize=1024)
 def _writes(func: Any) -> bool:
-    """Return True if an operator writes to any of its arguments."""
     return bool(func._schema.is_mutable)
 
 
 MOVES = {"resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "swapaxes_", "detach_"}
-"""Operators in place that leave their tensor in another form."""
+"""In-place operators that change the form of their tensor."""
 
 
 ResultKind = Literal["in place", "given", "new", "several", "grouped", "other"]
-"""The result of an operator: its first argument, the argument ``out``, a tensor of its own, several of them, that of a
-grouped product, or something else."""
+"""The result of an operator: its first argument, the argument ``out``, a new tensor, several of them, a grouped
+product, or something else.
+"""
 
 _Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
@@ -257,16 +249,16 @@ MOST_FORMS = 1 << 16
 
 
 class Shapes:
-    """Calls operators on ``meta`` tensors; used inside of a dispatch mode.
+    """Calls operators on ``meta`` tensors; used inside a dispatch mode.
 
     Attributes:
-        known: The forms of results, by operator and forms of its arguments; the same for all steps of a process.
+        known: Forms of results, by operator and forms of its arguments; shared by all steps of a process.
     """
 
     known: ClassVar[dict[Any, Any]] = {}
 
     def call(self, func: Any, kind: ResultKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return ``func(*args, **kwargs)``, from the cache if it is there; ``kind`` is :func:`result_kind_of` it."""
+        """Return ``func(*args, **kwargs)``, from the cache if it is there; ``kind`` is from :func:`result_kind_of`."""
         if kind == "other":
             return func(*args, **kwargs)
         if kind == "in place":
@@ -294,7 +286,6 @@ class Shapes:
 
 
 def _made(form: Any) -> Any:
-    """Return a tensor of a form; of what is no form, the thing itself."""
     if type(form) is not tuple:
         return form
     return torch.empty_strided(form[0], form[1], dtype=form[2], device="meta")
@@ -308,7 +299,7 @@ def _form_of(out: Any, args: tuple[Any, ...]) -> _Form | None:
 
 
 def _forms_of(out: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return the forms of several results, numbers among them as they are; None if one has none."""
+    """Return the forms of several results, with numbers as they are; None if a result has no form."""
     if type(out) is not tuple:
         return None
     found = [_form_of(item, args) if isinstance(item, Tensor) else item for item in out]
@@ -320,7 +311,7 @@ def _forms_of(out: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def result_kind_of(func: Any) -> ResultKind:
-    """Return the way in which the form of an operator's result is found."""
+    """Return how the form of an operator's result is found."""
     if func is torch.ops.aten._grouped_mm.default:
         return "grouped"
     schema = func._schema
@@ -375,11 +366,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def meta_copy(model: Model) -> Model:
-    """``model`` with every tensor on ``meta``: the same modules, shapes, dtypes and adapters, and none of the bytes.
-
-    Args:
-        model: Not streamed; left as it is.
-    """
+    """Return a copy of ``model`` on ``meta``: the same modules, shapes, dtypes and adapters, without the bytes."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -429,7 +416,7 @@ LOWER = _names(
     "linear matmul mm bmm addmm addbmm baddbmm einsum conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d "
     "conv_transpose3d prelu linalg_vecdot scaled_dot_product_attention"
 )
-"""On every device. The CPU has no rule for ``einsum``; what that is made of has one."""
+"""Functions on every device. The CPU has no rule for ``einsum``; what that is made of has one."""
 
 LOSSES = _names(
     "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div poisson_nll_loss margin_ranking_loss "
@@ -453,14 +440,14 @@ RULES: dict[str, dict[Rule, frozenset[str]]] = {
         "widest": _names("addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add"),
     },
 }
-"""By kind of device. What no layer of a language model runs, such as decompositions and interpolation, is left out."""
+"""Functions by kind of device. What no language model runs, such as decompositions, is left out."""
 
 SPELLINGS = {"__matmul__": "matmul", "__rmatmul__": "matmul", "__pow__": "pow", "__rpow__": "pow"}
 
 
 @lru_cache(maxsize=4096)
 def rule_of(func: Any, device: str) -> Rule | None:
-    """Return the rule for a function of torch, by its name; None where autocast leaves it alone."""
+    """Return the rule for a function of torch, by its name; None if autocast leaves it alone."""
     if isinstance(func, OpOverloadPacket) and not func._qualified_op_name.startswith("aten::"):
         return None
     name = getattr(func, "__name__", "")
@@ -470,7 +457,7 @@ def rule_of(func: Any, device: str) -> Rule | None:
 
 @contextmanager
 def autocast_on_meta() -> Iterator[None]:
-    """Let ``torch.autocast("meta")``, which torch refuses, stand for the kind of device that is switched for ``meta``.
+    """Let ``torch.autocast("meta")``, which torch refuses, enable the simulated device's autocast.
 
     A model asks for it with the device of its tensors: adapters on fused experts add to weights with autocast off.
     """
@@ -487,11 +474,10 @@ def autocast_on_meta() -> Iterator[None]:
 
 
 class MetaAutocast:
-    """Casts arguments as autocast would, where it is enabled.
+    """Casts arguments as autocast would, if it is enabled.
 
-    Args:
-        device: The kind of device that is simulated. Autocast counts as enabled if it is for the kind of device that
-            :func:`~streamtune.ops.devices.autocast_kind` returns for ``meta``.
+    Autocast counts as enabled if it is for the kind of device that :func:`~streamtune.ops.simulated.autocast_kind`
+    returns for ``meta``; ``device`` is the kind of device that is simulated.
     """
 
     def __init__(self, device: str) -> None:

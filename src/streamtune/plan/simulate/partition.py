@@ -10,11 +10,10 @@
 
 The scales of 4-bit weights stay whole on each rank.
 
-In addition to its part a rank holds what is gathered and reduced: at stage 3 the weights of the layer that runs (a leaf
-module: whole, once), the embedding or the head while those run, and what is gathered ahead; while a layer runs forward
-once more in the backward of another (``levels: 2``), the weights of both; with gradients, the bucket they are reduced
-from. The gradients that the engine returns for a layer, before they go there, are a part of the simulated step
-(``plan.simulate``).
+A rank also holds what is gathered and reduced: at stage 3 the weights of the layer that runs (a leaf module: whole,
+once), the embedding or the head while those run, and what is gathered ahead; while a layer runs forward once more in
+the backward of another (``levels: 2``), the weights of both; with gradients, the bucket they are reduced from. The
+gradients that the engine returns for a layer are a part of the simulated step.
 
 With ``zero3_offload`` a step also moves bytes over the link to the host, and its optimizer reads and writes the host's
 memory. A rank with a W-th of n trained parameters, in b bytes each, of weights of P bytes, sends and receives in a step
@@ -67,18 +66,18 @@ class Holdings:
     Attributes:
         weights: Bytes of the weights.
         gathered: Bytes of the weights that are gathered while they are used, without the rank's own part, by phase;
-            by ``again`` where a layer runs forward in the backward of another.
-        master: Bytes of the weights in fp32 that the optimizer steps.
+            ``again`` is a layer that runs forward in the backward of another.
+        master: Bytes of the fp32 weights that the optimizer steps.
         state: Bytes of the optimizer's state.
-        gradients: Bytes of gradients when all are there.
+        gradients: Bytes of all gradients together.
         divided: True if those are a part of each gradient, which is there from the start.
         buckets: Bytes of the buckets that gradients are reduced from.
         temporary: Bytes that an optimizer's step needs besides.
-        touched: Bytes an optimizer's step reads and writes on the device.
+        touched: Bytes that an optimizer's step reads and writes on the device.
         host: Bytes of the node's memory, by what they are.
-        host_touched: Bytes an optimizer's step reads and writes there, after the backward.
+        host_touched: Bytes that an optimizer's step reads and writes there, after the backward.
         host_overlapped: The same in the backward.
-        host_moved: Bytes it has copied between device and host.
+        host_moved: Bytes that it copies between device and host.
     """
 
     weights: int
@@ -97,7 +96,6 @@ class Holdings:
 
     @property
     def on_device(self) -> int:
-        """Bytes of weights, gradients and optimizer state on the device."""
         return self.weights + self.master + self.state + self.gradients + self.buckets
 
     @classmethod
@@ -160,8 +158,8 @@ class Holdings:
     def with_optimizer_on_host(self, model: Any, workload: Workload, trained: Sequence[nn.Parameter]) -> Holdings:
         """Return the holdings with the optimizer of ``trained`` weights, which are on the device, on the host.
 
-        Of each weight, the gradient and the weight go there and the weight comes back: one after another, and with an
-        optimizer in the backward beside the computation, where the gradients of two layers may wait for it.
+        Each gradient and weight goes there and the weight comes back: one after another, and with an optimizer in the
+        backward beside the computation, where the gradients of two layers may wait for it.
         """
         size = sum(p.nbytes for p in trained)
         copies = 3 * size
@@ -206,11 +204,11 @@ def moved_again(model: nn.Module, workload: Workload, forwards: int) -> int:
 
 
 NORM_TOUCHED = 3
-"""Times the bytes of a gradient that its norm reads, and the scaling of clipping reads and writes."""
+"""How many times a gradient is touched by its norm (read) and by clipping (read and written)."""
 
 
 def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
-    """Return the holdings of one device whose weights wait on the host (``engine.waiting``)."""
+    """Return the holdings of one device whose weights wait on the host (``engine.weights``)."""
     waiting = waiting_parameters(base_of(model), decoder_layers(model))
     away = [p for p in waiting if p.requires_grad]
     known = {id(p) for p in waiting}
@@ -253,12 +251,12 @@ def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:
 
 
 def _step_touched(trained: int, state: int) -> int:
-    """Return the bytes that AdamW touches: it reads gradients, weights and state, and writes all but the first."""
+    """Return the bytes that AdamW touches: it reads gradients, weights and state, and writes the last two."""
     return 3 * trained + 2 * state
 
 
 def _largest_gradients(model: Any, trained: Sequence[nn.Parameter]) -> int:
-    """Return the bytes of the gradients of the layer, or of the weight outside of the layers, with the largest."""
+    """Return the largest bytes of gradients of a layer, or of a weight outside of the layers."""
     known = {id(p) for p in trained}
     layers = [sum(p.nbytes for p in layer.parameters() if id(p) in known) for layer in decoder_layers(model)]
     inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters()}
@@ -271,7 +269,7 @@ def trained_bytes(model: nn.Module) -> int:
 
 
 def divided_bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's weights and buffers that ranks may divide: all but the scales of 4-bit weights."""
+    """Return the bytes of weights and buffers that ranks may divide: all but the scales of 4-bit weights."""
     return held_bytes(model) - scales_bytes(model)
 
 
@@ -284,10 +282,7 @@ def outside_bytes(model: nn.Module) -> list[int]:
 def _gathered(model: nn.Module, cluster: Cluster, again: int) -> dict[str, int]:
     """Return the bytes of gathered weights in addition to a rank's own part, by phase.
 
-    Args:
-        model: The model.
-        cluster: The ranks.
-        again: Layers of the longest segment that run forward once more.
+    ``again`` is the number of layers of the longest segment that run forward once more.
     """
     if not cluster.gathers_layers:
         return dict.fromkeys(PHASES, 0)
@@ -313,13 +308,14 @@ def _gathered(model: nn.Module, cluster: Cluster, again: int) -> dict[str, int]:
 
 def _kept_for_reuse(layer: int, head: int, count: int, reuse: int) -> int:
     """Return the bytes of the last layers that DeepSpeed keeps gathered after their forward: between a layer's forward
-    and its backward the head runs twice, and so does each later layer."""
+    and its backward the head runs twice, and so does each later layer.
+    """
     kept = 0 if 2 * head >= reuse else min(count, (reuse // 2 - head) // max(1, layer) + 1)
     return kept * layer
 
 
 def _gradients(model: nn.Module, workload: Workload, trained: int) -> tuple[int, int]:
-    """Return the bytes of a rank's gradients when all are there, and of the buckets they are reduced from."""
+    """Return the bytes of all of a rank's gradients, and of the buckets they are reduced from."""
     cluster, buckets = workload.cluster, 0
     if cluster.engine == "fsdp":
         buckets = max(sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in decoder_layers(model))
@@ -343,14 +339,10 @@ def _stepped(model: nn.Module, cluster: Cluster) -> nn.Module:
 def _optimizer_step(
     model: nn.Module, workload: Workload, stepped: Sequence[nn.Parameter] | None = None
 ) -> tuple[int, int, int]:
-    """Return the bytes of state, of temporaries, and bytes touched, of a second step, when the state is there.
+    """Return the bytes of state, of temporaries, and bytes touched, of a second step, when the state exists.
 
     An optimizer in the backward steps a weight at a time: its temporaries are those of the weight that needs most.
-
-    Args:
-        model: The model.
-        workload: It makes the optimizer of all trained weights.
-        stepped: The weights that have a gradient; None is all that are trained.
+    ``stepped`` are the weights that have a gradient; None is all that are trained.
     """
     if workload.make_optimizer is None:
         return 0, 0, 0
@@ -391,7 +383,6 @@ def _peak(trace: Trace, phase: str) -> int:
 
 
 def _kinds(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return one weight of each group, shape and dtype."""
     found: dict[tuple[int, torch.Size, torch.dtype], nn.Parameter] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -400,7 +391,6 @@ def _kinds(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _step_alone(trace: Trace, optimizer: Any, alone: nn.Parameter, trained: Sequence[nn.Parameter]) -> int:
-    """Return the bytes that the step of one weight needs besides."""
     if alone.grad is None:
         return 0
     held = [(p, p.grad) for p in trained if p is not alone]

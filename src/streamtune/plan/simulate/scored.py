@@ -1,13 +1,11 @@
-"""Completions that a step scores token by token, instead of a loss on the next tokens of its rows.
+"""Completions that a step scores token by token, and the baselines that streamed steps are compared with.
 
 An objective of preferences or of rewards computes its loss from log-probabilities: the head's logits are computed
 twice, final hidden states are kept until the loss is known, and a reference may run first. The memory of that depends
 on the layout of prompts and completions in the sequence, and hardly on the objective.
 
-Shape suffixes: B rows, T tokens.
-
-Training without streaming is here as well: checkpointing of every layer, and log-probabilities by a model's ordinary
-logits. Streamed steps are compared with these, in memory and in value.
+The baselines train without streaming: checkpointing of every layer, log-probabilities from ordinary logits, and Liger's
+fused loss. Shape suffixes: B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +28,8 @@ from streamtune.errors import ArgumentError
 Trees = tuple[tuple[int, tuple[int, ...]], ...]
 """For each prompt the tokens of its trunk and of its branches, as ``Branches.of`` takes them.
 
-The last token of a prompt is the first of every branch, which scores the others."""
+The last token of a prompt is the first of every branch, which scores the others.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,12 @@ class Scored:
 
     Attributes:
         trees: The prompts and their completions.
-        share: True for one sequence with each prompt once; else a row for each completion behind its own copy.
+        share: True for one sequence with each prompt once; else a row for each completion after its own copy.
         entropy: True if the entropies at the targets are computed as well.
         forwards: Number of further forwards of the same tokens without gradient, of a reference or of the model itself;
-            a fraction where one serves several steps.
-        common: Of each tree the tokens at the end of its trunk that are scored, for all of its branches: completions
-            begin with them behind the prompt. Empty where they begin differently.
+            a fraction if one serves several steps.
+        common: Of each tree, how many tokens at the end of its trunk are scored, for all of its branches: all
+            completions begin with them. Empty if they begin differently.
     """
 
     trees: Trees
@@ -64,19 +63,16 @@ class Scored:
 
     @property
     def rows(self) -> int:
-        """Number of sequences, B."""
         return 1 if self.share else self.completions
 
     @property
     def length(self) -> int:
-        """Number of tokens of a sequence, T."""
         if self.share:
             return sum(trunk + sum(branches) for trunk, branches in self.trees)
         return max(trunk + max(branches) for trunk, branches in self.trees)
 
     @property
     def completions(self) -> int:
-        """Number of completions."""
         return sum(len(branches) for _, branches in self.trees)
 
     @property
@@ -103,22 +99,21 @@ class Scored:
 
     @property
     def shares(self) -> bool:
-        """True if tokens of the sequence are hidden from later ones, so that it is no ordinary causal row."""
+        """True if tokens of the sequence are hidden from later ones, so that it is not an ordinary causal row."""
         return self.share and (len(self.trees) > 1 or len(self.trees[0][1]) > 1)
 
     def describe(self) -> str:
-        """Return ``8 completions of 1 prompt`` or the like."""
+        """Return text such as ``8 completions of 1 prompt``."""
         prompts, completions = len(self.trees), self.completions
         return (
             f"{completions} completion{'s' if completions > 1 else ''} of {prompts} prompt{'s' if prompts > 1 else ''}"
         )
 
     def apart(self) -> Scored:
-        """Return the same completions, each behind its own copy of the prompt."""
         return replace(self, share=False)
 
     def batch(self, vocabulary: int, device: torch.device) -> dict[str, Any]:
-        """Return random tokens as a batch of ``plan.modes``: the same rows, shared or apart."""
+        """Return random tokens as a batch of the rows, shared or apart, for the modes that are compared."""
         draw = torch.Generator().manual_seed(0)
 
         def tokens(count: int) -> Tensor:
@@ -162,16 +157,13 @@ class Scored:
 
 
 Completions = Callable[[int, int], Scored]
-"""``(length, batch_size)`` -> what a micro-batch scores where a prompt with its completion has ``length`` tokens."""
+"""``(length, batch_size)`` -> what a micro-batch scores if a prompt with its completion has ``length`` tokens."""
 
 
 class PlainScores:
-    """A model that is not streamed, asked as ``StreamHandle.logprobs`` is: objectives take one for the other.
+    """An unstreamed model with the ``logprobs`` of ``StreamHandle``: objectives take one for the other.
 
-    All logits of a batch exist at once, and are kept for the backward. Losses on routers are no part of it.
-
-    Args:
-        model: With or without adapters.
+    All logits of a batch exist at once, and are kept for the backward. Losses on routers are not included.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -180,7 +172,6 @@ class PlainScores:
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """There is nothing to silence."""
         yield
 
     def logprobs(
@@ -194,11 +185,7 @@ class PlainScores:
         model: nn.Module | None = None,
         **arguments: Any,
     ) -> TokenScores:
-        """See ``StreamHandle.logprobs``.
-
-        Raises:
-            ArgumentError: The rows share their prompts, which an ordinary call knows nothing of.
-        """
+        """Return the log-probs as ``StreamHandle.logprobs`` does; rows that share prompts are refused."""
         if branches is not None:
             raise ArgumentError("a model that is not streamed takes a row for each completion")
         called: Any = self.model if model is None else model
@@ -217,7 +204,7 @@ class PlainScores:
 
 
 def _entropy(logits_BTV: Tensor) -> Tensor:
-    """``[B, T]``, a row at a time."""
+    """Return ``[B, T]``, computed a row at a time."""
     return torch.stack([_entropy_of(row) for row in logits_BTV])
 
 
@@ -232,7 +219,6 @@ def recompute(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def use_checkpointing(model: Any, function: Callable[..., Any] = recompute) -> None:
-    """Make every layer of a model run through ``function``."""
     set_checkpointing(model, True, function)
 
 
@@ -247,7 +233,12 @@ def checkpointing(model: Any, function: Callable[..., Any] = recompute) -> Itera
 
 
 def fused_loss(model: Any, ids_BT: Tensor) -> Tensor:
-    """Return the loss of a model on ``meta`` as it is computed with Liger's head; all tokens have a target."""
+    """Return the loss of a model on ``meta`` as it is computed with Liger's head; all tokens have a target.
+
+    Liger (``LigerFusedLinearCrossEntropyLoss``, version 0.8.5) computes loss and gradients of the head together, in
+    chunks of tokens, and keeps the gradients until the backward. Chunks and buffers here have its sizes; its kernels
+    write over the logits, so on ``meta`` there is nothing else to compute.
+    """
     causal = base_of(model)
     hidden: Tensor = causal.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
     out: Tensor = _FusedLoss.apply(hidden.flatten(0, 1), causal.get_output_embeddings().weight)

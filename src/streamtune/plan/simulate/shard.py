@@ -1,15 +1,14 @@
 """A rank's part of a step whose sequences several ranks share, as a step that the engine can run on one rank.
 
-The schedule cuts a rank's own T / SP tokens into chunks; those of all ranks together are a chunk of the sequence, of
-which the part of each rank is called its shard. Everything but attention is computed by the rank that has the token;
-for attention a rank has all tokens on heads / SP (ulysses), or receives the keys of all of them one part after another
-(ring). In bytes and operations that is the step of a sequence SP times shorter, with windows SP times narrower, except
-for this:
+The schedule cuts a rank's own T / SP tokens into chunks; those of all ranks together are a chunk of the sequence, and
+each rank's part of it is its shard. Everything but attention is computed by the rank that has the token; for attention
+a rank has all tokens on heads / SP (ulysses), or receives the keys of all of them one part after another (ring). In
+bytes and operations that is the step of a sequence SP times shorter, with windows SP times narrower, except for this:
 
 - Attention does SP times the work: a shard's H heads of T / SP queries over T / SP keys replace H / SP heads of T
   queries over T keys (ulysses), or H heads of T / SP queries over T keys (ring). The inputs of a kernel have the
   same number of bytes.
-- Where ranks do not divide the key/value heads, several hold the same: keys and values are held lcm(G, SP) / G times.
+- If ranks do not divide the key/value heads, several hold the same: keys and values are held lcm(G, SP) / G times.
 - An exchange needs buffers to send and to receive: a chunk's queries, keys, values or outputs, twice; in a ring all
   keys and values of a rank, and their gradients in fp32, twice.
 - Token ids, labels, positions and the starts of packed rows are whole on every rank.
@@ -33,7 +32,7 @@ from streamtune.schedule import Schedule
 
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "window_size")
 SPANS = ("attention_chunk_size",)
-"""Spans of chunked attention begin anew every so many tokens: what a chunk sees is then no straight line."""
+"""Spans of chunked attention restart every so many tokens: what a chunk sees is then not linear."""
 
 ID_BYTES, FP32 = 8, 4
 
@@ -43,9 +42,9 @@ class RankShard:
     """The differences between a shard and a row of as many tokens.
 
     Attributes:
-        size: Ranks that share the sequence; 1 is no shard.
-        form: The way they share it.
-        copies: Number of times that keys and values are held, by all of them together.
+        size: Ranks that share the sequence; 1 is not a shard.
+        form: How they share it.
+        copies: How many times keys and values are held, by all of them together.
     """
 
     size: int = 1
@@ -65,7 +64,8 @@ class RankShard:
 
     def passing_bytes(self, model: Any, length: int, rows: int, *, backward: bool) -> int:
         """Return the bytes of all of a rank's keys and values, which a ring sends and receives with the last chunk; in
-        the backward also of their gradients."""
+        the backward also of their gradients.
+        """
         if self.size == 1 or self.form == "ulysses":
             return 0
         heads, element = heads_of(model), model.get_input_embeddings().weight.element_size()
@@ -73,7 +73,7 @@ class RankShard:
         return int(2 * each * (element + (FP32 if backward else 0)))
 
     def keys_on_host(self, model: Any, schedule: Schedule, length: int, rows: int) -> int:
-        """Return the bytes of the copies of keys and values on the host in addition to those of the shard."""
+        """Return the bytes of the copies of keys and values on the host in addition to the shard's own."""
         if schedule.keep_kv != "host" or self.copies == 1:
             return 0
         heads, layers = heads_of(model), len(decoder_layers(model)) - schedule.keep_layers
@@ -82,7 +82,7 @@ class RankShard:
         return int((self.copies - 1) * each * max(0, layers))
 
     def row_bytes(self, length: int, rows: int) -> int:
-        """Return the bytes of ids, labels, positions and row starts that every rank holds for other ranks' shards."""
+        """Return the bytes of ids, labels, positions and row starts that a rank holds for other ranks' shards."""
         return 4 * ID_BYTES * rows * (length - self.tokens(length)) if self.size > 1 else 0
 
 
@@ -91,7 +91,6 @@ WHOLE = RankShard()
 
 
 def shard_of(model: nn.Module, cluster: Cluster) -> RankShard:
-    """Return the shard of a rank of ``cluster``."""
     if cluster.sequence_size == 1:
         return RankShard()
     return RankShard(cluster.sequence_size, cluster.form, heads_of(model).copies(cluster))

@@ -1,16 +1,13 @@
 """Simulate the memory and work of a training step from a model's configuration: the engine itself on ``meta`` tensors.
 
-There is no second formula: the step that is simulated is the step that is trained, with tensors that have a shape and a
-lifetime and no values. The memory that kernels take for themselves, which a dispatch mode cannot see, is added where it
-is known (``plan.work``).
-
-Of layers that are alike and chunks that are alike a few are run, and the rest follows (``extrapolate``);
-``full=True`` runs them all.
+There is no second formula: the simulated step is the trained step, with tensors that have a shape and a lifetime and no
+values. The memory that kernels take for themselves, which a dispatch mode cannot see, is added where it is known
+(``costs.scratch_bytes``). Of layers that are alike and chunks that are alike a few are run, and the rest follows
+(``extrapolate``); ``full=True`` runs them all.
 
 Chunks of completions that share their prompts are not alike. If they are few, each is run; if they are many, one
-ordinary row of as many tokens is run in their place, in which every token is scored. It holds what they hold but for
-some masks and copies. The work of its head and of its attention is scaled to the number of targets and of pairs of
-tokens that there are.
+ordinary row of as many tokens is run instead, in which every token is scored. It holds the same but for some masks and
+copies. The work of its head and of its attention is scaled to the real number of targets and of pairs of tokens.
 """
 
 from __future__ import annotations
@@ -65,12 +62,12 @@ TERMS = {
     HEAD: "head",
     "scratch": "kernel workspace",
 }
-"""The names of a moment's columns among the terms, in the order of terms."""
+"""Names of a moment's columns among the terms, in the order of terms."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """The operations of a step and the bytes it moves; the time of them depends on the device.
+    """The operations of a step and the bytes it moves; their time depends on the device.
 
     Attributes:
         matmul_flops: Multiplications and additions of matrix products and convolutions.
@@ -79,7 +76,7 @@ class Work:
         disk_moved_bytes: Bytes written to disk and read.
         touched_bytes: Bytes read and written on the device by everything else, and by products that wait for them.
         operators: Number of operators that compute.
-        host_touched_bytes: Bytes read and written by an optimizer in the machine's memory, after the backward.
+        host_touched_bytes: Bytes read and written by an optimizer in host memory, after the backward.
         host_overlapped_bytes: The same in the backward, while the device computes.
     """
 
@@ -118,7 +115,7 @@ class Simulation:
 
     @property
     def streamed_host_bytes(self) -> int:
-        """Bytes on the host of what the engine stores there for the backward: not weights, gradients or optimizer."""
+        """Bytes that the engine stores on the host for the backward: not weights, gradients or optimizer."""
         return sum(self.host_terms.get(name, 0) for name in ("layer inputs", KEYS))
 
 
@@ -128,15 +125,15 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
     Args:
         workload: The step.
         schedule: The schedule by which it is streamed, unless it is a baseline.
-        full: Run all layers and chunks, even where fewer give the same result.
+        full: Run all layers and chunks, even if fewer give the same result.
 
     Raises:
         UnsupportedModelError: The model cannot be streamed, or its step depends on values other than integers.
     """
     if workload.keep and not full and (key := describe_step(workload, schedule)) is not None:
         fresh = replace(workload, keep=False)
-        found = cached_result("simulations", key, lambda: asdict(simulate(fresh, schedule)))
-        return Simulation(**{**found, "work": Work(**found["work"])})
+        cached = cached_result("simulations", key, lambda: asdict(simulate(fresh, schedule)))
+        return Simulation(**{**cached, "work": Work(**cached["work"])})
     model: Any = workload.make_model().train()
     shard = shard_of(model, workload.cluster)
     held_always = holdings_of(workload, schedule.weights)
@@ -149,18 +146,15 @@ def simulate(workload: Workload, schedule: Schedule, *, full: bool = False) -> S
             break
         except UnlikeError:  # steps of other lengths or depths run other operators
             continue
-    size = (workload.tokens, workload.rows)
-    passing = {phase: shard.passing_bytes(model, *size, backward=phase == "backward") for phase in fixed.gathered}
-    teacher = _teacher_forward(workload, schedule)
-    told = _told(step, fixed, shard, workload, passing, shard.keys_on_host(model, schedule, *size), teacher)
-    if schedule.order == "chunk" and schedule.keep_kv == "host" and "layer inputs" in told.host_terms:
-        terms = {KEYS if name == "layer inputs" else name: size for name, size in told.host_terms.items()}
-        return replace(told, host_terms=terms)
-    return told
+    found = _summed(model, workload, schedule, shard, fixed, step)
+    if schedule.order == "chunk" and schedule.keep_kv == "host" and "layer inputs" in found.host_terms:
+        terms = {KEYS if name == "layer inputs" else name: size for name, size in found.host_terms.items()}
+        return replace(found, host_terms=terms)
+    return found
 
 
 def holdings_of(workload: Workload, weights: WeightTier = "device") -> Holdings:
-    """Return what the device and the host hold of a step whatever the length, with weights that wait in a tier."""
+    """Return what device and host hold of a step whatever the length, with weights that wait in a tier."""
     model: Any = workload.make_model()
     forwards = None if workload.scored is None else workload.scored.forwards
     held = (
@@ -171,10 +165,10 @@ def holdings_of(workload: Workload, weights: WeightTier = "device") -> Holdings:
 
 
 def _teacher_forward(workload: Workload, schedule: Schedule) -> int | None:
-    """Return the bytes on the device at the peak of the teacher's forward, its weights among them; None without one.
+    """Return the device bytes at the peak of the teacher's forward, its weights included; None without a teacher.
 
-    It is streamed with the chunks of the model; ranks that share sequences are taken to have short ones. Log-probs that
-    are simulated with it have logits of a chunk, which a teacher's forward has not: the result is not too small.
+    It is streamed with the chunks of the model; ranks that share sequences are assumed to have short ones. It is
+    simulated with logits of a chunk, which a teacher's forward does not have: the result is not too small.
     """
     if workload.teacher is None or workload.teacher.make_model is None or workload.mode != "stream":
         return None
@@ -251,7 +245,7 @@ def _perturbed(workload: Workload, model: Any) -> Callable[[Any], AbstractContex
 
 
 def _work_of(scored: Scored, step: Combined, alike: bool) -> dict[tuple[str, bool], list[float]]:
-    """Return the work, scaled from a row in the completions' place to theirs, and by the reference's forwards."""
+    """Return the work, scaled from an ordinary row to the completions, and by the reference's forwards."""
     targets, pairs = 1.0, 1.0
     if not alike:
         targets = scored.num_targets / (scored.rows * scored.length)
@@ -265,69 +259,72 @@ def _work_of(scored: Scored, step: Combined, alike: bool) -> dict[tuple[str, boo
     return found
 
 
-def _told(
-    step: Combined,
-    fixed: Holdings,
-    shard: RankShard,
-    workload: Workload,
-    passing: dict[str, int],
-    host: int,
-    teacher: int | None,
+def _summed(
+    model: Any, workload: Workload, schedule: Schedule, shard: RankShard, fixed: Holdings, step: Combined
 ) -> Simulation:
-    """Return the peaks of all phases, the terms at the largest, and the work. Bytes of ``passing``, by phase, and of
-    ``host`` are added to those of the step that was run; ``teacher`` are those of its forward."""
+    """Add what is always held, and what ranks exchange, to the step that was run: peaks, terms at the largest, work."""
+    peaks = _peaks(model, workload, schedule, shard, fixed, step)
+    phase = max(peaks, key=lambda name: peaks[name][0])
+    host = shard.keys_on_host(model, schedule, workload.tokens, workload.rows)
+    host += max((int(moments[:, COLUMNS.index("host")].max()) for _, moments in step.cells), default=0)
+    taught = workload.taught_bytes
+    elsewhere = {**({"layer inputs": host} if host else {}), **fixed.host, **({"teacher": taught} if taught else {})}
+    return Simulation(
+        peak_bytes=peaks[phase][0],
+        host_bytes=host + sum(fixed.host.values()) + taught,
+        disk_bytes=max((int(moments[:, COLUMNS.index("disk")].max()) for _, moments in step.cells), default=0),
+        terms=peaks[phase][1],
+        phase=phase,
+        phases={name: size for name, (size, _) in peaks.items()},
+        work=_whole_work(workload, fixed, step),
+        host_terms=elsewhere,
+    )
+
+
+def _peaks(
+    model: Any, workload: Workload, schedule: Schedule, shard: RankShard, fixed: Holdings, step: Combined
+) -> dict[str, tuple[int, dict[str, int]]]:
+    """Return the bytes and the terms at the peak of each phase."""
     peaks: dict[str, tuple[int, dict[str, int]]] = {}
-    disk, traced = 0, 0
     beside = {"weights": fixed.weights, MASTER: fixed.master, OPTIMIZER: fixed.state}
     beside |= {"reference": workload.reference_bytes}
     beside[GRADIENT] = fixed.buckets + (fixed.gradients if fixed.divided else 0)
-    rows = shard.row_bytes(workload.tokens, workload.rows)
+    tokens, rows, keys = workload.tokens, workload.rows, COLUMNS.index(KEYS)
+    passing = {late: shard.passing_bytes(model, tokens, rows, backward=late) for late in (False, True)}
     for place, moments in step.cells:
         held = moments[:, : COLUMNS.index("host")].clone()
         if fixed.divided:
             held[:, COLUMNS.index(GRADIENT)] = 0
-        keys = COLUMNS.index(KEYS)
         held[:, keys] = (held[:, keys] * shard.copies).to(held.dtype)
         totals = held.sum(1)
         at = int(totals.argmax())
         again = place.phase == "backward" and place.pass_name == "store"
-        constant = {**beside, "gathered": fixed.gathered["again" if again else place.phase], ACTIVATION: rows}
-        constant[KEYS] = 0 if place.phase == "head" else passing[place.phase]
+        constant = {**beside, "gathered": fixed.gathered["again" if again else place.phase]}
+        constant[ACTIVATION] = shard.row_bytes(tokens, rows)
+        constant[KEYS] = 0 if place.phase == "head" else passing[place.phase == "backward"]
         total = int(totals[at]) + sum(constant.values())
         if total > peaks.get(place.phase, (-1, {}))[0]:
             peaks[place.phase] = (total, _terms(held[at], constant))
-        traced = max(traced, int(moments[:, COLUMNS.index("host")].max()))
-        disk = max(disk, int(moments[:, COLUMNS.index("disk")].max()))
-    if teacher is not None:
+    if (teacher := _teacher_forward(workload, schedule)) is not None:
         there = fixed.gradients if fixed.divided or workload.micro_batches > 1 else 0
         constant = {**beside, "reference": teacher, GRADIENT: fixed.buckets + there}
         peaks["reference"] = (sum(constant.values()), {TERMS[k]: v for k, v in constant.items() if v})
     if workload.make_optimizer is not None:
         constant = {**beside, GRADIENT: fixed.buckets + fixed.gradients, ACTIVATION: fixed.temporary}
         peaks["optimizer"] = (sum(constant.values()), {TERMS[k]: v for k, v in constant.items() if v})
-    phase = max(peaks, key=lambda name: peaks[name][0])
-    total, terms = peaks[phase]
+    return peaks
+
+
+def _whole_work(workload: Workload, fixed: Holdings, step: Combined) -> Work:
+    """Return the work of all micro-batches, of a teacher and of the optimizer."""
     sums = (sum(each) for each in zip(*step.work.values(), strict=True))
-    work = dict(
-        zip(WORK, (round(each * workload.micro_batches * workload.step.forwards) for each in sums), strict=True)
-    )
+    times = workload.micro_batches
+    work = dict(zip(WORK, (round(each * times * workload.step.forwards) for each in sums), strict=True))
     if workload.teacher is not None:
-        work["matmul_flops"] += workload.teacher.flops * workload.shard_tokens * workload.rows * workload.micro_batches
+        work["matmul_flops"] += workload.teacher.flops * workload.shard_tokens * workload.rows * times
     work["touched_bytes"] += fixed.touched
     work["moved_bytes"] += fixed.host_moved
-    host += traced
-    taught = workload.taught_bytes
-    elsewhere = {**({"layer inputs": host} if host else {}), **fixed.host, **({"teacher": taught} if taught else {})}
-    return Simulation(
-        peak_bytes=total,
-        host_bytes=host + sum(fixed.host.values()) + taught,
-        disk_bytes=disk,
-        terms=terms,
-        phase=phase,
-        phases={name: size for name, (size, _) in peaks.items()},
-        work=Work(**work, host_touched_bytes=fixed.host_touched, host_overlapped_bytes=fixed.host_overlapped),
-        host_terms=elsewhere,
-    )
+    return Work(**work, host_touched_bytes=fixed.host_touched, host_overlapped_bytes=fixed.host_overlapped)
 
 
 def _terms(moment: Tensor, constant: dict[str, int]) -> dict[str, int]:

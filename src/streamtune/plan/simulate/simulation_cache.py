@@ -1,13 +1,12 @@
-"""Results of simulations that are remembered, on disk and in memory.
+"""Cached results of simulations, on disk and in memory.
 
-*On disk*, under a hash of everything they are made of, so that a second start simulates nothing. The steps of a model
-are simulated by running the engine itself. So a result belongs to the code of this package, to the versions of the
-libraries, to the structure of the model and to every option of the step; a model with code of its own, with hooks or
-with quantised weights is simulated each time.
+*On disk*, under a hash of everything they depend on, so that a second start simulates nothing. Steps are simulated by
+running the engine itself, so a result belongs to the code of this package, to the versions of the libraries, to the
+structure of the model and to every option of the step. A model with code of its own, with hooks or with quantised
+weights is simulated each time.
 
-*In memory*, facts of a model that every simulation of it needs, such as the bytes that its optimizer holds. A plan
-simulates one model by several schedules. A fact that does not depend on the schedule is computed again only if the
-model's tensors or configuration have changed.
+*In memory*, facts of a model that every simulation of it needs, such as the bytes of its optimizer: a plan simulates
+one model by several schedules. A fact is computed again only if the model's tensors or configuration have changed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def describe_step(workload: Workload, schedule: Schedule) -> str | None:
-    """Return a hash of all that a simulation depends on; None where it cannot be known."""
+    """Return a hash of all that a simulation depends on; None if it cannot be known."""
     model = workload.make_model()
     structure = _describe_model(model)
     if structure is None:
@@ -103,9 +102,8 @@ def fact_of(model: nn.Module, name: Hashable, compute: Callable[[], Fact]) -> Fa
     """Return the fact of a model that has a name, computed now or before.
 
     Args:
-        model: On ``meta``. If its modules, tensors or settings have changed since, the fact is computed again.
-        name: The name of the fact, with all that it depends on besides the model; if it cannot be hashed, the fact is
-            computed each time.
+        model: Model on ``meta``. If its modules, tensors or settings have changed since, the fact is computed again.
+        name: Name of the fact, with all that it depends on besides the model; unhashable names are never cached.
         compute: Computes it from the model.
     """
     known, state = _FACTS.setdefault(model, {}), _state_of(model)
@@ -120,7 +118,7 @@ def fact_of(model: nn.Module, name: Hashable, compute: Callable[[], Fact]) -> Fa
 
 
 def _state_of(model: nn.Module) -> Hashable:
-    """Return what tells a model that was changed from the one it was."""
+    """Return a value that changes when the model is changed."""
     modules = all_modules(model)
     tensors = tuple(
         (id(module), tuple((id(x), x.dtype, x.requires_grad) for x in module._parameters.values() if x is not None))
@@ -131,7 +129,6 @@ def _state_of(model: nn.Module) -> Hashable:
 
 
 def configs_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return the configurations that modules have, each once."""
     return list({id(m.__dict__["config"]): m.__dict__["config"] for m in modules if "config" in m.__dict__}.values())
 
 

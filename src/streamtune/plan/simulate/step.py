@@ -37,7 +37,7 @@ FUSED = ("liger-loss", "liger-loss-offload")
 """Modes with the fused loss of another library."""
 
 FLASH = 1
-"""The number of flash attention in torch's ``SDPBackend``."""
+"""Number of flash attention in torch's ``SDPBackend``."""
 
 
 @dataclass(frozen=True)
@@ -45,27 +45,28 @@ class Step:
     """The step that is run and recorded.
 
     Attributes:
-        mode: The way in which the model is trained.
+        mode: How the model is trained.
         length: Tokens of a row.
-        batch_size: Rows.
-        again: Gradients of an earlier micro-batch are there.
+        batch_size: Number of rows.
+        accumulating: Gradients of a previous micro-batch are already allocated.
         autocast: Compute in bf16.
         device: The kind of device that is simulated.
         targets: Tokens that have a target, of each row; None is all of them.
         scored: Completions, instead of rows; they are scored unless ``token_loss`` is given.
-        alike: The tokens lie as ``scored`` has them. Else they are ordinary rows in which every one is scored.
-        shard: A rank's part of each row, where ranks share the rows; by default rows are whole.
+        alike: True if the tokens are laid out as in ``scored``; else they are ordinary rows in which every token is
+            scored.
+        shard: A rank's part of each row, if ranks share the rows.
         frees_gradients: Each gradient is used and freed as soon as it is there.
-        token_loss: The loss of a target, where it is another than the cross entropy; of completions as of rows.
-        teacher: The head that it has a divergence from.
-        teacher_top_k: The number of likeliest tokens of a teacher, where it has a divergence from these; 0 without.
-        perturb: Returns a context in which a model has perturbed weights: a step without a backward. None has one.
+        token_loss: Loss of a target, if it is not the cross-entropy; of completions as of rows.
+        teacher: Head of the teacher that the loss has a divergence from.
+        teacher_top_k: Number of top-k tokens of a teacher that the loss has a divergence from; 0 without.
+        perturb: Returns a context in which a model has perturbed weights: a step without a backward.
     """
 
     mode: Mode
     length: int
     batch_size: int = 1
-    again: bool = False
+    accumulating: bool = False
     autocast: bool = False
     device: str = "cuda"
     targets: int | None = None
@@ -105,7 +106,7 @@ def trace_step(model: Any, schedule: Schedule, step: Step) -> Trace:
         written = Trace(model, decoder_layers(model), device=step.device, tiers=tiers, shard=step.shard)
         trace = stack.enter_context(written)
         stack.callback(model.zero_grad, set_to_none=True)
-        if step.again:
+        if step.accumulating:
             away = () if schedule.weights == "device" else waiting_parameters(base_of(model), decoder_layers(model))
             known = {id(parameter) for parameter in away}
             for parameter in model.parameters():
@@ -152,7 +153,7 @@ def _free_gradient(parameter: Tensor) -> None:
 
 @contextmanager
 def _with_loss(scorer: Any, step: Step, weight: Tensor | None) -> Iterator[Callable[[Tensor, Tensor], dict[str, Any]]]:
-    """Make calls of a streamed model compute the loss of the step; yield what makes more arguments of such a call."""
+    """Make calls of a streamed model compute the step's loss; yield a function for more arguments of such a call."""
     branches = None
     if step.scored is not None and step.scored.shares and step.alike:
         branches = Branches.of(step.scored.trees)
@@ -181,17 +182,16 @@ def _with_loss(scorer: Any, step: Step, weight: Tensor | None) -> Iterator[Calla
 
 
 class _TopK(TopKTeacher):
-    """The likeliest tokens of a teacher, of which a chunk is on ``meta``."""
+    """The top-k tokens of a teacher, a chunk of them on ``meta``."""
 
     @classmethod
     def of_step(cls, step: Step) -> _TopK:
-        """Return those of a step; they are on the host, and nothing is read from them."""
+        """Return the top-k tokens of a step; they are on the host, and nothing is read from them."""
         index = torch.empty(step.batch_size, step.length, dtype=torch.long, device="meta")
         width = step.teacher_top_k
         return cls(index, torch.empty(0, width, device="meta"), torch.empty(0, width + 1, device="meta"))
 
     def known(self, chunk: Tensor | slice, device: torch.device) -> tuple[Tensor, ...]:
-        """See :meth:`TopKTeacher.known`."""
         size = len(chunk) if isinstance(chunk, Tensor) else chunk.stop - chunk.start
         k = self.ids_Kk.shape[1]
         ids = torch.empty(size, k, dtype=torch.int32, device=device).long()
@@ -199,11 +199,7 @@ class _TopK(TopKTeacher):
 
 
 class _TeacherHead:
-    """The head of a teacher on ``meta``, as :class:`streamtune.engine.head.StreamedHead` stands for it.
-
-    Args:
-        weight: ``[V, C]``; it was there before the step.
-    """
+    """The head of a teacher on ``meta``, ``[V, C]``, which existed before the step."""
 
     model: Any = None
     module: Any = None
@@ -214,7 +210,6 @@ class _TeacherHead:
 
     @contextmanager
     def as_teacher(self, logits: LazyLogits, targets: Tensor) -> Iterator[TeacherHead]:
-        """See :class:`streamtune.engine.lazy_logits.ScoringHead`."""
         dtype = autocast_dtype(logits.hidden)
         (weight,) = cast(dtype, self.weight)
         yield TeacherHead(logits.hidden, lambda h: nn.functional.linear(cast(dtype, h)[0], weight))
@@ -231,7 +226,6 @@ def _targets(step: Step) -> Tensor:
 
 
 def _logprobs(scorer: Any, step: Step, ids: Tensor, targets: Tensor) -> Tensor:
-    """Return the log-probs of the targets, by the call that an objective makes."""
     assert step.scored is not None
     given: dict[str, Any] = {"use_cache": False}
     if step.scored.shares and step.alike:
@@ -331,7 +325,7 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 class _Functions(DeviceFunctions):
-    """The choices that torch makes by the device of a tensor, made for the device that is simulated.
+    """Makes the choices that torch makes by the device of a tensor, for the simulated device.
 
     These are the fused attention of ``scaled_dot_product_attention``, which on ``meta`` would be the formula, with all
     scores, and the casts of autocast.

@@ -1,9 +1,8 @@
 """Record a step on ``meta`` tensors: the bytes alive at each moment, by what the engine was doing.
 
 The record, a :class:`Trace`, is divided into *cells*: a layer on a chunk in one of its passes over the chunks, a
-layer's own backward, the head, and what lies between. A cell holds a *moment* for each operator that made
-bytes, so that the same moments of steps of different lengths and depths can be compared one by one
-(``simulate.extrapolate``).
+layer's own backward, the head, and what lies between. A cell holds a *moment* for each operator that made bytes, so
+that the same moments of steps of different lengths and depths can be compared one by one (``simulate.extrapolate``).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from streamtune.plan.simulate.meta_operators import CONSTANTS, IntegerValues, Re
 from streamtune.plan.simulate.shard import WHOLE, RankShard
 
 COLUMNS = (*KINDS, "scratch", "host", "disk")
-"""Of a moment: bytes on the device by kind, inside of the operator, on the host and on disk."""
+"""Columns of a moment: bytes on the device by kind, inside the operator, on the host and on disk."""
 
 WORK = ("matmul_flops", "attention_flops", "touched_bytes", "moved_bytes", "disk_moved_bytes", "operators")
 MOVED = WORK.index("moved_bytes")
@@ -50,7 +49,7 @@ class _Rule:
         func: The operator.
         cost: The kind of its cost.
         asks: True if it may need the values of its arguments.
-        result: The way in which the form of its result is found.
+        result: How the form of its result is found.
         reach: The part of its arguments that it touches.
         scratch: True if its kernel allocates memory for itself.
         fills: True if it fills a tensor with one number.
@@ -66,7 +65,7 @@ class _Rule:
 
 
 _RULES: dict[int, _Rule] = {}
-"""By the identity of the operator, whose own hash is a function in Python; the rule keeps it alive."""
+"""Rules by the identity of the operator, whose own hash is a function in Python; the rule keeps it alive."""
 
 
 def _rule_of(func: Any) -> _Rule:
@@ -83,8 +82,8 @@ class CellPlace:
     Attributes:
         phase: ``reference`` (forward without gradient, head included), ``forward``, ``head`` or ``backward``.
         pass_name: The pass of the layer's cache, such as ``store`` or ``replay``; empty outside of a chunk.
-        layer: Its index; None outside of the layers (a norm has chunks there as well).
-        chunk: Index of the chunk; None outside of one.
+        layer: Index of the layer; None outside of the layers (a norm has chunks there as well).
+        chunk: Index of the chunk; None outside of a chunk.
         turn: Number of earlier cells at the same place.
     """
 
@@ -103,7 +102,7 @@ class Cell:
         operators: The operator of each moment; None for the first, at which the cell begins.
         moments: A row of :data:`COLUMNS` each.
         work: A sum for each of :data:`WORK`.
-        embedding: The sums of an embedding's gradient; None where there is none.
+        embedding: The sums of an embedding's gradient.
     """
 
     operators: list[Any] = field(default_factory=list)
@@ -113,21 +112,19 @@ class Cell:
 
 
 EARLIER = "earlier"
-"""The pass of gradients that are there before the step."""
+"""The pass of gradients that exist before the step."""
 
 CHAIN_DONE = "finish"
 """The last pass of a backward in the order of chunks."""
 
 
 class Trace(LiveBytes):
-    """A dispatch mode that records a step.
+    """A dispatch mode that records a step of a model on ``meta``, with its decoder layers.
 
     Args:
-        model: A model on ``meta``.
-        layers: Its decoder layers.
         device: The kind of device that is simulated.
         tiers: ``() -> (host bytes, disk bytes, bytes moved to and from the host, to and from the disk)``.
-        shard: A rank's part of each row, where ranks share the rows; by default rows are whole.
+        shard: A rank's part of each row, if ranks share the rows.
         unwraps: Operators on a tensor that is made of others, such as a quantised state of an optimizer, are recorded
             as those that compute them.
     """
@@ -189,7 +186,6 @@ class Trace(LiveBytes):
         self._moved = (moved[0], moved[1])
 
     def on_chunk(self, layer: nn.Module, chunk: slice, pass_name: str) -> None:
-        """Begin the cell of a layer on a chunk."""
         layer_index, phase = self._index.get(id(layer)), self._phase
         if phase == "head" and layer_index is not None:
             phase = "backward"

@@ -1,4 +1,22 @@
-"""A step of training, apart from its schedule; and the modes of computing its gradient."""
+"""A step of training, apart from its schedule; the modes of computing its gradient; and the FLOPs that its model needs,
+by which the use of a device is measured.
+
+A token passes N weights: those of the linear layers and of the head, of experts as many as a router picks. Embeddings
+are looked up, and norms are negligible. Training on n tokens takes
+
+    2 N n          forward
+    2 N n          the gradient handed on from layer to layer
+    2 N_t n        the gradients of the N_t weights that are trained
+
+so 6 N n for full fine-tuning, and about 4 N n with adapters: frozen weights need no gradient. Attention of a row, in
+each layer that attends, takes for each pair of a token and one that it sees, itself included,
+
+    2 H (d_k + d_v)    forward, with H heads of d_k and d_v numbers: scores, and their sum of values
+    4 H (d_k + d_v)    backward
+
+Tokens beyond a window are not seen. Padding, the forward passes of a reference and all recomputation are left out. What
+a schedule really computes is ``Work.matmul_flops + Work.attention_flops`` (``simulate.simulate``).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +56,7 @@ ALL_MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 MODES: tuple[Mode, ...] = ("plain", "checkpoint", "stream")
-"""The modes that are compared by default."""
+"""Modes that are compared by default."""
 
 LABELS: dict[Mode, str] = {
     "plain": "plain autograd",
@@ -53,7 +71,7 @@ LABELS: dict[Mode, str] = {
     "stream": "StreamTune",
     "stream-keep-attention": "StreamTune, attention kept",
 }
-"""The name of each mode for readers."""
+"""Readable name of each mode."""
 
 
 DEVICES = ("cpu", "cuda")
@@ -66,10 +84,10 @@ class TeacherShape:
     Attributes:
         hidden: Elements of a final hidden state.
         vocabulary: Rows of the head.
-        dtype: Of its weights and hidden states.
-        flops: Operations of its forward, for each token, without attention.
+        dtype: Dtype of its weights and hidden states.
+        flops: FLOPs of its forward, for each token, without attention.
         make_model: Builds it on ``meta``; None leaves its forward out.
-        structure: Its configuration, by which simulations that are kept are told apart.
+        structure: Its configuration, by which cached simulations are told apart.
     """
 
     hidden: int
@@ -86,26 +104,26 @@ class Workload:
 
     Args:
         make_model: Builds the model on ``meta``: in its dtype, adapters attached, without weights.
-        length: Tokens of a row; where completions are scored, of the longest with its prompt.
-        batch_size: Rows of a micro-batch; where completions are scored, the batch size that ``completions`` takes.
-        micro_batches: Micro-batches of a step. If several, the gradients of the first are there during the others.
+        length: Tokens of a row; if completions are scored, of the longest with its prompt.
+        batch_size: Rows of a micro-batch; if completions are scored, the batch size that ``completions`` takes.
+        micro_batches: Micro-batches of a step. With more than one, gradients of the first occupy memory during the
+            others.
         make_optimizer: Builds the optimizer of a model; None trains without one.
         autocast: Compute in bf16.
         mode: ``stream``, or a baseline: ``plain`` autograd, ``checkpoint`` for every layer, the same with Liger's fused
             loss (``liger-loss``), and with the inputs of the layers on the host (``liger-loss-offload``).
-        cluster: The devices that train, and the part of the step that each has. Lengths and rows are those of all ranks
+        cluster: The devices that train, and each device's part of the step. Lengths and rows are those of all ranks
             that share a sequence together; one of these ranks is simulated.
         device_type: The device whose kernels compute: ``cuda`` or ``cpu``.
-        completions: Returns what is scored at a length and batch size, where the loss is not on next tokens. A
-            baseline has a row for each completion.
-        token_loss: The loss of a target of the rows, where it is another than the cross entropy; of completions where
-            it is given with them, which are not scored then.
-        teacher: The head of the teacher that the loss has a divergence from; its weights are of ``reference_bytes``.
-        teacher_top_k: Likeliest tokens of a teacher that a file has of each target, on the host; 0 without.
-        reference_bytes: Bytes of weights that are held in addition to the model's and not trained.
+        completions: Returns what is scored at a length and batch size, if the loss is not on next tokens. A baseline
+            has a row for each completion.
+        token_loss: Per-token loss, if not cross-entropy; given with completions, it replaces their scores.
+        teacher: Head of the teacher that the loss has a divergence from; its weights are in ``reference_bytes``.
+        teacher_top_k: Number of a teacher's top-k tokens that a file has of each target, on the host; 0 without.
+        reference_bytes: Bytes of weights that are held besides the model's and not trained.
         step: What the optimizer step computes of each micro-batch, the gradients that exist at once, and where states
             are.
-        keep: Keep simulations on disk, and use those that are there.
+        keep: Cache simulations on disk.
 
     Raises:
         ArgumentError: A value is out of range.
@@ -140,7 +158,7 @@ class Workload:
 
     @cached_property
     def scored(self) -> Scored | None:
-        """The completions that are scored; None where the loss is on next tokens."""
+        """The completions that are scored; None if the loss is on next tokens."""
         if self.completions is None:
             return None
         scored = self.completions(self.length, self.batch_size)
@@ -148,22 +166,20 @@ class Workload:
 
     @property
     def frees_gradients(self) -> bool:
-        """True if each gradient is freed in the backward: not where those of several micro-batches add up first."""
+        """True if each gradient is freed in the backward: not if several micro-batches accumulate first."""
         return self.step.gradients == "layer" and self.micro_batches == 1
 
     @property
     def rows(self) -> int:
-        """Number of sequences of a micro-batch."""
         return self.batch_size if self.scored is None else self.scored.rows
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a sequence."""
         return self.length if self.scored is None else self.scored.length
 
     @property
     def taught_bytes(self) -> int:
-        """Bytes on the host of what a teacher's file has of a micro-batch in which every token is a target."""
+        """Host bytes of a teacher's file for a micro-batch in which every token is a target."""
         k = self.teacher_top_k
         return self.rows * self.tokens * (4 * k + 4 * (k + 1) + 8) if k else 0
 
@@ -188,7 +204,7 @@ class FlopCount:
 
     Attributes:
         weights: N, weights that a token passes.
-        trained: N_t, those of them that are trained.
+        trained: N_t, how many of them are trained.
         width: ``H (d_k + d_v)``.
         windows: For each layer that attends its window in tokens; 0 is the whole row.
     """
@@ -200,7 +216,6 @@ class FlopCount:
 
     @classmethod
     def of(cls, model: Any) -> FlopCount:
-        """Count a model, on any device, with its adapters."""
         weights = trained = 0.0
         looked_up, part = _looked_up(model), _expert_part(model)
         for name, parameter in model.named_parameters():
@@ -214,12 +229,10 @@ class FlopCount:
         return cls(round(weights), round(trained), width, tuple(_windows(model)))
 
     def step(self, spans: Iterable[Span], kind: StepKind = PLAIN_STEP) -> int:
-        """Return the operations of training on pieces of rows.
+        """Return the FLOPs of training on pieces of rows.
 
-        Args:
-            spans: The pieces.
-            kind: The optimizer step. All forwards of a step without a backward count; of another, one forward and one
-                backward do, since a first backward measures a norm alone.
+        All forwards of a step without a backward count; of another step one forward and one backward, since a first
+        backward only measures a norm.
         """
         tokens = pairs = 0
         for before, own in spans:
@@ -231,7 +244,7 @@ class FlopCount:
 
 
 def workload_flops(workload: Workload) -> int:
-    """Return the operations of the micro-batches that the ranks of one sequence compute in a step."""
+    """Return the FLOPs of the micro-batches that the ranks of one sequence compute in a step."""
     count, scored = FlopCount.of(workload.make_model()), workload.scored
     spans: list[Span] = [(0, workload.length)] * workload.batch_size
     if scored is not None and scored.share:
@@ -242,10 +255,10 @@ def workload_flops(workload: Workload) -> int:
 
 
 def sketch_flops(workload: Workload) -> int:
-    """Return the operations of the sketch of a row, as long as those of the workload (``train.sketch``).
+    """Return the FLOPs of the sketch of a row as long as the workload's (``train.sketch``).
 
     It is a forward of the model, and of a teacher that is called; the gradient that the head hands on; and the backward
-    of the last layer, which computes its forward again.
+    of the last layer, which recomputes its forward.
     """
     model: Any = workload.make_model()
     count, head = FlopCount.of(model), model.get_output_embeddings()
@@ -264,7 +277,7 @@ def _seen(tokens: int, window: int) -> int:
 
 
 def _looked_up(model: Any) -> set[int]:
-    """Return the identity of the table of embeddings, unless the head multiplies with it."""
+    """Return the identities of embedding tables, unless the head multiplies with them."""
     table = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     others = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is not table)
@@ -278,7 +291,7 @@ def _config(model: Any) -> Any:
 
 
 def _expert_part(model: Any) -> float:
-    """Return the part of the experts that a token passes; 1 without experts."""
+    """Return the fraction of the experts that a token passes; 1 without experts."""
     config = _config(model)
     count = next((v for name in EXPERTS if isinstance(v := getattr(config, name, None), int) and v), None)
     picked = next((v for name in PICKED if isinstance(v := getattr(config, name, None), int) and v), None)
