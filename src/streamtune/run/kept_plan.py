@@ -3,7 +3,7 @@
 A plan depends on the recipe, the options, the configuration of the model, the versions of the libraries and the code of
 StreamTune, and on the memory there is. So it is kept where all of that is known: for a device by name, with the host's
 memory given (and the disk's, where one is used), of a model that is in the recipe or in a folder. Other plans use the
-simulated steps that are kept (``simulate.kept``).
+simulated steps that are kept (``simulate.simulation_cache``).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from streamtune.base.result_cache import versions
-from streamtune.plan.simulate import kept
+from streamtune.plan.simulate import simulation_cache
 from streamtune.plan.simulate.scored import Scored
 from streamtune.plan.simulate.simulate import simulate
 from streamtune.plan.simulate.simulation_cache import describe_step
@@ -97,7 +97,7 @@ def test_everything_that_decides_a_step_is_part_of_its_key(monkeypatch: pytest.M
     keys = [describe_step(step, SCHEDULE) for step in steps]
     keys += [describe_step(steps[0], replace(SCHEDULE, keep_kv="device")), describe_step(steps[0], Schedule(32, 16))]
     with monkeypatch.context() as older:
-        older.setattr(kept, "versions", lambda: ["torch 1.0"])
+        older.setattr(simulation_cache, "versions", lambda: ["torch 1.0"])
         keys.append(describe_step(steps[0], SCHEDULE))
     assert None not in keys
     assert len(set(keys)) == len(keys)
