@@ -199,7 +199,8 @@ def test_a_schedule_that_is_fixed_takes_what_fits(folder: Path):
 
 
 def placed(folder: Path, recipe: Mapping[str, Any], said: list[str]) -> Any:
-    from streamtune.run.data import make_sources, make_tokenizer_together, prepare_together
+    from streamtune.run.data import make_tokenizer_together, prepare_together
+    from streamtune.run.recipe_lines import make_sources
 
     write_recipe(folder, dict(recipe))
     with start_run(load_recipe("tiny.yaml"), "auto", said.append, dry_run=True) as start:

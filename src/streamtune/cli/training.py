@@ -84,8 +84,8 @@ def _train(loaded: LoadedRecipe, resume: str, allow_change: Sequence[str], dry_r
     try:
         with loading_libraries():
             from streamtune.run.build import build_run
-            from streamtune.run.device import blame_recipe
             from streamtune.run.ranks import leave_ranks
+            from streamtune.run.recipe_lines import blame_recipe
             from streamtune.run.train import train_run
         for note in loaded.notes:
             _note(note)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from streamtune.base.optimizer_table import StepKind, step_kind
 from streamtune.recipe.keys import adapters, engine, loss
 from streamtune.recipe.keys.adapters import ADAPTER_RULES, QUANTIZATION_RULES, AdapterKeys
 from streamtune.recipe.keys.batching import BATCH_RULES, SELECTION_RULES, BatchKeys, StepKeys
@@ -33,6 +32,7 @@ from streamtune.recipe.keys.trained_tokens import (
     TrainedTokenKeys,
 )
 from streamtune.recipe.rules import Custom, Refusal, Rules, refusals_of
+from streamtune.recipe.settings import RowSettings, TokenizerSettings, TrainingSettings
 
 
 def _of_shared_weights(recipe: Any) -> Iterator[Refusal]:
@@ -41,6 +41,9 @@ def _of_shared_weights(recipe: Any) -> Iterator[Refusal]:
 
 
 class Recipe(
+    TrainingSettings,
+    RowSettings,
+    TokenizerSettings,
     RunKeys,
     OptimizerKeys,
     LearningRateKeys,
@@ -94,14 +97,6 @@ class Recipe(
     def needs_whole_weights(self) -> Iterator[Refusal]:
         """Yield the choices of this recipe that are refused where ranks share the weights."""
         return refusals_of(self, self.whole_weights)
-
-    @property
-    def step_kind(self) -> StepKind:
-        """The kind of an optimizer step: by the optimizer, and by the keys that change it."""
-        kind = step_kind(self.optim, self.optim_args)
-        if self.optim_in_backward:
-            kind = kind.in_backward(norm_first=self.max_grad_norm > 0 and self.clip_norm == "exact")
-        return kind.on_host() if self.engine.optimizer == "host" else kind
 
     @property
     def evaluates(self) -> bool:

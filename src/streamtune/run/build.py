@@ -10,12 +10,13 @@ from streamtune.data.templates import fix_date
 from streamtune.engine import StreamHandle
 from streamtune.plan.simulate.memory import device_held_bytes
 from streamtune.recipe.loader import LoadedRecipe
-from streamtune.run.data import make_sources, make_tokenizer_together, prepare_together
-from streamtune.run.device import blame_recipe, check_host_memory
+from streamtune.run.data import make_tokenizer_together, prepare_together
+from streamtune.run.device import check_host_memory
 from streamtune.run.engine import place_weights, plan_start, stream_start
 from streamtune.run.first_factors import start_from_rows
 from streamtune.run.model import make_model, make_trial_model
 from streamtune.run.plan import LongestStep
+from streamtune.run.recipe_lines import blame_recipe, make_sources
 from streamtune.run.reference import kept_logps, load_reference, make_reference
 from streamtune.run.samples import end_as_trained
 from streamtune.run.start import Doing, start_run, tell_of_model

@@ -23,7 +23,7 @@ from streamtune.plan.refusal import longest_of
 from streamtune.plan.simulate.cluster import Buckets, Cluster, Engine, Form, Links, form_of
 from streamtune.plan.simulate.shard import heads_of
 from streamtune.plan.simulate.workload import Workload
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.settings import BatchSettings, TrainingSettings
 from streamtune.run.ranks import config_values
 from streamtune.tasks.steps import accumulation
 
@@ -51,7 +51,7 @@ class RanksAsked:
     nodes: int | None = None
 
 
-def cluster_of(recipe: Recipe, model: nn.Module, asked: RanksAsked, links: Links) -> Cluster:
+def cluster_of(recipe: TrainingSettings, model: nn.Module, asked: RanksAsked, links: Links) -> Cluster:
     """Return the ranks of a recipe.
 
     Args:
@@ -86,7 +86,7 @@ def cluster_of(recipe: Recipe, model: nn.Module, asked: RanksAsked, links: Links
     return cluster
 
 
-def cluster_here(recipe: Recipe, model: nn.Module, world: train.World, device: torch.device) -> Cluster:
+def cluster_here(recipe: TrainingSettings, model: nn.Module, world: train.World, device: torch.device) -> Cluster:
     """Return the ranks of this run, by the environment variables of its launcher.
 
     Args:
@@ -101,7 +101,7 @@ def cluster_here(recipe: Recipe, model: nn.Module, world: train.World, device: t
     return cluster_of(recipe, model, RanksAsked(world.size, max(1, world.size // on_a_node)), links_for(None, device))
 
 
-def accumulation_of(recipe: Recipe, cluster: Cluster) -> int:
+def accumulation_of(recipe: BatchSettings, cluster: Cluster) -> int:
     """Return the number of micro-batches of a rank in one optimizer step.
 
     Raises:
@@ -122,7 +122,9 @@ def links_for(device: Device | None, here: torch.device) -> Links:
     return Links()
 
 
-def wider_of(recipe: Recipe, workload: Workload, limits: Limits, notify: Callable[[str], None]) -> Iterator[Wider]:
+def wider_of(
+    recipe: TrainingSettings, workload: Workload, limits: Limits, notify: Callable[[str], None]
+) -> Iterator[Wider]:
     """Find the longest rows if the ranks of a node shared each sequence, and if all ranks did.
 
     Args:
@@ -140,7 +142,7 @@ def wider_of(recipe: Recipe, workload: Workload, limits: Limits, notify: Callabl
             yield Wider(size, form, longest)
 
 
-def _shared(recipe: Recipe, model: nn.Module, world: train.World) -> Cluster:
+def _shared(recipe: TrainingSettings, model: nn.Module, world: train.World) -> Cluster:
     """Return the engine of a recipe, as a cluster of one rank.
 
     Raises:

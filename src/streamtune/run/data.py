@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from streamtune import data, models, train
-from streamtune.recipe.keys.datasets import DatasetSpec
-from streamtune.recipe.loader import LoadedRecipe
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.keys.model_and_tokenizer import ModelKeys
+from streamtune.recipe.settings import TokenizerSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,34 +33,8 @@ from streamtune.tasks.task import PreparedRows, row_cache
 from streamtune.tasks.taught import taught_digest
 
 
-def make_sources(loaded: LoadedRecipe, *, evaluated: bool = True) -> list[data.Source]:
-    """Return the sources of the rows, each with the line of the recipe that names it.
-
-    Args:
-        loaded: The recipe.
-        evaluated: Add those of its eval sets, behind the others.
-    """
-    recipe = loaded.recipe
-
-    def source(spec: DatasetSpec, *key: str | int, evaluates: str | None = None) -> data.Source:
-        where = loaded.where(*key, "path")
-        return data.Source(
-            **spec.model_dump(),
-            mix_by=recipe.mix_by,
-            evaluates=evaluates,
-            seed=recipe.seed,
-            streamed=recipe.streaming and evaluates is None,
-            where=where,
-        )
-
-    sources = [source(spec, "datasets", index) for index, spec in enumerate(recipe.datasets)]
-    for name, specs in recipe.eval_datasets.items() if evaluated else ():
-        sources += [source(spec, "eval_datasets", name, index, evaluates=name) for index, spec in enumerate(specs)]
-    return sources
-
-
 def make_tokenizer(
-    recipe: Recipe,
+    recipe: TokenizerSettings,
     sources: Sequence[data.Source],
     checkpoint: train.Checkpoint | None,
     notify: Callable[[str], None],
@@ -101,7 +74,7 @@ def make_tokenizer(
 
 
 def _train_tokenizer(
-    recipe: Recipe, sources: Sequence[data.Source], vocab_size: int, notify: Callable[[str], None]
+    recipe: TokenizerSettings, sources: Sequence[data.Source], vocab_size: int, notify: Callable[[str], None]
 ) -> tuple[PreTrainedTokenizerBase, bool]:
     """Return a tokenizer that is trained on the rows, and True if it was kept from an earlier start."""
     cache = row_cache(recipe)
@@ -146,14 +119,14 @@ def prepare_together(
     return world.together(prepare)
 
 
-def _tokenizer_name(recipe: Recipe) -> str:
+def _tokenizer_name(recipe: ModelKeys) -> str:
     """Return the name of the tokenizer that a recipe loads."""
     name = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model_name_or_path
     assert name is not None, "the schema asks for a tokenizer where there is no model to take it from"
     return name
 
 
-def _tell_of_new_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]) -> None:
+def _tell_of_new_tokens(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]) -> None:
     """Notify the user of the tokens that a model gets rows for."""
     new = new_token_ids(recipe, tokenizer)
     if new:
@@ -161,7 +134,7 @@ def _tell_of_new_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, noti
         notify(f"{len(new):,} tokens are added: {shown}; the tokenizer has {len(tokenizer):,}")
 
 
-def _tell_of_chatml(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]) -> None:
+def _tell_of_chatml(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]) -> None:
     """Notify the user if the built-in template writes its marks in several tokens each."""
     if recipe.chat_template != "chatml":
         return
@@ -175,7 +148,7 @@ def _tell_of_chatml(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, notify: 
         )
 
 
-def new_token_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def new_token_ids(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the numbers of the tokens that a recipe adds to the tokenizer of a model that it loads, ascending."""
     special = recipe.special_tokens.model_dump(exclude_defaults=True)
     trains = recipe.tokenizer is not None and recipe.tokenizer.train is not None
@@ -187,7 +160,7 @@ def new_token_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[in
 
 def make_tokenizer_together(
     world: train.World,
-    recipe: Recipe,
+    recipe: TokenizerSettings,
     sources: Sequence[data.Source],
     checkpoint: train.Checkpoint | None,
     notify: Callable[[str], None],
@@ -258,7 +231,7 @@ def fingerprint_inputs(
     return {key: value for key, value in found.items() if value is not None}
 
 
-def fingerprint_tokenizer_files(recipe: Recipe) -> str | None:
+def fingerprint_tokenizer_files(recipe: ModelKeys) -> str | None:
     """Return the fingerprint of the tokenizer's files in a folder, and of a chat template in a file; None without."""
     name = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model_name_or_path
     parts = [models.fingerprint_tokenizer(name)] if name is not None else []

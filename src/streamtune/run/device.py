@@ -9,21 +9,18 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from streamtune import train
 from streamtune.base.adapters import base_of
 from streamtune.base.text import parse_size, show_size
 from streamtune.engine import RouterLoss, SequenceParallel, StreamHandle, balance_coefficient, balances_itself, stream
 from streamtune.engine.memory.host import total_host_bytes
-from streamtune.errors import ArgumentError, OutOfMemoryError, UnsupportedModelError, UserError
+from streamtune.errors import ArgumentError, UnsupportedModelError
 from streamtune.recipe.keys.engine import EngineSpec
-from streamtune.recipe.loader import LoadedRecipe
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.keys.loss import RouterKeys
+from streamtune.recipe.settings import ModelSettings
 from streamtune.schedule import Schedule
 
 
@@ -55,26 +52,6 @@ def check_host_memory(spec: EngineSpec) -> None:
         mend="delete the line, for what is free when the run starts; `streamtune plan --host-memory` plans for another "
         "machine",
     )
-
-
-@contextmanager
-def blame_recipe(loaded: LoadedRecipe) -> Iterator[None]:
-    """Replace a key that an error names by the file and line of the recipe, and explain a lack of memory."""
-    try:
-        yield
-    except UserError as error:
-        key, *rest = error.where.split(".")
-        if key in type(loaded.recipe).model_fields:
-            error.where = loaded.where(key, *rest)
-        raise
-    except (RuntimeError, MemoryError) as error:
-        if not train.is_out_of_memory(error):
-            raise
-        raise OutOfMemoryError(
-            "out of memory before the first step, while the model and what belongs to it were made ready",
-            where=loaded.where("model_name_or_path"),
-            mend="use a smaller model, dtype: bfloat16, or a device with more memory",
-        ) from error
 
 
 def prepare_libraries(device: torch.device) -> None:
@@ -116,7 +93,7 @@ def make_schedule(spec: EngineSpec) -> Schedule:
     return Schedule(**chosen)
 
 
-def make_router_loss(recipe: Recipe, model: Any) -> RouterLoss | None:
+def make_router_loss(recipe: RouterKeys, model: Any) -> RouterLoss | None:
     """Return the loss on the routers that a recipe or its model asks for; None if neither asks for one.
 
     Raises:
@@ -140,7 +117,7 @@ def make_router_loss(recipe: Recipe, model: Any) -> RouterLoss | None:
 
 
 def stream_model(
-    recipe: Recipe, model: Any, schedule: Schedule | None = None, ranks: SequenceParallel | None = None
+    recipe: ModelSettings, model: Any, schedule: Schedule | None = None, ranks: SequenceParallel | None = None
 ) -> StreamHandle:
     """Put the engine into a model, with the router loss that the recipe adds.
 

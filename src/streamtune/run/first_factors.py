@@ -17,13 +17,13 @@ from streamtune.base.text import parse_size, show_size
 from streamtune.engine import StreamHandle
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.settings import ModelSettings
 from streamtune.tasks import Task
 from streamtune.train.step import explain_out_of_memory
 
 
 def start_from_rows(
-    recipe: Recipe, task: Task[Any], model: Any, handle: StreamHandle, batches: Any, world: train.World
+    recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHandle, batches: Any, world: train.World
 ) -> None:
     """Start the adapters from the gradient of the mean loss of ``lora_ga_rows`` rows, which the seed draws.
 
@@ -52,7 +52,7 @@ def start_from_rows(
                 values.copy_(sent)
 
 
-def _start(recipe: Recipe, task: Task[Any], model: Any, handle: StreamHandle, batches: Any) -> None:
+def _start(recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHandle, batches: Any) -> None:
     """Compute the factors and put them into the model of this rank."""
     count = min(recipe.lora_ga_rows, batches.num_train)
     drawn = np.random.default_rng(recipe.seed).choice(batches.num_train, count, replace=False)
@@ -86,7 +86,7 @@ def _start(recipe: Recipe, task: Task[Any], model: Any, handle: StreamHandle, ba
     models.start_from_factors(model, factors)
 
 
-def _check_room(recipe: Recipe, model: Any) -> None:
+def _check_room(recipe: ModelSettings, model: Any) -> None:
     """Refuse sums of gradients that do not fit the host.
 
     Raises:

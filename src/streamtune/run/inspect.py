@@ -13,8 +13,9 @@ from streamtune.data.fit import Prepared
 from streamtune.data.inspect_rows import RowInspector
 from streamtune.data.length_measures import LengthBin, LengthChoice, choose_lengths, histogram
 from streamtune.recipe.loader import LoadedRecipe
-from streamtune.run.data import make_sources, make_tokenizer
-from streamtune.run.device import blame_recipe, prepare_libraries
+from streamtune.run.data import make_tokenizer
+from streamtune.run.device import prepare_libraries
+from streamtune.run.recipe_lines import blame_recipe, make_sources
 from streamtune.run.start import Doing
 from streamtune.tasks import task_of
 from streamtune.tasks.grpo.task import GrpoData

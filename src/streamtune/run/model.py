@@ -23,7 +23,7 @@ from streamtune.engine import decoder_layers, keep_on_host
 from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.engine.waiting import waiting_parameters
 from streamtune.errors import ArgumentError
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.settings import ModelSettings, OptimizerSettings, TrainingSettings
 from streamtune.run.data import new_token_ids
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ LARGEST_RATE = torch.finfo(torch.float32).max
 
 
 def make_model(
-    recipe: Recipe,
+    recipe: TrainingSettings,
     tokenizer: PreTrainedTokenizerBase,
     checkpoint: train.Checkpoint | None,
     device: torch.device,
@@ -60,7 +60,7 @@ def make_model(
 
 
 def _make_model(
-    recipe: Recipe,
+    recipe: ModelSettings,
     tokenizer: PreTrainedTokenizerBase,
     checkpoint: train.Checkpoint | None,
     device: torch.device,
@@ -91,7 +91,7 @@ def _make_model(
 
 
 def make_reference_model(
-    recipe: Recipe,
+    recipe: ModelSettings,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
     *,
@@ -118,7 +118,7 @@ def make_reference_model(
     return _placed(recipe, model, device)
 
 
-def _check_host_room(recipe: Recipe, device: torch.device) -> None:
+def _check_host_room(recipe: TrainingSettings, device: torch.device) -> None:
     """Refuse weights that do not fit the host with their optimizer and gradients, or an optimizer that does not, before
     anything is loaded.
 
@@ -158,19 +158,19 @@ def _check_host_room(recipe: Recipe, device: torch.device) -> None:
     )
 
 
-def _loaded_on(recipe: Recipe, device: torch.device) -> torch.device:
+def _loaded_on(recipe: ModelSettings, device: torch.device) -> torch.device:
     """Return the device to which weights are loaded: the CPU where they will wait in its memory."""
     return torch.device("cpu") if recipe.engine.weights == "host" else device
 
 
-def _placed(recipe: Recipe, model: Any, device: torch.device) -> Any:
+def _placed(recipe: ModelSettings, model: Any, device: torch.device) -> Any:
     """Return the model with the weights that wait in the host's memory, if the recipe says so, and all else there."""
     if recipe.engine.weights == "host":
         keep_on_host(model, device)
     return model
 
 
-def _refuse_new_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, new: Sequence[int]) -> None:
+def _refuse_new_tokens(recipe: ModelSettings, tokenizer: PreTrainedTokenizerBase, new: Sequence[int]) -> None:
     """Raise the error of new tokens where ranks share the weights.
 
     Raises:
@@ -186,7 +186,7 @@ def _refuse_new_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, new: 
     )
 
 
-def make_trial_model(recipe: Recipe, model: Any, device: torch.device) -> Any:
+def make_trial_model(recipe: ModelSettings, model: Any, device: torch.device) -> Any:
     """Make a model to check in place of one whose weights come later: same configuration, one layer of each kind.
 
     Args:
@@ -199,7 +199,7 @@ def make_trial_model(recipe: Recipe, model: Any, device: torch.device) -> Any:
     return _adapted(recipe, models.small_like(model, decoder_layers(model), seed=recipe.seed).to(device))
 
 
-def make_model_alone(recipe: Recipe, device: torch.device) -> Any:
+def make_model_alone(recipe: ModelSettings, device: torch.device) -> Any:
     """Make the model without its data. If the recipe trains a tokenizer, its vocabulary has the size that is asked for.
 
     Raises:
@@ -209,7 +209,7 @@ def make_model_alone(recipe: Recipe, device: torch.device) -> Any:
     return _placed(recipe, _adapted(recipe, base), device)
 
 
-def make_reference_alone(recipe: Recipe, device: torch.device, name: str | None) -> Any:
+def make_reference_alone(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
     """Make the reference model, without tokenizer or data: the model ``name``, or a copy of the recipe's model.
 
     Raises:
@@ -220,7 +220,7 @@ def make_reference_alone(recipe: Recipe, device: torch.device, name: str | None)
 
 
 def _base_alone(
-    recipe: Recipe, device: torch.device, name: str | None, change: models.QuantisationChange | None = None
+    recipe: ModelSettings, device: torch.device, name: str | None, change: models.QuantisationChange | None = None
 ) -> Any:
     size = _asked_vocabulary(recipe) or 0
     if recipe.model is not None:
@@ -229,7 +229,7 @@ def _base_alone(
     return _base_model(recipe, device, size, {}, name=name, change=change, frozen=frozen)
 
 
-def make_reference_blueprint(recipe: Recipe, device: torch.device, name: str | None) -> Any:
+def make_reference_blueprint(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
     """Make the reference model on ``meta``: the model ``name``, or the recipe's model.
 
     Raises:
@@ -238,7 +238,7 @@ def make_reference_blueprint(recipe: Recipe, device: torch.device, name: str | N
     return _blueprint(recipe, device, name).requires_grad_(False)
 
 
-def make_blueprint(recipe: Recipe, device: torch.device) -> Any:
+def make_blueprint(recipe: ModelSettings, device: torch.device) -> Any:
     """Make the model on ``meta``, with its adapters.
 
     Args:
@@ -255,7 +255,7 @@ def make_blueprint(recipe: Recipe, device: torch.device) -> Any:
         return _adapted(recipe, model, new)
 
 
-def _blueprint(recipe: Recipe, device: torch.device, name: str | None) -> Any:
+def _blueprint(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
     """Make the base of a named model, or of the recipe's own, on ``meta``."""
     own: Any = recipe.model.init if recipe.model is not None else recipe.model_name_or_path
     return models.blueprint(
@@ -271,7 +271,7 @@ def _blueprint(recipe: Recipe, device: torch.device, name: str | None) -> Any:
     )
 
 
-def weights_dtype(recipe: Recipe, *, frozen: bool = False) -> str:
+def weights_dtype(recipe: ModelSettings, *, frozen: bool = False) -> str:
     """Return the dtype in which the weights of a base are loaded.
 
     Args:
@@ -283,7 +283,7 @@ def weights_dtype(recipe: Recipe, *, frozen: bool = False) -> str:
     return "auto" if frozen or recipe.finetuning_type != "full" else "float32"
 
 
-def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:
     """Make the optimizer of the trainable weights of a model.
 
     Raises:
@@ -332,7 +332,7 @@ def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def train_largest(recipe: Recipe, model: nn.Module) -> None:
+def train_largest(recipe: OptimizerSettings, model: nn.Module) -> None:
     """Freeze all weights but the block whose step takes the most, where an optimizer trains one block at a time.
 
     Raises:
@@ -344,7 +344,7 @@ def train_largest(recipe: Recipe, model: nn.Module) -> None:
         optim.train_largest_block(model, **recipe.optim_args)
 
 
-def choose_quantization(recipe: Recipe, device: torch.device) -> str | None:
+def choose_quantization(recipe: ModelSettings, device: torch.device) -> str | None:
     """Return ``nf4`` or ``int8`` for a QLoRA recipe on this device; None for other recipes.
 
     Raises:
@@ -358,7 +358,7 @@ def choose_quantization(recipe: Recipe, device: torch.device) -> str | None:
     return models.choose_quantization(kind, device)
 
 
-def shares_weights(recipe: Recipe) -> bool:
+def shares_weights(recipe: ModelSettings) -> bool:
     """Return True if each rank holds a part of the weights, which are whole only while a layer computes.
 
     Raises:
@@ -372,7 +372,7 @@ def shares_weights(recipe: Recipe) -> bool:
 
 
 def _base_model(
-    recipe: Recipe,
+    recipe: ModelSettings,
     device: torch.device,
     vocab_size: int,
     token_ids: dict[str, int],
@@ -412,14 +412,14 @@ def _base_model(
     )
 
 
-def _change(recipe: Recipe) -> models.QuantisationChange | None:
+def _change(recipe: ModelSettings) -> models.QuantisationChange | None:
     """Return the change of weights before they are quantised that new adapters of this recipe start from."""
     if not recipe.starts_from_quantisation:
         return None
     return models.loftq_start(_adapters(recipe), iterations=recipe.loftq_iter, seed=recipe.seed)
 
 
-def _rope(recipe: Recipe) -> models.RopeChange | None:
+def _rope(recipe: ModelSettings) -> models.RopeChange | None:
     """Return the change to the model's positions that the recipe asks for."""
     return models.RopeChange.of(recipe.model_dump(include={"rope_scaling", "rope_theta", "max_length"}))
 
@@ -428,7 +428,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
-def _adapted(recipe: Recipe, model: Any, new_tokens: Sequence[int] = ()) -> Any:
+def _adapted(recipe: ModelSettings, model: Any, new_tokens: Sequence[int] = ()) -> Any:
     """Add new adapters to the model, unless all of it is trained.
 
     Args:
@@ -466,7 +466,7 @@ def _adapted(recipe: Recipe, model: Any, new_tokens: Sequence[int] = ()) -> Any:
     return models.add_adapters(model, _adapters(recipe), seed=recipe.seed, new_tokens=new_tokens)
 
 
-def _adapters(recipe: Recipe) -> models.AdapterSpec:
+def _adapters(recipe: ModelSettings) -> models.AdapterSpec:
     """Return the adapters that the recipe asks for."""
     return models.AdapterSpec(
         kind=recipe.adapter_type,
@@ -482,13 +482,13 @@ def _adapters(recipe: Recipe) -> models.AdapterSpec:
     )
 
 
-def _asked_vocabulary(recipe: Recipe) -> int | None:
+def _asked_vocabulary(recipe: ModelSettings) -> int | None:
     """Return the number of entries of the tokenizer that the recipe trains; None if it trains none."""
     trained = recipe.tokenizer.train if recipe.tokenizer is not None else None
     return trained.vocab_size + _count_named(recipe) if trained is not None else None
 
 
-def _count_named(recipe: Recipe) -> int:
+def _count_named(recipe: ModelSettings) -> int:
     """Return the number of tokens that a recipe names: of rows that a plan counts, which has no tokenizer."""
     special = recipe.special_tokens.model_dump(exclude_none=True)
     return len(special) - 1 + len(special["additional_special_tokens"]) + len(recipe.added_tokens)

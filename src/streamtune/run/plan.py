@@ -7,7 +7,7 @@ plan_model    for a run: of the model that is loaded, within the memory that is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,14 +36,16 @@ from streamtune.plan.simulate.meta_operators import meta_copy
 from streamtune.plan.simulate.scored import Completions, Scored
 from streamtune.plan.simulate.simulate import Simulation, holdings_of, simulate
 from streamtune.plan.simulate.workload import TeacherShape, Workload, sketch_flops
-from streamtune.recipe.keys.engine import EngineSpec
+from streamtune.recipe.keys.batching import BatchKeys
+from streamtune.recipe.keys.engine import EngineKeys, EngineSpec
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RanksAsked, Wider, accumulation_of, cluster_of, links_for, wider_of
-from streamtune.run.device import blame_recipe, choose_device, make_schedule, prepare_libraries
+from streamtune.run.device import choose_device, make_schedule, prepare_libraries
 from streamtune.run.kept_plan import PlanOptions
 from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint, train_largest
 from streamtune.run.precision import precise
+from streamtune.run.recipe_lines import blame_recipe
 from streamtune.run.step_speed import peak_of
 from streamtune.run.tiers import first_that_fits, placements
 from streamtune.schedule import GIVEN, Schedule
@@ -229,7 +231,7 @@ def plan_recipe(
     )
 
 
-def _select_flops(recipe: Recipe, workload: Workload) -> int:
+def _select_flops(recipe: BatchKeys, workload: Workload) -> int:
     """Return the operations by which a rank compares its share of the rows that are drawn for a step."""
     if recipe.select_rows is None:
         return 0
@@ -237,7 +239,7 @@ def _select_flops(recipe: Recipe, workload: Workload) -> int:
 
 
 def _fastest(
-    choices: list[Recipe],
+    choices: Sequence[Recipe],
     workload_of: Callable[[Recipe], Workload],
     limits: Limits,
     rates: Rates,
@@ -491,7 +493,9 @@ def reference_bytes(task: Task[Any], device: torch.device) -> int:
     return held_bytes(model)
 
 
-def device_elsewhere(recipe: Recipe, name: str | None, device_bytes: int | None, here: torch.device) -> Device | None:
+def device_elsewhere(
+    recipe: EngineKeys, name: str | None, device_bytes: int | None, here: torch.device
+) -> Device | None:
     """Return the device that is simulated without being there; None for the one at hand.
 
     Args:
@@ -521,7 +525,7 @@ def memory_of(device: Device | None, here: torch.device) -> int:
 # --- what there is ----------------------------------------------------------------------------------------------------
 
 
-def _target(recipe: Recipe, options: PlanOptions) -> tuple[Device | None, torch.device]:
+def _target(recipe: EngineKeys, options: PlanOptions) -> tuple[Device | None, torch.device]:
     """Return the device that is planned for if it is not there, else None; and the device at hand."""
     here = torch.device("cpu") if options.device else choose_device(recipe.device)
     size = options.device_memory
@@ -561,7 +565,7 @@ def _size(option: str | None, key: str, name: str) -> int | None:
     return None if key == "auto" else parse_size(key, where=f"engine.{name}")
 
 
-def rates_here(recipe: Recipe, model: Any, device: torch.device, notify: Callable[[str], None]) -> Rates:
+def rates_here(recipe: EngineKeys, model: Any, device: torch.device, notify: Callable[[str], None]) -> Rates:
     """Return the rates of the device at hand in the dtype that the recipe computes in, and of its offload directory.
 
     Raises:

@@ -9,7 +9,7 @@ bfloat16 and each step is rounded stochastically, which is right on average.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,13 +17,15 @@ from streamtune import models
 from streamtune.base.optimizer_table import state_bytes
 from streamtune.base.text import show_size
 from streamtune.errors import UserError
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.settings import TrainingSettings
+
+Settings = TypeVar("Settings", bound=TrainingSettings)
 
 KEYS = ("dtype", "bf16", "weight_rounding", "optim_states")
 """Keys of a recipe that are chosen here."""
 
 
-def precisions(recipe: Recipe) -> list[Recipe]:
+def precisions(recipe: Settings) -> list[Settings]:
     """Return the recipe with each precision that it leaves open, the best first; the recipe alone where it says one.
 
     Raises:
@@ -53,7 +55,7 @@ def precisions(recipe: Recipe) -> list[Recipe]:
     return [wide, _with(recipe, **narrow)]
 
 
-def precise(recipe: Recipe) -> Recipe:
+def precise(recipe: Settings) -> Settings:
     """Return the recipe with the best precision that it leaves open, whatever fits; as it is where that is not known.
 
     What is wrong with a checkpoint is said where it is loaded.
@@ -64,7 +66,7 @@ def precise(recipe: Recipe) -> Recipe:
         return recipe
 
 
-def has_choice(recipe: Recipe) -> bool:
+def has_choice(recipe: TrainingSettings) -> bool:
     """Return True if the precision of a recipe depends on what fits."""
     try:
         return len(precisions(recipe)) > 1
@@ -72,7 +74,7 @@ def has_choice(recipe: Recipe) -> bool:
         return False
 
 
-def as_before(recipe: Recipe, before: Mapping[str, Any]) -> Recipe:
+def as_before(recipe: Settings, before: Mapping[str, Any]) -> Settings:
     """Return the recipe with the precision of the run that it goes on with, where the recipe leaves it open.
 
     Args:
@@ -86,12 +88,12 @@ def as_before(recipe: Recipe, before: Mapping[str, Any]) -> Recipe:
     return _with(recipe, **{key: given[key] for key in open_keys})
 
 
-def choices_made(recipe: Recipe, chosen: Recipe) -> dict[str, Any]:
+def choices_made(recipe: TrainingSettings, chosen: TrainingSettings) -> dict[str, Any]:
     """Return the keys of precision that differ, with the values of ``chosen``."""
     return {key: getattr(chosen, key) for key in KEYS if getattr(recipe, key) != getattr(chosen, key)}
 
 
-def describe_precision(recipe: Recipe, chosen: Recipe, model: Any) -> str | None:
+def describe_precision(recipe: TrainingSettings, chosen: TrainingSettings, model: Any) -> str | None:
     """Return what was chosen, why, and what it costs; None if nothing was.
 
     Args:
@@ -129,7 +131,7 @@ def describe_precision(recipe: Recipe, chosen: Recipe, model: Any) -> str | None
     return f"float32 weights do not fit, which take {more} more: weights are bfloat16, and {how}"
 
 
-def loses_steps(recipe: Recipe, model: Any) -> str | None:
+def loses_steps(recipe: TrainingSettings, model: Any) -> str | None:
     """Return a warning if trained weights are bfloat16 and steps are rounded to the nearest number; None if not.
 
     Args:
@@ -150,11 +152,11 @@ def loses_steps(recipe: Recipe, model: Any) -> str | None:
     )
 
 
-def _may_round(recipe: Recipe) -> bool:
+def _may_round(recipe: TrainingSettings) -> bool:
     return not (recipe.step_kind.gradients in ("block", "none") or recipe.fsdp or recipe.deepspeed is not None)
 
 
-def _more_bytes(recipe: Recipe, model: Any) -> int:
+def _more_bytes(recipe: TrainingSettings, model: Any) -> int:
     """Return the bytes that float32 weights, gradients and states take beyond bfloat16 ones."""
     trained = [p for p in model.parameters() if p.requires_grad]
     more = sum(4 * models.count_weights(p) for p in trained)
@@ -164,5 +166,5 @@ def _more_bytes(recipe: Recipe, model: Any) -> int:
     return more
 
 
-def _with(recipe: Recipe, **values: Any) -> Recipe:
+def _with(recipe: Settings, **values: Any) -> Settings:
     return recipe.model_copy(update=values) if values else recipe

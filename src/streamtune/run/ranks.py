@@ -23,8 +23,10 @@ from streamtune.base.adapters import base_of
 from streamtune.distributed import agree
 from streamtune.engine import SequenceParallel, decoder_layers
 from streamtune.errors import ArgumentError
+from streamtune.recipe.keys.devices import DeviceKeys
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
+from streamtune.recipe.settings import OptimizerSettings, TrainingSettings
 from streamtune.run.device import choose_device, prepare_libraries
 from streamtune.run.model import choose_quantization, make_optimizer, shares_weights
 from streamtune.tasks import TASKS, Task
@@ -110,7 +112,7 @@ def check_layout(recipe: Recipe, size: int, *, shares_weights: bool) -> train.Wo
     return world
 
 
-def sequence_ranks(recipe: Recipe, world: train.World) -> SequenceParallel | None:
+def sequence_ranks(recipe: DeviceKeys, world: train.World) -> SequenceParallel | None:
     """Return the ranks that share this rank's sequences; None where each has its own. Called by all ranks together."""
     if world.sequence_size == 1:
         return None
@@ -120,7 +122,11 @@ def sequence_ranks(recipe: Recipe, world: train.World) -> SequenceParallel | Non
 
 
 def make_backend(
-    recipe: Recipe, model: Any, layers: Iterable[nn.Module], world: train.World, device: torch.device | None = None
+    recipe: TrainingSettings,
+    model: Any,
+    layers: Iterable[nn.Module],
+    world: train.World,
+    device: torch.device | None = None,
 ) -> train.Backend:
     """Make the backend that computes gradients and updates the weights.
 
@@ -166,13 +172,13 @@ def make_backend(
     return DdpBackend(model, optimizer)
 
 
-def local_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+def local_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of one device by itself, whose states are on the host if the recipe says so."""
     optimizer = make_optimizer(recipe, model)
     return train.HostOptimizer(optimizer) if recipe.step_kind.states == "host" else optimizer
 
 
-def local_backend(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> train.Backend:
+def local_backend(recipe: OptimizerSettings, model: nn.Module, optimizer: torch.optim.Optimizer) -> train.Backend:
     """Return the backend of one device by itself."""
     if isinstance(optimizer, optim.BlockAdamW):
         return train.BlockBackend(model, optimizer)
@@ -209,7 +215,7 @@ def fill_model(
 
 
 def share_reference(
-    recipe: Recipe, model: Any, layers: Iterable[nn.Module], world: train.World, device: torch.device
+    recipe: TrainingSettings, model: Any, layers: Iterable[nn.Module], world: train.World, device: torch.device
 ) -> Any:
     """Give a reference on ``meta`` its weights, shared as those of the trained model are; any other is left as it is.
 
@@ -242,7 +248,7 @@ def share_reference(
     return share_frozen(model, config, layers)
 
 
-def whole_weights(recipe: Recipe, model: Any) -> Iterator[tuple[str, Tensor | None]]:
+def whole_weights(recipe: DeviceKeys, model: Any) -> Iterator[tuple[str, Tensor | None]]:
     """Iterate over the parameters of a sharded model, each whole on rank 0 until the next one. Called by all ranks."""
     if recipe.fsdp:
         from streamtune.distributed import pytorch
@@ -253,7 +259,7 @@ def whole_weights(recipe: Recipe, model: Any) -> Iterator[tuple[str, Tensor | No
     return deepspeed_backend.whole_weights(model)
 
 
-def config_values(recipe: Recipe, model: Any, world: train.World) -> dict[str, Any]:
+def config_values(recipe: TrainingSettings, model: Any, world: train.World) -> dict[str, Any]:
     """Return the values of a DeepSpeed configuration that follow from the recipe.
 
     Batches are counted per rank, whether each rank has rows of its own or a part of the same ones.

@@ -18,7 +18,7 @@ from streamtune import data, models, train
 from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.base.privacy import redact_values
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.settings import RowSettings
 from streamtune.tasks import Task
 from streamtune.tasks.task import Built, PreparedRows, chat_options
 
@@ -33,7 +33,7 @@ SHOWN_TOKENS = 60
 
 
 def write_samples(
-    built: Built, recipe: Recipe, step: int, stop: train.StopRequest | None = None
+    built: Built, recipe: RowSettings, step: int, stop: train.StopRequest | None = None
 ) -> list[dict[str, Any]] | None:
     """Return the lines of ``samples.jsonl`` for a step; None where ``stop`` was requested. Called by all ranks.
 

@@ -25,7 +25,7 @@ from streamtune.plan.calibrate import correct_rates
 from streamtune.plan.planner import Plan
 from streamtune.plan.rates import peak_flops_of
 from streamtune.plan.simulate.workload import FlopCount, Span
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.keys.engine import EngineKeys
 
 COMPARED = 5
 """Steps of which the fastest is compared."""
@@ -67,7 +67,7 @@ def _spans(batch: train.MicroBatch) -> Iterator[Span]:
             yield from ((0, stop - start) for start, stop in pairwise(starts))
 
 
-def peak_of(recipe: Recipe, device: torch.device) -> float | None:
+def peak_of(recipe: EngineKeys, device: torch.device) -> float | None:
     """Return the FLOP/s that the recipe gives, or those of the device's data sheet; None where neither is known."""
     if recipe.peak_flops is not None:
         return recipe.peak_flops

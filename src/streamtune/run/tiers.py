@@ -7,7 +7,7 @@ place is tried in every precision that the recipe leaves open (:mod:`streamtune.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,12 +20,12 @@ from streamtune.plan.refusal import exceeds_host, excess_of, smallest_step
 from streamtune.plan.simulate.cluster import Cluster
 from streamtune.plan.simulate.simulate import Simulation, holdings_of, simulate
 from streamtune.plan.simulate.workload import Workload
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.settings import TrainingSettings
 from streamtune.run.device import make_schedule
-from streamtune.run.precision import precisions
+from streamtune.run.precision import Settings, precisions
 
 
-def placements(recipe: Recipe, limits: Limits, cluster: Cluster, *, begun: bool = False) -> list[Recipe]:
+def placements(recipe: Settings, limits: Limits, cluster: Cluster, *, begun: bool = False) -> list[Settings]:
     """Return the recipe as it is, then with the optimizer and then with the weights on the host, in each precision.
 
     Of these only what the recipe leaves to the planner and does not contradict. Nothing goes to the host where the
@@ -45,7 +45,7 @@ def placements(recipe: Recipe, limits: Limits, cluster: Cluster, *, begun: bool 
     return [*chosen, *(each for found in moved for each in found)]
 
 
-def _moved(recipe: Recipe, limits: Limits, cluster: Cluster) -> list[Recipe]:
+def _moved(recipe: Settings, limits: Limits, cluster: Cluster) -> list[Settings]:
     """Return the recipe with the optimizer and with the weights on the host, as far as it leaves that open."""
     spec, full = recipe.engine, recipe.finetuning_type == "full"
     alone = cluster.ranks == 1 and cluster.engine == "none"
@@ -56,7 +56,7 @@ def _moved(recipe: Recipe, limits: Limits, cluster: Cluster) -> list[Recipe]:
         tiers.append({"optimizer": "host"})
     if spec.weights == "auto":
         tiers.append({"weights": "host"})
-    found: list[Recipe] = []
+    found: list[Settings] = []
     for tier in tiers:
         with suppress(ValidationError):  # the recipe contradicts it
             engine = type(spec).model_validate({**dict(spec), **tier})
@@ -65,7 +65,7 @@ def _moved(recipe: Recipe, limits: Limits, cluster: Cluster) -> list[Recipe]:
     return found
 
 
-def placed_before(recipe: Recipe, tiers: Mapping[str, str] | None) -> Recipe | None:
+def placed_before(recipe: Settings, tiers: Mapping[str, str] | None) -> Settings | None:
     """Return the recipe with what a run that is resumed was started with on the host.
 
     None where that is not known, or the recipe says something else now.
@@ -83,12 +83,12 @@ def placed_before(recipe: Recipe, tiers: Mapping[str, str] | None) -> Recipe | N
 
 
 def first_that_fits(
-    choices: list[Recipe],
-    workload_of: Callable[[Recipe], Workload],
+    choices: Sequence[Settings],
+    workload_of: Callable[[Settings], Workload],
     limits: Limits,
     *,
     simulate: Simulate = simulate,
-) -> Recipe:
+) -> Settings:
     """Return the first recipe whose step fits by some schedule.
 
     Where none does, the last that the host has room for: its longest row is the longest of all.
@@ -132,7 +132,7 @@ def is_hopeless(workload: Workload, written: Mapping[str, Any], limits: Limits) 
     return holdings_of(workload, written.get("weights", "device")).on_device > limits.device
 
 
-def describe_tiers(recipe: Recipe, chosen: Recipe) -> str | None:
+def describe_tiers(recipe: TrainingSettings, chosen: TrainingSettings) -> str | None:
     """Return what was moved to the host, and the key that says so; None if nothing was."""
     before, now = recipe.engine, chosen.engine
     if now.weights != before.weights:

@@ -22,7 +22,10 @@ from streamtune.base.privacy import redact, redact_values
 from streamtune.base.streams import lost_output
 from streamtune.distributed import RankEnvironment, Watchdog, keep_log, read_environment
 from streamtune.errors import ArgumentError, NonFiniteError
+from streamtune.recipe.keys.engine import EngineKeys
+from streamtune.recipe.keys.run import RunKeys
 from streamtune.recipe.schema import Recipe
+from streamtune.recipe.settings import OptimizerSettings, TrainingSettings
 from streamtune.recipe.yaml import dump_recipe
 from streamtune.run.engine import Streamed
 from streamtune.run.samples import write_samples
@@ -368,7 +371,7 @@ def _make_writer(run: Run) -> train.ModelWriter:
     return train.ModelWriter(write, num_bytes, snapshot)
 
 
-def train_settings(recipe: Recipe, plan: StepPlan, schedule: Schedule) -> train.TrainSettings:
+def train_settings(recipe: TrainingSettings, plan: StepPlan, schedule: Schedule) -> train.TrainSettings:
     """Return the settings of the training loop, with advice to print if memory runs out."""
     mend = _mend_of_the_schedule(recipe, schedule)
     if recipe.per_device_train_batch_size > 1:
@@ -403,21 +406,21 @@ def train_settings(recipe: Recipe, plan: StepPlan, schedule: Schedule) -> train.
     )
 
 
-def _least_moved(recipe: Recipe) -> float:
+def _least_moved(recipe: OptimizerSettings) -> float:
     """Return the share of the trained weights that a step should change."""
     if recipe.weight_rounding == "stochastic" or recipe.optim == "badam_ratio":  # few values, and the right ones
         return 0.0
     return 0.1
 
 
-def _greater_is_better(recipe: Recipe) -> bool:
+def _greater_is_better(recipe: RunKeys) -> bool:
     """Return True if a greater metric is better: as asked, or by the metric's name."""
     if recipe.greater_is_better is not None:
         return recipe.greater_is_better
     return not (recipe.metric_for_best_model or "loss").endswith("loss")
 
 
-def _mend_of_the_schedule(recipe: Recipe, schedule: Schedule) -> str:
+def _mend_of_the_schedule(recipe: EngineKeys, schedule: Schedule) -> str:
     """Return advice on the schedule for when memory ran out: none of it changes a result."""
     if recipe.engine.schedule == "auto":
         return (

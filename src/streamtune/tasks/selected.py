@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from streamtune import data, train
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.settings import BatchSettings
 from streamtune.tasks.steps import RowCost, Steps, Trainable
 from streamtune.train.backend import TorchBackend
 from streamtune.train.records import append_record, cut_after_step
@@ -47,7 +47,7 @@ class SelectedSteps(Steps):
     def __init__(
         self,
         batches: Trainable,
-        recipe: Recipe,
+        recipe: BatchSettings,
         world: train.World,
         cost: RowCost,
         *,

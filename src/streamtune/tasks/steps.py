@@ -18,7 +18,7 @@ from streamtune import data, models, train
 from streamtune.base.adapters import base_of
 from streamtune.errors import ArgumentError
 from streamtune.recipe.keys.batching import BucketSpec
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.settings import BatchSettings
 
 WITHOUT_SCORES = ("linear_attention", "mamba", "conv", "moe", "mlp")
 """Types of layers whose work grows with the tokens alone."""
@@ -144,7 +144,7 @@ class Steps:
     def __init__(
         self,
         batches: Trainable,
-        recipe: Recipe,
+        recipe: BatchSettings,
         world: train.World = train.World(),  # noqa: B008 (frozen)
         cost: RowCost = RowCost(),
     ) -> None:
@@ -209,7 +209,7 @@ class Steps:
         self._position = self.sampler.state_dict()
 
 
-def make_sampler(batches: Trainable, recipe: Recipe) -> data.ResumableSampler | data.StepSampler:
+def make_sampler(batches: Trainable, recipe: BatchSettings) -> data.ResumableSampler | data.StepSampler:
     """Return the object that chooses the units of each step: single rows, or whole steps where tokens are counted."""
     if batches.buckets is None or recipe.tokens_per_batch is None:
         rows = data.ResumableSampler(
@@ -223,7 +223,7 @@ def make_sampler(batches: Trainable, recipe: Recipe) -> data.ResumableSampler | 
     )
 
 
-def first_epoch(batches: Trainable, recipe: Recipe) -> data.EpochSteps:
+def first_epoch(batches: Trainable, recipe: BatchSettings) -> data.EpochSteps:
     """Return the steps of the first epoch on one rank."""
     sampler = make_sampler(batches, recipe)
     if isinstance(sampler, data.StepSampler):
@@ -257,7 +257,7 @@ class StepPlan:
         )
 
 
-def scaled_rate(recipe: Recipe, world: train.World) -> float:
+def scaled_rate(recipe: BatchSettings, world: train.World) -> float:
     """Return the peak learning rate: the recipe's, scaled by the size of a step where it says so.
 
     Args:
@@ -273,7 +273,7 @@ def scaled_rate(recipe: Recipe, world: train.World) -> float:
     return recipe.learning_rate * (math.sqrt(share) if recipe.lr_scaling == "sqrt" else share)
 
 
-def accumulation(recipe: Recipe, world: train.World) -> int:
+def accumulation(recipe: BatchSettings, world: train.World) -> int:
     """Return the number of micro-batches of a rank in one optimizer step.
 
     Of a step that is counted in tokens it is the number for rows of ``max_length`` tokens. Shorter rows make more, and

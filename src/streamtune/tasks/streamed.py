@@ -17,7 +17,7 @@ from typing import Any
 
 from streamtune import data, train
 from streamtune.errors import CheckpointError, DataError, StreamTuneError
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.settings import BatchSettings
 from streamtune.tasks.steps import RowCost, accumulation
 from streamtune.train.staging import replace_file
 
@@ -118,7 +118,7 @@ class StreamSteps:
         self,
         stream: data.RowStream,
         collate: Callable[[Sequence[data.Example]], train.MicroBatch],
-        recipe: Recipe,
+        recipe: BatchSettings,
         world: train.World = train.World(),  # noqa: B008 (frozen)
         cost: RowCost = RowCost(),  # noqa: B008 (frozen)
     ) -> None:

@@ -20,10 +20,11 @@ from streamtune.programs.bench.tables import TableName, TableReport
 from streamtune.programs.bench.tabulate import lengths_report, run_table
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
-from streamtune.run.device import blame_recipe, choose_device, make_schedule, prepare_libraries
+from streamtune.run.device import choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import make_blueprint, make_model_alone
 from streamtune.run.plan import shares_prompts
 from streamtune.run.precision import precise
+from streamtune.run.recipe_lines import blame_recipe
 from streamtune.tasks import task_of
 
 SCORING: tuple[Mode, ...] = ("plain", "checkpoint", "checkpoint-offload", "stream", "stream-keep-attention")

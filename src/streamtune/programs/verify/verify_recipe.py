@@ -34,9 +34,8 @@ from streamtune.programs.verify.report import VerifyReport
 from streamtune.programs.verify.restore import cast
 from streamtune.programs.verify.verify import compare_gradients, verify_schedules
 from streamtune.recipe.loader import LoadedRecipe
-from streamtune.run.data import make_sources, make_tokenizer
+from streamtune.run.data import make_tokenizer
 from streamtune.run.device import (
-    blame_recipe,
     choose_device,
     make_router_loss,
     make_schedule,
@@ -45,6 +44,7 @@ from streamtune.run.device import (
 )
 from streamtune.run.model import make_model
 from streamtune.run.precision import precise
+from streamtune.run.recipe_lines import blame_recipe, make_sources
 from streamtune.run.reference import load_reference, streamed
 from streamtune.schedule import Schedule
 from streamtune.tasks import Task, task_of

@@ -1,0 +1,59 @@
+"""The keys that each part of a run reads. A recipe is all of them; a function takes the settings of its own part.
+
+    TokenizerSettings  a tokenizer, loaded or trained on the rows
+    RowSettings        rows -> token ids
+    BatchSettings      token ids -> micro-batches and optimizer steps
+    ModelSettings      the weights: from where, in which dtype, where they lie, with which adapters
+    OptimizerSettings  the update of the weights
+    TrainingSettings   an optimizer step: batches, model and update
+
+Each class inherits from the topics in ``keys/`` and adds no key, so a key is written down once. A recipe is an instance
+of every class here; ``mypy`` refuses a function that reads a key beyond its annotation.
+"""
+
+from __future__ import annotations
+
+from streamtune.base.optimizer_table import StepKind, step_kind
+from streamtune.recipe.keys.adapters import AdapterKeys
+from streamtune.recipe.keys.batching import BatchKeys, StepKeys
+from streamtune.recipe.keys.datasets import DataKeys
+from streamtune.recipe.keys.devices import DeviceKeys
+from streamtune.recipe.keys.engine import EngineKeys
+from streamtune.recipe.keys.learning_rate import LearningRateKeys
+from streamtune.recipe.keys.loss import RouterKeys
+from streamtune.recipe.keys.model_and_tokenizer import ModelKeys
+from streamtune.recipe.keys.optimizer import OptimizerKeys
+from streamtune.recipe.keys.run import RunKeys
+from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
+
+
+class RowSettings(RunKeys, BatchKeys, TrainedTokenKeys, DataKeys):
+    """Settings of reading, rendering and fitting rows."""
+
+
+class TokenizerSettings(DataKeys, ModelKeys):
+    """Settings of a tokenizer: loaded, or trained on the rows."""
+
+
+class BatchSettings(RunKeys, LearningRateKeys, StepKeys, DeviceKeys, BatchKeys, TrainedTokenKeys):
+    """Settings of micro-batches, of the rows of an optimizer step, and of the learning rate that follows from them."""
+
+
+class ModelSettings(RunKeys, RouterKeys, DeviceKeys, EngineKeys, TrainedTokenKeys, AdapterKeys, ModelKeys):
+    """Settings of a model with its adapters, on the device or in the host's memory."""
+
+
+class OptimizerSettings(RunKeys, OptimizerKeys, LearningRateKeys, DeviceKeys, EngineKeys, AdapterKeys, ModelKeys):
+    """Settings of the update of the weights."""
+
+    @property
+    def step_kind(self) -> StepKind:
+        """The kind of an optimizer step: by the optimizer, and by the keys that change it."""
+        kind = step_kind(self.optim, self.optim_args)
+        if self.optim_in_backward:
+            kind = kind.in_backward(norm_first=self.max_grad_norm > 0 and self.clip_norm == "exact")
+        return kind.on_host() if self.engine.optimizer == "host" else kind
+
+
+class TrainingSettings(OptimizerSettings, BatchSettings, ModelSettings):
+    """Settings of an optimizer step."""
