@@ -119,6 +119,47 @@ def test_reading_recipes_and_schedules_needs_no_torch() -> None:
     assert wrong == []
 
 
+READERS = [
+    "cli/options.py",
+    "cli/plan.py",
+    "cli/recipes.py",
+    "cli/training.py",
+    "programs/bench/bench_command.py",
+    "programs/bench/bench_recipe.py",
+    "programs/evaluate/evaluate.py",
+    "programs/evaluate/teach.py",
+    "programs/export/source.py",
+    "programs/imports/conversion.py",
+    "programs/imports/importing.py",
+    "programs/probe/probe_recipe.py",
+    "programs/verify/verify_recipe.py",
+    "run/build.py",
+    "run/inspect.py",
+    "run/kept_plan.py",
+    "run/plan.py",
+    "run/ranks.py",
+    "run/recipe_lines.py",
+    "run/start.py",
+    "run/train.py",
+    "tasks/dpo.py",
+    "tasks/grpo/task.py",
+    "tasks/sft.py",
+    "tasks/task.py",
+]
+"""Files that read a whole recipe: commands, and the run and the tasks that they start."""
+
+
+def test_other_files_read_the_settings_of_their_part() -> None:
+    names = {"Recipe", "DpoRecipe", "GrpoRecipe", "LoadedRecipe"}
+    found = []
+    for file in FILES:
+        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+        if imported & names and file.relative_to(PACKAGE).parts[0] != "recipe":
+            found.append(file.relative_to(PACKAGE).as_posix())
+    assert found == READERS, "take the settings of recipe/settings.py; a list that got shorter is written down here"
+
+
 def test_only_runs_tasks_and_programs_see_a_recipe() -> None:
     """Everything else takes explicit arguments; and tasks are asked, not told apart."""
     wrong = []

@@ -63,7 +63,7 @@ def plan(
         return
     for note in loaded.notes:
         print_note(note)
-    print_page(page, loaded)
+    print_page(page, loaded.path)
 
 
 def _plan(loaded: LoadedRecipe, options: PlanOptions) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Column, Table
@@ -15,7 +16,7 @@ from .console import make_table, out, print_rows, print_table, print_title
 if TYPE_CHECKING:
     from streamtune.plan import Plan
     from streamtune.plan.simulate.scored import Scored
-    from streamtune.recipe import LoadedRecipe, Recipe
+    from streamtune.recipe.settings import OptimizerSettings, TrainingSettings
     from streamtune.run.plan import RecipePlan
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -47,9 +48,9 @@ def screen_texts(planned: RecipePlan) -> dict[str, Any]:
     }
 
 
-def print_page(page: dict[str, Any], loaded: LoadedRecipe) -> None:
+def print_page(page: dict[str, Any], path: Path) -> None:
     document, screen = page["document"], page["screen"]
-    print_title(f"plan {loaded.path}")
+    print_title(f"plan {path}")
     print_rows([(name, text) for name, text in screen["rows"]])
     of = " of each rank" if screen["ranks"] > 1 else ""
     print_table(f"memory{of} at the peak of the step, in the {document['phase']}", _memory_table(document, screen))
@@ -87,7 +88,7 @@ def _describe_step(planned: RecipePlan) -> str:
     )
 
 
-def _describe_scored(scored: Scored, recipe: Recipe) -> str:
+def _describe_scored(scored: Scored, recipe: TrainingSettings) -> str:
     """Describe a batch: ``1 pair of 2 x 65,536 tokens, prompt shared: 98,304 tokens``."""
     from streamtune.tasks import task_of
 
@@ -202,7 +203,7 @@ def describe_plan(chosen: Plan) -> str:
     return f"{text}; about {show_seconds(chosen.step_seconds)} a step of the longest rows"
 
 
-def describe_optimizer(recipe: Recipe) -> str:
+def describe_optimizer(recipe: OptimizerSettings) -> str:
     """Return the optimizer, and what it does in another way than usual."""
     text: str = recipe.optim
     if recipe.optim_states != "param":

@@ -29,6 +29,7 @@ from streamtune.recipe.yaml import MAX_BYTES, KeyPath, Marks, parse_scalar, read
 
 from .aliases import ALIASES, INSTEAD, SWITCHES, apply_aliases
 from .keys.datasets import DatasetSpec
+from .keys.run import RunKeys
 from .kinds import RECIPES, objectives_with
 from .mistakes import find_mistakes, to_error, unknown_key
 from .schema import Recipe
@@ -283,7 +284,7 @@ def _exists(path: Path, *, broken: bool = False) -> bool:
         return False
 
 
-def own_rewards(recipe: Recipe) -> list[str]:
+def own_rewards(recipe: RunKeys) -> list[str]:
     """Return the reward functions that are not built in: ``path.py:function``, ``module:function``, without options."""
     return [spec.partition("(")[0].strip() for spec in getattr(recipe, "reward_funcs", ()) if ":" in spec.split("(")[0]]
 

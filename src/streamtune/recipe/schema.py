@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from streamtune.recipe.keys import adapters, engine, loss
 from streamtune.recipe.keys.adapters import ADAPTER_RULES, QUANTIZATION_RULES, AdapterKeys
 from streamtune.recipe.keys.batching import BATCH_RULES, SELECTION_RULES, BatchKeys, StepKeys
-from streamtune.recipe.keys.datasets import DATASET_RULES, STREAMING_RULES, DataKeys
+from streamtune.recipe.keys.datasets import DATASET_RULES, STREAMING_RULES, CacheKeys, DataKeys
 from streamtune.recipe.keys.devices import DEVICE_RULES, DeviceKeys
 from streamtune.recipe.keys.engine import ENGINE_RULES, EngineKeys
 from streamtune.recipe.keys.learning_rate import LEARNING_RATE_RULES, WARMUP_RULES, LearningRateKeys
@@ -54,6 +54,7 @@ class Recipe(
     LossKeys,
     BatchKeys,
     TrainedTokenKeys,
+    CacheKeys,
     DataKeys,
     AdapterKeys,
     ModelKeys,

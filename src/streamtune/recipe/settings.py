@@ -6,6 +6,9 @@
     ModelSettings      the weights: from where, in which dtype, where they lie, with which adapters
     OptimizerSettings  the update of the weights
     TrainingSettings   an optimizer step: batches, model and update
+    PreferenceSettings the loss of preferences
+    PolicySettings     the loss on completions that the model writes
+    RolloutSettings    these completions and their rewards, besides
 
 Each class inherits from the topics in ``keys/`` and adds no key, so a key is written down once. A recipe is an instance
 of every class here; ``mypy`` refuses a function that reads a key beyond its annotation.
@@ -16,22 +19,26 @@ from __future__ import annotations
 from streamtune.base.optimizer_table import StepKind, step_kind
 from streamtune.recipe.keys.adapters import AdapterKeys
 from streamtune.recipe.keys.batching import BatchKeys, StepKeys
-from streamtune.recipe.keys.datasets import DataKeys
+from streamtune.recipe.keys.datasets import CacheKeys, DataKeys
 from streamtune.recipe.keys.devices import DeviceKeys
 from streamtune.recipe.keys.engine import EngineKeys
 from streamtune.recipe.keys.learning_rate import LearningRateKeys
-from streamtune.recipe.keys.loss import RouterKeys
+from streamtune.recipe.keys.loss import LossKeys, RouterKeys
 from streamtune.recipe.keys.model_and_tokenizer import ModelKeys
 from streamtune.recipe.keys.optimizer import OptimizerKeys
+from streamtune.recipe.keys.policy import PolicyKeys
+from streamtune.recipe.keys.preferences import PreferenceKeys
+from streamtune.recipe.keys.preset import ObjectiveKeys
+from streamtune.recipe.keys.rollouts import RewardKeys, RolloutKeys
 from streamtune.recipe.keys.run import RunKeys
 from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
 
 
-class RowSettings(RunKeys, BatchKeys, TrainedTokenKeys, DataKeys):
+class RowSettings(RunKeys, BatchKeys, TrainedTokenKeys, CacheKeys, DataKeys):
     """Settings of reading, rendering and fitting rows."""
 
 
-class TokenizerSettings(DataKeys, ModelKeys):
+class TokenizerSettings(CacheKeys, DataKeys, ModelKeys):
     """Settings of a tokenizer: loaded, or trained on the rows."""
 
 
@@ -39,8 +46,8 @@ class BatchSettings(RunKeys, LearningRateKeys, StepKeys, DeviceKeys, BatchKeys, 
     """Settings of micro-batches, of the rows of an optimizer step, and of the learning rate that follows from them."""
 
 
-class ModelSettings(RunKeys, RouterKeys, DeviceKeys, EngineKeys, TrainedTokenKeys, AdapterKeys, ModelKeys):
-    """Settings of a model with its adapters, on the device or in the host's memory."""
+class ModelSettings(RunKeys, RouterKeys, DeviceKeys, EngineKeys, LossKeys, TrainedTokenKeys, AdapterKeys, ModelKeys):
+    """Settings of a model with its adapters and its teacher, on the device or in the host's memory."""
 
 
 class OptimizerSettings(RunKeys, OptimizerKeys, LearningRateKeys, DeviceKeys, EngineKeys, AdapterKeys, ModelKeys):
@@ -55,5 +62,40 @@ class OptimizerSettings(RunKeys, OptimizerKeys, LearningRateKeys, DeviceKeys, En
         return kind.on_host() if self.engine.optimizer == "host" else kind
 
 
-class TrainingSettings(OptimizerSettings, BatchSettings, ModelSettings):
+class TrainingSettings(
+    OptimizerSettings,
+    BatchSettings,
+    ModelSettings,
+    RunKeys,  # the order of all topics is the recipe's
+    OptimizerKeys,
+    LearningRateKeys,
+    StepKeys,
+    RouterKeys,
+    DeviceKeys,
+    EngineKeys,
+    LossKeys,
+    BatchKeys,
+    TrainedTokenKeys,
+    CacheKeys,
+    AdapterKeys,
+    ModelKeys,
+    ObjectiveKeys,
+):
     """Settings of an optimizer step."""
+
+
+class PreferenceSettings(PreferenceKeys, EngineKeys, LossKeys, TrainedTokenKeys):
+    """Settings of a loss of preferences."""
+
+
+class PolicySettings(PolicyKeys, RolloutKeys, StepKeys, LossKeys):
+    """Settings of a loss on completions that the model writes itself."""
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """True if the policy may have changed between writing completions and training on them, and the loss asks."""
+        return not self.distils and self.num_iterations * self.steps_per_rollout > 1
+
+
+class RolloutSettings(PolicySettings, RewardKeys, TrainingSettings):
+    """Settings of writing completions, of scoring them and of learning from them."""

@@ -39,12 +39,12 @@ from streamtune.plan.simulate.workload import TeacherShape, Workload, sketch_flo
 from streamtune.recipe.keys.batching import BatchKeys
 from streamtune.recipe.keys.engine import EngineKeys, EngineSpec
 from streamtune.recipe.loader import LoadedRecipe
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.settings import ModelSettings, TrainingSettings
 from streamtune.run.cluster import RanksAsked, Wider, accumulation_of, cluster_of, links_for, wider_of
 from streamtune.run.device import choose_device, make_schedule, prepare_libraries
 from streamtune.run.kept_plan import PlanOptions
 from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint, train_largest
-from streamtune.run.precision import precise
+from streamtune.run.precision import Settings, precise
 from streamtune.run.recipe_lines import blame_recipe
 from streamtune.run.step_speed import peak_of
 from streamtune.run.tiers import first_that_fits, placements
@@ -239,12 +239,12 @@ def _select_flops(recipe: BatchKeys, workload: Workload) -> int:
 
 
 def _fastest(
-    choices: Sequence[Recipe],
-    workload_of: Callable[[Recipe], Workload],
+    choices: Sequence[Settings],
+    workload_of: Callable[[Settings], Workload],
     limits: Limits,
     rates: Rates,
     simulate: Simulate,
-) -> tuple[Recipe, Workload, Plan]:
+) -> tuple[Settings, Workload, Plan]:
     """Return the first of the choices that some schedule fits, its step, and the fastest of these schedules.
 
     Raises:
@@ -265,7 +265,7 @@ def _fastest(
 
 
 def place_recipe(
-    recipe: Recipe,
+    recipe: Settings,
     length: int,
     device: torch.device,
     completions: Callable[[Any], Completions | None] = lambda model: None,
@@ -274,7 +274,7 @@ def place_recipe(
     rows: int | None = None,
     begun: bool = False,
     cluster_of: Callable[[Any], Cluster] | None = None,
-) -> Recipe:
+) -> Settings:
     """Return the recipe of a run with its precision, and with weights or optimizer on the host where it must be.
 
     Called before the model is loaded, with all of the memory still free.
@@ -301,7 +301,7 @@ def place_recipe(
         return choices[0]
     scored = completions(model_of(first))
 
-    def workload_of(choice: Recipe) -> Workload:
+    def workload_of(choice: Settings) -> Workload:
         held = reference_bytes(task_of(choice), device)
         model = model_of(choice)
         found = make_workload(choice, model, LongestStep(length, scored, held), device, cluster)
@@ -310,11 +310,11 @@ def place_recipe(
     return first_that_fits(choices, workload_of, limits)
 
 
-def blueprints(device: torch.device) -> Callable[[Recipe], Any]:
+def blueprints(device: torch.device) -> Callable[[ModelSettings], Any]:
     """Return a function that makes the model of a recipe on ``meta``, once in each dtype."""
     made: dict[str, Any] = {}
 
-    def model_of(recipe: Recipe) -> Any:
+    def model_of(recipe: ModelSettings) -> Any:
         if recipe.dtype not in made:
             made[recipe.dtype] = make_blueprint(recipe, device)
         return made[recipe.dtype]
@@ -323,7 +323,7 @@ def blueprints(device: torch.device) -> Callable[[Recipe], Any]:
 
 
 def plan_model(
-    recipe: Recipe,
+    recipe: TrainingSettings,
     model: Any,
     longest: LongestStep,
     device: torch.device,
@@ -401,7 +401,11 @@ def announced(notify: Callable[[str], None]) -> Simulate:
 
 
 def make_workload(
-    recipe: Recipe, model: nn.Module, longest: LongestStep, device: torch.device, cluster: Cluster | None = None
+    recipe: TrainingSettings,
+    model: nn.Module,
+    longest: LongestStep,
+    device: torch.device,
+    cluster: Cluster | None = None,
 ) -> Workload:
     """Return the workload of a step of the recipe, for a simulation.
 
@@ -432,7 +436,7 @@ def make_workload(
     )
 
 
-def _teacher_of(recipe: Recipe, device: torch.device) -> TeacherShape | None:
+def _teacher_of(recipe: ModelSettings, device: torch.device) -> TeacherShape | None:
     """Return the head of the recipe's teacher, from its configuration; None without a teacher."""
     if recipe.teacher is None or recipe.teacher_file is not None:
         return None
@@ -450,7 +454,7 @@ def _teacher_of(recipe: Recipe, device: torch.device) -> TeacherShape | None:
 
 
 def recipe_workload(
-    recipe: Recipe, model: nn.Module, length: int, device: torch.device, *, cluster: Cluster | None = None
+    recipe: TrainingSettings, model: nn.Module, length: int, device: torch.device, *, cluster: Cluster | None = None
 ) -> Workload:
     """Return the workload of a step in the shape that the recipe's keys give it; arguments as :func:`make_workload`.
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.keys.preset import ObjectiveKeys
 from streamtune.tasks.dpo import Dpo
 from streamtune.tasks.grpo.task import Grpo
 from streamtune.tasks.sft import Sft
@@ -14,6 +14,6 @@ TASKS: dict[str, type[Task[Any]]] = {"sft": Sft, "dpo": Dpo, "grpo": Grpo}
 """Each ``objective`` of a recipe, and its task."""
 
 
-def task_of(recipe: Recipe) -> Task[Any]:
+def task_of(recipe: ObjectiveKeys) -> Task[Any]:
     """Return the task of a recipe, for questions that need neither data nor rewards."""
     return TASKS[recipe.objective](recipe)

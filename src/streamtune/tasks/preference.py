@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from streamtune import data, train
 from streamtune.engine import Branches, StreamHandle
-from streamtune.recipe.dpo import DpoRecipe
+from streamtune.recipe.settings import PreferenceSettings
 from streamtune.tasks import objectives
 from streamtune.tasks.reference import KeptLogps
 
@@ -100,7 +100,13 @@ class PreferenceBatches:
     """
 
     def __init__(
-        self, prepared: data.PreparedTrees, recipe: DpoRecipe, *, pad_token_id: int, share: bool, measures: bool
+        self,
+        prepared: data.PreparedTrees,
+        recipe: PreferenceSettings,
+        *,
+        pad_token_id: int,
+        share: bool,
+        measures: bool,
     ) -> None:
         self.prepared, self.recipe = prepared, recipe
         self.pad_token_id, self.share, self.measures = pad_token_id, share, measures
@@ -206,7 +212,7 @@ class PairObjective:
         reference: None where the loss has none.
     """
 
-    def __init__(self, handle: StreamHandle, recipe: DpoRecipe, reference: train.Reference | None) -> None:
+    def __init__(self, handle: StreamHandle, recipe: PreferenceSettings, reference: train.Reference | None) -> None:
         self.handle, self.recipe, self.reference = handle, recipe, reference
 
     def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = WORLD) -> int:
@@ -260,7 +266,7 @@ class UnpairedObjective:
     """
 
     def __init__(
-        self, handle: StreamHandle, recipe: DpoRecipe, reference: train.Reference, device: torch.device
+        self, handle: StreamHandle, recipe: PreferenceSettings, reference: train.Reference, device: torch.device
     ) -> None:
         self.handle, self.recipe, self.reference, self.device = handle, recipe, reference, device
         self.loss = objectives.check_unpaired(recipe.loss_type, **unpaired_knobs(recipe))
@@ -334,13 +340,13 @@ class UnpairedObjective:
         return train.autocast(self.device, bool(self.recipe.bf16))
 
 
-def pair_knobs(recipe: DpoRecipe) -> objectives.PairKnobs:
+def pair_knobs(recipe: PreferenceSettings) -> objectives.PairKnobs:
     """Return the parameters of losses of pairs that are keys of the recipe."""
     keys = [field.name for field in fields(objectives.PairKnobs) if field.name in type(recipe).model_fields]
     return objectives.PairKnobs(**{key: getattr(recipe, key) for key in keys})
 
 
-def unpaired_knobs(recipe: DpoRecipe) -> dict[str, float]:
+def unpaired_knobs(recipe: PreferenceSettings) -> dict[str, float]:
     """Return the settings of a recipe that losses of single completions read."""
     return {
         "beta": recipe.beta,

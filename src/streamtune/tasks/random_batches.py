@@ -16,9 +16,8 @@ from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.errors import DataError
 from streamtune.ops import TopKTeacher, top_classes
 from streamtune.plan.simulate.scored import Scored
-from streamtune.recipe.dpo import DpoRecipe
-from streamtune.recipe.grpo import GrpoRecipe
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.keys.preferences import PreferenceKeys
+from streamtune.recipe.settings import RolloutSettings, RowSettings
 from streamtune.tasks import objectives
 from streamtune.tasks.grpo.objective import PolicyBatch
 from streamtune.tasks.preference import PreferenceBatch, tree_batch
@@ -35,7 +34,7 @@ class RandomTokens:
         other: Another model that is given the same tokens, and may have fewer.
     """
 
-    def __init__(self, recipe: Recipe, model: Any, other: Any = None) -> None:
+    def __init__(self, recipe: RowSettings, model: Any, other: Any = None) -> None:
         self.recipe = recipe
         known = [each.get_input_embeddings().weight.shape[0] for each in (model, other) if each is not None]
         self._vocabulary = min(known)
@@ -59,14 +58,14 @@ class RandomTokens:
         ids, logprobs = top_classes(logits, k)
         return TopKTeacher.of_targets(batch.shift_labels, ids.int(), logprobs)
 
-    def preferences(self, recipe: DpoRecipe, scored: Scored) -> PreferenceBatch:
+    def preferences(self, recipe: PreferenceKeys, scored: Scored) -> PreferenceBatch:
         """Completions that are compared; the first of each prompt is the better one."""
         batch = self._preferences(recipe, scored)
         if recipe.unpaired and objectives.UNPAIRED_LOSSES[recipe.loss_type].needs_baseline:
             return PreferenceBatch(**{**vars(batch), "mismatched": self._preferences(recipe, scored)})
         return batch
 
-    def completions(self, recipe: GrpoRecipe, scored: Scored) -> PolicyBatch:
+    def completions(self, recipe: RolloutSettings, scored: Scored) -> PolicyBatch:
         """Completions of which every second one was better than the others."""
         signs = [1.0 - 2.0 * (number % 2) for number in range(scored.completions)]
         return PolicyBatch(**self._trees(scored), advantages_N=torch.tensor(signs))
@@ -75,7 +74,7 @@ class RandomTokens:
         """Prompts of ``length`` tokens."""
         return [self._ids(length) for _ in range(count)]
 
-    def _preferences(self, recipe: DpoRecipe, scored: Scored) -> PreferenceBatch:
+    def _preferences(self, recipe: PreferenceKeys, scored: Scored) -> PreferenceBatch:
         fields = self._trees(scored)
         known = torch.zeros(len(fields["row_K"])) if recipe.precompute_ref_log_probs else None
         labels = torch.arange(scored.completions) % 2 == 0 if recipe.unpaired else None
@@ -150,7 +149,7 @@ def _cut(tree: data.Tree, length: int) -> data.Tree:
 
 
 def random_completions(
-    recipe: GrpoRecipe, prompts: Sequence[data.Prompt], length: int, vocabulary: int
+    recipe: RolloutSettings, prompts: Sequence[data.Prompt], length: int, vocabulary: int
 ) -> list[data.Tree]:
     """Return the first prompts with random completions of different lengths, about ``length`` tokens in all rows."""
     draw = torch.Generator().manual_seed(recipe.seed)

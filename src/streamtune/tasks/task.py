@@ -35,7 +35,7 @@ from streamtune.ops import TokenLoss
 from streamtune.plan.simulate.scored import Completions, Scored
 from streamtune.recipe.dpo import DpoRecipe
 from streamtune.recipe.grpo import GrpoRecipe
-from streamtune.recipe.keys.datasets import DataKeys
+from streamtune.recipe.keys.datasets import CacheKeys
 from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
 from streamtune.recipe.schema import Recipe
 from streamtune.tasks.steps import RowCost, StepPlan, Steps, Units, accumulation, make_sampler, scaled_rate
@@ -588,7 +588,7 @@ def chat_options(recipe: TrainedTokenKeys) -> data.ChatOptions:
     )
 
 
-def row_cache(recipe: DataKeys) -> data.RowCache | None:
+def row_cache(recipe: CacheKeys) -> data.RowCache | None:
     """Return where prepared rows are kept; None where a recipe says that none are."""
     return data.RowCache(cache_folder() / "rows") if recipe.cache else None
 

@@ -28,7 +28,7 @@ from streamtune.programs.bench.subject import Job, Worker, env_of
 from streamtune.programs.bench.tables import Entry, TableName, TableReport, TableRow, length_entries
 from streamtune.programs.probe.prepare import prepare_step
 from streamtune.programs.probe.trial import Outcome, Shape, run_trial
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.settings import TrainingSettings
 from streamtune.run.device import choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import make_blueprint
 from streamtune.run.plan import recipe_workload
@@ -181,7 +181,7 @@ TRIAL_SECONDS = 1800.0
 
 
 def lengths_report(
-    recipe: Recipe,
+    recipe: TrainingSettings,
     job: Job,
     budget: Budget,
     method: str,
@@ -221,7 +221,7 @@ def lengths_report(
     return report
 
 
-def _measured_lengths(recipe: Recipe, job: Job, budget: Budget) -> tuple[dict[str, Any], TryLength]:
+def _measured_lengths(recipe: TrainingSettings, job: Job, budget: Budget) -> tuple[dict[str, Any], TryLength]:
     worker = Worker(job)
     try:
         env = worker.ask("env")
@@ -239,7 +239,7 @@ def _measured_lengths(recipe: Recipe, job: Job, budget: Budget) -> tuple[dict[st
     return env, attempt
 
 
-def _simulated_lengths(recipe: Recipe, job: Job, budget: Budget) -> tuple[dict[str, Any], TryLength]:
+def _simulated_lengths(recipe: TrainingSettings, job: Job, budget: Budget) -> tuple[dict[str, Any], TryLength]:
     kernels = torch.device("cpu" if recipe.device == "cpu" else "cuda")
     prepare_libraries(kernels)
     recipe = precise(recipe)

@@ -19,7 +19,8 @@ from streamtune.base.adapters import base_of
 from streamtune.engine import StreamHandle, decoder_layers
 from streamtune.plan.simulate.scored import Completions
 from streamtune.programs.export.source import TrainedModel, load_trained, load_trained_tokenizer
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.keys.model_and_tokenizer import ModelKeys
+from streamtune.recipe.settings import ModelSettings, TrainingSettings
 from streamtune.run.model import choose_quantization, make_reference_model
 from streamtune.run.plan import LongestStep, plan_model
 from streamtune.run.reference import load_reference, streamed
@@ -38,7 +39,7 @@ class EvaluatedModel:
     """True if the model is adapters on a base: without them it is what it was before training."""
 
 
-def load_evaluated_tokenizer(trained: TrainedModel, recipe: Recipe) -> Any:
+def load_evaluated_tokenizer(trained: TrainedModel, recipe: ModelKeys) -> Any:
     """Load the tokenizer of a trained model, with the recipe's chat template where it has none of its own.
 
     Raises:
@@ -54,7 +55,7 @@ def load_evaluated_tokenizer(trained: TrainedModel, recipe: Recipe) -> Any:
 
 def load_evaluated(
     trained: TrainedModel,
-    recipe: Recipe,
+    recipe: ModelSettings,
     tokenizer: Any,
     device: torch.device,
     *,
@@ -97,7 +98,7 @@ def load_evaluated(
     return EvaluatedModel(model, trained.adapters)
 
 
-def _base(trained: TrainedModel, recipe: Recipe, notify: Notify) -> tuple[str | None, bool]:
+def _base(trained: TrainedModel, recipe: ModelKeys, notify: Notify) -> tuple[str | None, bool]:
     """Return the base to name in place of the adapters' own, and True if the recipe alone says how to make one."""
     if not trained.adapters:
         return None, False
@@ -164,7 +165,7 @@ def make_scored_reference(
 
 
 def plan_evaluation(
-    recipe: Recipe,
+    recipe: TrainingSettings,
     model: Any,
     length: int,
     device: torch.device,

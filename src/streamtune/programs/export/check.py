@@ -39,7 +39,7 @@ from streamtune.errors import StreamTuneError
 from streamtune.models import with_generation
 from streamtune.programs.export.merge import Rounding, widened
 from streamtune.programs.export.source import TrainedModel
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
 from streamtune.run.recipe_lines import make_sources
 from streamtune.tasks import task_of
 from streamtune.tasks.task import chat_options
@@ -395,7 +395,7 @@ def _ids(row: Any) -> list[int]:
     return [int(token) for token in row.input_ids]
 
 
-def _encode(tokenizer: Any, prompt: str, recipe: Recipe) -> list[int]:
+def _encode(tokenizer: Any, prompt: str, recipe: TrainedTokenKeys) -> list[int]:
     return models.encode_prompt(tokenizer, prompt, chat_options(recipe))
 
 

@@ -24,7 +24,7 @@ from streamtune.errors import ArgumentError
 from streamtune.models import end_tokens, load_tokenizer
 from streamtune.programs.export.source import find_trained, load_trained
 from streamtune.programs.generate.prompt_files import Asked, ToolPrompt
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
 from streamtune.run.device import choose_device, prepare_libraries
 from streamtune.tasks.rollout import Sampling, TransformersWriter, WritingStopped
 
@@ -60,7 +60,7 @@ class GenerateOptions:
     split_special_tokens: bool = False
     """Special tokens that a prompt spells stay text; of a run as its recipe says."""
 
-    def trained_by(self, recipe: Recipe) -> GenerateOptions:
+    def trained_by(self, recipe: TrainedTokenKeys) -> GenerateOptions:
         """Return the options with what a recipe gives to the chat template, where they say nothing else."""
         return replace(
             self,

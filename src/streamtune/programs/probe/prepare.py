@@ -21,7 +21,7 @@ from streamtune.plan.simulate.memory import device_held_bytes
 from streamtune.plan.simulate.scored import Completions, PlainScores, use_checkpointing
 from streamtune.programs.probe.trial import BudgetExceededError, Shape, TrainingStep
 from streamtune.recipe.keys.engine import EngineSpec
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.settings import TrainingSettings
 from streamtune.run.device import prepare_libraries, stream_model
 from streamtune.run.model import make_model_alone, make_reference_alone, train_largest
 from streamtune.run.plan import LongestStep, place_recipe, plan_model, shares_prompts
@@ -36,7 +36,7 @@ from streamtune.train.loop import take_gradients
 from streamtune.train.step import explain_out_of_memory
 
 
-def prepare_step(recipe: Recipe, device_name: str, budget: Budget, shape: Shape) -> TrainingStep:
+def prepare_step(recipe: TrainingSettings, device_name: str, budget: Budget, shape: Shape) -> TrainingStep:
     """Make the model, the optimizer and the step of a trial, in its process.
 
     Raises:
@@ -96,7 +96,7 @@ def make_reference(
     return streamed(held, handle, temperature=task.temperature)
 
 
-def _placed(task: Task[Any], shape: Shape, budget: Budget, device: torch.device) -> Recipe:
+def _placed(task: Task[Any], shape: Shape, budget: Budget, device: torch.device) -> TrainingSettings:
     """Return the recipe as a run of batches like these has it: precision, and weights or optimizer on the host."""
     recipe = task.recipe
 
@@ -131,7 +131,9 @@ def _planned(
         raise BudgetExceededError("device", f"device memory: {error.what}") from error
 
 
-def take_step(recipe: Recipe, trial: TrialStep, optimizer: torch.optim.Optimizer, random_step: RandomStep) -> float:
+def take_step(
+    recipe: TrainingSettings, trial: TrialStep, optimizer: torch.optim.Optimizer, random_step: RandomStep
+) -> float:
     """Run one optimizer step, as ``train.loop`` does; return the norm of the gradient, nan for one of losses alone."""
     settings = train.TrainSettings(
         total_steps=1,

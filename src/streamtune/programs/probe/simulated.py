@@ -25,7 +25,7 @@ from streamtune.plan.simulate.workload import Workload
 from streamtune.plan.traffic import Pace
 from streamtune.programs.probe.probe import ProbeTask, Trial
 from streamtune.programs.probe.trial import Cause, Outcome, Shape
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.settings import TrainingSettings
 from streamtune.run.cluster import RanksAsked, cluster_of, links_for
 from streamtune.run.plan import announced, blueprints, recipe_workload
 from streamtune.run.precision import precise
@@ -35,7 +35,12 @@ from streamtune.tasks import task_of
 
 
 def simulated(
-    recipe: Recipe, task: ProbeTask, target: Device | None, here: torch.device, rates: Rates, asked: RanksAsked
+    recipe: TrainingSettings,
+    task: ProbeTask,
+    target: Device | None,
+    here: torch.device,
+    rates: Rates,
+    asked: RanksAsked,
 ) -> SimulatedTrials:
     """Return a function that makes trials by simulation.
 

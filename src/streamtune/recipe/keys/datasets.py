@@ -133,6 +133,10 @@ class DataKeys(Spec):
     shuffle_buffer: Count = 10_000
     """`streaming`: rows in memory that the next one is drawn from, fewer where they are long."""
 
+
+class CacheKeys(Spec):
+    """Files that are kept for the next start."""
+
     cache: bool = True
     """Keep prepared rows and a trained tokenizer on disk, under a hash of the files, the tokenizer and the options that
     they are made of, for the next start."""

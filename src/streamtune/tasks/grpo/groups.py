@@ -12,7 +12,7 @@ import torch
 
 from streamtune import data
 from streamtune.errors import ArgumentError
-from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.recipe.keys.rollouts import RewardKeys
 from streamtune.recipe.loader import own_rewards
 from streamtune.tasks import rewards
 from streamtune.tasks.grpo.objective import Metrics, PolicyBatch
@@ -267,7 +267,7 @@ class RewardScorer:
 
 
 def load_functions(
-    recipe: GrpoRecipe, folder: Path, notify: Callable[[str], None] = lambda message: None
+    recipe: RewardKeys, folder: Path, notify: Callable[[str], None] = lambda message: None
 ) -> rewards.Rewards:
     """Load the reward functions of a recipe, or none; modules of the user's own are looked for in ``folder``.
 

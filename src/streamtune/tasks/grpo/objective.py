@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from streamtune import train
 from streamtune.engine import StreamHandle
 from streamtune.ops import Divergence, TokenLoss
-from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.recipe.settings import PolicySettings
 from streamtune.tasks.objectives import POLICY_LOSSES, StepTotals, check_policy, group_advantages, policy_loss
 from streamtune.tasks.objectives.ragged import counts
 
@@ -91,7 +91,7 @@ class RolloutObjective(ABC):
         recipe: Gives the loss and its settings.
     """
 
-    def __init__(self, handle: StreamHandle | None, recipe: GrpoRecipe) -> None:
+    def __init__(self, handle: StreamHandle | None, recipe: PolicySettings) -> None:
         self.recipe = recipe
         self.supervised = train.SupervisedObjective(handle)
 
@@ -128,7 +128,7 @@ class PolicyObjective(RolloutObjective):
         recipe: Gives the loss and its settings.
     """
 
-    def __init__(self, handle: StreamHandle, recipe: GrpoRecipe) -> None:
+    def __init__(self, handle: StreamHandle, recipe: PolicySettings) -> None:
         super().__init__(handle, recipe)
         self.handle = handle
         self._loss = policy_knobs(recipe)
@@ -173,7 +173,7 @@ class DistillationObjective(RolloutObjective):
     """
 
     def __init__(
-        self, handle: StreamHandle | None, recipe: GrpoRecipe, loss: TokenLoss, teacher: train.ModelReference
+        self, handle: StreamHandle | None, recipe: PolicySettings, loss: TokenLoss, teacher: train.ModelReference
     ) -> None:
         super().__init__(handle, recipe)
         self.of_tokens = train.SupervisedObjective(handle, loss, teacher)
@@ -205,7 +205,7 @@ class CompletionLoss(ABC):
     nothing_learnt: ClassVar[tuple[str, str]]
     """Why a rollout may have no gradient, and the fix where several in a row have none."""
 
-    def __init__(self, recipe: GrpoRecipe) -> None:
+    def __init__(self, recipe: PolicySettings) -> None:
         self.recipe = recipe
 
     @abstractmethod
@@ -337,12 +337,12 @@ class TeacherLoss(CompletionLoss):
         return DistillationObjective(handle, self.recipe, self.token_loss, reference)
 
 
-def completion_loss(recipe: GrpoRecipe) -> CompletionLoss:
+def completion_loss(recipe: PolicySettings) -> CompletionLoss:
     """Return the loss that ``loss_type`` names."""
     return (TeacherLoss if recipe.distils else RewardLoss)(recipe)
 
 
-def policy_knobs(recipe: GrpoRecipe) -> dict[str, Any]:
+def policy_knobs(recipe: PolicySettings) -> dict[str, Any]:
     """Return the settings of a recipe that policy-gradient losses read."""
     return {
         "epsilon_low": recipe.epsilon,

@@ -22,7 +22,7 @@ from torch import Tensor
 from streamtune import data, train
 from streamtune.engine import StreamHandle
 from streamtune.errors import OutOfMemoryError
-from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.recipe.settings import RolloutSettings
 from streamtune.tasks import rollout
 from streamtune.tasks.grpo.groups import BatchLayout, Group, ScoreCompletions, passing_completion, remember_logprobs
 from streamtune.tasks.grpo.shared_rollout import SharedLogprobs
@@ -40,7 +40,7 @@ T = TypeVar("T")
 class RolloutTools:
     """The parts of a run that write, score and measure completions; each rank calls them with the same arguments."""
 
-    recipe: GrpoRecipe
+    recipe: RolloutSettings
     """The recipe, with the micro-batches of all ranks together."""
     prompts: data.PreparedPrompts
     """The prompts to train on, and the held-out ones."""
@@ -165,7 +165,7 @@ class RolloutRule(ABC):
 
     @classmethod
     @abstractmethod
-    def applies(cls, recipe: GrpoRecipe) -> bool:
+    def applies(cls, recipe: RolloutSettings) -> bool:
         """Return True if runs of this recipe follow the rule."""
 
     @classmethod  # noqa: B027 (most rules read nothing of it)
@@ -202,7 +202,7 @@ class KlInReward(RolloutRule):
     """Subtract the KL of the whole completion from its reward, for losses that have it there."""
 
     @classmethod
-    def applies(cls, recipe: GrpoRecipe) -> bool:
+    def applies(cls, recipe: RolloutSettings) -> bool:
         return recipe.beta > 0 and not recipe.distils and POLICY_LOSSES[recipe.loss_type].kl_in_reward
 
     def scored(self, scored: ScoredRollout) -> None:
@@ -224,7 +224,7 @@ class GreedyBaseline(RolloutRule):
     """Score the greedy completion of each prompt, which the advantages of ``remax`` are measured from."""
 
     @classmethod
-    def applies(cls, recipe: GrpoRecipe) -> bool:
+    def applies(cls, recipe: RolloutSettings) -> bool:
         return recipe.loss_type == "remax"
 
     def scored(self, scored: ScoredRollout) -> None:
@@ -237,7 +237,7 @@ class GroupAdvantages(RolloutRule):
     """Set the advantages that ``loss_type`` and ``scale_rewards`` say."""
 
     @classmethod
-    def applies(cls, recipe: GrpoRecipe) -> bool:
+    def applies(cls, recipe: RolloutSettings) -> bool:
         return not recipe.distils
 
     def scored(self, scored: ScoredRollout) -> None:
@@ -258,7 +258,7 @@ class RewardSpread(RolloutRule):
     """Keep the spread of rewards to show it: a loss of a teacher (``gkd``) has no advantages."""
 
     @classmethod
-    def applies(cls, recipe: GrpoRecipe) -> bool:
+    def applies(cls, recipe: RolloutSettings) -> bool:
         return recipe.distils
 
     def scored(self, scored: ScoredRollout) -> None:
@@ -280,7 +280,7 @@ class Allocation(RolloutRule):
         self.norms = rollout.GradientNorms()
 
     @classmethod
-    def applies(cls, recipe: GrpoRecipe) -> bool:
+    def applies(cls, recipe: RolloutSettings) -> bool:
         return recipe.allocation != "equal"
 
     @classmethod
@@ -332,7 +332,7 @@ ROLLOUT_RULES: tuple[type[RolloutRule], ...] = (
 """All rules, in the order in which they see a scored rollout."""
 
 
-def rules_of(recipe: GrpoRecipe) -> list[type[RolloutRule]]:
+def rules_of(recipe: RolloutSettings) -> list[type[RolloutRule]]:
     """Return the rules that runs of a recipe follow, in their order."""
     return [rule for rule in ROLLOUT_RULES if rule.applies(recipe)]
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from streamtune import data, train
 from streamtune.errors import ArgumentError
-from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.recipe.settings import RolloutSettings
 from streamtune.tasks import rollout
 from streamtune.tasks.grpo.groups import ScoreCompletions
 from streamtune.tasks.grpo.objective import PolicyBatch
@@ -20,9 +20,10 @@ from streamtune.tasks.rewards import RewardScores
 from streamtune.tasks.steps import accumulation
 
 T = TypeVar("T")
+Settings = TypeVar("Settings", bound=RolloutSettings)
 
 
-def of_all_ranks(recipe: GrpoRecipe, world: train.World) -> GrpoRecipe:
+def of_all_ranks(recipe: Settings, world: train.World) -> Settings:
     """Return the recipe with the micro-batches of all ranks together, as one rank would need them for the same steps.
 
     Raises:

@@ -32,7 +32,7 @@ from streamtune.data.reading.readers import Row
 from streamtune.data.rendering.render import RowRenderer
 from streamtune.data.row_types import detect_type, normalise
 from streamtune.errors import CheckpointError, DataError, RunError
-from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.recipe.settings import RolloutSettings
 from streamtune.tasks import rewards, rollout
 from streamtune.tasks.grpo.groups import Group, any_gradient, group_metrics, micro_batches
 from streamtune.tasks.grpo.objective import MeasuredBatch, PolicyBatch, completion_loss
@@ -327,7 +327,9 @@ class WarmSteps:
         DataError: A row has no answer, or is longer than a prompt and its completion may be.
     """
 
-    def __init__(self, recipe: GrpoRecipe, prompts: Sequence[data.Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, recipe: RolloutSettings, prompts: Sequence[data.Prompt], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         render = RowRenderer(tokenizer, train_on="completion", notify=lambda text: None, chat=chat_options(recipe))
         self.examples = [_demonstration(prompt, render, recipe.max_length) for prompt in prompts]
         render.log.finish()
