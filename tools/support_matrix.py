@@ -88,9 +88,7 @@ def _set_up(recipe: Recipe, ranks: int) -> None:
     if getattr(recipe, "use_vllm", False):
         recipe = recipe.model_copy(update={"use_vllm": False})  # accepted by then; it would look for the package
     kind = type(recipe)
-    names = (
-        () if kind is Recipe else [key for key in kind.model_fields if key in kind.__annotations__ or key in OF_TEACHER]
-    )
+    names = () if kind is Recipe else [key for key in kind.model_fields if _is_own(kind, key) or key in OF_TEACHER]
     own = tuple((key, getattr(recipe, key)) for key in names)
     _check_loss(recipe.objective, own)
     task = TASKS[recipe.objective](recipe)
@@ -99,6 +97,12 @@ def _set_up(recipe: Recipe, ranks: int) -> None:
     task.check_ranks(here, world)
     assert recipe.model is not None, "all of them have a model of a configuration"
     _stream(recipe.model.init["model_type"], *(getattr(recipe, key) for key in ROUTER_KEYS))
+
+
+def _is_own(kind: type[Recipe], key: str) -> bool:
+    """Return True if an objective adds a key to those of every recipe, or gives it other values."""
+    own, common = kind.model_fields[key], Recipe.model_fields.get(key)
+    return common is None or (own.annotation, own.default) != (common.annotation, common.default)
 
 
 OF_TEACHER = ("teacher", "kd_divergence")
