@@ -218,7 +218,7 @@ class NaturalGaLore(torch.optim.Optimizer):
 
 
 class Expanded(torch.optim.Optimizer):
-    """Torch's AdamW on moments that are rounded after each step; test_expanded_fp8.py has the rounding."""
+    """Torch's AdamW on moments that are rounded after each step; test_narrow_states.py has the rounding."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {"lr": RATE})
@@ -500,3 +500,26 @@ def test_weights_that_are_rounded_stochastically_are_the_same_in_any_order() -> 
     other = Net(torch.bfloat16)
     run_steps(other, backend_of(other, "adamw_torch_8bit", "after", args=args, seed=1), range(4))
     assert not all(map(torch.equal, other.parameters(), found["after"]))
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        build_optimizer(OptimChoice("adam", 1.0), torch.nn.Linear(2, 2).named_parameters())
+    assert "'adamw'" in caught.value.mend
+
+
+def test_only_matrices_decay_and_only_trainable_parameters_are_held() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 2))
+    model[2].weight.requires_grad_(False)
+    optimizer = build_optimizer(OptimChoice("adamw", 0.1, weight_decay=0.5), model.named_parameters())
+    decayed, kept = optimizer.param_groups
+    assert decayed["params"] == [model[0].weight]
+    assert decayed["weight_decay"] == 0.5
+    assert {id(p) for p in kept["params"]} == {id(p) for p in (model[0].bias, *model[1].parameters(), model[2].bias)}
+    assert kept["weight_decay"] == 0.0
+
+
+def test_nothing_to_train_is_refused() -> None:
+    model = torch.nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ArgumentError, match="nothing to train"):
+        build_optimizer(OptimChoice("adamw", 0.1), model.named_parameters())
