@@ -58,7 +58,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
         return call
 
-    monkeypatch.setattr(operators, "GAINING", {"cpu", "cuda"})
+    monkeypatch.setattr(operators, "FUSION_DEVICES", {"cpu", "cuda"})
     for name in ("rms_norm", "rotary"):
         monkeypatch.setattr(fused, name, counted(name))
     return found

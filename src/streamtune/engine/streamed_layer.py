@@ -21,7 +21,7 @@ from streamtune.engine.scan import mixers_with_a_bare_scan
 from streamtune.engine.sharded import FlatParametersError
 from streamtune.engine.waiting import WaitingWeights
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.ops.fused import gains
+from streamtune.ops.fused import fusion_pays
 from streamtune.schedule import Schedule
 
 Scope = Callable[[], AbstractContextManager[Any]]
@@ -79,7 +79,7 @@ class StreamedLayer:
 
     def scopes(self, device: torch.device) -> list[Scope]:
         """Return the contexts in which the layer's own parts run on a chunk."""
-        return [self.fused.used] if self.fused is not None and gains(device) else []
+        return [self.fused.used] if self.fused is not None and fusion_pays(device) else []
 
     @contextmanager
     def on_device(self, parameters: Sequence[Tensor], prefetch: int | None = None) -> Iterator[list[Tensor]]:

@@ -69,10 +69,10 @@ def passed_on(tensors: Sequence[Tensor], group: Any) -> tuple[list[Tensor], list
     received = [torch.empty_like(tensor) for tensor in sent]
     calls = [dist.P2POp(dist.isend, x, to, group, tag) for tag, x in enumerate(sent)]
     calls += [dist.P2POp(dist.irecv, x, source, group, tag) for tag, x in enumerate(received)]
-    return received, [*dist.batch_isend_irecv(calls), _Kept(sent)]
+    return received, [*dist.batch_isend_irecv(calls), _SentTensors(sent)]
 
 
-class _Kept:
+class _SentTensors:
     """A reference to the tensors that are being sent, dropped in ``wait``."""
 
     def __init__(self, tensors: list[Tensor]) -> None:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from streamtune.ops.devices import blocks, kernel_device
 
-GAINING = {"cuda"}
+FUSION_DEVICES = {"cuda"}
 """Types of devices on which each operator of a formula is a kernel of its own, which reads and writes memory."""
 
 
-def gains(device: torch.device) -> bool:
+def fusion_pays(device: torch.device) -> bool:
     """Return True if operator fusion pays off on a device."""
-    return kernel_device(device) in GAINING
+    return kernel_device(device) in FUSION_DEVICES
 
 
 def outer(grad_nV: Tensor, hidden_nC: Tensor, dtype: torch.dtype) -> Tensor:

@@ -165,7 +165,6 @@ TOGETHER: dict[str, Callable[[ParamGroups, OptimChoice, Mapping[int, str]], torc
 
 
 def _check_rank(rank: int, matrices: list[nn.Parameter]) -> None:
-    """Refuse a rank that makes no gradient smaller."""
     sides = [min(parameter.shape) for parameter in matrices]
     if not sides or rank >= max(sides):
         what = f"the largest has {max(sides)} rows or columns" if sides else "there are none"

@@ -28,7 +28,7 @@ from streamtune.ops.attention.mask import MaskView, Segment, masked_score
 from streamtune.ops.attention.view_kernels import attend_whole, backward_whole, fused_view_kernel
 from streamtune.ops.devices import autocast_kind, blocks, repeated
 from streamtune.ops.first_order import first_order
-from streamtune.ops.fused import gains
+from streamtune.ops.fused import fusion_pays
 
 R = TypeVar("R")
 
@@ -36,7 +36,7 @@ KEY_BLOCK = 1024
 """Keys whose gradient a backward computes at once, unless it has more queries. A prefix is as long as the sequence, but
 a kernel's memory for dK and dV of a block is not."""
 
-MORE_KEYS = 2
+KEYS_PER_QUERY = 2
 """Keys of a block for each query, on devices where every call costs launches and a pass over dQ."""
 
 TILE_ELEMENTS = 1 << 22
@@ -45,7 +45,7 @@ TILE_ELEMENTS = 1 << 22
 
 def key_block(queries: int, device: torch.device) -> int:
     """Return how many keys' gradients the backward of so many queries computes at once."""
-    return max(KEY_BLOCK, queries * (MORE_KEYS if gains(device) else 1))
+    return max(KEY_BLOCK, queries * (KEYS_PER_QUERY if fusion_pays(device) else 1))
 
 
 def prefix_attention(
@@ -369,7 +369,7 @@ class Piece:
         first, keys = view.q_start + segment.q_start, (view.k_start + segment.start, view.k_start + segment.stop)
         return view.mask.tile(first + rows.start, first + rows.stop, *keys, segment.row)
 
-    def _kept(self, shape: torch.Size, rows: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def _dropout_factor(self, shape: torch.Size, rows: slice, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return dropout's factor on the weights of a tile: a function of the seed, the segment and the rows."""
         place = 1_000_003 * self.segment.start + self.segment.q_start + rows.start
         seed = (self.seed + place + (self.segment.row or 0) * (1 << 48)) % (1 << 62)
@@ -386,7 +386,7 @@ class Piece:
             lse_tile = s.logsumexp(-1)
             p = s.sub_(lse_tile[..., None]).exp_()
             if self.rule.dropout:
-                p = p * self._kept(p.shape, rows, p.device, dtype)
+                p = p * self._dropout_factor(p.shape, rows, p.device, dtype)
             o_tile = (p.flatten(2, 3) @ v).unflatten(2, p.shape[2:4])
             o[:, :, rows], lse[:, :, rows] = o_tile.flatten(1, 2), lse_tile.flatten(1, 2)
         return o, lse
@@ -407,8 +407,8 @@ class Piece:
             grad_p = (grad_tile @ wide_v.mT).unflatten(2, shape)
             weights = p
             if self.rule.dropout:
-                kept = self._kept(p.shape, rows, p.device, dtype)
-                grad_p, weights = grad_p * kept, p * kept
+                factor = self._dropout_factor(p.shape, rows, p.device, dtype)
+                grad_p, weights = grad_p * factor, p * factor
             grad_v += weights.flatten(2, 3).mT @ grad_tile
             grad_s = p * (grad_p - delta_BGRT[:, :, :, rows, None])
             grad_s = (grad_s if slope is None else grad_s * slope).mul_(self.rule.scale).flatten(2, 3)

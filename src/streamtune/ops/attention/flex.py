@@ -41,7 +41,7 @@ class FlexView:
 
     def __init__(self, view: MaskView, scale: float, softcap: float | None) -> None:
         self.view, self.scale, self.softcap = view, scale, softcap
-        self._kept: tuple[Tensor, ...] | None = None
+        self._saved: tuple[Tensor, ...] | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> tuple[Tensor, Tensor]:
         """Compute ``ViewKernel.forward``. With ``for_backward`` the graph is kept, and :meth:`backward` uses it."""
@@ -51,7 +51,7 @@ class FlexView:
             leaves = [x.detach().requires_grad_(graph) for x in (q, k, v)]
             o, lse = self._run(*leaves)
         if for_backward:
-            self._kept = (*leaves, o, lse)
+            self._saved = (*leaves, o, lse)
         return o.detach(), lse.detach()
 
     def backward(self, grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Grads:
@@ -61,11 +61,11 @@ class FlexView:
         log-sum-exp. With ``a = exp(lse_own - lse)``, ``a P`` is the wanted softmax, whose ``dS`` has ``a rowsum(dO o)``
         in the middle: ``g`` is the difference.
         """
-        if self._kept is None:
+        if self._saved is None:
             self.forward(q, k, v, for_backward=True)
-        assert self._kept is not None
-        *leaves, own_o, own_lse = self._kept
-        self._kept = None
+        assert self._saved is not None
+        *leaves, own_o, own_lse = self._saved
+        self._saved = None
         wide = own_lse.dtype
         share = (own_lse.detach() - lse.to(wide)).exp()
         inner = (grad_o.to(wide) * (own_o.detach().to(wide) - o.to(wide))).sum(-1)

@@ -28,7 +28,7 @@ MARGIN = 0.95
 """Share of an earlier kernel's time below which a later one in the list is preferred."""
 TIMED = ((2048, 16384), (2048, 6144))
 """Queries and keys of the problems that are timed: a chunk over prefixes of two lengths."""
-USES = 1000
+CALLS_OF_SHAPE = 1000
 """Calls of a shape in a run, among which the extra time of the first is divided: tens of layers, in many rows."""
 
 
@@ -364,8 +364,8 @@ def median_seconds(
 ) -> float | None:
     """Return the seconds of forward and backward of a chunk's queries over its prefix, summed over ``shapes``.
 
-    For each shape it is the median of a few runs, and a share of the first run (:data:`USES`). Return None if the
-    device has too little memory.
+    For each shape it is the median of a few runs, and a share of the first run (:data:`CALLS_OF_SHAPE`). Return None if
+    the device has too little memory.
     """
     generator, scores = torch.Generator(device).manual_seed(0), Scores(heads.size**-0.5)
     total = 0.0
@@ -380,7 +380,7 @@ def median_seconds(
                 q, grad = (drawn(generator, dtype, 1, heads.queries, queries, heads.size) for _ in range(2))
                 k, v = (drawn(generator, dtype, 1, heads.groups, keys, heads.size) for _ in range(2))
                 first = median_time(run, device, runs=1)
-                total += median_time(run, device, RUNS) + first / USES
+                total += median_time(run, device, RUNS) + first / CALLS_OF_SHAPE
         except RuntimeError:
             return None
     return total

@@ -60,7 +60,7 @@ def _cpu_backward(grad_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, ls
 
 
 CPU = Kernel("cpu-flash", _cpu_forward, _cpu_backward, takes_bias=True)
-USUAL_HEADS = TrialHeads(32, 8, 128)
+HEADS_OF_8B = TrialHeads(32, 8, 128)
 """Heads of an 8B model, for the trial that ``streamtune env`` shows."""
 
 
@@ -144,7 +144,7 @@ def _device(index: int) -> torch.device:
 
 def kernel_names(device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> dict[str, str]:
     """Return the names of the kernels that run without and with a mask, for ``streamtune env``."""
-    heads = TrialHeads(USUAL_HEADS.queries, USUAL_HEADS.groups, head_dim)
+    heads = TrialHeads(HEADS_OF_8B.queries, HEADS_OF_8B.groups, head_dim)
     chosen = {
         label: _choose(device.type, device.index or 0, dtype, heads, biased, active_flash())
         for label, biased in (("unmasked", False), ("masked", True))
@@ -155,7 +155,7 @@ def kernel_names(device: torch.device, dtype: torch.dtype, head_dim: int = 128) 
 
 def use_installed_flash(device: torch.device) -> None:
     """Activate the fastest installed implementation of torch's flash attention, for the whole process."""
-    use_fastest_flash(device, FLASH, USUAL_HEADS)
+    use_fastest_flash(device, FLASH, HEADS_OF_8B)
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:

@@ -147,7 +147,6 @@ class MaskView(NoTensor):
         ]
 
     def _of_stretch(self, row: int | None, start: int, stop: int, stretch: Stretch) -> list[Segment]:
-        """Return the segments of queries ``[start, stop)`` in ``stretch``."""
         first, window, pieces = max(self.k_start, stretch.first), self.mask.window, []
         queries = (start, stop)
         end = min(stretch.stop, self.k_stop) if stretch.mutual else stop

@@ -156,7 +156,6 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, settings: _RingSettings) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of all queries over the blocks of all ranks."""
     wide = torch.promote_types(q.dtype, torch.float32)
     o = torch.zeros(*q.shape[:3], v.shape[-1], dtype=wide, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)

@@ -203,9 +203,9 @@ def fused_view_kernel(
     if softcap is None and (by_formula or windowed) and (band := band_of(view, scale)) is not None:
         problem = (q.device.index or 0, q.dtype, heads, windowed)
         return band if _band_is_chosen(*problem, active_flash()) else None
-    many = len(segments) > FEW
+    many = len(segments) > MAX_SEGMENTS
     if softcap is None and (by_formula or windowed or many) and (rows := rows_of(view, scale)) is not None:
-        near = windowed or rows.stop - rows.first <= NEAR * q.shape[2]
+        near = windowed or rows.stop - rows.first <= MAX_KEYS_PER_QUERY * q.shape[2]
         if near and rows_are_right(q.device, q.dtype, heads.size, windowed, active_flash()):
             return rows
     if not by_formula or (softcap is None and not many and not any(segment.masked for segment in segments)):
@@ -244,9 +244,9 @@ def _attempt(kernel: ViewKernel, run: Callable[[], R]) -> R | None:
         return None
 
 
-FEW = 4
+MAX_SEGMENTS = 4
 """Most segments that are attended one by one: two packed rows."""
-NEAR = 2
+MAX_KEYS_PER_QUERY = 2
 """Most keys for each query whose gradients one call of packed rows may compute."""
 
 

@@ -164,8 +164,6 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class _Sweep(HeadSettings):
-    """Settings of a head and its loss."""
-
     loss: TokenLoss
     weights_N: Tensor | None  # noqa: N815
     teacher: TeacherHead | TopKTeacher | None
