@@ -87,12 +87,12 @@ class LazyLogits:
         step: Any = ELEMENTWISE.get(func)
         lazy = next((arg for arg in args if isinstance(arg, LazyLogits)), None)
         others = [arg for arg in args if arg is not lazy]
-        if step is None or lazy is None or not all(_is_scalar(arg) for arg in others):
+        if step is None or lazy is None or not all(is_scalar(arg) for arg in others):
             raise _refuse(getattr(func, "__name__", str(func)))
         return lazy.then(lambda x: step(*(x if arg is lazy else arg for arg in args), **(kwargs or {})))
 
     def _scalar(self, step: Callable[[Any, Any], Any], other: Any) -> LazyLogits:
-        if not _is_scalar(other):
+        if not is_scalar(other):
             raise _refuse("arithmetic with a tensor")
         return self.then(lambda x: step(x, other))
 
@@ -207,7 +207,8 @@ def _cross_entropy(
     return input.owner.cross_entropy(input, target, None if reduction == "mean" else 1.0, ignore_index)
 
 
-def _is_scalar(value: Any) -> bool:
+def is_scalar(value: Any) -> bool:
+    """Return True for a number, or a tensor that holds one and needs no gradient."""
     return isinstance(value, int | float) or (
         isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad
     )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from streamtune.engine.evaluated import map_nested
+from streamtune.engine.lazy_logits import is_scalar
 from streamtune.engine.memory.tiers import StoredTensor
 from streamtune.engine.observe import Autocast, notify_chunk
 from streamtune.engine.passes import LayerStream, placeholder
@@ -38,10 +39,6 @@ KNOWN = ("torch.", "transformers.")
 
 SCALED = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__)
 """Functions by which models scale their embeddings, keeping the unscaled tensor in a variable as well."""
-
-
-def _is_scalar(by: Any) -> bool:
-    return isinstance(by, int | float) or (isinstance(by, Tensor) and by.dim() == 0 and not by.requires_grad)
 
 
 def token_embedding(model: Any) -> nn.Embedding | None:
@@ -136,7 +133,7 @@ class Embeddings(Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in SCALED and len(args) == 2 and not kwargs and isinstance(args[0], Embeddings) and _is_scalar(args[1]):
+        if func in SCALED and len(args) == 2 and not kwargs and isinstance(args[0], Embeddings) and is_scalar(args[1]):
             return args[0].scaled(func, args[1])
         return func(*map_nested(read, args), **map_nested(read, kwargs or {}))
 

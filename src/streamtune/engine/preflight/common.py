@@ -27,6 +27,7 @@ from streamtune.engine.memory.placement import Tiers
 from streamtune.engine.observe import RandomState
 from streamtune.engine.streamed_layer import ModelParts
 from streamtune.engine.streamed_model import StreamedModel
+from streamtune.errors import ArgumentError
 from streamtune.schedule import Schedule
 
 
@@ -94,6 +95,18 @@ class LayerStep:
         """Return what ``step`` returns."""
         with self.handle.layer_on_device(self.handle.layers[self.index]):
             return self.step(self.index, args, kwargs)
+
+
+def step_layers(handle: StreamedModel, step: Callable[..., Any]) -> None:
+    """Replace the ``forward`` of all layers by :class:`LayerStep`."""
+    for index, layer in enumerate(handle.layers):
+        layer.forward = LayerStep(handle, index, step)
+
+
+def refuse_removed(handle: StreamedModel) -> None:
+    """Refuse to check a model that is not streamed any more."""
+    if not handle.layers:
+        raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
 
 
 def first_of(out: Any) -> Tensor:

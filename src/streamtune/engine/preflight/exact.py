@@ -22,7 +22,6 @@ from streamtune.engine.preflight.common import (
     ROWS,
     SCHEDULE,
     Arguments,
-    LayerStep,
     RecordedCall,
     bind,
     borrowed,
@@ -32,7 +31,9 @@ from streamtune.engine.preflight.common import (
     inputs_of,
     kind_of,
     outputs_of,
+    refuse_removed,
     replaced,
+    step_layers,
     streamed_forward,
     trial_batch,
 )
@@ -54,8 +55,7 @@ def check_exact(handle: StreamedModel) -> None:
     state, training flags and configuration are left as they were, also when it fails. The reference is the attention
     the model came with; if that lacks what the layer asks for (softcap, sinks), the model's eager attention.
     """
-    if not handle.layers:
-        raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
+    refuse_removed(handle)
     if any(p.device.type == "meta" for p in handle.model.parameters()):
         raise ArgumentError("a model on the meta device has no weights to check")
     own = handle.names.before
@@ -149,8 +149,7 @@ class _Preflight:
         with ExitStack() as stack:
             names = self.handle.names
             stack.enter_context(names.using(names.ours if streamed else self.reference))
-            for index, layer in enumerate(self.layers):
-                layer.forward = LayerStep(self.handle, index, step)
+            step_layers(self.handle, step)
             if streamed and self.head is not None:
                 self.head.open()
                 stack.callback(self.head.close)

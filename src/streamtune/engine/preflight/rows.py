@@ -41,7 +41,6 @@ from streamtune.engine.inspect_model import both_at_once
 from streamtune.engine.preflight.common import (
     BOUND,
     Arguments,
-    LayerStep,
     bind,
     borrowed,
     compared_dtype,
@@ -49,13 +48,15 @@ from streamtune.engine.preflight.common import (
     kind_of,
     norm_of,
     ordinary_tokens,
+    refuse_removed,
+    step_layers,
     streamed_forward,
     trial_batch,
 )
 from streamtune.engine.routers import not_balanced
 from streamtune.engine.rows import Branches, PackedRows
 from streamtune.engine.streamed_model import StreamedModel
-from streamtune.errors import ArgumentError, StreamTuneError, UnsupportedModelError
+from streamtune.errors import StreamTuneError, UnsupportedModelError
 from streamtune.schedule import Schedule
 
 ROWS = (9, 2, 13, 3, 11, 10)
@@ -99,8 +100,7 @@ def check_packing(handle: StreamedModel) -> None:
         UnsupportedModelError: The model does not keep packed rows apart; the message names the layer and the
             difference.
     """
-    if not handle.layers:
-        raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
+    refuse_removed(handle)
     _refuse_both(handle, "set packing: false, or sequence_parallel_size: 1")
     positions = torch.cat([torch.arange(length) for length in ROWS])[None]
     rows = PackedRows.of(positions)
@@ -120,8 +120,7 @@ def check_branches(handle: StreamedModel) -> None:
         ArgumentError: The handle was removed.
         UnsupportedModelError: The model does not compute a branch as it would compute its row alone.
     """
-    if not handle.layers:
-        raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
+    refuse_removed(handle)
     _refuse_both(handle, "set share_prefix: never, or sequence_parallel_size: 1")
     branches = Branches.of_nodes(TREES)
     parts = [part for part in branches.table.leaves if part.trunk]
@@ -172,8 +171,7 @@ class _Trial:
     def _forward(
         self, step: Callable[..., Any], ids: Tensor, rows: PackedRows | None, arguments: dict[str, Tensor]
     ) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            layer.forward = LayerStep(self.handle, index, step)
+        step_layers(self.handle, step)
         self.context.rows = rows
         taken = inspect.signature(type(self.model).forward).parameters
         given = {name: value for name, value in arguments.items() if name in taken}  # the rest is in the context
@@ -298,8 +296,7 @@ class _Forwards:
 
     def run(self, length: int, plain: bool) -> None:
         step = self._note if plain else self._compare
-        for index, layer in enumerate(self.layers):
-            layer.forward = LayerStep(self.handle, index, step)
+        step_layers(self.handle, step)
         decoder: Any = getattr(self.model, self.model.base_model_prefix, self.model)
         ids = ordinary_tokens(self.model, 1, length)
         given: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **not_balanced(self.model)}
