@@ -9,17 +9,19 @@ sample in which each value of each argument occurs, so that `make test` tries ev
 `make test-all` all of their combinations; in tests/exactness and tests/engine half of these, and `make conformance`,
 which a change to the engine has to pass, the others as well. Where a list is long,
 ``@pytest.mark.quick("llama", "mamba2")`` names the values that `make test` tries; a test that is long by itself is
-marked ``full``.
+marked ``full``. Of a matrix that is marked ``full``, `make test-all` runs such a sample, and `make test-slow` the rest.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,22 +38,53 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+TESTS = Path(__file__).parent
 CONFORMANCE = ("exactness", "engine")
 """Folders whose every case is run by `make conformance`."""
+
+PLANNED = ("cli", "faults", "plan", "programs", "run")
+"""Folders whose tests plan for this machine, many of them with an empty cache."""
+
+
+@pytest.fixture(scope="session")
+def measured_once() -> Iterator[None]:
+    """The rates of this machine, measured once in a process instead of by every plan with an empty cache."""
+    from streamtune.plan import calibrate  # imports torch, so not before it is needed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate, "measure_rates", cache(calibrate.measure_rates))
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases: defaultdict[str, list[pytest.Function]] = defaultdict(list)
+    long: defaultdict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not is_long(item):
-            cases[item.nodeid.partition("[")[0]].append(item)
+        if isinstance(item, pytest.Function) and item.path.relative_to(TESTS).parts[0] in PLANNED:
+            item.fixturenames.insert(0, "measured_once")
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            if not is_long(item):
+                cases[item.nodeid.partition("[")[0]].append(item)
+            elif is_full(item):
+                long[item.nodeid.partition("[")[0]].append(item)
     for whole in cases.values():
         matrix = quick_cases(whole)
         chosen = {id(matrix[number]) for number in sample([values_of(item) for item in matrix])}
         for place, item in enumerate(item for item in whole if id(item) not in chosen):
             halved = item.path.parent.name in CONFORMANCE and place % 2
             item.add_marker(pytest.mark.slow if halved else pytest.mark.full)
+    for whole in long.values():
+        chosen = {id(whole[number]) for number in sample([values_of(item) for item in whole])}
+        for item in whole:
+            if id(item) not in chosen:
+                item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there by now out of every later collection: libraries and tests are millions of objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def quick_cases(matrix: list[pytest.Function]) -> list[pytest.Function]:
@@ -65,6 +98,12 @@ def quick_cases(matrix: list[pytest.Function]) -> list[pytest.Function]:
 def is_long(item: pytest.Item) -> bool:
     """Return True where the test is left out of `make test` by a marker of its own."""
     return any(item.get_closest_marker(name) for name in ("slow", "full"))
+
+
+def is_full(item: pytest.Function) -> bool:
+    """Return True where the whole test, not a case of it, is marked ``full``, and the case is not ``slow``."""
+    marks = getattr(item.function, "pytestmark", [])
+    return any(mark.name == "full" for mark in marks) and item.get_closest_marker("slow") is None
 
 
 def values_of(item: pytest.Function) -> set[tuple[str, tuple[int, ...]]]:

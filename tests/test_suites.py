@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -53,16 +54,35 @@ def test_make_runs_each_part_once() -> None:
     assert "\ntest-all: test " in makefile, "the quick part comes first, and is not run again"
 
 
-def collected(*arguments: str) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+COLLECT = """
+import json, pytest, sys
+
+class Told:
+    left = []
+
+    def pytest_deselected(self, items):
+        self.left += [item.nodeid for item in items if item.get_closest_marker("slow") is None]
+
+    def pytest_collection_finish(self, session):
+        quick = [item.nodeid for item in session.items]
+        print(json.dumps({"quick": quick, "whole": quick + self.left}), file=sys.stderr)
+
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[1:]], [Told()]))
+"""
+
+
+def collected(*arguments: str) -> dict[str, list[str]]:
+    """Return the names of the tests that are chosen, and of the whole: those and the others that are not slow."""
+    done = subprocess.run([sys.executable, "-c", COLLECT, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [line for line in done.stdout.splitlines() if "::" in line]
+    found: dict[str, list[str]] = json.loads(done.stderr.splitlines()[-1])
+    return found
 
 
 @pytest.mark.full
 def test_every_file_has_a_quick_test() -> None:
-    whole, quick = (collected("-m", marks) for marks in ("not slow", QUICK))
+    found = collected("-m", QUICK)
+    whole, quick = found["whole"], found["quick"]
     assert set(quick) < set(whole)
     files, covered = ({name.partition("::")[0] for name in names} for names in (whole, quick))
     assert files == covered

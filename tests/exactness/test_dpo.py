@@ -301,10 +301,11 @@ def test_every_loss_and_every_gradient(keys: dict[str, Any]) -> None:
     compare(recipe, "right", (2, 2), [Schedule(chunk_size=6, head_chunk_size=9)])
 
 
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: f"chunks of {cut.chunk_size}")
 @pytest.mark.parametrize("layout", ["shared", "right", "left"])
 @pytest.mark.parametrize("split", [(4,), (1, 3), (2, 1, 1)], ids=str)
-def test_however_a_step_is_laid_out_split_and_cut(layout: Layout, split: Sequence[int]) -> None:
-    compare(recipe_of(rpo_alpha=0.3), layout, split, CUTS)
+def test_however_a_step_is_laid_out_split_and_cut(layout: Layout, split: Sequence[int], cut: Schedule) -> None:
+    compare(recipe_of(rpo_alpha=0.3), layout, split, [cut])
 
 
 @pytest.mark.parametrize("layout", ["shared", "right"])

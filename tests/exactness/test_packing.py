@@ -124,13 +124,13 @@ def test_several_sequences(family: str, alike: bool) -> None:
 
 
 @pytest.mark.quick("granitemoehybrid", "qwen3_next", "mamba2")
+@pytest.mark.parametrize("chunk_size", [1, 4, 8, 64])
 @pytest.mark.parametrize("family", RECURRENT)
-def test_a_state_ends_with_its_row(family: str) -> None:
+def test_a_state_ends_with_its_row(family: str, chunk_size: int) -> None:
     model, pieces = build_any(family), rows()
     want = apart(model, pieces)
-    for chunk_size in (1, 4, 8, 64):
-        with streamtune.stream(model, chunk_size=chunk_size):
-            want.check(gradients(model, {**packed(pieces), "num_items_in_batch": targets(pieces)}), chunk_size)
+    with streamtune.stream(model, chunk_size=chunk_size):
+        want.check(gradients(model, {**packed(pieces), "num_items_in_batch": targets(pieces)}), chunk_size)
     with streamtune.stream(model) as handle:
         check_packing(handle)
 
@@ -179,8 +179,9 @@ def test_what_flattening_collators_say_beside_positions_is_not_needed() -> None:
             model(**inputs, **words)
 
 
+@pytest.mark.parametrize("chunk_size", [1, 5, 64])
 @pytest.mark.parametrize("lengths", [(1,) * 12, (37,), (36, 1), (1, 36), (18, 19)])
-def test_extreme_packings(lengths: tuple[int, ...]) -> None:
+def test_extreme_packings(lengths: tuple[int, ...], chunk_size: int) -> None:
     """The plain model on the same packed sequence is the reference: rows of one token have no target of their own.
 
     In fp64: where a token attends to itself alone, the gradient of its query and key is rounding and nothing else.
@@ -189,11 +190,10 @@ def test_extreme_packings(lengths: tuple[int, ...]) -> None:
     inputs["shift_labels"] = inputs["labels"] = inputs["input_ids"].roll(-1)
     with Float64():
         loss_ref, want = gradients(model, inputs)
-        for chunk_size in (1, 5, 64):
-            with streamtune.stream(model, chunk_size=chunk_size):
-                loss, got = gradients(model, inputs)
-            torch.testing.assert_close(loss, loss_ref, rtol=EXACT, atol=0)
-            assert worst(got, want) <= EXACT
+        with streamtune.stream(model, chunk_size=chunk_size):
+            loss, got = gradients(model, inputs)
+        torch.testing.assert_close(loss, loss_ref, rtol=EXACT, atol=0)
+        assert worst(got, want) <= EXACT
 
 
 def test_evaluation_keeps_the_rows_apart() -> None:

@@ -25,12 +25,12 @@ ALL = [FLASH, CUDNN, EFFICIENT]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)])
+@pytest.mark.parametrize("dim", [16, 64])
 @pytest.mark.parametrize("kernel", ALL, ids=lambda kernel: kernel.name)
 @pytest.mark.usefixtures("cuda_operators")
-def test_around_right_operators_the_kernels_agree(kernel: Kernel, dtype: torch.dtype) -> None:
-    for dim in (16, 64):
-        assert agrees_with_formula(kernel, HERE, dtype, dim)
-        assert agrees_with_formula(kernel, HERE, dtype, dim, biased=True) == kernel.takes_bias
+def test_around_right_operators_the_kernels_agree(kernel: Kernel, dim: int, dtype: torch.dtype) -> None:
+    assert agrees_with_formula(kernel, HERE, dtype, dim)
+    assert agrees_with_formula(kernel, HERE, dtype, dim, biased=True) == kernel.takes_bias
 
 
 @pytest.mark.parametrize("kernel", ALL, ids=lambda kernel: kernel.name)
