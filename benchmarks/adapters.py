@@ -4,12 +4,11 @@
     python -m benchmarks.adapters cost [--kinds lora,dora] [--pairs 3]
     python -m benchmarks.adapters loftq BASE
 
-``loss`` trains adapters on BASE, the model of the quickstart, with its data, by ``streamtune sft``: every kind the same
-rows for a seed, a small grid of learning rates with every seed. ``cost`` simulates a step of
-Qwen3-8B in bf16 (32,768 tokens, chunks of 4,096) with its optimizer, and measures the processor time of forward and
-backward of a small model on this CPU: each step stands between two with LoRA and is divided by their mean; the median
-of these ratios is shown. ``loftq`` compares quantised weights with those of BASE, and the logits of 1,024 tokens drawn,
-where adapters start.
+``loss`` trains adapters on BASE, the model of the quickstart, with its data, by ``streamtune sft``: the same rows for
+every kind with a seed, and a small grid of learning rates with every seed. ``cost`` simulates a step of Qwen3-8B in
+bf16 (32,768 tokens, chunks of 4,096) with its optimizer, and measures the processor time of forward and backward of a
+small model on this CPU, each step between two steps with LoRA. ``loftq`` compares quantised weights with adapters at
+their start with the weights of BASE, and the logits of 1,024 random tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import io
 import json
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import streamtune
 from benchmarks.chunk_order import GIB, SMALL, adamw
+from benchmarks.predicted import qwen3_8b
+from benchmarks.processor_time import interleaved, spread
 from streamtune import Schedule
 from streamtune.base.adapters import ADAPTERS
 from streamtune.cli import main as command
@@ -37,12 +39,8 @@ from streamtune.models.adapters.targets import low_rank_layers
 from streamtune.models.quantize import dequantised
 from streamtune.plan.simulate import Workload, simulate
 
-QWEN3_8B: dict[str, Any] = {
-    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 1 << 17,
-}  # fmt: skip
 USUAL = (3e-4, 1e-3, 3e-3, 1e-2)
-"""Learning rates that are tried."""
+"""Default grid of learning rates."""
 RATES = {
     "vera": (3e-2, 1e-1, 3e-1),
     "ia3": (3e-3, 1e-2, 3e-2, 1e-1),
@@ -51,7 +49,7 @@ RATES = {
     "lora_ga": (1e-4, 3e-4, 1e-3, 3e-3),
     "paca": (1e-3, 3e-3, 1e-2, 3e-2),
 }
-"""Those of kinds that take others."""
+"""Learning rates of other kinds."""
 
 
 def recipe(base: str, kind: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
@@ -76,7 +74,7 @@ def recipe(base: str, kind: str, rate: float, seed: int, steps: int) -> dict[str
 
 
 def trained(base: str, kind: str, rate: float, seed: int, steps: int, folder: Path) -> float:
-    """Return the held-out loss at the end of a run; one that is in the folder is not run again."""
+    """Return the held-out loss at the end of a run; a finished run in the folder is reused."""
     out, path = folder / f"{kind}-{rate:g}-{seed}", folder / "adapters.yaml"
     if not (out / "final").exists():
         path.write_text(yaml.safe_dump(recipe(base, kind, rate, seed, steps)), encoding="utf-8")
@@ -87,7 +85,7 @@ def trained(base: str, kind: str, rate: float, seed: int, steps: int, folder: Pa
 
 
 def show_losses(base: str, kinds: list[str], seeds: int, steps: int, folder: Path) -> None:
-    """Print a table of held-out losses: the mean of the seeds with each rate, and the seeds with the best."""
+    """Print a table of held-out losses: the mean over the seeds for each rate, and each seed with the best rate."""
     print("| kind | rates tried: mean loss | best | of the seeds |\n|---|---|---:|---|", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     for kind in kinds:
@@ -119,10 +117,8 @@ def seconds(model: Any, ids: torch.Tensor) -> float:
 
 def peak(kind: str) -> tuple[int, float]:
     """Return the number of trained parameters of Qwen3-8B with adapters of a kind, and the simulated peak in GiB."""
-    config = AutoConfig.for_model("qwen3", **QWEN3_8B)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model = add_adapters(model, AdapterSpec(kind=kind))
+        model = add_adapters(qwen3_8b(), AdapterSpec(kind=kind))
     found = simulate(Workload(lambda: model, 32768, make_optimizer=adamw), Schedule(chunk_size=4096))
     return sum(x.numel() for x in model.parameters() if x.requires_grad), found.peak_bytes / GIB
 
@@ -137,18 +133,13 @@ def show_costs(kinds: list[str], pairs: int) -> None:
         count, memory = peak(kind)
         model = small(kind)
         seconds(model, ids)
-        base, ratios = [seconds(lora, ids)], []
-        for _ in range(pairs):
-            took = seconds(model, ids)
-            base.append(seconds(lora, ids))
-            ratios.append(2 * took / (base[-1] + base[-2]))
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"| `{kind}` | {count:,} | {memory:.1f} | {spread} |", flush=True)
+        _, ratios = interleaved(partial(seconds, lora, ids), {kind: partial(seconds, model, ids)}, pairs)
+        print(f"| `{kind}` | {count:,} | {memory:.1f} | {spread(ratios[kind])} |", flush=True)
 
 
 @torch.no_grad()
 def show_starts(base: str) -> None:
-    """Print a table of the distances of quantised models from the model, with adapters as they start."""
+    """Print a table of the distances of quantised models from the model, with adapters at their start."""
     plain = load_model(base)
     weights = dict(plain.named_parameters())
     ids = torch.randint(0, plain.config.vocab_size, (4, 256), generator=torch.Generator().manual_seed(0))

@@ -1,14 +1,14 @@
-"""Attention of buckets beside concat-and-chunk, the time of their steps, and how long ranks wait for each other.
+"""Buckets beside concat-and-chunk: attention, time of a step, and how long ranks wait for each other.
 
     python -m benchmarks.batching [--max-length 8192] [--pairs 5] [--out docs/benchmarks/batching.md]
 
 The corpus is ``python-stdlib``, whole modules among single functions, all tokens trained, with a tokenizer of 4,096
 entries trained on it. Attention is counted as the sum of squared lengths (``streamtune/data/length_measures.py``).
 
-A step of concat-and-chunk is one sequence of ``--max-length`` tokens of several rows that see each other. One of
+A step of concat-and-chunk is one sequence of ``--max-length`` tokens of several rows that see each other. A step of
 buckets is as many tokens in pieces of one length, end to end. Both are streamed in the same chunks, in processor time
-of one thread. Each step of buckets stands between two of concat-and-chunk and is divided by their mean; the median of a
-bucket counts as much as its tokens in the corpus.
+of one thread; each step of buckets stands between two steps of concat-and-chunk. The median of a bucket is weighted by
+its tokens in the corpus.
 
 Ranks are simulated: 200 optimizer steps of 32 rows on 8 ranks, with the predicted time of a row in Qwen3-8B.
 """
@@ -19,7 +19,7 @@ import argparse
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ import numpy as np
 import torch
 import transformers
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import streamtune
-from benchmarks.gpu import LARGE
+from benchmarks.predicted import qwen3_8b
+from benchmarks.processor_time import interleaved, small_model, spread
 from streamtune import Schedule, data, models
 from streamtune.tasks.steps import RowCost
 from streamtune.train import MicroBatch
@@ -62,7 +62,7 @@ def read_corpus(max_length: int) -> data.PreparedData:
 
 
 def attention_table(prepared: data.PreparedData, pieces: data.Pieces, max_length: int) -> list[str]:
-    """Return the sums of squared lengths of each way of making sequences of the corpus."""
+    """Return the sum of squared lengths for each way of making sequences."""
     lengths = prepared.train.lengths()
     packs, tokens = prepared.packs, int(lengths.sum())
     assert packs is not None
@@ -87,9 +87,8 @@ def attention_table(prepared: data.PreparedData, pieces: data.Pieces, max_length
 def time_table(
     prepared: data.PreparedData, pieces: data.Pieces, max_length: int, pairs: int, console: Console
 ) -> list[str]:
-    """Return the processor time of steps of each bucket over that of concat-and-chunk."""
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**CONFIG)).train()
+    """Return the processor time of a step of each bucket relative to concat-and-chunk."""
+    model = small_model(**CONFIG)
     streamtune.stream(model, schedule=Schedule(chunk_size=1024, head_chunk_size=512))
     examples, random = prepared.train, np.random.RandomState(0)
     chunks = concat_and_chunk(examples, max_length, 2 * pairs + 2, random)
@@ -99,28 +98,30 @@ def time_table(
     total = 0.0
     for size in sorted(pieces.by_bucket()):
         members = np.flatnonzero(pieces.buckets == size)
-        found = []
+        following = iter(chunks[1:])
+
+        def base(following: Iterator[MicroBatch] = following) -> float:
+            return processor_seconds(model, next(following))
+
+        def bucket(members: np.ndarray[Any, Any] = members, size: int = size) -> float:
+            """Return the seconds for as many tokens as a chunk has."""
+            units = random.choice(members, min(len(members), max_length // size), replace=False)
+            cut = [pieces.cut(examples, int(unit)) for unit in units]
+            batch = MicroBatch(**data.collate_packed([cut], pad_token_id=0), origins=())
+            return processor_seconds(model, batch) * max_length / batch.num_tokens
+
         with console.status(f"pieces of {size:,}"):
-            before = processor_seconds(model, chunks[1])
-            for pair in range(pairs):
-                units = random.choice(members, min(len(members), max_length // size), replace=False)
-                cut = [pieces.cut(examples, int(unit)) for unit in units]
-                batch = MicroBatch(**data.collate_packed([cut], pad_token_id=0), origins=())
-                ours, after = processor_seconds(model, batch), processor_seconds(model, chunks[2 + pair])
-                found.append(2 * ours / (before + after) * max_length / batch.num_tokens)
-                before = after
+            _, found = interleaved(base, {"bucket": bucket}, pairs)
         share = int(held[members].sum()) / tokens
-        total += share * statistics.median(found)
-        lines.append(
-            f"| {size:,} | {share:.1%} | {statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f}) |"
-        )
+        total += share * statistics.median(found["bucket"])
+        lines.append(f"| {size:,} | {share:.1%} | {spread(found['bucket'])} |")
         console.print(lines[-1])
     lines.append(f"| all | 100% | {total:.2f}, {1 / total:.2f}x as fast |")
     return lines
 
 
 def concat_and_chunk(examples: Any, max_length: int, count: int, random: np.random.RandomState) -> list[MicroBatch]:
-    """Return some sequences of rows that are joined in a random order."""
+    """Return ``count`` sequences cut from rows that are joined in a random order."""
     ids: list[int] = []
     order = iter(random.permutation(len(examples)).tolist())
     while len(ids) < count * max_length:
@@ -141,7 +142,7 @@ def processor_seconds(model: Any, batch: MicroBatch) -> float:
 
 
 def by_tokens(rows: Sequence[int], tokens: Callable[[int], Any], batch_size: int) -> list[list[list[int]]]:
-    """Assign rows as before: sorted by their tokens, as many to each batch, to and fro."""
+    """Assign rows as an earlier version did: sorted by tokens, equally many to each batch, to and fro."""
     micro_steps = -(-len(rows) // (RANKS * batch_size))
     ordered = sorted(rows, key=lambda row: (-tokens(row), row))
     smaller, more = divmod(len(rows), micro_steps * RANKS)
@@ -156,7 +157,7 @@ def by_tokens(rows: Sequence[int], tokens: Callable[[int], Any], batch_size: int
 
 
 def waits(shares: list[list[list[int]]], cost: Callable[[int], float], padded: bool) -> tuple[float, float]:
-    """Return the largest time of a rank over the mean: summed over micro-steps in lockstep, and of whole steps."""
+    """Return the time of the slowest rank relative to the mean: in lockstep micro-steps, and for whole steps."""
 
     def seconds(batch: Sequence[int]) -> float:
         costs = [cost(row) for row in batch]
@@ -169,9 +170,7 @@ def waits(shares: list[list[list[int]]], cost: Callable[[int], float], padded: b
 
 def rank_table() -> list[str]:
     """Return how long ranks wait, by distribution, layout and assignment."""
-    config = AutoConfig.for_model("qwen3", **{**LARGE, "num_hidden_layers": 36}, tie_word_embeddings=False)
-    with torch.device("meta"):
-        cost_of = RowCost.of_model(AutoModelForCausalLM.from_config(config))
+    cost_of = RowCost.of_model(qwen3_8b())
     random = np.random.RandomState(0)
     drawn = {
         "log-normal": random.lognormal(7.5, 1.5, 40000),
@@ -193,7 +192,7 @@ def rank_table() -> list[str]:
             for batch_size in sizes:
                 found = []
                 for _ in range(STEPS):
-                    # a step that tokens are counted for has any number of rows
+                    # steps that count tokens have varying numbers of rows
                     count = ROWS if batch_size == 1 else int(random.randint(ROWS // 2, ROWS + 1))
                     rows = random.choice(len(tokens), min(count, len(tokens)), replace=False).tolist()
                     cost = {row: cost_of(int(tokens[row]), int(squares[row])) for row in rows}.__getitem__

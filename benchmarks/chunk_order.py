@@ -6,21 +6,22 @@
 ``longest`` simulates adapters of rank 16 on bf16 weights by the engine's own code, on a device of ``--memory`` GiB
 and a host of ``--host`` GiB, and takes 5% of both away. A model whose weights alone are larger than half the device has
 the device's memory besides its weights. ``steps`` compares processor time: each step in the order of chunks stands
-between two in the order of layers and is divided by their mean; the median of these ratios is shown.
+between two in the order of layers.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import streamtune
+from benchmarks.processor_time import interleaved, row_seconds, small_model, spread
 from streamtune import Schedule
 from streamtune.models import add_lora
 from streamtune.plan.budget import Limits
@@ -160,14 +161,6 @@ SMALL = {
 }  # fmt: skip
 
 
-def seconds(model: PreTrainedModel, ids: torch.Tensor) -> float:
-    """Return the processor time of forward and backward."""
-    model.zero_grad(set_to_none=True)
-    start = time.process_time()
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    return time.process_time() - start
-
-
 def show_steps(lengths: list[int], pairs: int, levels: list[Any]) -> None:
     """Print the ratios of a step in the order of chunks to one in the order of layers."""
     torch.set_num_threads(1)
@@ -176,21 +169,15 @@ def show_steps(lengths: list[int], pairs: int, levels: list[Any]) -> None:
     print("| tokens | layer, s | " + " | ".join(others) + f" |\n|{'---|' * (2 + len(others))}")
     models = {}
     for title, schedule in {"layer": plain, **others}.items():
-        torch.manual_seed(0)
-        models[title] = Qwen3ForCausalLM(Qwen3Config(**SMALL)).train()
+        models[title] = small_model(**SMALL)
         streamtune.stream(models[title], schedule=schedule)
     for length in lengths:
         ids = torch.randint(0, SMALL["vocab_size"], (1, length))
         for model in models.values():
-            seconds(model, ids[:, :4096])  # what is made once
-        found: dict[str, list[float]] = {title: [] for title in others}
-        base = [seconds(models["layer"], ids)]
-        for _ in range(pairs):
-            for title in others:
-                took = seconds(models[title], ids)
-                base.append(seconds(models["layer"], ids))
-                found[title].append(2 * took / (base[-1] + base[-2]))
-        ratios = (f"{statistics.median(each):.3f} ({min(each):.3f} to {max(each):.3f})" for each in found.values())
+            row_seconds(model, ids[:, :4096])  # warms up
+        steps = {title: partial(row_seconds, model, ids) for title, model in models.items()}
+        base, found = interleaved(steps.pop("layer"), steps, pairs)
+        ratios = (spread(each, 3, 3) for each in found.values())
         print(f"| {length:,} | {statistics.median(base):.1f} | " + " | ".join(ratios) + " |", flush=True)
 
 

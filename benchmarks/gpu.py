@@ -27,7 +27,7 @@ from typing import Any
 
 from streamtune.programs.bench.modes import WAYS, absent
 from streamtune.programs.bench.named_tables import TABLES, cells, columns, notes
-from streamtune.programs.bench.tables import TableReport, TableRow
+from streamtune.programs.bench.table_rows import TableReport, TableRow
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "gpu"
@@ -180,13 +180,13 @@ def written(until: float, path: Path, module: str, *options: str) -> Document:
 def steps(until: float, length: int, *options: str) -> Document:
     """Measure a step of every schedule at a length."""
     path = KEPT / f"steps-{length}.json"
-    return written(until, path, "gpu_step", "--layers", str(LAYERS), "--lengths", str(length), *options)
+    return written(until, path, "gpu_pieces", "step", "--layers", str(LAYERS), "--lengths", str(length), *options)
 
 
 def calibration(until: float) -> Document:
     """Measure the rates of the device, and predict the steps that were measured before."""
     measured = [str(path) for length in LENGTHS if (path := KEPT / f"steps-{length}.json").exists()]
-    return written(until, KEPT / "calibration.json", "gpu_calibration", *measured)
+    return written(until, KEPT / "calibration.json", "predicted", "calibration", *measured)
 
 
 def table(until: float, name: str, *options: str) -> Document:
@@ -223,7 +223,7 @@ def whole(until: float) -> Document:
     path = KEPT / f"whole-{WHOLE}.json"
     path.unlink(missing_ok=True)
     options = ["--length", str(WHOLE), "--repeats", "2"]
-    run(until, sys.executable, "-m", "benchmarks.gpu_whole", *FULL, *options, "--json", str(path))
+    run(until, sys.executable, "-m", "benchmarks.gpu_pieces", "whole", *FULL, *options, "--json", str(path))
     found: Document = json.loads(path.read_text(encoding="utf-8"))
     return found
 
@@ -231,7 +231,7 @@ def whole(until: float) -> Document:
 def peers(until: float) -> Document:
     """Find the longest row of each mode and peer, forward and backward."""
     seconds = str(max(10.0, until - time.monotonic() - STARTING))
-    return written(until, KEPT / "peers.json", "gpu_longest", "--layers", str(LAYERS), "--seconds", seconds)
+    return written(until, KEPT / "peers.json", "gpu_pieces", "longest", "--layers", str(LAYERS), "--seconds", seconds)
 
 
 def simulated(until: float) -> Document:

@@ -1,20 +1,24 @@
-"""A training step with weights on the host beside one with weights on the device, on this CPU; optimizers of the CPU.
+"""Weights on the host, on this CPU: steps beside weights on the device, optimizers of the CPU, pages of host memory.
 
     python -m benchmarks.host_weights steps [--lengths 512,2048,8192] [--pairs 5] [--kinds 'host, two levels;...']
     python -m benchmarks.host_weights optimizers [--millions 200] [--repeats 5] [--threads 2]
+    python -m benchmarks.host_weights pages [--gib 4] [--repeats 5]
 
-``steps`` compares whole steps, AdamW included, in processor time of one thread: each step of a kind stands between two
-with weights on the device and is divided by their mean; the median of the ratios is shown. On a CPU every copy to the
-"device" takes time of the cores that compute; an accelerator copies beside the computation. ``optimizers`` compares
-torch's fused AdamW with DeepSpeedCPUAdam and with moments in bfloat16 on all threads, on float32 weights.
+``steps`` compares whole steps with AdamW in processor time of one thread: each step of a kind stands between two steps
+with weights on the device. On a CPU every copy to the "device" takes time of the computing cores; an accelerator copies
+in parallel. ``optimizers`` compares torch's fused AdamW with DeepSpeedCPUAdam and with moments in bfloat16 on all
+threads, on float32 weights. ``pages`` measures how fast the kernel provides host memory: the engine touches the pages
+with all threads before they are locked; locking shared pages touches them with one thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import mmap
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +26,9 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import streamtune
+from benchmarks.processor_time import interleaved, spread
 from streamtune import Schedule
+from streamtune.engine.memory.host import map_pages, touch_pages
 from streamtune.optim import NarrowStatesAdamW
 from streamtune.train import Backend, HostOptimizer, InBackwardBackend, LocalBackend
 
@@ -41,7 +47,8 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "optimizer on host": ({}, "on host"),
     "optimizer on host, in the backward": ({}, "on host, in the backward"),
 }
-"""Fields of the schedule, and how the optimizer steps."""
+"""Fields of the schedule, and when and where the optimizer steps."""
+GIB = 1024**3
 
 
 def made(kind: str) -> tuple[Any, Backend]:
@@ -83,14 +90,10 @@ def show_steps(lengths: list[int], pairs: int, kinds: list[str]) -> None:
     for length in lengths:
         ids = torch.randint(0, SHAPE["vocab_size"], (1, length))
         for subject in subjects.values():
-            seconds(*subject, ids)  # what is made once
-        base, found = [seconds(*subjects["device"], ids)], {kind: [0.0][:0] for kind in others}
-        for _ in range(pairs):
-            for kind in others:
-                took = seconds(*subjects[kind], ids)
-                base.append(seconds(*subjects["device"], ids))
-                found[kind].append(2 * took / (base[-1] + base[-2]))
-        ratios = (f"{statistics.median(each):.3f} ({min(each):.3f} to {max(each):.3f})" for each in found.values())
+            seconds(*subject, ids)  # warms up
+        steps = {kind: partial(seconds, *subject, ids) for kind, subject in subjects.items()}
+        base, found = interleaved(steps.pop("device"), steps, pairs)
+        ratios = (spread(each, 3, 3) for each in found.values())
         print(f"| {length:,} | {statistics.median(base):.2f} | " + " | ".join(ratios) + " |", flush=True)
 
 
@@ -118,22 +121,50 @@ def show_optimizers(millions: int, repeats: int) -> None:
             start = time.perf_counter()
             optimizer.step()
             took.append(time.perf_counter() - start)
-        middle = statistics.median(took)
-        print(f"| {name} | {middle:.3f} |", flush=True)
+        print(f"| {name} | {statistics.median(took):.3f} |", flush=True)
+
+
+def touch_rate(mapped: Callable[[int], mmap.mmap], nbytes: int, threads: int) -> float:
+    """Return GiB/s of mapping and touching."""
+    torch.set_num_threads(threads)
+    start = time.perf_counter()
+    region = torch.frombuffer(pages := mapped(nbytes), dtype=torch.uint8)
+    touch_pages(region)
+    seconds = time.perf_counter() - start
+    del region
+    pages.close()
+    return nbytes / GIB / seconds
+
+
+def show_pages(gib: int, threads: int, repeats: int) -> None:
+    """Measure both ways in turns and print the medians."""
+    ways = {
+        "shared, one thread": lambda: touch_rate(lambda nbytes: mmap.mmap(-1, nbytes), gib * GIB, 1),
+        f"an arena's, {threads} threads": lambda: touch_rate(map_pages, gib * GIB, threads),
+    }
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            found[name].append(way())
+    for name, rates in found.items():
+        print(f"{name}: {statistics.median(rates):.1f} GiB/s ({min(rates):.1f} to {max(rates):.1f})")
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("steps", "optimizers"))
+    parser.add_argument("what", choices=("steps", "optimizers", "pages"))
     parser.add_argument("--lengths", default="512,2048,8192")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--kinds", default=";".join(KINDS), help="of steps, with a semicolon between them")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--millions", type=int, default=200, help="of weights")
+    parser.add_argument("--gib", type=int, default=4, help="size of the pages")
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
-    if given.what == "steps":
+    if given.what == "pages":
+        show_pages(given.gib, given.threads, given.repeats)
+    elif given.what == "steps":
         show_steps([int(length) for length in given.lengths.split(",")], given.pairs, given.kinds.split(";"))
     else:
         torch.set_num_threads(given.threads)

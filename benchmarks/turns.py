@@ -1,51 +1,74 @@
-"""Time of the turns of a conversation in one sequence, with common beginnings once, over that of each turn apart.
+"""Time of sequences that share their beginnings, computed once, over the same sequences apart.
 
-    python -m benchmarks.turns [--tokens 8192,32768] [--reasoning 0.125] [--turns 8] [--pairs 3] [--out FILE]
+    python -m benchmarks.turns conversations [--tokens 8192,32768] [--reasoning 0.125] [--turns 8] [--out FILE]
+    python -m benchmarks.turns completions [--tokens 4096,16384] [--shared 0.5,0.75,0.9] [--out FILE]
 
-A conversation is made as a template renders it that drops earlier reasoning: every turn sees the questions and answers
-before it, and trains its own reasoning and answer. The turns are rendered from ``--tokens`` tokens in all. Both ways
-stream the same model in the same chunks; each measurement of one stands between two of the other. In processor time of
-one thread. ``--hidden`` and ``--layers`` size the model: the wider it is, the smaller a part of a step is attention.
+All layouts stream the same model in the same chunks, in processor time of one thread; each measurement of a layout
+stands between two of another. ``--hidden`` and ``--layers`` size the model: the wider, the smaller attention's part.
+
+``conversations``: a conversation as a template renders it that drops earlier reasoning. Every turn sees the questions
+and answers before it, and trains its own reasoning and answer. The conversation has ``--tokens`` tokens in all.
+
+``completions``: pairs and groups as trees, over prompts once alone and over rows apart. A quarter of a pair's tokens is
+the prompt; the ``--shared`` part of the other tokens is common to both completions, trained in both. A group has eight
+completions, every two of which were resampled from the middle of one. The loss, ``orpo`` for pairs and a weighted sum
+of log-probabilities for groups, reads common tokens for each completion.
 """
 
 from __future__ import annotations
 
 import argparse
 import platform
-import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
 import streamtune
 from benchmarks.batching import CONFIG, processor_seconds
-from benchmarks.gpu import LARGE
-from streamtune import Schedule, data
+from benchmarks.predicted import qwen3_8b
+from benchmarks.processor_time import interleaved, spread
+from streamtune import Schedule, data, train
+from streamtune.base.model_facts import IGNORE_INDEX
+from streamtune.data import Tree
 from streamtune.data.batches.collate import PrefixTree
+from streamtune.engine import Branches, StreamHandle
 from streamtune.plan.simulate.workload import FlopCount, Span
+from streamtune.tasks import objectives
+from streamtune.tasks.preference import tree_batch
 from streamtune.tasks.sft import prefix_batch
-from streamtune.train import MicroBatch
 
-LAYERS = 36
-"""Of Qwen3-8B."""
 COUNTED = ((8192, 32768, 131072), (0, 1 / 16, 1 / 8, 1 / 4, 1 / 2))
-"""Tokens and reasoning for which operations are counted."""
+"""Tokens and parts of reasoning for which operations are counted."""
+GROUP = 8
+"""Completions of a group."""
+SCHEDULE = Schedule(chunk_size=1024, head_chunk_size=512)
+
+
+def shape_of(hidden: int, layers: int) -> dict[str, int]:
+    """Return the sizes of a small model with heads of 64 channels."""
+    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
+    return {**CONFIG, **sizes, "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128}
+
+
+# --- turns of a conversation ------------------------------------------------------------------------------------------
 
 
 def conversation(tokens: int, turns: int, reasoning: float) -> list[data.Example]:
     """Return the rows of the turns of a conversation of ``tokens`` tokens.
 
     Args:
-        tokens: Tokens of questions, reasoning and answers, each once.
-        turns: Questions.
-        reasoning: Part of a turn that later turns do not see; a quarter of the rest is the answer.
+        tokens: Number of tokens of questions, reasoning and answers, each counted once.
+        turns: Number of questions.
+        reasoning: Fraction of a turn that later turns do not see; a quarter of the rest is the answer.
     """
     draw = np.random.RandomState(0)
     thought = round(tokens / turns * reasoning)
@@ -56,32 +79,14 @@ def conversation(tokens: int, turns: int, reasoning: float) -> list[data.Example
         asked, thinks, says = (draw.randint(3, 4000, n).astype(np.int32) for n in (question, thought, answer))
         ids = np.concatenate([history, asked, thinks, says])
         labels = ids.copy()
-        labels[: len(history) + question] = -100
+        labels[: len(history) + question] = IGNORE_INDEX
         rows.append(data.Example(ids, labels, "conversation"))
         history = np.concatenate([history, asked, says])
     return rows
 
 
-def row_times(rows: Sequence[data.Example], pairs: int, model: Any, console: Console) -> list[float]:
-    """Return the ratios of processor time."""
-    together = prefix_batch(rows)
-    apart = [MicroBatch(**data.collate([row], pad_token_id=0), origins=("",)) for row in rows]
-
-    def seconds_apart() -> float:
-        return sum(processor_seconds(model, batch) for batch in apart)
-
-    ratios = []
-    with console.status("measuring"):
-        before = seconds_apart()
-        for _ in range(pairs):
-            ours, after = processor_seconds(model, together), seconds_apart()
-            ratios.append(2 * ours / (before + after))
-            before = after
-    return ratios
-
-
 def spans_together(rows: Sequence[data.Example]) -> list[Span]:
-    """Return the tokens before each part of the tree of the rows, and its own."""
+    """Return (tokens before, own tokens) of each part of the tree of the rows."""
     tree, found = PrefixTree(), list[Span]()
     for row in rows:
         tree.add(row)
@@ -91,62 +96,20 @@ def spans_together(rows: Sequence[data.Example]) -> list[Span]:
     return found
 
 
-def main() -> None:
-    """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="8192,32768", help="of the conversation, several with commas")
-    parser.add_argument("--reasoning", default="0.0625,0.125,0.25,0.5", help="part of a turn, several with commas")
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    console = Console(stderr=True)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    hidden = options.hidden
-    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": options.layers}
-    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128}
-    model = Qwen3ForCausalLM(Qwen3Config(**{**CONFIG, **sizes, **heads})).train()
-    count = FlopCount.of(model)
-    streamtune.stream(model, schedule=Schedule(chunk_size=1024, head_chunk_size=512))
-    processor_seconds(model, prefix_batch(conversation(2048, 2, 0.5)))
-    lines = [
-        "| tokens | reasoning | apart | together | operations | time |",
-        "|---:|---:|---:|---:|---:|---:|",
-    ]
-    for tokens, part in product(map(int, options.tokens.split(",")), map(float, options.reasoning.split(","))):
-        rows = conversation(tokens, options.turns, part)
-        ratios = row_times(rows, options.pairs, model, console)
-        apart, together = [(0, row.num_tokens) for row in rows], spans_together(rows)
-        computed = (f"{sum(own for _, own in spans):,}" for spans in (apart, together))
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        lines.append(f"| {' | '.join((f'{tokens:,}', f'{part:.1%}', *computed, saved(count, rows), spread))} |")
-        console.print(lines[-1], soft_wrap=True)
-    page = PAGE.format(
-        command=command_of(options),
-        versions=f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}",
-        turns=options.turns,
-        pairs=options.pairs,
-        model=f"layers: {options.layers}, channels: {hidden:,}, heads: {hidden // 64} of 64",
-        table="\n".join(lines),
-        counted="\n".join(counted(options.turns)),
-    )
-    print(page)
-    if options.out is not None:
-        options.out.write_text(page, "utf-8")
+def spans_apart(rows: Sequence[data.Example]) -> list[Span]:
+    """Return (0, tokens) of each row."""
+    return [(0, row.num_tokens) for row in rows]
 
 
 def saved(count: FlopCount, rows: Sequence[data.Example]) -> str:
-    """Return the operations of a conversation in one sequence over those of its turns apart."""
-    return f"{count.step(spans_together(rows)) / count.step([(0, row.num_tokens) for row in rows]):.2f}"
+    """Return the operations of a conversation in one sequence relative to its turns apart."""
+    return f"{count.step(spans_together(rows)) / count.step(spans_apart(rows)):.2f}"
 
 
 def counted(turns: int) -> list[str]:
-    """Return a table of the operations of Qwen3-8B."""
+    """Return the table of operations of Qwen3-8B."""
     sizes, parts = COUNTED
-    count = FlopCount.of(large())
+    count = FlopCount.of(qwen3_8b())
     lines = [
         f"| reasoning | {' | '.join(f'{tokens:,} tokens' for tokens in sizes)} |",
         f"|{'---:|' * (1 + len(sizes))}",
@@ -157,20 +120,182 @@ def counted(turns: int) -> list[str]:
     return lines
 
 
-def large() -> Any:
-    """Return Qwen3-8B without values."""
-    config = AutoConfig.for_model("qwen3", **{**LARGE, "num_hidden_layers": LAYERS}, tie_word_embeddings=False)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+def conversations(options: argparse.Namespace, console: Console) -> str:
+    """Measure, and return the page."""
+    hidden = options.hidden
+    model = Qwen3ForCausalLM(Qwen3Config(**shape_of(hidden, options.layers))).train()
+    count = FlopCount.of(model)
+    streamtune.stream(model, schedule=SCHEDULE)
+    processor_seconds(model, prefix_batch(conversation(2048, 2, 0.5)))
+    lines = ["| tokens | reasoning | apart | together | operations | time |", "|---:|---:|---:|---:|---:|---:|"]
+    for tokens, part in product(map(int, options.tokens.split(",")), map(float, options.reasoning.split(","))):
+        rows = conversation(tokens, options.turns, part)
+        batches = [train.MicroBatch(**data.collate([row], pad_token_id=0), origins=("",)) for row in rows]
+
+        def apart(batches: Sequence[train.MicroBatch] = batches) -> float:
+            return sum(processor_seconds(model, batch) for batch in batches)
+
+        with console.status("measuring"):
+            together = partial(processor_seconds, model, prefix_batch(rows))
+            _, ratios = interleaved(apart, {"together": together}, options.pairs)
+        computed = (f"{sum(own for _, own in spans):,}" for spans in (spans_apart(rows), spans_together(rows)))
+        cells = (f"{tokens:,}", f"{part:.1%}", *computed, saved(count, rows), spread(ratios["together"]))
+        lines.append(f"| {' | '.join(cells)} |")
+        console.print(lines[-1], soft_wrap=True)
+    return CONVERSATIONS.format(
+        **facts_of(options),
+        turns=options.turns,
+        model=f"layers: {options.layers}, channels: {hidden:,}, heads: {hidden // 64} of 64",
+        table="\n".join(lines),
+        counted="\n".join(counted(options.turns)),
+    )
 
 
-def command_of(options: argparse.Namespace) -> str:
-    """Return the command that gives the page again."""
-    given = (f"--{name} {value}" for name, value in vars(options).items() if value is not None)
-    return "python -m benchmarks.turns " + " ".join(given)
+# --- completions of a prompt ------------------------------------------------------------------------------------------
 
 
-PAGE = """# Turns that share their beginnings
+def ids(draw: np.random.RandomState, count: int) -> list[int]:
+    """Return random tokens."""
+    found: list[int] = draw.randint(3, 4000, count).tolist()
+    return found
+
+
+def pair(tokens: int, shared: float) -> Tree:
+    """Return a pair; each completion has ``tokens`` tokens with its prompt."""
+    draw = np.random.RandomState(0)
+    prompt, rest = tokens // 4, tokens - tokens // 4
+    common = ids(draw, round(rest * shared))
+    return Tree(ids(draw, prompt), [common + ids(draw, rest - len(common)) for _ in range(2)])
+
+
+def group(tokens: int, shared: float) -> Tree:
+    """Return a group; every two completions share a part of their tokens."""
+    draw = np.random.RandomState(0)
+    prompt, rest, completions = tokens // 4, tokens - tokens // 4, []
+    for _ in range(GROUP // 2):
+        common = ids(draw, round(rest * shared))
+        completions += [common + ids(draw, rest - len(common)) for _ in range(2)]
+    return Tree(ids(draw, prompt), completions)
+
+
+def prompt_once(tree: Tree) -> train.TreeBatch:
+    """Return a tree with its prompt once and each completion whole."""
+    prompt = tree.prompt[:-1]
+    branches = [tree.branch(index) for index in range(len(tree.completions))]
+    tokens = np.concatenate([np.array(prompt, np.int32), *(ids for ids, _ in branches)]).astype(np.int64)
+    targets = np.concatenate([np.full(len(prompt), IGNORE_INDEX), *(targets for _, targets in branches)])
+    sizes = [len(ids) for ids, _ in branches]
+    place_K = torch.as_tensor(targets != IGNORE_INDEX).nonzero()[:, 0]
+    return train.TreeBatch(
+        input_ids=torch.as_tensor(tokens)[None],
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
+        shift_labels=torch.as_tensor(targets)[None],
+        origins=("",) * len(branches),
+        place_K=place_K,
+        row_K=torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes) - 1),
+        num_rows=len(sizes),
+        branches=Branches.of([(len(prompt), sizes)]),
+    )
+
+
+def seconds(model: Any, batches: Sequence[train.TreeBatch]) -> float:
+    """Return the processor time of forwards and backwards of batches."""
+    model.zero_grad(set_to_none=True)
+    handle, start = StreamHandle.of(model), process_time()
+    for batch in batches:
+        scores = handle.logprobs(targets=batch.shift_labels, **batch.arguments)
+        logp_K = batch.ragged(scores.logprobs)
+        if batch.num_rows == 2:
+            logps = objectives.PairLogps.of(logp_K, batch.row_K, 2)
+            loss = objectives.preference_loss("orpo", logps, None).losses_P.sum()
+        else:
+            loss = (logp_K * (batch.row_K - 3.5)).sum()
+        loss.backward()
+    return process_time() - start
+
+
+def models(hidden: int, layers: int) -> dict[str, Any]:
+    """Return a model whose layers attend, and a model half of whose layers have a state."""
+    settings = shape_of(hidden, layers)
+    linear = {"linear_num_key_heads": hidden // 64, "linear_num_value_heads": hidden // 64}
+    kinds = ["linear_attention", "full_attention"] * (layers // 2)
+    dims = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "mlp_only_layers": list(range(layers))}
+    mixed = Qwen3NextConfig(**settings, **linear, **dims, layer_types=kinds)
+    return {
+        "Qwen3": Qwen3ForCausalLM(Qwen3Config(**settings)).train(),
+        "Qwen3-Next, dense": Qwen3NextForCausalLM(mixed).train(),
+    }
+
+
+def completions(options: argparse.Namespace, console: Console) -> str:
+    """Measure, and return the page."""
+    lines = [
+        "| model | completions | tokens of one | shared | apart | prompt once | together | time over prompt once "
+        "| time over apart |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    lengths, parts = list(map(int, options.tokens.split(","))), list(map(float, options.shared.split(",")))
+    for (name, model), (what, make), tokens, shared in product(
+        models(options.hidden, options.layers).items(), (("pair", pair), ("group of 8", group)), lengths, parts
+    ):
+        if what != "pair" and tokens != min(lengths):
+            continue
+        tree = make(tokens, shared)
+        together = [train.TreeBatch(**tree_batch([tree], pad_token_id=0, share=True))]
+        once = [prompt_once(tree)]
+        alone = [Tree(tree.prompt, [each]) for each in tree.completions]
+        rows = [train.TreeBatch(**tree_batch([each], pad_token_id=0, share=False)) for each in alone]
+        with streamtune.stream(model, schedule=SCHEDULE):
+            seconds(model, together)
+            step = {"together": partial(seconds, model, together)}
+            found = [interleaved(partial(seconds, model, base), step, options.pairs)[1] for base in (once, rows)]
+        counts = [f"{sum(batch.num_tokens for batch in each):,}" for each in (rows, once, together)]
+        times = [spread(ratios["together"]) for ratios in found]
+        lines.append(f"| {' | '.join((name, what, f'{tokens:,}', f'{shared:.0%}', *counts, *times))} |")
+        console.print(lines[-1], soft_wrap=True)
+    model_facts = f"layers: {options.layers}, channels: {options.hidden:,}"
+    return COMPLETIONS.format(**facts_of(options), model=model_facts, table="\n".join(lines))
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+def facts_of(options: argparse.Namespace) -> Mapping[str, Any]:
+    """Return the command of a page, the versions and the number of pairs."""
+    given = (f"--{name} {value}" for name, value in vars(options).items() if value is not None and name != "what")
+    return {
+        "command": f"python -m benchmarks.turns {options.what} {' '.join(given)}",
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}",
+        "pairs": options.pairs,
+    }
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="what", required=True)
+    turns = commands.add_parser("conversations")
+    turns.add_argument("--tokens", default="8192,32768", help="of the conversation, several with commas")
+    turns.add_argument("--reasoning", default="0.0625,0.125,0.25,0.5", help="part of a turn, several with commas")
+    turns.add_argument("--turns", type=int, default=8)
+    trees = commands.add_parser("completions")
+    trees.add_argument("--tokens", default="4096,16384", help="of a prompt with one completion, several with commas")
+    trees.add_argument("--shared", default="0.5,0.75,0.9", help="part of a completion, several with commas")
+    for command, hidden, layers in ((turns, 1024, 1), (trees, 512, 2)):
+        command.add_argument("--pairs", type=int, default=3)
+        command.add_argument("--hidden", type=int, default=hidden)
+        command.add_argument("--layers", type=int, default=layers)
+        command.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    page = (conversations if options.what == "conversations" else completions)(options, Console(stderr=True))
+    print(page)
+    if options.out is not None:
+        options.out.write_text(page, "utf-8")
+
+
+CONVERSATIONS = """# Turns that share their beginnings
 
 ```
 {command}
@@ -194,6 +319,27 @@ short reasoning more than long. Operations of Qwen3-8B, together to apart, count
 
 {counted}
 """
+
+COMPLETIONS = """# Completions that share turns
+
+```
+{command}
+```
+
+{versions}, one thread, fp32.
+
+A pair whose completions begin with the same turns, and a group of eight of which every two were resampled from the
+middle of one. *Shared* is the part of a completion that another has too; a quarter of the tokens is the prompt. *Apart*
+every completion is a row behind its own prompt, *prompt once* it is a branch behind it, *together* what two completions
+share is there once. Times are processor time of forward and backward, in chunks of 1,024 tokens: medians of {pairs}
+(smallest to largest). {model}.
+
+{table}
+
+The loss and its gradient are the same in all three: a common token's log-probability is read for each of its
+completions, and its gradient is the sum of theirs.
+"""
+
 
 if __name__ == "__main__":
     main()

@@ -1,7 +1,6 @@
-"""Configurations of the models that shipped recipes name: what a plan needs of a checkpoint, without a hub.
+"""Configurations of the models that shipped recipes name, to plan them without a hub.
 
-Each has the values of the checkpoint's own ``config.json``, as its makers publish it, as far as shapes, masks and
-positions depend on them. Names of weights that a recipe does not train from are not here.
+Each has the values of the published ``config.json`` that shapes, masks and positions depend on.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from typing import Any
 __all__ = ["SHAPES", "write_shape"]
 
 
-def _qwen3(
-    hidden: int, layers: int, heads: int, intermediate: int, *, tied: bool, positions: int = 40960, theta: float = 1e6
-) -> dict[str, Any]:
+def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, **others: Any) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -27,15 +24,15 @@ def _qwen3(
         "head_dim": 128,
         "intermediate_size": intermediate,
         "vocab_size": 151936,
-        "max_position_embeddings": positions,
-        "rope_theta": theta,
-        "tie_word_embeddings": tied,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
         "dtype": "bfloat16",
+        **others,
     }
 
 
 def _llama(
-    hidden: int, layers: int, heads: int, head_dim: int, intermediate: int, *, factor: float, tied: bool = False
+    hidden: int, layers: int, heads: int, head_dim: int, intermediate: int, factor: float = 8.0, **others: Any
 ) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -56,8 +53,9 @@ def _llama(
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": False,
         "dtype": "bfloat16",
+        **others,
     }
 
 
@@ -83,7 +81,7 @@ def _mistral(
 
 
 def _gemma3(
-    hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, intermediate: int, scalar: int = 256
+    hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, intermediate: int, **others: Any
 ) -> dict[str, Any]:
     return {
         "architectures": ["Gemma3ForConditionalGeneration"],
@@ -102,12 +100,13 @@ def _gemma3(
             "intermediate_size": intermediate,
             "vocab_size": 262208,
             "max_position_embeddings": 131072,
-            "query_pre_attn_scalar": scalar,
+            "query_pre_attn_scalar": 256,
             "sliding_window": 1024,
             "sliding_window_pattern": 6,
             "rope_theta": 1000000.0,
             "rope_local_base_freq": 10000.0,
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            **others,
         },
         "vision_config": {
             "model_type": "siglip_vision_model",
@@ -124,22 +123,24 @@ def _gemma3(
 
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "Qwen/Qwen3-0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
-    "Qwen/Qwen3-1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
-    "Qwen/Qwen3-4B-Instruct-2507": _qwen3(2560, 36, 32, 9728, tied=True, positions=262144, theta=5e6),
-    "Qwen/Qwen3-8B": _qwen3(4096, 36, 32, 12288, tied=False),
-    "Qwen/Qwen3-14B": _qwen3(5120, 40, 40, 17408, tied=False),
-    "Qwen/Qwen3-32B": _qwen3(5120, 64, 64, 25600, tied=False),
-    "meta-llama/Llama-3.2-1B-Instruct": _llama(2048, 16, 32, 64, 8192, factor=32.0, tied=True),
-    "meta-llama/Llama-3.2-3B-Instruct": _llama(3072, 28, 24, 128, 8192, factor=32.0, tied=True),
-    "meta-llama/Llama-3.1-8B-Instruct": _llama(4096, 32, 32, 128, 14336, factor=8.0),
-    "meta-llama/Llama-3.3-70B-Instruct": _llama(8192, 80, 64, 128, 28672, factor=8.0),
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 28, 16, 3072, tie_word_embeddings=True),
+    "Qwen/Qwen3-1.7B": _qwen3(2048, 28, 16, 6144, tie_word_embeddings=True),
+    "Qwen/Qwen3-4B-Instruct-2507": _qwen3(
+        2560, 36, 32, 9728, tie_word_embeddings=True, max_position_embeddings=262144, rope_theta=5e6
+    ),
+    "Qwen/Qwen3-8B": _qwen3(4096, 36, 32, 12288, tie_word_embeddings=False),
+    "Qwen/Qwen3-14B": _qwen3(5120, 40, 40, 17408, tie_word_embeddings=False),
+    "Qwen/Qwen3-32B": _qwen3(5120, 64, 64, 25600, tie_word_embeddings=False),
+    "meta-llama/Llama-3.2-1B-Instruct": _llama(2048, 16, 32, 64, 8192, 32.0, tie_word_embeddings=True),
+    "meta-llama/Llama-3.2-3B-Instruct": _llama(3072, 28, 24, 128, 8192, 32.0, tie_word_embeddings=True),
+    "meta-llama/Llama-3.1-8B-Instruct": _llama(4096, 32, 32, 128, 14336),
+    "meta-llama/Llama-3.3-70B-Instruct": _llama(8192, 80, 64, 128, 28672),
     "mistralai/Mistral-7B-Instruct-v0.3": _mistral(4096, 32, 14336, 32768, 32768, 1e6),
     "mistralai/Mistral-Nemo-Instruct-2407": _mistral(5120, 40, 14336, 131072, 131072, 1e6),
     "mistralai/Mistral-Small-24B-Instruct-2501": _mistral(5120, 40, 32768, 131072, 32768, 1e8),
     "google/gemma-3-4b-it": _gemma3(2560, 34, 8, 4, 256, 10240),
     "google/gemma-3-12b-it": _gemma3(3840, 48, 16, 8, 256, 15360),
-    "google/gemma-3-27b-it": _gemma3(5376, 62, 32, 16, 128, 21504, scalar=168),
+    "google/gemma-3-27b-it": _gemma3(5376, 62, 32, 16, 128, 21504, query_pre_attn_scalar=168),
     "microsoft/phi-4": {
         "architectures": ["Phi3ForCausalLM"],
         "model_type": "phi3",
@@ -189,11 +190,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 
 def write_shape(name: str, folder: Path) -> Path:
-    """Write the ``config.json`` of a model into a folder of its own below ``folder``, and return that folder.
-
-    Raises:
-        KeyError: The table has no such model.
-    """
+    """Write the ``config.json`` of a model into its own folder below ``folder``, and return that folder."""
     path = folder / name.replace("/", "--")
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(SHAPES[name]), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Plan the shipped recipes that name a model and a device, and write what was planned where users read it.
+"""Plan the shipped recipes that name a model and a device, and write the figures into their headers and a page.
 
 python -m tools.recipe_headers [NAME ...]  # plans them, all by default, and writes the line `# Planned:` of each;
                                            # then the page docs/reference/recipes-shipped.md
@@ -42,11 +42,11 @@ class Planned:
     """The figures of a header.
 
     Args:
-        peak: GiB that a step takes on a device.
-        size: GiB that the device has.
-        host: GiB that a step takes of the host's memory, all ranks of a node together.
+        peak: Peak of a step on a device, in GiB.
+        size: Memory of the device, in GiB.
+        host: Host memory of a step, all ranks of a node together, in GiB.
         seconds: Predicted seconds of an optimizer step.
-        step: What is in it: ``8 rows``.
+        step: Contents of a step: ``8 rows``.
         ranks: Number of devices.
     """
 
@@ -68,16 +68,12 @@ class Planned:
 
 
 def planned_recipes() -> list[ShippedRecipe]:
-    """Return the shipped recipes of one model on one kind of device."""
+    """Return the shipped recipes that name a device."""
     return [recipe for recipe in shipped_recipes() if recipe.device]
 
 
 def command_of(shipped: ShippedRecipe) -> dict[str, Any]:
-    """Return the options of the ``streamtune plan`` in a recipe's header, by the names of ``PlanOptions``.
-
-    Raises:
-        ValueError: There is no such command, or it plans another recipe.
-    """
+    """Return the options of ``streamtune plan`` in a recipe's header, by the names of ``PlanOptions``."""
     found = COMMAND.search(shipped.text)
     name, *words = shlex.split(found[1]) if found else ("",)
     if name != shipped.name:
@@ -89,11 +85,7 @@ def command_of(shipped: ShippedRecipe) -> dict[str, Any]:
 
 
 def read_header(shipped: ShippedRecipe) -> Planned:
-    """Return the figures in a recipe's header.
-
-    Raises:
-        ValueError: It has none.
-    """
+    """Return the figures in a recipe's header."""
     found = HEADER.search(shipped.text)
     if found is None:
         raise ValueError(f"{shipped.name} has no line `# Planned:`; run python -m tools.recipe_headers {shipped.name}")
@@ -111,8 +103,8 @@ def plan_shipped(shipped: ShippedRecipe, folder: Path, *, length: int | None = N
 
     Args:
         shipped: The recipe.
-        folder: A configuration of its model is written below it.
-        length: Tokens of a row; by default the recipe's own.
+        folder: Directory for the configuration of its model.
+        length: Tokens of a row; None is the recipe's.
 
     Raises:
         ArgumentError: No schedule fits.

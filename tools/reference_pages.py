@@ -33,7 +33,7 @@ GROUPS = {
     "ModelInit": ("model", "A model without weights"),
     "SampleSpec": ("sample", "A prompt to try"),
 }
-"""Definitions of the schema that are groups of keys: the key that holds them, and a title where they have none."""
+"""Definitions of the schema that are groups of keys: the key that holds them, and a title."""
 
 
 TABLES: dict[str, Mapping[str, Any]] = {"adapter_type": ADAPTERS, "optim": OPTIMIZERS}
@@ -74,7 +74,7 @@ def _argument(param: Any) -> str:
 
 
 def _options(command: Any) -> Iterator[str]:
-    """Yield a table of the options, but those that every command has or that belong to the shell."""
+    """Yield a table of the options, without help and shell completion."""
     left_out = {"help", "install_completion", "show_completion"}
     options = [param for param in command.params if isinstance(param, TyperOption) and param.name not in left_out]
     if not options:
@@ -88,7 +88,7 @@ def _options(command: Any) -> Iterator[str]:
 
 
 def _recipe() -> Iterator[str]:
-    """Yield the lines of the page of keys: those all objectives share, what others add, and the groups of keys."""
+    """Yield the lines of the page of keys: of all objectives, of single objectives, and the groups of keys."""
     definitions = json_schema()["$defs"]
     common = definitions["Recipe"]["properties"]
     yield from (MADE, "", "# Recipe keys", "")
@@ -96,7 +96,7 @@ def _recipe() -> Iterator[str]:
     yield "RECIPE` checks a file; `streamtune schema` prints [the JSON schema](../recipe.schema.json) for editors."
     yield from ("", "## All objectives", "", *_keys(common))
     for objective, name in (("dpo", "DpoRecipe"), ("grpo", "GrpoRecipe")):
-        own = {key: value for key, value in definitions[name]["properties"].items() if _changed(value, common.get(key))}
+        own = {key: value for key, value in definitions[name]["properties"].items() if value != common.get(key)}
         yield from (
             "",
             f"## {objective}",
@@ -111,11 +111,6 @@ def _recipe() -> Iterator[str]:
         key, title = GROUPS.get(name, (None, name))
         heading = f"`{key}`" if key else title
         yield from ("", f"## {heading}", "", definition.get("description", ""), "", *_keys(definition["properties"]))
-
-
-def _changed(value: Mapping[str, Any], common: Mapping[str, Any] | None) -> bool:
-    """Return True for a key that an objective adds or gives another default, description or type."""
-    return common is None or value != common
 
 
 def _keys(properties: Mapping[str, Any]) -> Iterator[str]:

@@ -3,9 +3,9 @@
 python -m tools.support_matrix          # writes it; `make docs` does
 python -m tools.support_matrix --check  # exits with 1 where it is out of date
 
-A pair is written as a recipe, and the recipe is put through what a run does before it reads data or weights:
-validation, the settings of the loss, the layout of the ranks, and the engine on a model without weights. Nothing here
-says what is refused; :mod:`tools.support_options` lists the options.
+A pair is written as a recipe, which passes the checks of a run before data or weights are read: validation, settings of
+the loss, layout of the ranks, and the engine on a model without weights. Nothing here says what is refused;
+:mod:`tools.support_options` lists the options.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ ROUTER_KEYS = ("router_aux_loss_coef", "router_z_loss_coef", "moe_balance")
 
 @dataclass(frozen=True)
 class Refusal:
-    """The error of a combination: its sentence, and how to mend it."""
+    """The error of a combination, and its fix."""
 
     what: str
     mend: str
 
 
 def recipe_of(objective: str, options: Iterable[Option]) -> dict[str, Any]:
-    """Return the recipe with these options, as a file has it."""
+    """Return the recipe with these options, as in a file."""
     tree: dict[str, Any] = copy.copy(BASES[objective])
     for option in options:
         for key, value in option.keys.items():
@@ -63,7 +63,7 @@ def recipe_of(objective: str, options: Iterable[Option]) -> dict[str, Any]:
 
 
 def ask(objective: str, options: Iterable[Option]) -> Refusal | None:
-    """Return the refusal of a recipe with these options, on as many ranks as they need; None if it is accepted."""
+    """Return the refusal of a recipe with these options on the ranks they need; None if it is accepted."""
     options = tuple(options)
     tree, kind = recipe_of(objective, options), RECIPES[objective]
     try:
@@ -79,14 +79,14 @@ def ask(objective: str, options: Iterable[Option]) -> Refusal | None:
 
 
 def _set_up(recipe: Recipe, ranks: int) -> None:
-    """Do what a run does before it reads data or weights, but for what is asked of the machine.
+    """Run the checks before data or weights are read, except for those of the machine.
 
     Raises:
         UserError: The run would be refused.
     """
     here = torch.device("cpu")
     if getattr(recipe, "use_vllm", False):
-        recipe = recipe.model_copy(update={"use_vllm": False})  # accepted by then; it would look for the package
+        recipe = recipe.model_copy(update={"use_vllm": False})  # already validated; it would look for the package
     kind = type(recipe)
     names = () if kind is Recipe else [key for key in kind.model_fields if _is_own(kind, key) or key in OF_TEACHER]
     own = tuple((key, getattr(recipe, key)) for key in names)
@@ -106,19 +106,19 @@ def _is_own(kind: type[Recipe], key: str) -> bool:
 
 
 OF_TEACHER = ("teacher", "kd_divergence")
-"""Keys of every objective that a loss of one of them reads too."""
+"""Keys of all objectives that losses read too."""
 
 
 @cache
 def _check_loss(objective: str, own: tuple[tuple[str, Any], ...]) -> None:
-    """Check the settings of a loss: the same for all recipes that have the same values of the objective's own keys."""
+    """Check the settings of a loss, once for each set of values of the objective's own keys."""
     recipe = RECIPES[objective].model_validate({**BASES[objective], "max_length": 4096, **dict(own)})
     TASKS[objective].of_run(recipe, ROOT, lambda message: None)
 
 
 @cache
 def _stream(model_type: str, *router_values: Any) -> None:
-    """Put the engine, with losses on routers, into a model without weights: the same for all recipes of these keys."""
+    """Put the engine, with losses on routers, into a model without weights, once for each set of values."""
     model = {"init": next(each for each in MODELS if each["model_type"] == model_type)}
     recipe = Recipe.model_validate(
         {**BASES["sft"], "model": model, **dict(zip(ROUTER_KEYS, router_values, strict=True))}
@@ -133,29 +133,29 @@ class Matrix:
     answers: dict[tuple[str, frozenset[str]], Refusal | None] = field(default_factory=dict)
     numbers: dict[Refusal, int] = field(default_factory=dict)
     examples: dict[Refusal, tuple[str, tuple[Option, ...], Refusal]] = field(default_factory=dict)
-    """A numbered refusal -> an objective and options that meet it, and the refusal in full."""
+    """Numbered refusal -> an objective and options that meet it, and the full refusal."""
     _known: dict[str, list[str]] = field(default_factory=dict)
 
     def ask(self, objective: str, *options: Option) -> Refusal | None:
-        """Return :func:`ask`, asked once."""
+        """Return the result of :func:`ask`, cached."""
         key = (objective, frozenset(option.name for option in options))
         if key not in self.answers:
             self.answers[key] = ask(objective, options)
         return self.answers[key]
 
     def number(self, refusal: Refusal, objective: str, options: tuple[Option, ...]) -> int:
-        """Return the number of a refusal on the page. Those that differ by loss or objective have one."""
+        """Return the number of a refusal on the page; refusals that differ by loss or objective share a number."""
         names = [objective, *(str(option.keys["loss_type"]) for option in options if "loss_type" in option.keys)]
         shape = Refusal(re.sub(rf"\b({'|'.join(names)})\b", "...", refusal.what), refusal.mend)
         self.examples.setdefault(shape, (objective, options, refusal))
         return self.numbers.setdefault(shape, len(self.numbers) + 1)
 
     def objectives(self, *options: Option) -> list[str]:
-        """Return the objectives that have all of the options."""
+        """Return the objectives that have all the options."""
         return [name for name in BASES if all(name in self._objectives(option) for option in options)]
 
     def _objectives(self, option: Option) -> list[str]:
-        """Return the objectives that accept an option by itself; where none does, those whose recipes have its keys."""
+        """Return the objectives that accept an option alone; if none does, those that have its keys."""
         if option.name not in self._known:
             accepting = [name for name in BASES if self.ask(name, option) is None]
             tops = {key.partition(".")[0] for key in option.keys}
@@ -164,7 +164,7 @@ class Matrix:
         return self._known[option.name]
 
     def pair(self, row: Option, column: Option) -> Mapping[str, Refusal | None]:
-        """Return the answers by objective; empty where the two are one or give one key two values."""
+        """Return the answers by objective; empty if the two are equal or give one key two values."""
         if row.objective is not None or column.objective is not None:
             objective = row.objective or column.objective
             assert objective is not None
@@ -174,7 +174,7 @@ class Matrix:
         return {name: self.ask(name, row, column) for name in self.objectives(row, column)}
 
     def cell(self, row: Option, column: Option) -> str:
-        """Return the mark of a pair: yes, or no with the number of the refusal, by objective where they differ."""
+        """Return yes, or no with the number of the refusal; by objective if the answers differ."""
         answers = self.pair(row, column)
         options = tuple(each for each in (row, column) if each.objective is None)
         marks = {
@@ -189,7 +189,7 @@ class Matrix:
         return f"**no** [{number}](#r{number})"
 
     def of_three(self, options: Iterable[Option]) -> Iterator[tuple[str, tuple[Option, Option, Option], Refusal]]:
-        """Yield each three options that are refused together, though any two of them are accepted."""
+        """Yield three options that are refused together, though any two of them are accepted."""
         for three in combinations(options, 3):
             if not all(self.pair(*two) for two in combinations(three, 2)):
                 continue
@@ -223,7 +223,7 @@ def _titles(options: Iterable[Option]) -> list[str]:
 
 
 def _table(matrix: Matrix, table: Table) -> Iterator[str]:
-    """Yield a table, in which options of a group with the same answers share a row, and those above it a column."""
+    """Yield a table; options with the same answers share a row or a column."""
     columns = [option for name in table.columns for option in GROUPS[name]]
     answers = {
         row.name: [matrix.cell(row, column) for column in columns] for name in table.rows for row in GROUPS[name]
@@ -245,7 +245,7 @@ def _table(matrix: Matrix, table: Table) -> Iterator[str]:
 
 
 def _three(matrix: Matrix) -> Iterator[str]:
-    """Yield what is refused of three options at once, though not of two."""
+    """Yield the section on three options at once."""
     options = [option for name in OF_THREE for option in GROUPS[name]]
     yield from ("", "## Three at once", "")
     found = list(matrix.of_three(options))

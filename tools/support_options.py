@@ -1,15 +1,20 @@
-"""The options that :mod:`tools.support_matrix` combines, by groups, and the tables that it makes of them.
+"""The options that :mod:`tools.support_matrix` combines, by groups, and the tables it makes of them.
 
-An option is keys of a recipe. Keys that it cannot be without come with it: ``eval_steps`` with ``val_size``.
+An option is keys of a recipe, with the keys that it needs: ``eval_steps`` with ``val_size``. Losses and presets are
+read from the recipe's types and DeepSpeed's presets. Other groups are samples: a key is shown with a few of its values,
+also if no rule refuses any of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from streamtune.base.adapters import ADAPTERS
+from streamtune.distributed.deepspeed_config import PRESETS
+from streamtune.recipe.dpo import PairedLoss, UnpairedLoss
+from streamtune.recipe.grpo import GrpoRecipe
 
 __all__ = ["BASES", "GROUPS", "MODELS", "OF_THREE", "TABLES", "THEMES", "Option", "Table"]
 
@@ -19,10 +24,10 @@ class Option:
     """An option of a recipe.
 
     Args:
-        name: As people write it.
+        name: Name on the page.
         keys: Dotted key -> value.
-        ranks: Ranks that it needs.
-        objective: Set in the options that stand for an objective, which have no keys.
+        ranks: Number of ranks that it needs.
+        objective: Name of the objective, for an option that is an objective and has no keys.
     """
 
     name: str
@@ -38,7 +43,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the page: all pairs of the options of some groups with those of others."""
+    """A table of the page: each option of the row groups with each option of the column groups."""
 
     title: str
     text: str
@@ -93,7 +98,7 @@ def _options(*keys: dict[str, Any], ranks: int = 1) -> tuple[Option, ...]:
 
 
 def _losses(*names: str) -> tuple[Option, ...]:
-    """Return a loss each; ``exo_pair`` cannot be without its smoothing, and ``gkd`` without a teacher."""
+    """Return an option for each loss; ``exo_pair`` needs its smoothing, and ``gkd`` a teacher."""
     more = {"exo_pair": {"label_smoothing": 0.1}, "gkd": {"teacher": "reference"}}
     return tuple(Option(name, {"loss_type": name, **more.get(name, {})}) for name in names)
 
@@ -107,21 +112,26 @@ def _written(item: tuple[str, Any]) -> str:
 HELD_OUT = {"val_size": 4}
 PROMPT = {"sample.prompt": "Add 1.", "sample.max_new_tokens": 4}
 ANY = {"engine.offload_dir": "DIR", "sample.prompt": "TEXT", "ref_model_name_or_path": "NAME", "teacher": "NAME"}
-"""Keys whose value does not matter -> the word that stands for it in a name."""
+"""Keys with any value -> the word for it in a name."""
 
 ON_WHOLE = [name for name, kind in ADAPTERS.items() if kind.start != "quantisation"]
-OFFLOAD_DIR = {"engine.offload_dir": "."}
+QUANTISED = tuple(
+    Option(f"qlora {kind}", {"finetuning_type": "qlora", "quantization": kind}) for kind in ("int8", "nf4")
+)
+PLACES = _options(
+    {"engine.schedule": "fixed"},
+    {"engine.offload": "device"},
+    {"engine.offload": "host"},
+    {"engine.offload": "disk", "engine.offload_dir": "."},
+)
+LEVELS = _options({"engine.levels": 1}, {"engine.levels": 2}, {"engine.keep_layers": 1})
 
 GROUPS: dict[str, tuple[Option, ...]] = {
     "objectives": tuple(Option(name, objective=name) for name in BASES),
-    "ways": (
-        *_options({"finetuning_type": "full"}, {"finetuning_type": "lora"}),
-        Option("qlora int8", {"finetuning_type": "qlora", "quantization": "int8"}),
-        Option("qlora nf4", {"finetuning_type": "qlora", "quantization": "nf4"}),
-    ),
+    "ways": (*_options({"finetuning_type": "full"}, {"finetuning_type": "lora"}), *QUANTISED),
     "adapters": (
         *(
-            # lora_ga takes twice the rank of singular vectors, which the tiny model's matrices have for 8.
+            # lora_ga needs twice the rank in singular vectors; the tiny model's matrices have enough for 8.
             Option(f"adapter_type: {kind}", {"adapter_type": kind, "finetuning_type": "lora", "lora_r": 8})
             for kind in ON_WHOLE
         ),
@@ -132,13 +142,10 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option("modules_to_save", {"modules_to_save": ["norm"], "finetuning_type": "lora"}),
     ),
-    "quantised": (
-        Option("qlora int8", {"finetuning_type": "qlora", "quantization": "int8"}),
-        Option("qlora nf4", {"finetuning_type": "qlora", "quantization": "nf4"}),
-    ),
+    "quantised": QUANTISED,
     "sharing": (
         Option("DDP (nothing shared)", {"fsdp": False, "deepspeed": None}, ranks=2),
-        *_options(*({"deepspeed": name} for name in ("zero1", "zero2", "zero3", "zero3_offload")), ranks=2),
+        *_options(*({"deepspeed": name} for name in PRESETS), ranks=2),
         *_options({"fsdp": True}, ranks=2),
     ),
     "sequence": tuple(
@@ -157,39 +164,33 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"select_rows": "colm"},
         {"share_prefix": "always"},
     ),
-    "engine": _options(
-        {"engine.schedule": "fixed"},
-        {"engine.offload": "device"},
-        {"engine.offload": "host"},
-        {"engine.offload": "disk", **OFFLOAD_DIR},
-        {"engine.offload_dir": "."},
-        {"engine.device_layers": 1},
-        {"engine.levels": 1},
-        {"engine.levels": 2},
-        {"engine.segment_size": 2},
-        {"engine.keep_kv": "device"},
-        {"engine.keep_attention": "device"},
-        {"engine.keep_attention": "host"},
-        {"engine.keep_layers": 1},
-        {"engine.stream_grads": True},
-        {"engine.grad_dtype": "param"},
-        {"engine.fuse": "none"},
-        {"engine.order": "layer"},
-        {"engine.order": "chunk"},
-        {"engine.weights": "device"},
-        {"engine.weights": "host"},
-        {"engine.optimizer": "device"},
-        {"engine.optimizer": "host"},
-        {"engine.fetch_dtype": "param"},
-        {"engine.fetch_dtype": "bfloat16", "engine.weights": "host"},
+    "engine": (
+        *PLACES,
+        *_options({"engine.offload_dir": "."}, {"engine.device_layers": 1}),
+        *LEVELS[:2],
+        *_options(
+            {"engine.segment_size": 2},
+            {"engine.keep_kv": "device"},
+            {"engine.keep_attention": "device"},
+            {"engine.keep_attention": "host"},
+        ),
+        LEVELS[2],
+        *_options(
+            {"engine.stream_grads": True},
+            {"engine.grad_dtype": "param"},
+            {"engine.fuse": "none"},
+            {"engine.order": "layer"},
+            {"engine.order": "chunk"},
+            {"engine.weights": "device"},
+            {"engine.weights": "host"},
+            {"engine.optimizer": "device"},
+            {"engine.optimizer": "host"},
+            {"engine.fetch_dtype": "param"},
+            {"engine.fetch_dtype": "bfloat16", "engine.weights": "host"},
+        ),
     ),
-    "places": _options(
-        {"engine.schedule": "fixed"},
-        {"engine.offload": "device"},
-        {"engine.offload": "host"},
-        {"engine.offload": "disk", **OFFLOAD_DIR},
-    ),
-    "levels": _options({"engine.levels": 1}, {"engine.levels": 2}, {"engine.keep_layers": 1}),
+    "places": PLACES,
+    "levels": LEVELS,
     "run": _options(
         {"bf16": True},
         {"deterministic": True},
@@ -233,10 +234,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"precompute_ref_log_probs": True},
         {"reference_free": True},
     ),
-    "models": (
-        Option("dense model", {"model.init": DENSE}),
-        Option("mixture of experts", {"model.init": MIXTURE}),
-    ),
+    "models": (Option("dense model", {"model.init": DENSE}), Option("mixture of experts", {"model.init": MIXTURE})),
     "routers": (
         *_options({"router_aux_loss_coef": 0.001}, {"router_z_loss_coef": 0.001}, {"moe_balance": "global"}),
         Option(
@@ -255,10 +253,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option("teacher: FILE", {"teacher": "taught.safetensors"}),
     ),
-    "dpo losses": _losses(
-        *("sigmoid", "robust", "hinge", "ipo", "exo_pair", "sppo_hard", "apo_zero", "apo_down", "dpop", "copg"),
-        *("orpo", "simpo", "cpo", "kto", "apo_zero_unpaired"),
-    ),
+    "dpo losses": _losses(*get_args(PairedLoss), *get_args(UnpairedLoss)),
     "dpo keys": _options(
         {"label_smoothing": 0.1},
         {"rpo_alpha": 0.5},
@@ -268,7 +263,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"desirable_weight": 2.0},
         {"length_normalization": True},
     ),
-    "grpo losses": _losses("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "rloo", "remax", "gkd"),
+    "grpo losses": _losses(*get_args(GrpoRecipe.model_fields["loss_type"].annotation)),
     "grpo keys": _options(
         {"importance_sampling_level": "token"},
         {"importance_sampling_level": "sequence"},

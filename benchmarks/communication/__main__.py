@@ -1,4 +1,4 @@
-"""Count, write the page, its figures and its picture, and fail if a bound breaks.
+"""Count, write the page with its figures and its picture, and fail if a bound breaks.
 
 python -m benchmarks.communication [FOLDER]
 """
@@ -6,20 +6,197 @@ python -m benchmarks.communication [FOLDER]
 from __future__ import annotations
 
 import json
+import os
+import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from benchmarks.communication.page import draw, environment, page
-from benchmarks.communication.tables import TABLES, Row, broken, measured
+from benchmarks.communication.tables import CHUNKS, ENGINES, TABLES, Row, broken, measured, reference
+from streamtune.base.palette import INK, png_of
 
 Tables = dict[str, tuple[list[Row], str | None]]
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
+NAMES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP2"}
+COLOURS = {"plain": "#8a909c", "ordinary": "#e4572e", "streaming": "#2f6fde", "naive": "#f0a202"}
+
+MEANING = """
+- **plain**: the model of `transformers`, whole sequence. **ordinary**: the same with its gradient checkpointing.
+  **streaming**: `streamtune.stream` with D chunks a sequence. **naive**: D times forward and backward of the whole
+  model, each with the loss of a D-th of the tokens, with gradient checkpointing: chunks without a node of their own.
+- All modes of an engine compute the same gradient of the same rows; its norm was compared (1e-5).
+- A cell is *collective calls, MiB* (or B), of one optimizer step after two others, on one rank. Bytes are those of the
+  whole tensor a call is about: all that is gathered, all that is reduced. Calls are counted at the operators of
+  `torch.distributed`, where those of DeepSpeed, DDP, FSDP2 and DTensor all end up. That DDP reduces exactly the bytes
+  of its gradients, and ZeRO-3 gathers exactly those of its weights, is checked each time.
+- **to plain**, **to ordinary**: bytes of the step to those of that row. Streaming must not be above 1.01 of either
+  (LoRA: of ordinary), and its calls and bytes must be the same on any number of chunks; the command fails otherwise.
+- ZeRO-3 gathers weights a second time in the backward, and most of them a third time under gradient checkpointing,
+  whose recomputation lets go of what each module gathered. Streaming does not: hooks around a layer's call hold its
+  weights for as long as its node computes.
+- Naive chunks cost nothing under DDP and ZeRO-1, where a rank keeps its whole gradient and reduces it after the last
+  chunk. ZeRO-2, ZeRO-3 and FSDP2 have no room for one: they reduce after every backward.
+- A small model hides what a large one does. Unless a table says otherwise, reduction buckets hold a fourth of what is
+  trained and ZeRO-3 keeps nothing gathered between forward and backward, in all modes alike: persistence threshold 0,
+  prefetch 0, `stage3_max_live_parameters` 0, `stage3_max_reuse_distance` 0.
+- DDP's broadcast is that of the model's buffers. In *step* are the gradient's norm and, under ZeRO-1 and 2, the new
+  weights.
+"""
+
+NOTES = {
+    "On the wire between two nodes": """Each rank is in a network namespace of its own, with a veth pair as its only
+cable; *sent* is the kernel's count (`tx` of `/proc/net/dev`), headers included, mean of five steps. gloo sends for a
+reduce_scatter what it sends for an all_reduce: compare these figures with each other, not with NCCL's.""",
+    "Sequences shared by two ranks": """Two ranks share each sequence. *A chunk* is what they exchange to attend
+(all_to_all, or send in a ring), over layers and chunks; the rest is sent for weights and gradients.""",
+    "LoRA": """Plain training of adapters needs no backward through what lies before the first of them: of the first
+layer's attention it does not gather the weights again, and a layer that is gathered whole does. Of four layers that
+shows; of 32 it is below one hundredth.""",
+    "With the shipped presets' own values": """One reduction bucket; ZeRO-3 keeps gathered until the backward what
+its `stage3_max_live_parameters` (1e9) has room for, here the whole model.""",
+}
+"""Notes on single tables."""
+
+
+def environment() -> dict[str, Any]:
+    """Return versions and machine."""
+    import deepspeed
+    import torch
+    import transformers
+
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "deepspeed": deepspeed.__version__,
+        "ranks": 2,
+        "backend": "gloo",
+    }
+
+
+def render(env: dict[str, Any], tables: Tables) -> str:
+    """Return the page; ``tables`` are title -> (rows, reason why there are none)."""
+    first = next(rows[0] for rows, _ in tables.values() if rows)
+    lines = [
+        "# What ranks send each other: ordinary, streaming, naive chunks",
+        "",
+        "```\nmake bench-comm\n```",
+        "",
+        f"Llama of 4 layers, {_mib(first.weight_bytes)} MiB of float32 weights, a row of 128 tokens a rank; 2 ranks "
+        f"over gloo; {env['machine']}.",
+        f"torch {env['torch']}, transformers {env['transformers']}, deepspeed {env['deepspeed']}, "
+        f"Python {env['python']}.",
+        "",
+        "![Bytes of a step by engine and mode](communication.png)",
+        "",
+        "## What the figures are",
+        MEANING,
+    ]
+    for title, (rows, reason) in tables.items():
+        lines += [f"## {title}", ""]
+        if reason is not None:
+            lines += [f"Not measured: {reason}.", ""]
+            continue
+        lines += [*([NOTES[title], ""] if title in NOTES else []), *_table(rows)]
+    return "\n".join([*lines, "Figures by kind and phase: [communication.json](communication.json).", ""])
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    wired, sequence = rows[0].sent is not None, "sequence" in rows[0].case
+    head = ["engine", "mode", "D", "forward", "backward", "step", "calls", "MiB"]
+    head += ["sent MiB", "sent to plain", "sent to ordinary"] if wired else []
+    head += ["a chunk, KiB"] if sequence else ["to plain", "to ordinary"]
+    lines = [_line(head), _line(["---", "---", *["---:"] * (len(head) - 2)])]
+    before = ""
+    for row in rows:
+        engine = NAMES[row.case["engine"]]
+        cells = [f"**{engine}**" if engine != before else "", _mode(row), _chunks(row)]
+        cells += [_phase(row.traffic.get(phase, {})) for phase in ("forward", "backward", "step")]
+        cells += [f"{row.calls:,}", _mib(row.bytes)]
+        if row.sent is not None:
+            cells += [_mib(row.sent), *(_ratio(list(rows), row, mode, "sent") for mode in ("plain", "ordinary"))]
+        if sequence:
+            cells.append(f"{_exchanged(row) / 4 / row.case['chunks'] / 2**10:,.1f}")
+        else:
+            cells += [_ratio(list(rows), row, mode, "bytes") for mode in ("plain", "ordinary")]
+        lines.append(_line(cells))
+        before = engine
+    return [*lines, ""]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _mode(row: Row) -> str:
+    mode = str(row.case["mode"])
+    return f"{mode}, {row.case['form']}" if "form" in row.case else mode
+
+
+def _chunks(row: Row) -> str:
+    return str(row.case["chunks"]) if row.case["mode"] in ("streaming", "naive") else ""
+
+
+def _phase(kinds: dict[str, list[int]]) -> str:
+    return "<br>".join(f"{kind} {calls:,}, {_mib(size)}" for kind, (calls, size) in kinds.items()) or "-"
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.2f}" if size >= 0.005 * 2**20 else f"{size:.0f} B"
+
+
+def _ratio(rows: list[Row], row: Row, mode: str, what: str) -> str:
+    other = reference(rows, row, mode)
+    return "" if other is None else f"{getattr(row, what) / getattr(other, what):.3f}"
+
+
+def _exchanged(row: Row) -> int:
+    kinds = ("all_to_all", "send")
+    return sum(size for found in row.traffic.values() for kind, (_, size) in found.items() if kind in kinds)
+
+
+def draw(counted: list[Row], wired: list[Row], path: Path) -> None:
+    """Draw bytes by engine and mode: counted, and on the wire if measured."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12 if wired else 8, 4.8), dpi=150, layout="constrained")
+    left, *right = figure.subplots(1, 2, width_ratios=[6, 4]) if wired else [figure.subplots()]
+    bars = [("plain", 1), ("ordinary", 1), *(("streaming", chunks) for chunks in CHUNKS), ("naive", 8)]
+    _bars(left, counted, bars, "bytes", "Bytes of a step's collectives (MiB)")
+    for axes in right:
+        few = [(mode, chunks) for mode, chunks in bars if mode != "streaming" or chunks == 8]
+        _bars(axes, wired, few, "sent", "Sent over the cable between two nodes in a step (MiB)")
+    left.legend(frameon=False, labelcolor=INK, loc="upper left")
+    path.write_bytes(png_of(figure, "What ranks send in a step"))
+
+
+def _bars(axes: Any, rows: list[Row], bars: list[tuple[str, int]], what: str, title: str) -> None:
+    engines = [engine for engine in ENGINES if any(row.case["engine"] == engine for row in rows)]
+    shades = dict(zip(CHUNKS, ("#12305f", "#2f6fde", "#7fb4ff"), strict=True))
+    names = {"plain": "plain", "ordinary": "gradient checkpointing", "naive": "naive, 8 chunks"}
+    for place, (mode, chunks) in enumerate(bars):
+        found = {row.case["engine"]: row for row in rows if (row.case["mode"], row.case["chunks"]) == (mode, chunks)}
+        heights = [getattr(found[engine], what) / 2**20 for engine in engines if engine in found]
+        left = [at + (place - (len(bars) - 1) / 2) * 0.84 / len(bars) for at in range(len(heights))]
+        name = names.get(mode, f"streaming, {chunks} chunk{'s' if chunks > 1 else ''}")
+        colour = shades[chunks] if mode == "streaming" else COLOURS[mode]
+        drawn = axes.bar(left, heights, 0.8 / len(bars), color=colour, label=name)
+        axes.bar_label(drawn, [f"{height:.0f}" for height in heights], color=INK, fontsize=7, padding=1)
+    axes.set_xticks(range(len(engines)), [NAMES[engine] for engine in engines])
+    axes.set_title(title, loc="left", color=INK, fontsize=11)
+    axes.margins(y=0.1)
+    axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
 
 
 def main(folder: Path) -> int:
-    """Measure every table; the exit code. What is known is written after each."""
+    """Measure every table, write after each, and return the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     tables: Tables = {}
     for title, cases in TABLES.items():
@@ -39,7 +216,7 @@ def write(folder: Path, tables: Tables) -> None:
     env = environment()
     figures = {title: [asdict(row) for row in rows] for title, (rows, _) in tables.items()}
     (folder / "communication.json").write_text(json.dumps({"environment": env, "tables": figures}, indent=1) + "\n")
-    (folder / "communication.md").write_text(page(env, tables))
+    (folder / "communication.md").write_text(render(env, tables))
     wired = tables.get("On the wire between two nodes", ([], None))[0]
     draw(tables["One step"][0], wired, folder / "communication.png")
 

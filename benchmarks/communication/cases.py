@@ -1,26 +1,34 @@
-"""One case on one rank: a model, an engine that shares it, a few steps, and what the ranks sent each other in one.
+"""One case on one rank: a model, an engine that shares it, a few steps, and the collectives of one step.
 
 Modes:
     plain       the model as ``transformers`` has it
-    ordinary    with its gradient checkpointing, which is what the others are compared with
+    ordinary    with its gradient checkpointing: the baseline
     streaming   ``streamtune.stream`` with D chunks
     naive       D times forward and backward, each with the loss of a D-th of the tokens: chunks without the node
 
-All have the same gradient; its norm is returned to show it.
+All modes have the same gradient; its norm is returned to show it.
+
+Collectives are counted at the operators of ``torch.distributed``. DeepSpeed and DDP call ``c10d``, DTensor calls the
+functional collectives; a dispatch mode sees both, from Python or C++. Bytes are those of the whole tensor of a
+collective, as one rank has it: all that is reduced, gathered or sent. What a network carries depends on the algorithm;
+:func:`wire_bytes` reads that.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import streamtune
-from benchmarks.communication.traffic import Traffic, wire_bytes
 from streamtune import models, train
 from streamtune.distributed.deepspeed import DeepSpeedBackend
 from streamtune.distributed.deepspeed_config import resolve_config
@@ -32,7 +40,7 @@ Rows = list[tuple[Tensor, Tensor]]
 
 TOKENS, VOCABULARY, CLIP = 128, 512, 1.0
 WARM_UP = 2
-"""Steps before the one that counts: DDP lays out its buckets in the first, ZeRO-3 learns the order of modules."""
+"""Steps before the counted one: DDP lays out its buckets in the first, ZeRO-3 learns the order of modules."""
 WIRE_STEPS = 5
 SIZES: dict[str, dict[str, int]] = {
     "table": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8},
@@ -40,12 +48,12 @@ SIZES: dict[str, dict[str, int]] = {
     "deep": {"num_hidden_layers": 7, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4},
 }
 UNHIDDEN = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
-"""ZeRO-3 keeps up to 1e9 numbers whole from the forward to the backward: all of a small model's, which is then gathered
-once instead of twice. Nothing is kept here, as in a model of many billions."""
+"""ZeRO-3 keeps up to 1e9 numbers gathered from forward to backward: all of a small model, which is then gathered once
+instead of twice. Here nothing is kept, as in a model of many billions."""
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """Count the collectives of one optimizer step, and the bytes on the wire where ranks are nodes of their own."""
+    """Count the collectives of one optimizer step, and the bytes on the wire if each rank is a node."""
     world = _world(case)
     recipe, model = _recipe(case), _model(case)
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
@@ -113,9 +121,9 @@ def _model(case: dict[str, Any]) -> Any:
 
 
 def _backend(case: dict[str, Any], recipe: Recipe, model: Any, layers: list[nn.Module], world: train.World) -> Any:
-    """Return the product's backend, or DeepSpeed's as it comes, without leaf modules, for a model that is not streamed.
+    """Return our backend; for a model that is not streamed, DeepSpeed's without leaf modules.
 
-    Buckets are small and nothing stays gathered in all modes alike, unless the case says ``preset``.
+    In all modes buckets are small and nothing stays gathered, unless the case says ``preset``.
     """
     if not case["engine"].startswith("zero"):
         return make_backend(recipe, model, layers, world)
@@ -159,7 +167,7 @@ def _rows(count: int, world: train.World) -> Rows:
 
 
 def _step(backend: Any, rows: Rows, parts: int, targets: int, traffic: Traffic) -> float:
-    """One optimizer step, each micro-batch in so many backwards; the norm of its gradient."""
+    """Run one optimizer step, each micro-batch in ``parts`` backwards; return the gradient norm."""
     size = TOKENS // parts
     for index, (ids, labels) in enumerate(rows):
         for start in range(0, TOKENS, size):
@@ -177,7 +185,7 @@ def _step(backend: Any, rows: Rows, parts: int, targets: int, traffic: Traffic) 
 
 
 def _wire(backend: Any, rows: Rows, parts: int, targets: int) -> dict[str, float]:
-    """Bytes that this node received and sent in a step, by the kernel's count; mean of several."""
+    """Return bytes that this node received and sent in a step, by the kernel's count; mean of several steps."""
     distributed.barrier()
     before = wire_bytes()
     for _ in range(WIRE_STEPS):
@@ -185,6 +193,99 @@ def _wire(backend: Any, rows: Rows, parts: int, targets: int) -> dict[str, float
     distributed.barrier()
     received, sent = (after - was for was, after in zip(before, wire_bytes(), strict=True))
     return {"received": received / WIRE_STEPS, "sent": sent / WIRE_STEPS}
+
+
+# --- the count --------------------------------------------------------------------------------------------------------
+
+
+KINDS = {
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_reduce_coalesced_": "all_reduce",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "reduce_": "reduce",
+    "send": "send",
+    "recv_": "recv",
+    "recv_any_source_": "recv",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "gather_": "gather",
+    "scatter_": "scatter",
+}
+"""Operator -> name in the tables."""
+SILENT = {"barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
+"""Operators that carry nothing."""
+
+
+class Traffic(TorchDispatchMode):
+    """Counts collectives while it is active.
+
+    Attributes:
+        phase: Current phase of the step: ``forward``, ``backward`` or ``step``.
+        found: Phase -> kind -> ``[calls, bytes]``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = "forward"
+        self.found: dict[str, dict[str, list[int]]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Count ``func`` if it is a collective, and run it."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor becomes plain operators, with its collectives
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func._schema.name.partition("::")[2]
+            if name not in SILENT:
+                calls = self.found.setdefault(self.phase, {}).setdefault(KINDS[name], [0, 0])
+                calls[0] += 1
+                calls[1] += max(_bytes(value) for value in (*args, out))
+        return out
+
+
+def _bytes(value: Any) -> int:
+    """Return the bytes of a tensor, or of all tensors in nested lists. A collective counts its largest argument."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def wire_bytes() -> tuple[int, int]:
+    """Return bytes received and sent so far by the interfaces of this network namespace, without loopback."""
+    received = sent = 0
+    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
+        name, _, figures = line.partition(":")
+        if name.strip() != "lo":
+            columns = figures.split()
+            received += int(columns[0])
+            sent += int(columns[8])
+    return received, sent
 
 
 assert os.environ.get("WORLD_SIZE"), "imported by ranks alone"

@@ -1,24 +1,24 @@
-"""Which cases are counted, what is known of each, and what must hold of them."""
+"""The cases to count, their rows, and the rules that must hold."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from tests.distributed.rank_group import run_ranks
-
-from benchmarks.communication.nodes import two_places, why_no_nodes
-
-__all__ = ["BOUND", "CHUNKS", "ENGINES", "TABLES", "Row", "broken", "count", "main_cases", "measured", "reference"]
+from tests.distributed.rank_group import Place, run_ranks
+from tests.distributed.two_nodes import TwoNodes, why_not
 
 ENGINES = ["ddp", "zero1", "zero2", "zero3", "fsdp"]
 CHUNKS = [1, 8, 16]
 BOUND = 1.01
-"""Streaming's bytes over those of ordinary training, and over those of training without checkpointing.
+"""Bound of streaming's bytes relative to ordinary training, and to training without checkpointing.
 
-Adapters are compared with ordinary training alone: plain, nothing before the first one has a backward."""
+Adapters are compared with ordinary training only: in plain training nothing before the first adapter has a backward."""
 PATIENCE = 3600
 MODULE = "benchmarks.communication.cases"
 
@@ -26,7 +26,7 @@ Case = dict[str, Any]
 
 
 def main_cases(engines: Iterable[str] = ENGINES, **more: Any) -> list[Case]:
-    """Every mode of each engine."""
+    """Return every mode of each engine."""
     modes = [("plain", 1), ("ordinary", 1), *(("streaming", chunks) for chunks in CHUNKS), ("naive", 8)]
     return [{"engine": engine, "mode": mode, "chunks": chunks, **more} for engine in engines for mode, chunks in modes]
 
@@ -55,13 +55,13 @@ TABLES: dict[str, list[Case]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A case and what was counted.
+    """A case and its counts.
 
     Attributes:
         traffic: Phase -> kind -> ``[calls, bytes]`` of one optimizer step on one rank.
-        weight_bytes, trained_bytes: Of the whole model, and of what is trained of it.
-        norm: Of the step's gradient.
-        sent, received: Bytes on the wire of one node in a step; None where ranks were no nodes.
+        weight_bytes, trained_bytes: Bytes of all weights, and of the trained weights.
+        norm: Gradient norm of the step.
+        sent, received: Bytes on the wire of one node in a step; None if ranks were not nodes.
     """
 
     case: Case
@@ -79,22 +79,34 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """Bytes of them; what is received is what another rank sent."""
+        """Bytes of the collectives; received bytes count at the sender."""
         return sum(size for kinds in self.traffic.values() for kind, (_, size) in kinds.items() if kind != "recv")
 
-    @property
-    def streams(self) -> bool:
-        """Whether it is what all this is about."""
-        return bool(self.case["mode"] == "streaming")
+
+def why_no_nodes() -> str | None:
+    """Return why this user cannot make network namespaces, and what to do; None if possible."""
+    if (reason := why_not()) == "":
+        return None
+    return f"{reason}; it takes iproute2 and root, in a container CAP_SYS_ADMIN as well"
+
+
+@contextmanager
+def two_places() -> Iterator[list[Place]]:
+    """Make two nodes on one machine, one for each rank; remove them afterwards.
+
+    A node is a network namespace; a cable (a veth pair) with no other traffic joins the two.
+    """
+    if reason := why_no_nodes():
+        raise RuntimeError(f"two nodes cannot be made on this machine: {reason}")
+    with tempfile.TemporaryDirectory() as folder, TwoNodes(Path(folder)) as nodes:
+        yield [
+            Place(("ip", "netns", "exec", name), {"GLOO_SOCKET_IFNAME": link, "MASTER_ADDR": nodes.addresses[0]})
+            for name, link in zip(nodes.names, nodes.links, strict=True)
+        ]
 
 
 def count(cases: list[Case]) -> list[Row]:
-    """Run cases on two ranks, each a node of its own where bytes on the wire are asked for.
-
-    Raises:
-        RuntimeError: Nodes cannot be made on this machine.
-        AssertionError: A rank failed.
-    """
+    """Run cases on two ranks; each rank is a node if a case asks for bytes on the wire."""
     if any(case.get("wire") for case in cases):
         with two_places() as places:
             found = run_ranks(2, MODULE, cases, PATIENCE, places)
@@ -136,7 +148,7 @@ def broken(rows: list[Row]) -> list[str]:
     for row in rows:
         if (volume := _known_volume(row)) is not None:
             found.append(f"{row.case}: {volume}")
-    for row in (row for row in rows if row.streams and "sequence" not in row.case):
+    for row in (row for row in rows if row.case["mode"] == "streaming" and "sequence" not in row.case):
         for mode in ("plain", "ordinary"):
             if (other := reference(rows, row, mode)) is None:
                 continue
@@ -155,7 +167,7 @@ def broken(rows: list[Row]) -> list[str]:
 
 
 def _known_volume(row: Row) -> str | None:
-    """Return an error of the counting itself, where the volume of a step is known beforehand; None without one.
+    """Return an error of the count itself if the volume of a step is known beforehand; None without error.
 
     DDP reduces each gradient once. ZeRO-3 gathers each weight once for a forward and reduces each gradient once.
     """

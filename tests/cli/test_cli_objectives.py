@@ -19,7 +19,7 @@ from streamtune.cli import main
 from streamtune.engine import Branches
 from streamtune.plan.budget import Budget
 from streamtune.plan.simulate.simulate import simulate
-from streamtune.programs.probe.prepare import prepare_step
+from streamtune.programs.probe.recipe_trials import prepare_step
 from streamtune.programs.probe.trial import Shape, _step_on_cpu
 from streamtune.recipe import load_recipe
 from streamtune.run.device import make_schedule

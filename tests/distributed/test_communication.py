@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.communication.nodes import why_no_nodes
-from benchmarks.communication.tables import ENGINES, Row, broken, count, main_cases
+from benchmarks.communication.tables import ENGINES, Row, broken, count, main_cases, why_no_nodes
 
 
 def rows_of(rows: list[Row], engine: str, mode: str) -> list[Row]:

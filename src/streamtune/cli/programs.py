@@ -19,7 +19,7 @@ COMMANDS: tuple[tuple[str, str, str], ...] = (
     ("generate", "Afterwards", "streamtune.programs.generate.generate_command:generate"),
     ("eval", "Afterwards", "streamtune.programs.evaluate.eval_commands:evaluate"),
     ("export", "Afterwards", "streamtune.programs.export.export_command:export"),
-    ("report", "Afterwards", "streamtune.programs.report.report_command:report"),
+    ("report", "Afterwards", "streamtune.programs.report.page:report"),
     ("validate", "Recipes", "streamtune.cli.recipes:validate"),
     ("recipes", "Recipes", "streamtune.cli.recipes:recipes"),
     ("recipes import", "", "streamtune.programs.imports.import_command:import_recipe"),
@@ -32,8 +32,8 @@ COMMANDS: tuple[tuple[str, str, str], ...] = (
 
 PARTS = {
     "trackers": "streamtune.programs.trackers.reporter:make_reporters",
-    "check trackers": "streamtune.programs.trackers.installed:check_installed",
-    "page of a run": "streamtune.programs.report.report_command:write_report",
+    "check trackers": "streamtune.programs.trackers.services:check_installed",
+    "page of a run": "streamtune.programs.report.page:write_report",
     "page of rows": "streamtune.programs.report.rows_page:render_rows",
 }
 """Parts of programs that commands of the core use: loaded when they are asked for."""

@@ -21,7 +21,7 @@ from streamtune.cli.app import app
 from streamtune.errors import ArgumentError, RunError
 from streamtune.programs.bench.bench import BenchReport, run_bench
 from streamtune.programs.bench.plots import draw_bench
-from streamtune.programs.bench.subject import _laid_out
+from streamtune.programs.bench.subject import Job, _laid_out
 from tests.exactness.families import build
 
 RECIPE = """
@@ -36,9 +36,8 @@ engine: {chunk_size: 32, head_chunk_size: 16}
 @pytest.fixture(scope="module")
 def report() -> BenchReport:
     make_model = partial(build, "llama", max_position_embeddings=512)
-    return run_bench(
-        make_model, lengths=[64, 256], schedule=Schedule(chunk_size=32, head_chunk_size=16), repeats=1, notify=print
-    )
+    report = BenchReport({}, Schedule(chunk_size=32, head_chunk_size=16))
+    return run_bench(report, Job(make_model), lengths=[64, 256], repeats=1, notify=print)
 
 
 @pytest.mark.full
@@ -66,7 +65,8 @@ def test_streaming_holds_less_than_checkpointing_and_that_less_than_plain(report
 def packed() -> BenchReport:
     make_model = partial(build, "llama", max_position_embeddings=512)
     schedule = Schedule(chunk_size=64, head_chunk_size=16)
-    return run_bench(make_model, lengths=[256], modes=["stream"], packed_rows=8, schedule=schedule, repeats=1)
+    report = BenchReport({}, schedule, packed_rows=8)
+    return run_bench(report, Job(make_model), lengths=[256], modes=["stream"], repeats=1)
 
 
 @pytest.mark.full
@@ -111,7 +111,7 @@ def test_the_picture_shows_every_layout(report: BenchReport) -> None:
 @pytest.mark.full
 def test_a_fault_of_the_subject_is_not_taken_for_out_of_memory() -> None:
     with pytest.raises(RunError, match="benchmark failed") as caught:
-        run_bench(partial(build, "no_such_family"), lengths=[8], modes=["plain"], schedule=Schedule())
+        run_bench(BenchReport({}, Schedule()), Job(partial(build, "no_such_family")), lengths=[8], modes=["plain"])
     assert "no_such_family" in caught.value.mend
 
 
@@ -159,7 +159,8 @@ def test_its_processes_are_as_quiet_as_it_is(capfd: pytest.CaptureFixture[str]) 
     levels = {name: logging.getLogger(name).level for name in LOGGERS}
     try:
         quiet_imports()
-        run_bench(partial(build, "llama"), lengths=[16], modes=["stream"], schedule=Schedule(chunk_size=8), repeats=1)
+        report = BenchReport({}, Schedule(chunk_size=8))
+        run_bench(report, Job(partial(build, "llama")), lengths=[16], modes=["stream"], repeats=1)
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)

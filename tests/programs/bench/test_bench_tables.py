@@ -21,13 +21,20 @@ from streamtune.cli.app import app
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Budget, Range
 from streamtune.plan.simulate import ALL_MODES
-from streamtune.programs.bench import tabulate as longest
+from streamtune.programs.bench import measure_table
 from streamtune.programs.bench.bench_recipe import fingerprints
+from streamtune.programs.bench.measure_table import TableOptions, fill, longest_by, run_table
 from streamtune.programs.bench.modes import WAYS
 from streamtune.programs.bench.named_tables import draw_table, markdown
 from streamtune.programs.bench.subject import SHARING, Case, Job, MeasuredModel
-from streamtune.programs.bench.tables import DEFAULT, Entry, TableReport, TableRow, ablation_entries, length_entries
-from streamtune.programs.bench.tabulate import fill, longest_by, run_table
+from streamtune.programs.bench.table_rows import (
+    DEFAULT,
+    Entry,
+    TableReport,
+    TableRow,
+    ablation_entries,
+    length_entries,
+)
 from streamtune.programs.probe.trial import Outcome
 from streamtune.recipe import load_recipe
 from tests.exactness.families import build
@@ -132,13 +139,9 @@ def test_every_layout_of_a_prompt_has_the_same_loss_and_gradient(tmp_path: Path)
     report = run_table(
         "prefix-sharing",
         Job(partial(build, "llama", max_position_embeddings=512)),
-        lengths=[32],
-        modes=[],
-        schedule=SCHEDULE,
-        repeats=1,
-        folder=tmp_path,
-        command="streamtune bench",
-        asked={"schedule_in_words": "chunks"},
+        SCHEDULE,
+        TableOptions([32], [], 1, tmp_path, "streamtune bench"),
+        {"schedule_in_words": "chunks"},
     )
     assert [(row.mode, row.label) for row in report.rows] == [
         ("stream", SHARING["batch"]),
@@ -258,13 +261,9 @@ def ablation(tmp_path_factory: pytest.TempPathFactory) -> TableReport:
     return run_table(
         "ablation",
         Job(partial(build, "llama", max_position_embeddings=512)),
-        lengths=[64],
-        modes=(),
-        schedule=SCHEDULE,
-        repeats=1,
-        folder=tmp_path_factory.mktemp("ablation"),
-        command="streamtune bench",
-        asked={"schedule_in_words": SCHEDULE.describe()},
+        SCHEDULE,
+        TableOptions([64], (), 1, tmp_path_factory.mktemp("ablation"), "streamtune bench"),
+        {"schedule_in_words": SCHEDULE.describe()},
     )
 
 
@@ -385,7 +384,7 @@ def test_a_budget_that_nothing_fits_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_command_tries_whole_training_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(longest, "WITHIN", Range(first=64, least=64, most=64, step=64))
+    monkeypatch.setattr(measure_table, "LENGTHS", Range(first=64, least=64, most=64, step=64))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     options = ["--table", "max-length", "--modes", "checkpoint", "--output-dir", str(tmp_path / "out"), "--json"]
@@ -399,7 +398,7 @@ def test_the_command_tries_whole_training_steps(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_command_simulates_a_device_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(longest, "WITHIN", Range(first=256, least=256, most=512, step=256))
+    monkeypatch.setattr(measure_table, "LENGTHS", Range(first=256, least=256, most=512, step=256))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     options = ["--table", "max-length", "--device-memory", "4MiB", "--modes", "plain,checkpoint"]
@@ -431,7 +430,7 @@ def simulated_table(folder: Path, *settings: str) -> dict[str, Any]:
 def test_rows_of_another_model_at_the_same_path_are_simulated_again(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(longest, "WITHIN", Range(first=256, least=256, most=256, step=256))
+    monkeypatch.setattr(measure_table, "LENGTHS", Range(first=256, least=256, most=256, step=256))
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(CONFIG))
     adapters = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}

@@ -17,7 +17,14 @@ from streamtune.programs.bench.bench import BenchReport, BenchRow
 from streamtune.programs.bench.bench_command import bench_screen, describe_bench, table_screen
 from streamtune.programs.bench.named_tables import markdown
 from streamtune.programs.bench.subject import SHARING
-from streamtune.programs.bench.tables import Entry, TableName, TableReport, TableRow, ablation_entries, length_entries
+from streamtune.programs.bench.table_rows import (
+    Entry,
+    TableName,
+    TableReport,
+    TableRow,
+    ablation_entries,
+    length_entries,
+)
 from tests.golden_kit import WIDTHS, check_golden, screen
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import gpu, gpu_calibration, gpu_longest
+from benchmarks import gpu, gpu_pieces, predicted
 
 from streamtune.plan.rates import find_device, sheet_rates
-from streamtune.programs.bench.tables import TableReport, TableRow
+from streamtune.programs.bench.table_rows import TableReport, TableRow
 
 STEPS = {
     "rows": [
@@ -94,10 +94,10 @@ def test_figures_of_a_benchmark_that_was_ended_are_kept(tmp_path: Path, monkeypa
         raise RuntimeError("its time was over")
 
     monkeypatch.setattr(gpu, "run", ended)
-    assert gpu.written(0, path, "gpu_longest") == {"rows": [], "ended": "its time was over"}
+    assert gpu.written(0, path, "gpu_pieces", "longest") == {"rows": [], "ended": "its time was over"}
     monkeypatch.setattr(gpu, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("no device")))
     with pytest.raises(RuntimeError, match="no device"):
-        gpu.written(0, path, "gpu_longest")
+        gpu.written(0, path, "gpu_pieces", "longest")
 
 
 def test_the_longest_row_is_found_by_doubling() -> None:
@@ -107,11 +107,11 @@ def test_the_longest_row_is_found_by_doubling() -> None:
         tried.append(length)
         return "out of memory" if length > 100_000 else ""
 
-    assert gpu_longest.search(step, lambda: 60.0) == {"fits": 98304, "stopped": "131,072: out of memory"}
+    assert gpu_pieces.search(step, lambda: 60.0) == {"fits": 98304, "stopped": "131,072: out of memory"}
     assert tried == [16384, 32768, 65536, 131072, 98304]
-    assert gpu_longest.search(lambda length: "", lambda: 60.0)["fits"] == gpu_longest.MOST
-    assert gpu_longest.search(lambda length: "no", lambda: 60.0) == {"fits": 0, "stopped": "16,384: no"}
-    found = gpu_longest.search(lambda length: "", lambda: -1.0)
+    assert gpu_pieces.search(lambda length: "", lambda: 60.0)["fits"] == gpu_pieces.MOST
+    assert gpu_pieces.search(lambda length: "no", lambda: 60.0) == {"fits": 0, "stopped": "16,384: no"}
+    found = gpu_pieces.search(lambda length: "", lambda: -1.0)
     assert found == {"fits": 16384, "stopped": "32,768 was not tried: too little time"}
 
 
@@ -125,13 +125,13 @@ def test_the_longest_row_is_found_by_doubling() -> None:
     ],
 )
 def test_the_data_sheet_of_a_device(name: str, gib: int, found: str) -> None:
-    assert gpu_calibration.sheet_of(name, gib << 30).name == found
+    assert predicted.sheet_of(name, gib << 30).name == found
 
 
 def test_a_measured_step_is_predicted() -> None:
     rates = {"data sheet": sheet_rates(find_device("h100-80gb"))}
     rows = [{"mode": "checkpoint", "length": 2048, "seconds": 1.0}, {"mode": "liger", "length": 2048, "seconds": 1.0}]
-    [row] = gpu_calibration.compared(rows, 1, rates)
+    [row] = predicted.compared(rows, 1, rates)
     assert row["seconds"] == 1.0
     assert 0.001 < row["predicted_seconds"]["data sheet"] < 1
     assert 4 * gpu.GIB < row["simulated_bytes"] < 20 * gpu.GIB

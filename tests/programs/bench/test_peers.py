@@ -20,8 +20,7 @@ from transformers.models.llama import modeling_llama
 
 from streamtune.errors import UnsupportedModelError
 from streamtune.plan.simulate import ALL_MODES
-from streamtune.programs.bench import modes as known
-from streamtune.programs.bench import peers
+from streamtune.programs.bench import modes
 from streamtune.programs.bench.modes import WAYS, absent
 from tests.exactness.families import build
 
@@ -62,7 +61,7 @@ def assert_same_step(found: tuple[float, dict[str, Tensor]], plain: tuple[float,
 def test_what_is_replaced_inside_is_put_back(model: Any) -> None:
     before, plain = held(model), step(model)
     own = modeling_llama.LlamaForCausalLM.forward
-    with peers.restored(model):
+    with modes.restored(model):
         model.forward = lambda **given: None
         model.lm_head.register_forward_hook(lambda *given: None)
         model.model.norm.new = 1
@@ -91,7 +90,7 @@ def test_trl_computes_the_same_and_leaves_nothing(model: Any, monkeypatch: pytes
 
     monkeypatch.setattr(activation_offloading, "OffloadActivations", Kept)
     before, plain = held(model), step(model)
-    with peers.trl(model) as loss:
+    with modes.trl(model) as loss:
         assert model.lm_head._forward_hooks
         assert_same_step(step(model, loss), plain)
     assert held(model) == before
@@ -125,7 +124,7 @@ def unsloth(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_unsloth_is_called_by_its_interface_and_put_back(model: Any, unsloth: list[str]) -> None:
     before, plain = held(model), step(model)
-    with peers.unsloth(model) as loss:
+    with modes.unsloth(model) as loss:
         assert_same_step(step(model, loss), plain)
     assert unsloth[0] == "patched for torch.float32"
     assert unsloth[1:-1] == ["checkpoint"] * model.config.num_hidden_layers
@@ -134,7 +133,7 @@ def test_unsloth_is_called_by_its_interface_and_put_back(model: Any, unsloth: li
 
 
 def test_unsloth_is_measured_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "find_spec", lambda name: name)
+    monkeypatch.setattr(modes, "find_spec", lambda name: name)
     assert absent(["plain", "checkpoint", "unsloth"], "cuda") == {}
     missing = absent(ALL_MODES, "cuda")
     assert list(missing) == ["unsloth"]
@@ -144,14 +143,14 @@ def test_unsloth_is_measured_without_the_others(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("mode", ["liger-loss", "liger-loss-offload", "liger", "trl", "unsloth"])
 def test_a_peer_that_cannot_run_is_named_with_the_reason(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert absent([mode], "cpu")[mode].startswith("not run here: ")  # type: ignore[list-item]
-    monkeypatch.setattr(known, "find_spec", lambda name: None)
+    monkeypatch.setattr(modes, "find_spec", lambda name: None)
     assert absent([mode], "cuda")[mode].endswith(" is not installed")  # type: ignore[list-item]
 
 
 def test_a_peer_that_does_not_know_these_versions_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "unsloth", None)
     with pytest.raises(UnsupportedModelError, match="Unsloth cannot be imported"):
-        WAYS["unsloth"].entered(model, known.Schedule()).__enter__()
+        WAYS["unsloth"].entered(model, modes.Schedule()).__enter__()
 
 
 @contextmanager
@@ -173,7 +172,7 @@ def liger_without(model_type: str) -> Iterator[None]:
 
 def test_a_family_without_kernels_is_refused(model: Any) -> None:
     with liger_without("llama"), pytest.raises(UnsupportedModelError, match="Liger has no kernels for llama"):
-        WAYS["liger"].entered(model, known.Schedule()).__enter__()
+        WAYS["liger"].entered(model, modes.Schedule()).__enter__()
 
 
 @pytest.mark.full

@@ -14,9 +14,8 @@ import pytest
 
 from streamtune.errors import ArgumentError
 from streamtune.programs.trackers import reporter
-from streamtune.programs.trackers.installed import PACKAGES, check_installed
-from streamtune.programs.trackers.reporter import CLASSES, Reporter, Reporters
-from streamtune.programs.trackers.tracker import Tracker
+from streamtune.programs.trackers.reporter import Reporter, Reporters
+from streamtune.programs.trackers.services import CLASSES, PACKAGES, Tracker, check_installed
 from streamtune.train import RunFacts
 
 

@@ -185,7 +185,7 @@ def test_wandb_offline_has_one_run_with_all_of_it(tmp_path: Path) -> None:
 def test_wandb_follows_no_address_or_key_of_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from streamtune.programs.trackers.to_wandb import _check_folder
+    from streamtune.programs.trackers.services import _check_wandb_settings
 
     monkeypatch.chdir(tmp_path)
     for name in ("WANDB_DIR", "WANDB_BASE_URL", "WANDB_API_KEY"):
@@ -193,13 +193,13 @@ def test_wandb_follows_no_address_or_key_of_the_working_directory(
     (tmp_path / "wandb").mkdir()
     settings = tmp_path / "wandb" / "settings"
     settings.write_text("[default]\nproject: mine\nentity = team\n")
-    _check_folder()
+    _check_wandb_settings()
     for line in ("base_url = http://127.0.0.1:9", "BASE_URL: http://127.0.0.1:9", "api_key = 0123"):
         settings.write_text(f"[default]\n{line}\n")
         with pytest.raises(ArgumentError, match="of the working directory sets"):
-            _check_folder()
+            _check_wandb_settings()
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    _check_folder()
+    _check_wandb_settings()
 
 
 def test_trackio_has_one_run_with_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streamtune import Schedule
-from streamtune.engine import cache, decoder_layers, head, vjp
+from streamtune.engine import StreamHandle, cache, decoder_layers, head, vjp
 from streamtune.errors import ArgumentError, NonFiniteError, UnsupportedModelError
 from streamtune.programs.verify.report import VerifyReport, module_of
 from streamtune.programs.verify.restore import borrowed, cast
-from streamtune.programs.verify.verify import compare_gradients, verify_schedules
+from streamtune.programs.verify.verify import Comparison, LossOf, compare_gradients, verify_schedules
 from tests.conformance.reducer import build as build_any
 from tests.exactness.families import batch, build
 from tests.precision_kit import ROUNDING, Errors
@@ -37,8 +37,18 @@ def lora(model: Any) -> nn.Module:
     return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
-def check(model: nn.Module, **options: Any) -> VerifyReport:
-    return compare_gradients(model, loss_of, verify_schedules(LENGTH, Schedule()), **options)
+class SameLoss:
+    """One loss for plain autograd and for the engine."""
+
+    def __init__(self, loss_of: LossOf) -> None:
+        self.plain = loss_of
+
+    def streamed(self, handle: StreamHandle) -> LossOf:
+        return self.plain
+
+
+def check(model: nn.Module, loss: LossOf = loss_of, **options: Any) -> VerifyReport:
+    return compare_gradients(Comparison(model, SameLoss(loss), verify_schedules(LENGTH, Schedule()), **options))
 
 
 # --- right engines ----------------------------------------------------------------------------------------------------
@@ -350,9 +360,9 @@ def test_the_model_is_left_as_it_was(fails: bool, adapters: bool) -> None:
 
     if fails:
         with pytest.raises(MemoryError, match="here"):
-            compare_gradients(model, loss, verify_schedules(LENGTH, Schedule()))
+            check(model, loss)
     else:
-        assert compare_gradients(model, loss, verify_schedules(LENGTH, Schedule())).exact
+        assert check(model, loss).exact
 
     for name, p in model.named_parameters():
         was, dtype, value = before[name]

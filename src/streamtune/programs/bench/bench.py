@@ -1,7 +1,7 @@
-"""Measure plain autograd, gradient checkpointing and streaming: the same weights, the same batch, a process each.
+"""Measure plain autograd, gradient checkpointing and streaming: same weights, same batch, one process each.
 
-Time and memory are measured in different steps: following every storage slows a step down. Timed steps of the modes
-alternate, so a ratio compares steps that follow each other; the median of the ratios is reported.
+Time and memory are measured in different steps, since following every storage slows a step down. Timed steps of the
+modes alternate, so a ratio compares consecutive steps; the median of the ratios is reported.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from streamtune.plan.simulate.scored import Completions
 from streamtune.plan.simulate.workload import MODES, Mode
-from streamtune.programs.bench.subject import Case, Job, Layout, MakeModel, Worker
+from streamtune.programs.bench.subject import Case, Job, Layout, Worker
 from streamtune.schedule import Schedule
 
 BASELINE: Mode = "checkpoint"
@@ -23,18 +22,18 @@ MEMORY = ("peak_bytes", "activation_bytes", "layer_activation_bytes", "host_byte
 
 @dataclass(frozen=True)
 class BenchRow:
-    """The cost of one mode at one length: bytes, seconds, tokens per second; medians over the repeats.
+    """The cost of one mode at one length; times are medians over the repeats.
 
     Attributes:
-        peak_bytes: Peak of a step: the device allocator's on an accelerator; on the CPU weights and live storages.
-        activation_bytes: Peak beyond weights, gradients and stored layer inputs, head included.
-        layer_activation_bytes: The same for the decoder layers alone, without the head.
+        peak_bytes: Peak of a step: the allocator's on an accelerator; weights and live storages on a CPU.
+        activation_bytes: Peak beyond weights, gradients and stored layer inputs, with the head.
+        layer_activation_bytes: The same peak without the head.
         rss_bytes: Peak resident memory of the process.
-        ratio: Forward and backward time over that of gradient checkpointing, median of paired steps.
-        layout: The layout of the tokens in rows.
-        row_ratio: Forward and backward time over that of the same tokens as one row, median of paired steps.
+        ratio: Step time relative to gradient checkpointing, median of paired steps.
+        layout: Layout of the tokens in rows.
+        row_ratio: Step time relative to the same tokens as one row, median of paired steps.
         host_bytes, disk_bytes: Peaks of the bytes kept there for the backward.
-        error: The reason why there are no figures, if there are none.
+        error: Reason why there are no figures.
     """
 
     mode: Mode
@@ -56,61 +55,49 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """All rows of a benchmark and the machine they were measured on."""
+    """All rows of a benchmark, and the machine."""
 
     env: dict[str, Any]
     schedule: Schedule
     rows: list[BenchRow] = field(default_factory=list)
     packed_rows: int = 0
-    """Rows of the layouts that have several; 0 where only one row was measured."""
+    """Rows of the layouts with several rows; 0 if only one row was measured."""
     objective: str = "sft"
-    """Whose shape a batch has."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the document of ``streamtune bench --json``."""
         return {**vars(self), "schedule": asdict(self.schedule), "rows": [asdict(row) for row in self.rows]}
 
     def row(self, mode: Mode, length: int, layout: Layout = "row") -> BenchRow:
-        """Return the row of a mode at a length."""
         return next(row for row in self.rows if (row.mode, row.length, row.layout) == (mode, length, layout))
 
 
 def run_bench(
-    make_model: MakeModel,
+    report: BenchReport,
+    job: Job,
     *,
     lengths: Sequence[int],
     modes: Sequence[Mode] = MODES,
-    schedule: Schedule,
-    batch_size: int = 1,
-    packed_rows: int = 0,
     repeats: int = 3,
-    autocast: bool = False,
-    objective: str = "sft",
-    completions: Completions | None = None,
     notify: Callable[[str], None] = lambda message: None,
 ) -> BenchReport:
-    """Measure every mode at every length.
+    """Measure every mode at every length, and add the rows to the report.
 
     Args:
-        make_model: Builds the model; called in every process, so it must give the same weights each time.
+        report: An empty report with the schedule. With ``packed_rows`` each length is also measured as so many rows in
+            one sequence, and as the same rows one after another.
+        job: The model and its batches. If the batches score completions, modes without streaming have a row for each
+            completion. The loss is the negative mean log-probability; no reference model runs.
         lengths: Tokens of a row.
-        modes: The modes, of ``ALL_MODES``.
-        schedule: The schedule of streamed steps.
-        batch_size: Rows of the batch.
-        packed_rows: Also measure each length as so many rows in one sequence, and as the same rows one after another.
+        modes: Some of ``ALL_MODES``.
         repeats: Timed steps of each mode; the modes alternate.
-        autocast: Compute in bf16.
-        objective: Name of the objective, which determines the shape of a batch.
-        completions: Returns the completions that a batch scores, if the objective scores completions; modes that do
-            not stream have a row for each. The loss is the negative mean of their log-probabilities, and no reference
-            model runs.
-        notify: Called with what is being measured.
+        notify: Called with the current measurement.
     """
-    report = BenchReport({}, schedule, [], packed_rows, objective)
-    layouts: list[Layout] = ["row", "packed", "separate"] if packed_rows else ["row"]
-    job = Job(make_model, batch_size, autocast, completions)
+    layouts: list[Layout] = ["row", "packed", "separate"] if report.packed_rows else ["row"]
     for length in lengths:
-        cases = [Case(mode, length, schedule, layout, packed_rows) for mode in modes for layout in layouts]
+        cases = [
+            Case(mode, length, report.schedule, layout, report.packed_rows) for mode in modes for layout in layouts
+        ]
         report.rows.extend(_measure_length(job, cases, repeats, notify, report.env))
     return report
 
@@ -118,7 +105,7 @@ def run_bench(
 def _measure_length(
     job: Job, cases: Sequence[Case], repeats: int, notify: Callable[[str], None], env: dict[str, Any]
 ) -> list[BenchRow]:
-    """Measure all cases at one length: first the memory of each, then timed steps in turn; each case has a process."""
+    """Measure all cases at one length, each in its own process: memory first, then alternating timed steps."""
     rows = {case: BenchRow(case.mode, case.length, layout=case.layout) for case in cases}
     times: dict[Case, list[tuple[float, float]]] = {case: [] for case in cases}
     workers: dict[Case, Worker] = {}
@@ -167,6 +154,6 @@ def _with_times(row: BenchRow, case: Case, times: dict[Case, list[tuple[float, f
 
 
 def paired(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]) -> float | None:
-    """Return the median of the ratios of steps that followed each other; None where there are none."""
-    ratios = [sum(one) / sum(other) for one, other in zip(ours, theirs, strict=False)]
+    """Return the median ratio of consecutive steps; None without steps."""
+    ratios = [sum(our) / sum(their) for our, their in zip(ours, theirs, strict=False)]
     return statistics.median(ratios) if ratios else None

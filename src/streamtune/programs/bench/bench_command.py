@@ -1,4 +1,4 @@
-"""``streamtune bench``: plain autograd, gradient checkpointing and streaming side by side, and tables by name."""
+"""``streamtune bench``: plain autograd, gradient checkpointing and streaming side by side, and named tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from streamtune.errors import ArgumentError, did_you_mean
 if TYPE_CHECKING:
     from streamtune.plan.simulate import Mode
     from streamtune.programs.bench.bench import BenchReport, BenchRow
-    from streamtune.programs.bench.tables import TableReport
+    from streamtune.programs.bench.table_rows import TableReport
     from streamtune.recipe import LoadedRecipe
 
 
@@ -35,7 +35,7 @@ LENGTHS = {
     "ablation": "2048",
     "prefix-sharing": "1024,4096",
 }
-"""What is measured where nothing is said, by table."""
+"""Default of ``--lengths``, by table."""
 
 
 def bench(
@@ -78,7 +78,8 @@ def bench(
     loaded = read_recipe(recipe, set_)
     folder = output_dir or Path(loaded.recipe.output_dir)
     if not table:
-        _bench(loaded, _numbers(lengths or LENGTHS[""]), _names(modes or THREE), packed_rows, repeats, folder, as_json)
+        asked = {"lengths": _numbers(lengths or LENGTHS[""]), "modes": _names(modes or THREE), "repeats": repeats}
+        _bench(loaded, {**asked, "packed_rows": packed_rows}, folder, as_json)
         return
     if packed_rows:
         raise ArgumentError("--packed-rows is no part of a table", mend="leave out --table, or --packed-rows")
@@ -95,11 +96,12 @@ def bench(
     words += [word for setting in set_ or [] for word in ("--set", setting)]
     with err.status("loading libraries") as status:
         from streamtune.plan.simulate import ALL_MODES
-        from streamtune.programs.bench.bench_recipe import TableOptions, table_recipe
+        from streamtune.programs.bench.bench_recipe import table_recipe
+        from streamtune.programs.bench.measure_table import TableOptions
         from streamtune.programs.bench.named_tables import draw_table, markdown
         from streamtune.train.staging import check_outputs, write_output
 
-        check_outputs(folder, [])  # the names of the files are known once the device is
+        check_outputs(folder, [])  # file names are known once the device is
 
         options = TableOptions(
             lengths=_numbers(lengths or LENGTHS[table]),
@@ -123,29 +125,14 @@ def bench(
     out.print(f"Written to {written}", style="dim", soft_wrap=True)
 
 
-def _bench(
-    loaded: LoadedRecipe,
-    lengths: list[int],
-    modes: list[Mode],
-    packed_rows: int,
-    repeats: int,
-    folder: Path,
-    as_json: bool,
-) -> None:
+def _bench(loaded: LoadedRecipe, asked: dict[str, Any], folder: Path, as_json: bool) -> None:
     with err.status("loading libraries") as status:
         from streamtune.programs.bench.bench_recipe import bench_recipe
         from streamtune.programs.bench.plots import draw_bench
         from streamtune.train.staging import check_outputs, write_output
 
         check_outputs(folder, ["bench.json", "bench.png"])
-        report = bench_recipe(
-            loaded,
-            lengths=lengths,
-            modes=modes,
-            repeats=repeats,
-            packed_rows=packed_rows,
-            notify=status.update if err.is_terminal else err.print,
-        )
+        report = bench_recipe(loaded, **asked, notify=status.update if err.is_terminal else err.print)
     document = report.to_json()
     write_output(folder / "bench.json", f"{json.dumps(document, indent=2)}\n".encode())
     write_output(folder / "bench.png", draw_bench(report, title=describe_bench(report)))
@@ -184,7 +171,7 @@ ONE_BLANK = (0, 1, 0, 0)
 
 
 def table_screen(report: TableReport) -> None:
-    """Print a named table with a description and notes on its columns."""
+    """Print a named table with its description and notes."""
     from streamtune.programs.bench.named_tables import cells, columns, notes  # imports torch
 
     shown = [column for column in columns(report) if not column.page]
@@ -207,7 +194,7 @@ def table_screen(report: TableReport) -> None:
 
 
 def describe_bench(report: BenchReport) -> str:
-    """Return one line on the model, its dtype, the chunk size and the machine."""
+    """Describe model, dtype, chunk size and machine in one line."""
     env = report.env
     if not env:
         return "nothing could be measured"
@@ -217,9 +204,9 @@ def describe_bench(report: BenchReport) -> str:
 
 
 def bench_screen(report: BenchReport) -> Table:
-    """Return a table with one row for each length, layout and mode.
+    """Return a table with a row for each length, layout and mode.
 
-    Ratios are to gradient checkpointing in the same run; those in ``to 1 row`` are to the same tokens as one row.
+    Ratios are relative to gradient checkpointing in the same run; in ``to 1 row``, to the same tokens as one row.
     """
     packed = report.packed_rows > 0
     figures = ("peak", "activations", "layers only", "fwd s", "bwd s", "tok/s", "time")
@@ -235,10 +222,9 @@ def bench_screen(report: BenchReport) -> Table:
         base = next((r for r in same if r.mode == "checkpoint"), None)
         cells = _cells(row, base)
         if packed:
-            rows = {"row": "1", "packed": f"{report.packed_rows} packed", "separate": f"{report.packed_rows} apart"}[
-                row.layout
-            ]
-            cells = [rows, *cells, f"{row.row_ratio:.3f}x" if row.row_ratio is not None else ""]
+            count = report.packed_rows
+            rows = {"row": "1", "packed": f"{count} packed", "separate": f"{count} apart"}
+            cells = [rows[row.layout], *cells, f"{row.row_ratio:.3f}x" if row.row_ratio is not None else ""]
         table.add_row(length, row.mode, *cells, style="bold" if row.mode == "stream" else None)
     return table
 

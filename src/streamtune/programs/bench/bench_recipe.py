@@ -1,9 +1,9 @@
-"""Run a benchmark of a recipe's model."""
+"""Run a benchmark, or a named table, on the model of a recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,11 @@ import torch
 
 from streamtune import __version__, models
 from streamtune.errors import ArgumentError
-from streamtune.plan.budget import Budget
 from streamtune.plan.simulate.workload import ALL_MODES, Mode
 from streamtune.programs.bench.bench import BenchReport, run_bench
+from streamtune.programs.bench.measure_table import TableOptions, lengths_report, run_table
 from streamtune.programs.bench.subject import Job
-from streamtune.programs.bench.tables import TableName, TableReport
-from streamtune.programs.bench.tabulate import lengths_report, run_table
+from streamtune.programs.bench.table_rows import TableName, TableReport
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.device import choose_device, make_schedule, prepare_libraries
@@ -28,7 +27,7 @@ from streamtune.run.recipe_lines import blame_recipe
 from streamtune.tasks import task_of
 
 SCORING: tuple[Mode, ...] = ("plain", "checkpoint", "checkpoint-offload", "stream", "stream-keep-attention")
-"""Ways that score completions."""
+"""Modes that score completions."""
 
 DECIDES = {
     "model_name_or_path",
@@ -51,7 +50,7 @@ DECIDES = {
     "share_prefix",
     "ref_model_name_or_path",
 }
-"""Keys of a recipe that the figures of a table depend on."""
+"""Keys that the figures of a table depend on."""
 FREE = {
     # the rows, which are random here,
     "datasets", "eval_datasets", "mix_by", "on_bad_row", "max_bad_rows", "dataset_num_proc", "streaming",
@@ -69,8 +68,8 @@ FREE = {
     # and where it goes.
     "output_dir", "preset", "peak_flops",
 }  # fmt: skip
-"""Keys that no figure depends on. Of the others all that are given are compared, so a table that was begun before there
-was such a key is gone on with where it is not given."""
+"""Keys that no figure depends on. All other keys are compared if they are given, so a table that was begun before a key
+existed resumes where the key is not given."""
 
 
 def bench_recipe(
@@ -82,14 +81,9 @@ def bench_recipe(
     packed_rows: int = 0,
     notify: Callable[[str], None] = lambda message: None,
 ) -> BenchReport:
-    """Measure the recipe's model with its schedule, precision, adapters and batch size on random tokens.
-
-    Raises:
-        ArgumentError: A length, a mode or the number of repeats makes no sense.
-        UnsupportedModelError: The recipe asks for shared prompts, and its model cannot share them.
-    """
+    """Measure the recipe's model with its schedule, precision, adapters and batch size on random tokens."""
     recipe, task = loaded.recipe, task_of(loaded.recipe)
-    _check(lengths, modes, repeats, task.shortest)
+    check_options(lengths, modes, repeats, task.shortest)
     completions = None
     if recipe.objective != "sft":
         if packed_rows:
@@ -102,51 +96,38 @@ def bench_recipe(
         device = choose_device(recipe.device)
         prepare_libraries(device)
         with blame_recipe(loaded):
-            completions = task_of(recipe).completions(
-                share=shares_prompts(task, make_blueprint(recipe, device), device)
-            )
+            share = shares_prompts(task, make_blueprint(recipe, device), device)
+            completions = task.completions(share=share)
     if packed_rows and not 2 <= packed_rows <= min(lengths) // 2:
         raise ArgumentError(
             f"--packed-rows cuts every length into rows of two tokens or more; found {packed_rows}",
             mend="write --packed-rows 16 --lengths 16384",
         )
-    job = _job(loaded.recipe)
-    return run_bench(
-        job.make_model,
-        lengths=lengths,
-        modes=modes,
-        schedule=make_schedule(loaded.recipe.engine),
-        batch_size=job.batch_size,
-        packed_rows=packed_rows,
-        repeats=repeats,
-        autocast=job.autocast,
-        objective=recipe.objective,
-        completions=completions,
-        notify=notify,
-    )
+    report = BenchReport({}, make_schedule(recipe.engine), packed_rows=packed_rows, objective=recipe.objective)
+    job = replace(make_job(recipe), completions=completions)
+    return run_bench(report, job, lengths=lengths, modes=modes, repeats=repeats, notify=notify)
 
 
-@dataclass(frozen=True)
-class TableOptions:
-    """The options of a table on the command line.
+def check_options(lengths: Sequence[int], modes: Sequence[Mode], repeats: int, shortest: int) -> None:
+    """Refuse lengths, modes and repeats of the command line that make no sense."""
+    if not lengths or any(length < shortest for length in lengths):
+        raise ArgumentError(f"--lengths takes numbers of tokens from {shortest} up", mend="write --lengths 2048,8192")
+    if unknown := [mode for mode in modes if mode not in ALL_MODES]:
+        raise ArgumentError(f"--modes does not know {unknown[0]!r}", mend=f"choose from {', '.join(ALL_MODES)}")
+    if repeats < 1:
+        raise ArgumentError("--repeats takes a number from 1 up")
 
-    Attributes:
-        lengths: Tokens of a row.
-        modes: Modes to compare.
-        repeats: Timed steps of each row.
-        folder: Directory of its files.
-        command: The command line.
-        method: ``measure`` or ``simulate``: the way in which a longest sequence is found.
-        sizes: Bytes on device, host and disk that a longest sequence may take; None where no size is given.
-    """
 
-    lengths: Sequence[int]
-    modes: Sequence[Mode]
-    repeats: int
-    folder: Path
-    command: str
-    method: str = "simulate"
-    sizes: Sequence[int | None] = (None, None, None)
+def make_job(recipe: Recipe) -> Job:
+    """Return the recipe's model and batch size, to be measured in other processes."""
+    recipe = precise(recipe)
+    make_model = partial(_make_model, recipe, str(choose_device(recipe.device)))
+    return Job(make_model, recipe.per_device_train_batch_size, bool(recipe.bf16))
+
+
+def _make_model(recipe: Recipe, device: str) -> Any:
+    prepare_libraries(torch.device(device))
+    return make_model_alone(recipe, torch.device(device))
 
 
 def table_recipe(
@@ -156,16 +137,12 @@ def table_recipe(
     *,
     notify: Callable[[str], None] = lambda message: None,
 ) -> TableReport:
-    """Measure a table on the recipe's model, or the rest of one that was begun.
-
-    Raises:
-        ArgumentError: A length, a mode, a size or the number of repeats makes no sense.
-    """
-    recipe, job = loaded.recipe, _job(loaded.recipe)
+    """Measure a table on the recipe's model, or the rows that a stopped one lacks."""
+    recipe, job = loaded.recipe, make_job(loaded.recipe)
     schedule = make_schedule(recipe.engine)
     asked: dict[str, Any] = {
         "streamtune": __version__,
-        "recipe": _decisive(recipe),
+        "recipe": settings_of(recipe),
         "schedule_in_words": schedule.describe(),
     }
     if recipe.objective != "sft" and table not in ("max-length", "prefix-sharing"):
@@ -174,7 +151,7 @@ def table_recipe(
             where="--table",
             mend="leave --table out, or write --table max-length, or prefix-sharing for the layouts of a shared prompt",
         )
-    _check(options.lengths or [4], options.modes, options.repeats, 2)
+    check_options(options.lengths or [4], options.modes, options.repeats, 2)
     if options.method not in ("measure", "simulate"):
         raise ArgumentError(f"--method is measure or simulate, not {options.method!r}")
     simulated = table == "max-length" and options.method == "simulate"
@@ -182,35 +159,14 @@ def table_recipe(
         if files := fingerprints(recipe, weights=not simulated):
             asked["files"] = files
     if table == "max-length":
-        device_bytes, host_bytes, disk_bytes = options.sizes
-        return lengths_report(
-            recipe,
-            job,
-            Budget(device_bytes, host_bytes, disk_bytes),
-            options.method,
-            modes=options.modes,
-            folder=options.folder,
-            command=options.command,
-            asked=asked,
-            notify=notify,
-        )
-    return run_table(
-        table,
-        job,
-        lengths=options.lengths,
-        modes=options.modes,
-        schedule=schedule,
-        repeats=options.repeats,
-        folder=options.folder,
-        command=options.command,
-        asked={**asked, "repeats": options.repeats},
-        notify=notify,
-    )
+        return lengths_report(recipe, job, options, asked, notify)
+    return run_table(table, job, schedule, options, {**asked, "repeats": options.repeats}, notify)
 
 
-def _decisive(recipe: Recipe) -> dict[str, Any]:
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings of a recipe that the figures depend on."""
     written = {key: value for key, value in recipe.model_dump(mode="json").items() if key in DECIDES}
-    if recipe.objective == "sft":  # tables were begun before there was another, and before it had several losses
+    if recipe.objective == "sft":  # older files have neither key
         del written["objective"]
         if recipe.loss_type == "nll":
             del written["loss_type"]
@@ -220,11 +176,11 @@ def _decisive(recipe: Recipe) -> dict[str, Any]:
 
 
 def fingerprints(recipe: Recipe, *, weights: bool) -> dict[str, str]:
-    """Return a hash of each model that the recipe names: a folder may get another one.
+    """Return a hash of each model that the recipe names: another model may be at the same path.
 
     Args:
         recipe: The recipe.
-        weights: Include the weights, besides the configurations; loss and gradient norm depend on them.
+        weights: Include the weights, which loss and gradient norm depend on, besides the configurations.
     """
     task = task_of(recipe)
     names = {key: getattr(recipe, key) for key in ("model_name_or_path", "adapter_name_or_path")}
@@ -239,24 +195,3 @@ def fingerprints(recipe: Recipe, *, weights: bool) -> dict[str, str]:
     if recipe.teacher_file is not None:
         found["teacher"] = models.fingerprint_files([("teacher", Path(recipe.teacher_file))])
     return {key: value for key, value in found.items() if value is not None}
-
-
-def _check(lengths: Sequence[int], modes: Sequence[Mode], repeats: int, shortest: int) -> None:
-    if not lengths or any(length < shortest for length in lengths):
-        raise ArgumentError(f"--lengths takes numbers of tokens from {shortest} up", mend="write --lengths 2048,8192")
-    if unknown := [mode for mode in modes if mode not in ALL_MODES]:
-        raise ArgumentError(f"--modes does not know {unknown[0]!r}", mend=f"choose from {', '.join(ALL_MODES)}")
-    if repeats < 1:
-        raise ArgumentError("--repeats takes a number from 1 up")
-
-
-def _job(recipe: Recipe) -> Job:
-    recipe = precise(recipe)
-    make_model = partial(_make_model, recipe, str(choose_device(recipe.device)))
-    return Job(make_model, recipe.per_device_train_batch_size, bool(recipe.bf16))
-
-
-def _make_model(recipe: Recipe, device: str) -> Any:
-    """Make the recipe's model; called in a process of its own."""
-    prepare_libraries(torch.device(device))
-    return make_model_alone(recipe, torch.device(device))

@@ -1,15 +1,16 @@
-"""The modes that are compared: their names, the preparation of a model for each, and what each needs to run.
+"""The modes to compare: how each prepares a model, and what it needs to run.
 
-Peers run as their own documentation sets them up, on the same model of ``transformers`` as all the others.
+Peers are set up by their own functions, as their documentation does, on the same ``transformers`` model as all others;
+what they change is restored afterwards.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,15 +25,18 @@ from streamtune.engine.memory.placement import Tiers
 from streamtune.errors import UnsupportedModelError
 from streamtune.plan.simulate.scored import checkpointing, recompute
 from streamtune.plan.simulate.workload import Mode
-from streamtune.programs.bench import peers
 from streamtune.schedule import Schedule
 
 Batch = dict[str, Any]
 """Arguments of the model: ``input_ids`` and, for packed rows, ``position_ids``; both [batch, length].
 
-Of completions ``targets`` [batch, length] are what each position predicts, ``count`` how many there are in all batches
-of a step, and ``branches`` how they lie where they share their prompt.
+Scored completions have more: ``targets`` [batch, length], the token that each position predicts; ``count``, their
+number in all batches of a step; ``branches``, the layout of completions that share their prompt.
 """
+
+
+Loss = Callable[[Batch], Tensor]
+"""Mean loss of the next tokens of a batch."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +44,16 @@ class Ready:
     """A model prepared for a mode.
 
     Attributes:
-        loss: The mean loss of the next tokens of a batch.
-        tiers: The counts of bytes that are kept on the host and on disk; None where nothing is.
+        loss: Mean loss of the next tokens of a batch.
+        tiers: Counts of bytes kept on the host and on disk; None if the mode keeps none there.
     """
 
-    loss: Callable[[Batch], Tensor]
+    loss: Loss
     tiers: Tiers | None = None
 
 
 Entered = Callable[[Any, Schedule], AbstractContextManager[Ready]]
-"""Prepares a model in place and restores it on leaving; yields what is measured."""
+"""Prepares a model in place, and restores it on leaving."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,9 @@ class Way:
 
     Attributes:
         entered: Prepares a model.
-        package: The package that must be installed; empty if none.
-        accelerator: The reason why it needs an accelerator; empty if it needs none.
-        alone: The reason why it is measured in a process without other peers and streaming; empty if it need not be.
+        package: Package that must be installed; empty if none.
+        accelerator: Reason why it needs an accelerator; empty if it needs none.
+        alone: Reason why its process has no other peers and no streaming; empty if it may.
     """
 
     entered: Entered
@@ -69,7 +73,7 @@ class Way:
     alone: str = ""
 
     def lacks(self, device_type: str) -> str:
-        """Return the reason why it cannot run on such a device; empty if it can."""
+        """Return the reason why it cannot run on a device type; empty if it can."""
         if self.accelerator and device_type == "cpu":
             return f"not run here: {self.accelerator}"
         if self.package and find_spec(self.package) is None:
@@ -77,23 +81,25 @@ class Way:
         return ""
 
 
-@contextmanager
-def _plain(model: Any, schedule: Schedule) -> Iterator[Ready]:
-    yield Ready(_own_loss(model))
+def _mode(
+    prepared: Callable[[Any], AbstractContextManager[Tiers | None]], loss_of: Callable[[Any], Loss] | None = None
+) -> Entered:
+    """Return a mode that reads nothing of the schedule; ``prepared`` yields the counts of bytes kept elsewhere."""
 
+    @contextmanager
+    def entered(model: Any, schedule: Schedule) -> Iterator[Ready]:
+        with prepared(model) as tiers:
+            yield Ready((loss_of or _own_loss)(model), tiers)
 
-@contextmanager
-def _checkpointed(model: Any, schedule: Schedule) -> Iterator[Ready]:
-    with checkpointing(model):
-        yield Ready(_own_loss(model))
+    return entered
 
 
 @contextmanager
 def _inputs_on_host(model: Any) -> Iterator[Tiers | None]:
     """Prepare checkpointing under torch's ``save_on_cpu``, which keeps the inputs of layers in pinned memory.
 
-    If the device is the CPU, that would copy nothing. The inputs are then copied to memory that is counted as the
-    host's, so that the bytes are those of a device.
+    On a CPU that would copy nothing. The inputs are then copied to memory that is counted as the host's, so that the
+    remaining bytes are what a device would hold.
     """
     tiers = Tiers(Schedule(offload="host"))
     here = model_device(model)
@@ -109,40 +115,31 @@ def _inputs_on_host(model: Any) -> Iterator[Tiers | None]:
 
 
 @contextmanager
-def _offloaded(model: Any, schedule: Schedule) -> Iterator[Ready]:
-    with _inputs_on_host(model) as tiers:
-        yield Ready(_own_loss(model), tiers)
-
-
-@contextmanager
 def _tiled(model: Any, schedule: Schedule) -> Iterator[Ready]:
-    """Prepare checkpointing with what DeepSpeed's ALST adds on one device: the MLP and the loss tile by tile.
+    """Prepare checkpointing with DeepSpeed's ALST on one device: the MLP and the loss tile by tile.
 
-    The tiles of an MLP are those of ALST's documentation, of as many tokens as the model is wide; a tile of the loss is
-    as long as a chunk of the streamed head.
+    An MLP tile has as many tokens as the model has channels, as ALST's documentation does; a loss tile is as long as a
+    chunk of the streamed head.
     """
     with _tiled_mlps(decoder_layers(model)), checkpointing(model):
         yield Ready(lambda batch: _tiled_loss(model, batch, schedule.head_chunk_size))
 
 
-@contextmanager
-def _liger_head(model: Any, schedule: Schedule) -> Iterator[Ready]:
-    with checkpointing(model):
-        yield Ready(partial(_liger_loss, model))
+def _liger_loss(model: Any) -> Loss:
+    """Return the loss by Liger's head, which makes no logits of all tokens."""
+
+    def loss(batch: Batch) -> Tensor:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        head, hidden_BTC = model.get_output_embeddings(), last_hidden_state(model, batch)
+        fused = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE_INDEX)
+        out: Tensor = fused(head.weight, hidden_BTC.flatten(0, 1), _next_tokens(batch).flatten(), head.bias)
+        return out
+
+    return loss
 
 
-@contextmanager
-def _liger_head_offloaded(model: Any, schedule: Schedule) -> Iterator[Ready]:
-    with _inputs_on_host(model) as tiers:
-        yield Ready(partial(_liger_loss, model), tiers)
-
-
-def _liger_loss(model: Any, batch: Batch) -> Tensor:
-    head = model.get_output_embeddings()
-    return peers.liger_loss(head, last_hidden_state(model, batch), _next_tokens(batch))
-
-
-def _peer(prepared: Callable[[Any], AbstractContextManager[peers.Loss]]) -> Entered:
+def _peer(prepared: Callable[[Any], AbstractContextManager[Loss]]) -> Entered:
     """Return the preparation of a peer that has no schedule."""
 
     @contextmanager
@@ -166,25 +163,132 @@ def _keeping_attention(model: Any, schedule: Schedule) -> AbstractContextManager
     return _streamed(model, replace(schedule, keep_attention="device"))
 
 
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Restore on leaving: attributes and hooks of modules, names and classes of their source files."""
+    modules = [vars(module) for module in model.modules()]
+    names = {base.__module__ for module in model.modules() for base in type(module).__mro__}
+    files = [vars(sys.modules[name]) for name in sorted(names) if name.startswith("transformers.models.")]
+    classes = {value for file in files for value in file.values() if isinstance(value, type)}
+    # dictionaries of a module, such as its hooks, stay the same objects
+    held = [(value, dict(value)) for attributes in modules for value in attributes.values() if isinstance(value, dict)]
+    before = [(attributes, dict(attributes)) for attributes in [*modules, *files]]
+    methods = [(kind, dict(vars(kind))) for kind in classes if kind.__module__.startswith("transformers.models.")]
+    try:
+        yield
+    finally:
+        for now, then in [*before, *held]:
+            for name in now.keys() - then.keys():
+                del now[name]
+            now.update(then)
+        for kind, then in methods:
+            for name in vars(kind).keys() - then.keys():
+                delattr(kind, name)
+            for name, value in then.items():
+                if vars(kind)[name] is not value:
+                    setattr(kind, name, value)
+
+
+@contextmanager
+def imported(name: str) -> Iterator[None]:
+    """Turn a failing import, as with unknown versions of torch or ``transformers``, into UnsupportedModelError."""
+    try:
+        yield
+    except (ImportError, RuntimeError) as error:
+        raise UnsupportedModelError(f"{name} cannot be imported: {str(error).splitlines()[0]}") from error
+
+
+@contextmanager
+def liger(model: Any) -> Iterator[Loss]:
+    """Prepare checkpointing with all of Liger's kernels: RMSNorm, rotary embeddings, SwiGLU, loss without logits."""
+    with imported("Liger"):
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    causal = base_of(model)
+    if causal.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise UnsupportedModelError(f"Liger has no kernels for {causal.config.model_type}")
+    with restored(causal), checkpointing(model):
+        _apply_liger_kernel_to_instance(model=causal)
+        yield lambda batch: model(**batch, labels=batch["input_ids"], use_cache=False).loss
+
+
+@contextmanager
+def trl(model: Any) -> Iterator[Loss]:
+    """Prepare TRL's supervised trainer with activation offloading: checkpointing, and its head without logits."""
+    with imported("TRL"):  # older versions have no such head
+        from trl.models import activation_offloading
+        from trl.trainer.utils import add_fused_lm_head
+
+    causal = base_of(model)
+    with restored(causal), checkpointing(model):
+        add_fused_lm_head(causal)
+        offloaded = activation_offloading.get_act_offloading_ctx_manager(model=model)
+
+        def loss(batch: Batch) -> Tensor:
+            with offloaded:
+                out: Tensor = model(**batch, labels=batch["input_ids"], fused_lm_head=True).loss
+            return out
+
+        yield loss
+
+
+@contextmanager
+def unsloth(model: Any) -> Iterator[Loss]:
+    """Prepare Unsloth's checkpointing, which keeps the inputs of layers on the host, and its loss in chunks.
+
+    Importing Unsloth changes ``transformers`` for the rest of the process; only later changes are restored.
+    """
+    with imported("Unsloth"), redirect_stdout(sys.stderr):  # it prints a greeting
+        __import__("unsloth")
+        from unsloth_zoo import gradient_checkpointing
+        from unsloth_zoo.fused_losses import unsloth_fused_ce_loss
+
+    causal = base_of(model)
+    embeddings, head = causal.get_input_embeddings(), causal.get_output_embeddings()
+
+    def loss(batch: Batch) -> Tensor:
+        hidden = last_hidden_state(model, batch)
+        out: Tensor = unsloth_fused_ce_loss(None, hidden, head.weight, head.bias, batch["input_ids"])
+        return out
+
+    gradient_checkpointing.patch_unsloth_smart_gradient_checkpointing(embeddings.weight.dtype)
+    try:
+        with restored(causal), checkpointing(model, gradient_checkpointing.unsloth_checkpoint):
+            # like torch's reentrant checkpointing, it needs an input that requires a gradient
+            embeddings.register_forward_hook(lambda module, inputs, out: out.requires_grad_(True))
+            yield loss
+    finally:
+        gradient_checkpointing.unpatch_unsloth_smart_gradient_checkpointing()
+
+
+# --- all modes --------------------------------------------------------------------------------------------------------
+
+
 UNSLOTH_ALONE = "it changes transformers in its process; --modes plain,checkpoint,unsloth measures it"
 
 WAYS: dict[Mode, Way] = {
-    "plain": Way(_plain),
-    "checkpoint": Way(_checkpointed),
-    "checkpoint-offload": Way(_offloaded),
+    "plain": Way(_mode(lambda model: nullcontext())),
+    "checkpoint": Way(_mode(checkpointing)),
+    "checkpoint-offload": Way(_mode(_inputs_on_host)),
     "deepspeed-tiled": Way(_tiled, package="deepspeed"),
-    "liger-loss": Way(_liger_head, "liger_kernel", "Liger's kernels need an accelerator"),
-    "liger-loss-offload": Way(_liger_head_offloaded, "liger_kernel", "Liger's kernels need an accelerator"),
-    "liger": Way(_peer(peers.liger), "liger_kernel", "Liger's kernels need an accelerator"),
-    "trl": Way(_peer(peers.trl), "trl", "TRL's offloading needs an accelerator"),
-    "unsloth": Way(_peer(peers.unsloth), "unsloth", "Unsloth's offloading needs an accelerator", UNSLOTH_ALONE),
+    "liger-loss": Way(_mode(checkpointing, _liger_loss), "liger_kernel", "Liger's kernels need an accelerator"),
+    "liger-loss-offload": Way(
+        _mode(_inputs_on_host, _liger_loss), "liger_kernel", "Liger's kernels need an accelerator"
+    ),
+    "liger": Way(_peer(liger), "liger_kernel", "Liger's kernels need an accelerator"),
+    "trl": Way(_peer(trl), "trl", "TRL's offloading needs an accelerator"),
+    "unsloth": Way(_peer(unsloth), "unsloth", "Unsloth's offloading needs an accelerator", UNSLOTH_ALONE),
     "stream": Way(_streamed),
     "stream-keep-attention": Way(_keeping_attention),
 }
 
 
 def absent(modes: Sequence[Mode], device_type: str) -> dict[str, str]:
-    """Return those of the modes that cannot run together on such a device, with the reason."""
+    """Return the modes that cannot run together on a device type, with the reason."""
     lacks = {mode: WAYS[mode].lacks(device_type) for mode in modes}
     others = {mode for mode in modes if not lacks[mode]} - {"plain", "checkpoint"}
     for mode in others:
@@ -194,12 +298,12 @@ def absent(modes: Sequence[Mode], device_type: str) -> dict[str, str]:
 
 
 def last_hidden_state(model: Any, batch: Batch) -> Tensor:
-    """Return the output of the decoder, which is the input of the head, [batch, length, width]."""
+    """Return the output of the decoder, [batch, length, channels]."""
     hidden: Tensor = base_of(model).base_model(**batch, use_cache=False).last_hidden_state
     return hidden
 
 
-def _own_loss(model: Any) -> Callable[[Batch], Tensor]:
+def _own_loss(model: Any) -> Loss:
     def loss(batch: Batch) -> Tensor:
         labels = {"labels": batch["input_ids"]}
         if "targets" in batch:
@@ -215,8 +319,8 @@ def _own_loss(model: Any) -> Callable[[Batch], Tensor]:
     return loss
 
 
-def _scored_loss(model: Any, handle: StreamHandle) -> Callable[[Batch], Tensor]:
-    """Return a loss like that of :func:`_own_loss`; completions are scored token by token, as an objective does."""
+def _scored_loss(model: Any, handle: StreamHandle) -> Loss:
+    """Return the same loss by the engine; completions are scored token by token, as an objective does."""
     own = _own_loss(model)
 
     def loss(batch: Batch) -> Tensor:

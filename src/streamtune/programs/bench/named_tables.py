@@ -1,4 +1,4 @@
-"""The tables by name: rows, columns, notes and plot of each, for a screen, a page and a picture."""
+"""The named tables: rows, columns, notes and plot of each, for screen, page and picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from streamtune.plan.simulate.workload import LABELS, MODES, Mode
 from streamtune.programs.bench import plots
 from streamtune.programs.bench.modes import absent
 from streamtune.programs.bench.subject import COMPLETIONS, SHARING
-from streamtune.programs.bench.tables import (
+from streamtune.programs.bench.table_rows import (
     Entry,
     TableName,
     TableReport,
@@ -23,7 +23,7 @@ from streamtune.programs.bench.tables import (
 from streamtune.schedule import Schedule
 
 TURNS = 4
-"""Schedules of an ablation that take turns with what they are compared with."""
+"""Schedules of an ablation in one group, whose steps alternate with the baselines."""
 
 HEADS = {
     "activations": "activ.",
@@ -33,24 +33,20 @@ HEADS = {
     "attention outputs": "attn",
     "optimizer": "optim",
 }
-"""Short for what a peak is made of."""
+"""Short headings for the terms of a peak."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
-
-    Attributes:
-        name: Its heading.
-        cell: Returns its text for a row.
-        right: True if it is aligned to the right, as figures are.
-        page: True if there is room for it on a page only, and not on a screen.
-    """
+    """A column of a table."""
 
     name: str
+    """The heading."""
     cell: Callable[[TableRow], str]
     right: bool = True
+    """Align to the right, as figures are."""
     page: bool = False
+    """Show it on pages only: a screen has no room for it."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,7 @@ class Wanted:
         modes: Modes that can run here.
         schedule: The recipe's schedule.
         layers: Decoder layers of the model.
-        folder: Directory for files of schedules that offload to disk.
+        folder: Directory for schedules that offload to disk.
     """
 
     lengths: Sequence[int]
@@ -77,16 +73,15 @@ class Table:
     """The declaration of a table.
 
     Attributes:
-        title: Its heading.
-        columns: Returns the columns of its figures; those of names and errors are the same in all tables.
+        columns: Returns the columns of figures; all tables share the columns of names and errors.
         note: Returns the meaning of the columns.
-        draw: Draws it into a figure of matplotlib.
-        groups: Returns the rows to measure, in groups whose steps alternate; None if they are not measured by steps.
-        rows: Heading of the column of names: ``mode``, or that of the labels.
-        lengths: Heading of the column of lengths; empty if it is left out where there is only one length.
-        compares_modes: True if its rows are modes, of which some may not run here; peers are explained then.
-        timed: True if steps are timed.
-        memory: True if the memory of a step is measured.
+        draw: Draws the table into a matplotlib figure.
+        groups: Returns the rows to measure, in groups whose steps alternate; None for a search over lengths.
+        rows: Heading of the column of names.
+        lengths: Heading of the column of lengths; empty to leave it out if there is only one length.
+        compares_modes: Its rows are modes, some of which may not run here; notes explain the peers.
+        timed: Steps are timed.
+        memory: The memory of a step is measured.
     """
 
     title: str
@@ -101,12 +96,11 @@ class Table:
     memory: bool = True
 
     def absent(self, modes: Sequence[Mode], device_type: str) -> dict[str, str]:
-        """Return the modes that cannot run on such a device, with the reason."""
         return absent(modes, device_type) if self.compares_modes else {}
 
 
 def columns(report: TableReport) -> list[Column]:
-    """Return the columns of a table, those that would be empty left out."""
+    """Return the columns of a table, without empty ones."""
     table, lengths = TABLES[report.table], {row.length for row in report.rows}
     names = [Column(table.rows, lambda row: row.mode if table.compares_modes else row.label, right=False)]
     if table.lengths or len(lengths) > 1:
@@ -117,7 +111,7 @@ def columns(report: TableReport) -> list[Column]:
         Column("grad", lambda row: _error(report, row, "gradient norm"), page=report.table == "memory"),
     ]
     shown = [column for column in figures if any(column.cell(row) for row in report.rows)]
-    if report.rows and not any(not column.page for column in shown):  # a place for the errors of rows that all failed
+    if report.rows and not any(not column.page for column in shown):  # all rows failed
         shown.append(Column("error", lambda row: row.error, right=False))
     return [column for column in names if any(column.cell(row) for row in report.rows)] + shown
 
@@ -193,7 +187,7 @@ def _sharing_columns(report: TableReport) -> list[Column]:
 
 
 def _times(report: TableReport, row: TableRow) -> str:
-    """Return how many times as long a sequence fits as with gradient checkpointing."""
+    """Return the longest sequence relative to gradient checkpointing's."""
     base = next((r.max_length for r in report.rows if r.mode == "checkpoint"), None)
     return f"{row.max_length / base:.1f}x" if base and row.max_length else ""
 
@@ -207,7 +201,7 @@ def _elsewhere(report: TableReport) -> list[Column]:
 
 
 def notes(report: TableReport) -> list[str]:
-    """Return the meaning of the columns, the peers that are compared with, and those that are not in the table."""
+    """Return the meaning of the columns, and which peers are in the table or missing from it."""
     table = TABLES[report.table]
     lines = [table.note(report)]
     if any(report.errors_of(row) for row in report.rows):
@@ -254,7 +248,7 @@ def _sharing_note(report: TableReport) -> str:
 
 
 def markdown(report: TableReport) -> str:
-    """Return the page of a table: command, model and machine, the table, its meaning, the plot."""
+    """Return the page of a table: command, model and machine, table, notes, plot."""
     env, shown = report.env, columns(report)
     lines = [f"# {TABLES[report.table].title}", "", "```", report.command, "```", "", f"{report.describe()}."]
     lines += [f"transformers {env['transformers']}, Python {env['python']}."]
@@ -279,7 +273,7 @@ def markdown(report: TableReport) -> str:
 
 
 def cells(shown: list[Column], row: TableRow) -> list[str]:
-    """Return the cells of a row; its error is in the column after that of its name."""
+    """Return the cells of a row; an error is in the column after the name."""
     found = [column.cell(row) for column in shown]
     if row.error:
         found[next(i for i, column in enumerate(shown) if not column.right) + 1] = row.error
@@ -300,7 +294,7 @@ def _ratio(value: float | None) -> str:
 
 
 def _shown(report: TableReport) -> Callable[[int | None], str]:
-    """Return a function that writes bytes in the unit of a table."""
+    """Return a function that formats bytes in the unit of a table."""
     _, unit = report.unit
 
     def show(value: int | None) -> str:
@@ -370,11 +364,7 @@ TABLES: dict[TableName, Table] = {
 
 @drawn_plainly
 def draw_table(report: TableReport) -> bytes:
-    """Return a PNG of a table.
-
-    Args:
-        report: The table.
-    """
+    """Return a PNG of a table."""
     from matplotlib.figure import Figure  # slow to import, and only needed here
 
     table = TABLES[report.table]

@@ -1,4 +1,4 @@
-"""Plots of the benchmark: of a comparison over length, and of each table."""
+"""Plots of the benchmark: a comparison over lengths, and each named table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from streamtune.base.palette import COLOURS, INK, drawn_plainly, dress, line, pn
 from streamtune.plan.simulate.workload import LABELS
 from streamtune.programs.bench.bench import BenchReport, BenchRow
 from streamtune.programs.bench.subject import Layout
-from streamtune.programs.bench.tables import TableReport, TableRow
+from streamtune.programs.bench.table_rows import TableReport, TableRow
 
 TERMS = {
     "weights": "#c3c8d1",
@@ -23,7 +23,7 @@ TERMS = {
     "activations": "#2f6fde",
     "head": "#8d5ab5",
 }
-"""Colours of what a peak is made of, in the order it is stacked."""
+"""Colours of the terms of a peak, in stacking order."""
 
 ELSEWHERE = {"on host": "#7fb4ff", "on disk": "#b9a3e3"}
 
@@ -33,19 +33,13 @@ MARKS: dict[Layout, dict[str, Any]] = {
     "packed": {"marker": "s", "linestyle": "--", "markersize": 10, "markerfacecolor": "none", "markeredgewidth": 2},
     "separate": {"marker": "x", "linestyle": ":", "markersize": 8, "markeredgewidth": 2},
 }
-"""Packed rows cost about what the same rows cost apart: both marks are to be seen where they lie on each other."""
+"""Packed and separate rows cost about the same: both marks stay visible on top of each other."""
 
 
 @drawn_plainly
 def draw_bench(report: BenchReport, *, title: str) -> bytes:
-    """Return a PNG of activation memory and step time against length.
-
-    Args:
-        report: The measurements.
-        title: What was measured.
-    """
-    # Slow to import, and only needed here. Figures made without pyplot need no display.
-    from matplotlib.figure import Figure
+    """Return a PNG of activation memory and step time against length."""
+    from matplotlib.figure import Figure  # slow to import; without pyplot it needs no display
 
     figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
     memory, seconds = figure.subplots(1, 2)
@@ -68,7 +62,7 @@ def _step_seconds(row: BenchRow) -> float | None:
 
 
 def draw_time(report: TableReport, figure: Any) -> None:
-    """Draw seconds, and the ratio to gradient checkpointing, against length."""
+    """Draw step time, and its ratio to gradient checkpointing, against length."""
     from matplotlib.ticker import MaxNLocator
 
     seconds, ratio = figure.subplots(1, 2)
@@ -100,7 +94,7 @@ def draw_memory(report: TableReport, figure: Any) -> None:
 
 
 def draw_ablation(report: TableReport, figure: Any) -> None:
-    """Draw the time of each schedule as a distance from checkpointing's, and its memory by what it is."""
+    """Draw the time of each schedule as its distance from gradient checkpointing, and its memory by kind."""
     rows = report.rows
     figure.set_size_inches(11, 1.6 + 0.27 * (len(rows) + len({row.section for row in rows})))
     time, places = _time_and_memory(report, rows, figure)
@@ -116,7 +110,7 @@ def draw_ablation(report: TableReport, figure: Any) -> None:
 
 
 def _ratio(axes: Any, place: float, row: TableRow) -> None:
-    """Draw a row's time as its distance from gradient checkpointing's, or the reason why it has none."""
+    """Draw the time ratio of a row, or its error."""
     ratio, colour = row.to_checkpoint, COLOURS[row.mode]
     style = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": INK}
     if ratio is None:
@@ -129,7 +123,6 @@ def _ratio(axes: Any, place: float, row: TableRow) -> None:
 
 
 def draw_longest(report: TableReport, figure: Any) -> None:
-    """Draw a bar for each schedule."""
     rows = [row for row in report.rows if row.max_length]
     axes = figure.subplots()
     bars = axes.barh(range(len(rows)), [row.max_length for row in rows], color=[COLOURS[row.mode] for row in rows])
@@ -143,7 +136,7 @@ def draw_longest(report: TableReport, figure: Any) -> None:
 
 
 def draw_sharing(report: TableReport, figure: Any) -> None:
-    """Draw time relative to the rows in a batch, and memory by what it is, for each layout and length of a prompt."""
+    """Draw time relative to rows in one batch, and memory by kind, for each layout and prompt length."""
     rows = [
         replace(
             row,
@@ -172,7 +165,7 @@ def draw_sharing(report: TableReport, figure: Any) -> None:
 
 
 def _time_and_memory(report: TableReport, rows: Sequence[TableRow], figure: Any) -> tuple[Any, list[float]]:
-    """Draw the memory of rows on the right; return the axes for their times, on the left, and the place of each."""
+    """Draw the memory of rows on the right; return the left axes, for times, and the y position of each row."""
     time, memory = figure.subplots(1, 2, sharey=True)
     places = _stack(memory, rows, report.unit[1], time)
     memory.set_title("Memory at its peak", loc="left", color=INK, fontsize=11)
@@ -184,7 +177,7 @@ def _time_and_memory(report: TableReport, rows: Sequence[TableRow], figure: Any)
 
 
 def _lines(report: TableReport) -> list[tuple[list[TableRow], dict[str, Any]]]:
-    """Return the rows of each mode and the style of its line."""
+    """Return (rows, line style) of each mode."""
     found = []
     for mode, label in dict.fromkeys((row.mode, row.label) for row in report.rows):
         style = {"color": COLOURS[mode], "marker": "o", "linewidth": 2.2, "label": label}
@@ -193,9 +186,13 @@ def _lines(report: TableReport) -> list[tuple[list[TableRow], dict[str, Any]]]:
 
 
 def _stack(axes: Any, rows: Sequence[TableRow], unit: int, labelled: Any = None) -> list[float]:
-    """Draw bars of bytes, in ``unit``, by what they are, with a heading for each section; return the place of each row.
+    """Draw stacked bars of bytes with a heading for each section; return the y position of each row.
 
-    ``labelled`` are the axes that have the names of the rows, if they are not ``axes``.
+    Args:
+        axes: The axes of the bars.
+        rows: A bar each.
+        unit: Bytes of the unit shown.
+        labelled: Axes for the row names; None is ``axes``.
     """
     places: list[float] = []
     labels: dict[float, str] = {}

@@ -1,12 +1,12 @@
-"""A process of the benchmark, so that only it can run out of memory: its model, and the cases it measures in turn.
+"""The process that measures: its model, the cases it measures in turn, and the batches. Only it can run out of memory.
 
-One prompt with several completions, as in a preference pair or a group, is measured in each layout there is:
+A prompt with several completions, as in a preference pair or a group, is measured in three layouts:
 
-    shared   the prompt once, all completions behind it (``engine.rows``)
-    batch    each completion behind a prompt of its own, as the rows of one batch
+    shared   the prompt once, all completions behind it (``engine.Branches``)
+    batch    each completion behind its own prompt, as the rows of one batch
     turns    the same rows, one forward and backward after the other
 
-The loss is the same number in all of them: the mean over all tokens of the completions.
+The loss is the same number in all layouts: the mean over all tokens of the completions.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from streamtune.programs.bench.modes import WAYS, Batch, Ready, last_hidden_stat
 from streamtune.schedule import Schedule
 
 Layout = Literal["row", "packed", "separate", "shared", "batch", "turns"]
-"""The tokens as one row, as several rows in one sequence, or as the same rows one after another; or as a prompt with
-completions (``sharing``)."""
+"""Tokens as one row, as several rows in one sequence, or as the same rows one by one; or a prompt with completions
+(:data:`SHARING`)."""
 
 MakeModel = Callable[[], nn.Module]
-"""Builds the model in a fresh process; must be picklable (``functools.partial`` of a module's function)."""
+"""Builds the model, with the same weights in every process; must be picklable."""
 
 PLURALS = {
     "activation": "activations",
@@ -49,23 +49,22 @@ PLURALS = {
     "gradient": "gradients",
     "attention output": "attention outputs",
 }
-"""The names of kinds of live bytes among the terms of a peak."""
+"""Kinds of live bytes, as terms of a peak are named."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The common part of all that a process measures: the model, the rows of a batch, the precision.
-
-    With ``completions``, which must be picklable too, a batch scores those that it returns instead of rows.
-    """
+    """The common part of all measurements of a process."""
 
     make_model: MakeModel
     batch_size: int = 1
     autocast: bool = False
+    """Compute in bf16."""
     completions: Completions | None = None
+    """Returns the completions that a batch scores instead of rows; must be picklable."""
 
     def tokens(self, length: int) -> int:
-        """Return the number of tokens of a batch, each completion with a prompt of its own."""
+        """Return the number of tokens of a batch; each completion counts with its prompt."""
         if self.completions is None:
             return self.batch_size * length
         apart = self.completions(length, self.batch_size).apart()
@@ -74,7 +73,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure: a mode at a length, its tokens laid out in rows, with a schedule if it streams."""
+    """One measurement: a mode at a length, in a layout; the schedule is for streaming."""
 
     mode: Mode
     length: int
@@ -96,11 +95,10 @@ class MeasuredModel:
         self._exit = ExitStack()
 
     def env(self) -> dict[str, Any]:
-        """Return a description of the machine, the versions and the model."""
         return env_of(self.model, self.job, self.device)
 
     def memory(self, case: Case) -> dict[str, Any]:
-        """Return the peaks of one step with the head and of one without it, in bytes, and the terms of the first."""
+        """Return the peaks of a step with the head and of a step without it, in bytes, and the terms of the first."""
         batches = self._prepared(case)
         weights = held_bytes(self.model)
         layers = decoder_layers(self.model)
@@ -129,11 +127,11 @@ class MeasuredModel:
         }
 
     def time(self, case: Case) -> dict[str, Any]:
-        """Return the seconds of a step's forwards and of its backwards, its loss and the norm of its gradient."""
+        """Return seconds of the forwards and of the backwards of a step, its loss and gradient norm."""
         forward = backward = loss_sum = 0.0
         entered = self._entered
         batches = self._prepared(case)
-        if self.device.type == "cuda" and self._entered != entered:  # its allocator has yet to learn these sizes
+        if self.device.type == "cuda" and self._entered != entered:  # the allocator must learn the sizes first
             self._step(batches)
             self.model.zero_grad(set_to_none=True)
         for batch in batches:
@@ -153,13 +151,13 @@ class MeasuredModel:
         }
 
     def leave(self) -> None:
-        """Put the model back as it was built."""
+        """Restore the model as it was built."""
         self._exit.close()
         self._entered = None
         self.model.zero_grad(set_to_none=True)
 
     def _prepared(self, case: Case) -> list[Batch]:
-        """Put the model in the mode of a case, without gradients, and return the batches of the case."""
+        """Put the model into the mode of a case, without gradients; return the batches."""
         wanted = (case.mode, case.schedule)
         if self._entered != wanted:
             self.leave()
@@ -190,7 +188,7 @@ class MeasuredModel:
             return self._ready.loss(batch)
 
     def _autocast(self) -> torch.autocast:
-        """Return autocast as a run has it: without a cache, which would hold all weights cast at once."""
+        """Return autocast as a run has it: without its cache, which would hold all weights cast at once."""
         enabled = self.job.autocast
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
 
@@ -207,7 +205,7 @@ class MeasuredModel:
 
 
 def env_of(model: Any, job: Job, device: torch.device) -> dict[str, Any]:
-    """Return the machine, the versions and the model; for a model on ``meta`` a simulated accelerator."""
+    """Describe the machine, the versions and the model; a ``meta`` device is a simulated accelerator."""
     names = {"cpu": platform.processor() or platform.machine(), "meta": "simulated"}
     return {
         "device": names[device.type] if device.type in names else torch.cuda.get_device_name(device),
@@ -225,7 +223,7 @@ def env_of(model: Any, job: Job, device: torch.device) -> dict[str, Any]:
 
 
 def _laid_out(ids: Tensor, layout: Layout, rows: int) -> list[Batch]:
-    """Return the batches of a step: one, or one for each row where rows run one after another."""
+    """Return the batches of a step; rows that run one by one have a batch each."""
     if layout == "row":
         return [{"input_ids": ids}]
     parts = torch.tensor_split(ids, rows, dim=1)
@@ -236,7 +234,7 @@ def _laid_out(ids: Tensor, layout: Layout, rows: int) -> list[Batch]:
 
 
 def _logical_size(parameter: Tensor) -> int:
-    """Return the number of weights of a parameter: bitsandbytes packs two in a byte and reports the bytes."""
+    """Return the number of weights of a parameter: bitsandbytes packs two into a byte."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else state.shape.numel()
 
@@ -250,23 +248,23 @@ def _peak_rss() -> int | None:
 
 
 COMPLETIONS = 8
-"""Completions of a prompt."""
+"""Completions of a shared prompt."""
 
 SHARING = {
     "batch": f"{COMPLETIONS} rows, one batch",
     "turns": f"{COMPLETIONS} rows in turn",
     "shared": "prompt shared",
 }
-"""The layouts, for people."""
+"""Labels of the layouts."""
 
 
 def completion_length(prompt: int) -> int:
-    """Return the tokens of a completion: a fourth of its prompt's."""
+    """Return how many tokens a completion has: a fourth of its prompt."""
     return max(2, prompt // 4)
 
 
 def sharing_tokens(prompt: int) -> int:
-    """Return the number of random tokens that are needed: a prompt, and the completions."""
+    """Return how many tokens a prompt has together with its completions."""
     return prompt + COMPLETIONS * completion_length(prompt)
 
 
@@ -275,7 +273,7 @@ def sharing_batches(ids_T: Tensor, prompt: int, layout: str) -> list[dict[str, A
 
     Args:
         ids_T: ``[sharing_tokens(prompt)]``, the prompt and then the completions.
-        prompt: Tokens of the prompt.
+        prompt: Number of tokens of the prompt.
         layout: ``shared``, ``batch`` or ``turns``.
     """
     shared, last = ids_T[: prompt - 1], ids_T[prompt - 1 : prompt]
@@ -303,14 +301,12 @@ def sharing_batches(ids_T: Tensor, prompt: int, layout: str) -> list[dict[str, A
 
 
 class Worker:
-    """A process with a :class:`MeasuredModel`, whose methods it calls on request.
-
-    Attributes:
-        failed: The reason why the last request has no answer; empty if it has one.
-    """
+    """A process with a :class:`MeasuredModel`, whose methods it calls on request."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.failed = job, ""
+        self.job = job
+        self.failed = ""
+        """Reason why the last request has no answer; empty if it has one."""
         self._start()
 
     def _start(self) -> None:
@@ -320,10 +316,10 @@ class Worker:
     def ask(self, request: str, *args: Any) -> dict[str, Any]:
         """Return the answer to a request; empty if there is none, with the reason in ``failed``.
 
-        A process that has ended is started anew.
+        A process that has ended is started again.
 
         Raises:
-            RunError: The request failed because of a defect, and not because of a limit of the machine.
+            RunError: The request failed because of a defect, not of a limit of the machine.
         """
         if not self._child.process.is_alive():
             self.close()
@@ -334,22 +330,22 @@ class Worker:
             connection.send((request, args))
             answer: dict[str, Any] = connection.recv()
             self._busy = False
-        except (EOFError, OSError):  # the process is gone: on the CPU that is what running out of memory looks like
+        except (EOFError, OSError):  # the process is gone: running out of memory, on a CPU
             process.join()
             self.failed = f"the process ended with exit code {process.exitcode} (out of memory?)"
             return {}
-        if "fault" in answer:  # it must not pass for a limit
+        if "fault" in answer:
             raise RunError("the benchmark failed", mend=answer["fault"])
         self.failed = answer.get("error", "")
         return {} if self.failed else answer
 
     def close(self) -> None:
-        """End the process, without waiting for a step that is running."""
+        """End the process, without waiting for a running step."""
         self._child.close(seconds=0 if self._busy else 10)
 
 
 def _serve(connection: Connection, job: Job) -> None:
-    """Build the model once, then measure on request until the other end closes; this is the body of the process."""
+    """Run in the process: build the model once, then measure on request until the other end closes."""
     subject: MeasuredModel | None = None
     answer: dict[str, Any]
     while True:
@@ -362,19 +358,19 @@ def _serve(connection: Connection, job: Job) -> None:
             answer = getattr(subject, request)(*args)
         except Exception as error:
             answer = _refusal(error, any(isinstance(arg, Case) and WAYS[arg.mode].package for arg in args))
-        if subject is not None and "error" in answer:  # out of the handler: its frames no longer hold tensors
+        if subject is not None and "error" in answer:  # outside the handler, whose frames hold tensors
             subject.leave()
             gc.collect()
         try:
             connection.send(answer)
-        except ConnectionError:  # whoever asked is gone, as after Ctrl-C
+        except ConnectionError:  # the parent is gone, as after Ctrl-C
             return
 
 
 def _refusal(error: Exception, of_peer: bool) -> dict[str, Any]:
-    """Return the reason of a failure; as a fault if it is a defect, and not that of a peer."""
+    """Return the reason of a failure; a defect is a fault, unless a peer failed."""
     text = str(error)
-    if isinstance(error, StreamTuneError):  # this model in this mode refused, a disk that is full
+    if isinstance(error, StreamTuneError):  # the mode refuses this model, or a disk is full
         return {"error": error.what}
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text:
         return {"error": "out of memory"}

@@ -1,7 +1,6 @@
-"""Find the longest sequence, or the largest batch, that can be trained: by trials on the device, or by simulation.
+"""Search the longest sequence, or the largest batch, that trains: the search, its report and its picture.
 
-Trials are made one at a time by a function that is passed to the search: that of :func:`measured` runs whole training
-steps in processes of their own; with :func:`streamtune.plan.simulate.simulate.simulate` they need no device.
+A function makes the trials, one at a time: whole training steps (:func:`measured`) or simulated ones.
 """
 
 from __future__ import annotations
@@ -20,7 +19,10 @@ from streamtune.schedule import Schedule
 Scaled = Literal["length", "batch"]
 
 RunTrial = Callable[[Shape, Callable[[str], None]], Outcome]
-"""Tries a shape; told what it is doing it passes on."""
+"""``(shape, tell) -> outcome``; ``tell`` is called with each phase of the trial."""
+
+LENGTHS = Range(first=2048, least=256, most=1 << 27, step=256, grain=64)
+"""Default search over tokens."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +30,14 @@ class ProbeTask:
     """A search for the longest sequence or the largest batch.
 
     Attributes:
-        method: ``measure`` or ``simulate``.
-        objective: The objective that is trained: ``sft``, ``dpo`` or ``grpo``.
-        scaled: The number that is searched for: the length of a row, or the number of rows.
-        fixed: The other of the two.
-        within: The range of the search, and its tolerance.
-        modes: Streaming, and the modes it is compared with.
-        device_bytes, host_bytes, disk_bytes: The budget; None is all there is.
-        schedule: The recipe's, or None where the planner picks one for every length.
-        margin: Part of the budget that a simulated step leaves free, and one that the planner picks.
-        unit: The unit of the batch size: ``row``, ``pair`` or ``completion``.
+        scaled: The quantity to maximise: length of a row, or number of rows.
+        fixed: The other quantity.
+        within: Range and tolerance of the search.
+        modes: Streaming, and the modes to compare it with.
+        device_bytes, host_bytes, disk_bytes: The budget; None is all memory there is.
+        schedule: The recipe's schedule; None if the planner picks one for each length.
+        margin: Fraction of the budget that simulated and planned steps leave free.
+        unit: Unit of the batch size: ``row``, ``pair`` or ``completion``.
     """
 
     method: Literal["measure", "simulate"]
@@ -54,19 +54,18 @@ class ProbeTask:
     unit: str = "row"
 
     def shape(self, mode: Mode, number: int) -> Shape:
-        """Return the shape that tries a number."""
         return Shape(mode, number, self.fixed) if self.scaled == "length" else Shape(mode, self.fixed, number)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A shape and the outcome of trying it."""
+    """One attempt."""
 
     shape: Shape
     outcome: Outcome
 
     def to_json(self) -> dict[str, Any]:
-        """Return the trial as a flat dictionary, as ``--json`` has it."""
+        """Return the flat dictionary of ``--json``."""
         flat = {**asdict(self.shape), **asdict(self.outcome)}
         left_out = {"env"} if self.outcome.traffic is not None else {"env", "traffic"}
         return {key: value for key, value in flat.items() if key not in left_out}
@@ -77,11 +76,11 @@ class Limit:
     """The largest number that fits in one mode, and the smallest that does not.
 
     Attributes:
-        fits: The number; 0 where none does.
-        fails: The smallest that does not; None where the search did not come to one.
+        fits: The largest number that fits; 0 if none does.
+        fails: The smallest number that does not fit; None if every trial did.
         trial: The trial of ``fits``.
         failed: The trial of ``fails``.
-        complete: True if the search came to its end.
+        complete: The search reached its end.
     """
 
     mode: Mode
@@ -94,14 +93,14 @@ class Limit:
 
 @dataclass
 class ProbeReport:
-    """The results of a probe, and every trial that was made."""
+    """The results of a probe, with every trial."""
 
     task: ProbeTask
     env: dict[str, Any] = field(default_factory=dict)
     limits: dict[Mode, Limit] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
     positions: str | None = None
-    """what to write where the longest exceeds the positions of the model; None where it does not"""
+    """How to extend the model's positions, if the longest length exceeds them."""
 
     @property
     def complete(self) -> bool:
@@ -110,18 +109,18 @@ class ProbeReport:
 
     @property
     def device_bytes(self) -> int | None:
-        """The budget on the device: that of the trials, once there are any, else the given one."""
+        """Device budget of the trials; before the first trial the given budget."""
         return self.env.get("device_bytes", self.task.device_bytes)
 
     @property
     def schedule(self) -> Schedule | None:
-        """The schedule of the longest that is streamed: the recipe's, or the one that the planner picked for it."""
+        """Schedule of the longest streamed length: the planner's choice or the recipe's."""
         limit = self.limits.get("stream")
         chosen = limit.trial.outcome.schedule if limit is not None and limit.trial is not None else None
         return chosen or self.task.schedule
 
     def _shared(self) -> dict[str, Any]:
-        """Return the ranks, and their messages at the longest, where there are several."""
+        """Return the cluster and its traffic at the longest length; empty with a single rank."""
         if "cluster" not in self.env:
             return {}
         limit = self.limits.get("stream")
@@ -157,13 +156,7 @@ class ProbeReport:
 
 
 def measured(prepare: PrepareStep, budget: Budget, *, seconds: float) -> RunTrial:
-    """Return a function that makes trials by whole training steps on the device.
-
-    Args:
-        prepare: Builds the training step, in the process of a trial: must be picklable.
-        budget: Bytes a step may take.
-        seconds: Largest time of a trial.
-    """
+    """Return a function that makes trials by whole training steps on the device, each in its own process."""
     return lambda shape, tell: run_trial(prepare, shape, budget, seconds=seconds, tell=tell)
 
 
@@ -174,16 +167,16 @@ def run_probe(
     notify: Callable[[str], None] = lambda message: None,
     tried: Callable[[Trial], None] = lambda trial: None,
 ) -> tuple[ProbeReport, bool]:
-    """Search every mode; a trial may fail in any way without ending the search.
+    """Search every mode; a failed trial never ends the search.
 
     Args:
         task: The search.
         run: Makes a trial.
-        notify: Called with what is being tried, its phase, and what is known to fit.
-        tried: Called with every trial when it is over.
+        notify: Called with the current trial, its phase, and the number known to fit.
+        tried: Called with each finished trial.
 
     Returns:
-        The report, and True if Ctrl-C ended the search: the report then holds the trials made before.
+        The report, and True if Ctrl-C ended the search: the report then holds the finished trials.
     """
     report = ProbeReport(task)
     try:
@@ -233,9 +226,9 @@ def _updated(limit: Limit, number: int, trial: Trial) -> Limit:
 
 
 def _filled(outcome: Outcome, report: ProbeReport) -> float | None:
-    """Return the part of the budget that a step took.
+    """Return the fraction of the budget that a step took.
 
-    None for a measured one that was broken off, or whose schedule the planner picked, which uses all memory there is.
+    None for a measured step that was stopped, or whose schedule the planner picked: that one uses all memory.
     """
     task = report.task
     if task.method == "measure" and (task.schedule is None or not outcome.fits):
@@ -252,7 +245,7 @@ def _amount(shape: Shape) -> str:
 
 @dataclass(frozen=True)
 class _Progress:
-    """The progress that is shown while a trial runs: what is tried, its phase, what is known to fit."""
+    """Shows the current trial, its phase and the number known to fit."""
 
     trying: str
     fits: int
@@ -260,7 +253,7 @@ class _Progress:
     notify: Callable[[str], None]
 
     def __call__(self, phase: str) -> None:
-        interrupts.check()  # a simulated trial speaks of what it does
+        interrupts.check()
         known = f" (fits: {self.fits:,} {self.unit})" if self.fits else ""
         self.notify(f"{self.trying}{f': {phase}' if phase else ''}{known}")
 
@@ -270,14 +263,8 @@ GIB, MIB = 1 << 30, 1 << 20
 
 @drawn_plainly
 def draw_probe(report: ProbeReport, *, title: str) -> bytes:
-    """Return a PNG with a bar for each mode, and device bytes over length with the budget.
-
-    Args:
-        report: The results of the probe.
-        title: The title of the plot.
-    """
-    # Slow to import, and only needed here. Figures made without pyplot need no display.
-    from matplotlib.figure import Figure
+    """Return a PNG with a bar for each mode, and device bytes over length with the budget."""
+    from matplotlib.figure import Figure  # slow to import; without pyplot it needs no display
 
     figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
     bars, bytes_ = figure.subplots(1, 2)
@@ -287,7 +274,7 @@ def draw_probe(report: ProbeReport, *, title: str) -> bytes:
 
 
 def _draw_bars(axes: Any, report: ProbeReport) -> None:
-    """Draw the largest that fits in each mode, the shortest bar on top."""
+    """Draw the largest number that fits in each mode, the shortest bar on top."""
     limits = sorted(report.limits.values(), key=lambda limit: limit.fits, reverse=True)
     names = [LABELS[limit.mode] for limit in limits]
     axes.barh(names, [limit.fits for limit in limits], color=[COLOURS[limit.mode] for limit in limits], height=0.55)
@@ -300,7 +287,7 @@ def _draw_bars(axes: Any, report: ProbeReport) -> None:
 
 
 def _draw_trials(axes: Any, report: ProbeReport) -> None:
-    """Draw a dot for each trial that fits, a cross for each that does not, and the budget as a line."""
+    """Draw a dot for each trial that fits, a cross for each failed trial, and the budget as a line."""
     budget = report.device_bytes
     largest = max([budget or 0, *(t.outcome.peak_bytes or 0 for t in report.trials)])
     unit, name = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
@@ -311,7 +298,7 @@ def _draw_trials(axes: Any, report: ProbeReport) -> None:
         )
         if fitted:
             axes.plot(*zip(*fitted, strict=True), color=COLOURS[mode], marker="o", linewidth=2.2, label=LABELS[mode])
-        # One that was broken off had come to the budget and would have gone on: it is drawn there.
+        # A stopped trial reached the budget: it is drawn there.
         failed = [
             (_number(report, t), min(t.outcome.peak_bytes or largest, budget or largest) / unit)
             for t in trials

@@ -1,8 +1,4 @@
-"""Find the longest sequence, or the largest batch, that a recipe can train.
-
-A measured trial runs whole training steps (``build_steps``) in a process of its own; a simulated one runs them on
-``meta`` tensors.
-"""
+"""Find the longest sequence, or the largest batch, that a recipe can train; say what does not fit and what would."""
 
 from __future__ import annotations
 
@@ -21,9 +17,8 @@ from streamtune.optim import check_optimizer
 from streamtune.plan.budget import Budget, Range, free_disk_bytes
 from streamtune.plan.rates import Device, sheet_rates
 from streamtune.plan.simulate.workload import Mode
-from streamtune.programs.probe.prepare import prepare_step
-from streamtune.programs.probe.probe import ProbeReport, ProbeTask, RunTrial, Trial, measured, run_probe
-from streamtune.programs.probe.simulated import SimulatedTrials, simulated
+from streamtune.programs.probe.probe import LENGTHS, ProbeReport, ProbeTask, RunTrial, Trial, measured, run_probe
+from streamtune.programs.probe.recipe_trials import SimulatedTrials, prepare_step, simulated
 from streamtune.programs.probe.trial import Outcome
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
@@ -37,38 +32,29 @@ from streamtune.tasks import task_of
 
 BASELINES: tuple[Mode, ...] = ("checkpoint", "plain")
 FUSED_BASELINES: tuple[Mode, ...] = ("liger-loss-offload", "liger-loss")
-"""Baselines of a simulated search for rows whose loss is the cross entropy: what people train long rows with."""
-
-LEAST_LENGTH, STEP, GRAIN = 256, 256, 64
-"""Tokens: of the shortest trial unless one is asked for, where the search stops, and what lengths are rounded to."""
-
-FIRST_LENGTH = 2048
-"""Tokens of the first trial."""
-
-MOST = 1 << 27
-"""Tokens beyond which nothing is looked for."""
+"""More baselines of a simulated search if the loss is cross-entropy: common ways to train long rows."""
 
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """The options of a probe on the command line; sizes in bytes, None where one is not given."""
+    """Options of the command line; sizes in bytes, None if not given."""
 
     method: str = "measure"
     device_bytes: int | None = None
     host_bytes: int | None = None
     disk_bytes: int | None = None
     device: str | None = None
-    """Name of a device that is not there."""
+    """Name of a device to simulate."""
     baseline: bool = False
     batch_size: bool = False
-    """Scale the batch at a fixed length."""
+    """Search the largest batch at a fixed length."""
     length: int | None = None
-    """That length; None is the recipe's ``max_length``."""
+    """The fixed length; None is the recipe's ``max_length``."""
     least: int | None = None
     most: int | None = None
     trial_seconds: float = 1800.0
     margin: float | None = None
-    """Part of a budget that is left free; None is the recipe's ``engine.margin``."""
+    """Fraction of each budget to leave free; None is the recipe's ``engine.margin``."""
     ranks: int | None = None
     nodes: int | None = None
 
@@ -80,19 +66,19 @@ def probe_recipe(
     notify: Callable[[str], None] = lambda message: None,
     tried: Callable[[Trial], None] = lambda trial: None,
 ) -> tuple[ProbeReport, bool]:
-    """Find the longest sequence (or the largest batch) that the recipe can train.
+    """Find the longest sequence, or the largest batch, that the recipe can train.
 
     Args:
         loaded: The recipe.
         options: The quantity to find, and the budget.
-        notify: Called with what is being tried and how far it is.
-        tried: Called with every trial when it is over.
+        notify: Called with the current trial and its progress.
+        tried: Called with each finished trial.
 
     Returns:
         The report, and True if Ctrl-C ended the search.
 
     Raises:
-        ArgumentError: Options that make no sense, or a budget that nothing fits.
+        ArgumentError: The options contradict each other, or nothing fits the budget.
         RunError: Every trial failed for another reason than memory.
     """
     recipe = loaded.recipe
@@ -105,12 +91,13 @@ def probe_recipe(
         task = _make_task(recipe, options, target, here)
         run: RunTrial
         unlimited: RunTrial
+        budget = Budget(task.device_bytes, task.host_bytes, task.disk_bytes, task.margin)
         if task.method == "measure":
             choose_quantization(recipe, here)  # refuse before the first process
             check_optimizer(recipe.optim, here.type)
-            prepare = partial(prepare_step, recipe, str(here), _budget(task))
-            run = measured(prepare, _budget(task), seconds=options.trial_seconds)
-            unlimited = measured(prepare, replace(_budget(task), device_bytes=None), seconds=options.trial_seconds)
+            prepare = partial(prepare_step, recipe, str(here), budget)
+            run = measured(prepare, budget, seconds=options.trial_seconds)
+            unlimited = measured(prepare, replace(budget, device_bytes=None), seconds=options.trial_seconds)
         else:
             best = precise(recipe)
             rates = sheet_rates(target) if target else rates_here(best, make_blueprint(best, here), here, notify)
@@ -135,11 +122,7 @@ def probe_recipe(
 
 
 def _check(options: ProbeOptions, shortest: int) -> None:
-    """Refuse options that contradict each other, and lengths below the ``shortest``.
-
-    Raises:
-        ArgumentError: With what to write instead.
-    """
+    """Refuse options that contradict each other, and lengths below the ``shortest``."""
     if options.method not in ("measure", "simulate"):
         raise ArgumentError(
             f"--method is measure or simulate, not {options.method!r}",
@@ -159,7 +142,7 @@ def _check(options: ProbeOptions, shortest: int) -> None:
     for name, number in (("--from", options.least), ("--to", options.most)):
         if number is not None and number < 1:
             raise ArgumentError(f"{name} takes a number from 1 up, not {number}")
-    least, most = options.least or 1, options.most or MOST
+    least, most = options.least or 1, options.most or LENGTHS.most
     if least > most:
         raise ArgumentError(
             f"there is nothing from {least:,} to {most:,}", mend="--from is where to begin, --to where to end"
@@ -225,25 +208,20 @@ def _baselines(recipe: Recipe, method: str) -> tuple[Mode, ...]:
     return (*(FUSED_BASELINES if ordinary and method == "simulate" else ()), *BASELINES)
 
 
-def _budget(task: ProbeTask) -> Budget:
-    return Budget(task.device_bytes, task.host_bytes, task.disk_bytes, task.margin)
-
-
 def _range(options: ProbeOptions) -> Range:
-    most = options.most or MOST
+    most = options.most or LENGTHS.most
     if options.batch_size:
         least = options.least or 1
         return Range(first=least, least=least, most=most, step=1)
-    least = options.least or min(LEAST_LENGTH, most)
-    first = options.least or min(FIRST_LENGTH, most)
-    return Range(first=first, least=least, most=most, step=STEP, grain=GRAIN)
+    least = options.least or min(LENGTHS.least, most)
+    return replace(LENGTHS, first=options.least or min(LENGTHS.first, most), least=least, most=most)
 
 
 def _budget_here(device_bytes: int | None, host_bytes: int | None, here: torch.device, margin: float) -> int | None:
-    """Return the device's budget: the one given, else on the CPU what is free, else None for what the device has.
+    """Return the device budget: the given size, or the free memory of a CPU; None is all that the device has.
 
     Raises:
-        ArgumentError: The machine has less free than the trials may take.
+        ArgumentError: The machine has less free memory than the budgets.
     """
     free = usable_host_bytes()
     asked = {"--device-memory": device_bytes if here.type == "cpu" else None, "--host-memory": host_bytes}
@@ -264,7 +242,7 @@ def _budget_here(device_bytes: int | None, host_bytes: int | None, here: torch.d
 
 
 def _needed(run: RunTrial, task: ProbeTask, failed: Trial) -> Outcome | None:
-    """Return the outcome of the smallest trial without a budget on the device; None if that is not known."""
+    """Return the outcome of the smallest trial without a device budget; None if unknown."""
     if failed.outcome.cause != "device memory" or task.device_bytes is None:
         return None
     if task.method == "simulate":
@@ -274,7 +252,7 @@ def _needed(run: RunTrial, task: ProbeTask, failed: Trial) -> Outcome | None:
 
 
 def _nothing_fits(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcome | None) -> ArgumentError | RunError:
-    """Return the error for a probe in which nothing fits: it names what does not fit, and what would."""
+    """Return the error for a probe in which nothing fits, with what would fit."""
     shape, outcome = failed.shape, failed.outcome
     rows = f"{shape.batch_size:,} {task.unit}s of " if shape.batch_size > 1 else ""
     tried = f"{rows}{shape.length:,} tokens"
@@ -286,14 +264,14 @@ def _nothing_fits(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcom
     what = f"not even {tried} fit: {outcome.reason}"
     known = needed or outcome
     terms = {name: size for name, size in known.terms.items() if size}
-    if terms and outcome.cause == "device memory":  # they are the device's
+    if terms and outcome.cause == "device memory":  # terms are bytes of the device
         largest = max(terms, key=lambda name: terms[name])
         parts = ", ".join(f"{name} {show_size(size)}" for name, size in terms.items())
         what += f"; the largest term is {largest} ({parts})"
     mends = []
     if needed is not None and needed.peak_bytes is not None:
         mends.append(f"{show_size(needed.peak_bytes)} on the device would hold {tried}")
-    if task.scaled == "length" and task.within.least > LEAST_LENGTH:
+    if task.scaled == "length" and task.within.least > LENGTHS.least:
         mends.append(f"shorter rows are tried without --from {task.within.least}")
     if outcome.cause == "host memory":
         mends += _less_on_host(recipe)
@@ -304,7 +282,7 @@ def _nothing_fits(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcom
 
 
 def _less_on_host(recipe: Recipe) -> list[str]:
-    """Return what would take less of the machine's memory."""
+    """Return changes to the recipe that would take less host memory."""
     mends = ["more memory of the machine (--host-memory, engine.host_memory)"]
     if recipe.engine.order == "chunk":
         mends.append("engine.order: auto lets the planner choose the order that takes less")
@@ -324,7 +302,7 @@ def _smaller(recipe: Recipe, terms: dict[str, int], task: ProbeTask) -> list[str
             mends.append("finetuning_type: lora needs no gradients and no optimizer state of the weights")
         elif recipe.finetuning_type == "lora":
             mends.append("finetuning_type: qlora keeps the weights in fewer bits")
-        if recipe.dtype not in ("bfloat16", "auto"):  # which takes bfloat16 where float32 does not fit
+        if recipe.dtype not in ("bfloat16", "auto"):  # auto already falls back to bfloat16
             mends.append("dtype: bfloat16 halves what is in float32")
     else:
         mends.append("smaller engine.chunk_size and engine.head_chunk_size hold fewer activations")

@@ -1,8 +1,7 @@
-"""Run one trial of the probe: whole training steps in a process of their own, whose memory and time are limited.
+"""Run one measured trial: whole training steps in their own process, with limits on memory and time.
 
-Inside the process, every storage is counted on the CPU, and the step is stopped where it exceeds the budget; an
-accelerator's allocator is given the budget as its limit. From outside, a process that takes more of the machine's
-memory than is free, or more time than it is given, is killed. The prober goes on however a trial ends.
+On a CPU the process counts every storage and stops the step at the budget; on an accelerator the budget is the
+allocator's limit. The parent kills a process that exceeds the machine's free memory or its time.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ from streamtune.plan.simulate.workload import Mode
 from streamtune.schedule import Schedule
 
 Cause = Literal["", "device memory", "host memory", "disk memory", "time", "crash"]
-"""The kind of failure of a trial; empty if it did not fail."""
+"""Kind of failure; empty if the trial fits."""
 
 POLL_SECONDS = 0.02
-"""Interval at which the process is looked at: memory is filled at some 5 GB/s, so within 0.1 GB."""
+"""Polling interval: memory fills at about 5 GB/s, so a limit is noticed within 0.1 GB."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +58,19 @@ class Outcome:
     """The result of a trial.
 
     Attributes:
-        fits: True if both steps were done within the budget.
-        cause: The kind of failure.
+        fits: Both steps ran within the budget.
+        cause: Kind of failure.
         reason: The failure in a sentence.
-        detail: The traceback of an exception that is no lack of memory.
-        peak_bytes: Largest number of bytes on the device; of a trial that was stopped, the largest until then.
-        host_bytes, disk_bytes: The same for what the engine keeps there, all ranks of a node together.
-        rss_bytes: Largest resident memory of the process that was seen.
-        step_seconds: Of the second step. On the CPU it includes the time for counting every storage.
-        terms: Device bytes at the peak by what they are.
-        host_terms: Bytes on the host by what they are.
-        traffic: What a rank sends in a step, where there are several.
-        schedule: The schedule of the step, if it was streamed.
-        env: Device, versions, and the budget the device was given.
+        detail: Traceback of an exception other than a lack of memory.
+        peak_bytes: Peak bytes on the device, for a stopped trial until then.
+        host_bytes, disk_bytes: Peak bytes that the engine keeps there, all ranks of a node together.
+        rss_bytes: Peak resident memory of the process.
+        step_seconds: Seconds of the second step; on a CPU with the time for counting storages.
+        terms: Device bytes at the peak, by kind.
+        host_terms: Host bytes, by kind.
+        traffic: Bytes that a rank sends in a step, if there are several ranks.
+        schedule: Schedule of a streamed step.
+        env: Device, versions, and the device budget.
     """
 
     fits: bool
@@ -98,28 +97,28 @@ def run_trial(
     seconds: float,
     tell: Callable[[str], None] = lambda phase: None,
 ) -> Outcome:
-    """Run a trial in a process of its own.
+    """Run a trial in its own process.
 
     Args:
-        prepare: Builds what is stepped, in that process: must be picklable.
+        prepare: Builds the training step, in that process; must be picklable.
         shape: Mode, tokens and rows.
-        budget: Bytes it may take.
-        seconds: Time it may take, loading libraries and building the model included.
-        tell: Called with what it is doing.
+        budget: Memory limits.
+        seconds: Time limit, with loading libraries and building the model.
+        tell: Called with each phase of the trial.
     """
     child = Child(serve, prepare, shape, budget)
     watch = _Watch(child.process, seconds)
     patience = 0
     try:
         outcome = _listen(child, watch, tell)
-        patience = 0 if watch.killed else 5  # none where Ctrl-C broke it off
+        patience = 0 if watch.killed else 5  # after Ctrl-C it stays 0
         return outcome
     finally:
         child.close(seconds=patience)
 
 
 def _listen(child: Child, watch: _Watch, tell: Callable[[str], None]) -> Outcome:
-    """Wait until the process sends its outcome or ends, and pass its messages to ``tell``."""
+    """Wait for the outcome or the end of the process, and pass its messages to ``tell``."""
     while True:
         interrupts.check()
         try:
@@ -136,7 +135,7 @@ def _listen(child: Child, watch: _Watch, tell: Callable[[str], None]) -> Outcome
 
 
 class _Watch:
-    """Kills a process that would exhaust the machine's memory, or that takes more time than it is given."""
+    """Kills a process that would exhaust the machine's memory, or that exceeds its time."""
 
     def __init__(self, process: SpawnProcess, seconds: float) -> None:
         self._process, self._seconds = process, seconds
@@ -144,12 +143,12 @@ class _Watch:
         self._reserve = reserved_host_bytes()
         self._most = usable_host_bytes()
         self.rss = 0
-        """Largest resident memory seen."""
+        """Peak resident memory."""
         self.killed: Outcome | None = None
-        """The outcome of a process that was killed."""
+        """Outcome of a killed process."""
 
     def look(self) -> None:
-        """Measure the process once, and kill it if it takes too much memory or time."""
+        """Measure the process once, and kill it if it exceeds a limit."""
         with suppress(psutil.Error):
             self.rss = max(self.rss, psutil.Process(self._process.pid).memory_info().rss)
         if self.killed:
@@ -182,12 +181,12 @@ def _died(exit_code: int | None) -> str:
 
 
 STEPS = 2
-"""The first makes the optimizer's state, which is there during the second."""
+"""The first step makes the optimizer's state, which the second step holds from its start."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a trial: the mode of the step, tokens of a row, rows of a batch."""
+    """Mode of the step, tokens of a row, rows of a batch."""
 
     mode: Mode
     length: int
@@ -196,9 +195,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A model with its optimizer, and a function that trains one whole step: gradients, clipping, update.
+    """A model with its optimizer, and a function that runs one whole step: gradients, clipping, update.
 
-    ``beside`` is another model that is held and run, and not trained.
+    ``beside`` is a second model that is run and not trained.
     """
 
     model: nn.Module
@@ -209,19 +208,19 @@ class TrainingStep:
 
     @property
     def fixed_terms(self) -> dict[str, int]:
-        """Bytes that are held before the step begins, by what they are."""
-        # On a CPU weights that wait are in the memory that is measured.
+        """Bytes held before the step begins, by kind."""
+        # On a CPU, weights on the host are in the measured memory too.
         held = held_bytes if model_device(self.model).type == "cpu" else device_held_bytes
         terms = {"weights": held(self.model)}
         return terms if self.beside is None else {**terms, "reference": held(self.beside)}
 
 
 PrepareStep = Callable[[Shape], TrainingStep]
-"""Builds what is stepped, in the process of the trial; must be picklable (``functools.partial`` of a function)."""
+"""Builds the step in the process of the trial; must be picklable (``functools.partial`` of a function)."""
 
 
 class BudgetExceededError(MemoryError):
-    """Raised inside a step at the allocation that crosses the budget of a tier: device, host or disk."""
+    """Raised inside a step by the allocation that exceeds the budget of a tier: device, host or disk."""
 
     def __init__(self, tier: str, what: str) -> None:
         super().__init__(what)
@@ -229,7 +228,7 @@ class BudgetExceededError(MemoryError):
 
 
 class _Budgeted(LiveBytes):
-    """Counts live bytes and stops the step where they, or what the engine keeps elsewhere, exceed a budget."""
+    """Counts live bytes, and stops the step once device, host or disk exceeds its budget."""
 
     def __init__(self, step: TrainingStep, budget: Budget) -> None:
         super().__init__(step.model, decoder_layers(step.model), beside=step.beside)
@@ -253,7 +252,7 @@ class _Budgeted(LiveBytes):
             raise BudgetExceededError(name, f"{name} memory: the step takes more than {show_size(limit)}")
 
     def terms(self) -> dict[str, int]:
-        """Return device bytes at the peak by what they are; the optimizer's state is moved out of the activations."""
+        """Return device bytes at the peak by kind; optimizer state that was counted as activations is moved out."""
         held = {**self.fixed, **self.at_peak}
         state = min(_optimizer_bytes(self._step.optimizer, torch.device("cpu")) - held[OPTIMIZER], held[ACTIVATION])
         held[OPTIMIZER], held[ACTIVATION] = held[OPTIMIZER] + state, held[ACTIVATION] - state
@@ -261,7 +260,7 @@ class _Budgeted(LiveBytes):
 
 
 def serve(connection: Connection, prepare: PrepareStep, shape: Shape, budget: Budget) -> None:
-    """Run a trial in its process: build and step. Phases are sent as text, the outcome as a dictionary."""
+    """Build and step in the process of the trial; send phases as text, the outcome as a dictionary."""
     _be_killed_first()
     _end_with_parent()
     result: dict[str, Any] = {}
@@ -274,12 +273,12 @@ def serve(connection: Connection, prepare: PrepareStep, shape: Shape, budget: Bu
         measure(step, budget, connection.send, result)
         connection.send({"fits": True, **result})
     except BaseException as error:
-        with suppress(ConnectionError):  # whoever asked is gone, as after Ctrl-C
+        with suppress(ConnectionError):  # the parent is gone, as after Ctrl-C
             connection.send({"fits": False, **result, **_explain(error)})
 
 
 def _step_on_cpu(step: TrainingStep, budget: Budget, tell: Callable[[str], None], result: dict[str, Any]) -> None:
-    """Run the steps and count every storage; results go into ``result``, also those of steps that fail."""
+    """Run the steps and count every storage; fill ``result`` even if a step fails."""
     result["env"] = _env("cpu", budget.device_bytes)
     watch = _Budgeted(step, budget)
     try:
@@ -293,7 +292,7 @@ def _step_on_cpu(step: TrainingStep, budget: Budget, tell: Callable[[str], None]
 def _step_on_accelerator(
     step: TrainingStep, budget: Budget, tell: Callable[[str], None], result: dict[str, Any]
 ) -> None:
-    """Run the steps within the allocator's limit; results go into ``result`` likewise."""
+    """Run the steps within the allocator's limit; fill ``result`` even if a step fails."""
     device = model_device(step.model)
     total = torch.cuda.get_device_properties(device).total_memory
     limit = int((1 - budget.margin) * total) if budget.device_bytes is None else budget.device_bytes
@@ -303,7 +302,7 @@ def _step_on_accelerator(
     result["terms"], result["peak_bytes"] = fixed, weights
     if weights > limit:
         raise BudgetExceededError("device", f"device memory: the weights alone take more than {show_size(limit)}")
-    torch.cuda.empty_cache()  # what loading left behind would count
+    torch.cuda.empty_cache()  # blocks left by loading would count
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -320,7 +319,7 @@ def _step_on_accelerator(
 
 
 def _run(step: TrainingStep, tell: Callable[[str], None], synchronize: Callable[[], None]) -> float:
-    """Run the steps and return the seconds of the last."""
+    """Run the steps; return the seconds of the last one."""
     started = 0.0
     for number in range(1, STEPS + 1):
         tell(f"step {number} of {STEPS}")
@@ -332,7 +331,7 @@ def _run(step: TrainingStep, tell: Callable[[str], None], synchronize: Callable[
 
 
 def _tiers(handle: StreamHandle | None, budget: Budget) -> list[tuple[str, Tally, int | None]]:
-    """Return the name, the bytes and the budget of each tier that is not the device."""
+    """Return name, counted bytes and budget of the tiers beyond the device."""
     if handle is None:
         return []
     tiers = handle.tiers
@@ -344,8 +343,8 @@ def _tier_peaks(step: TrainingStep, budget: Budget) -> dict[str, int]:
 
 
 def _explain(error: BaseException) -> dict[str, Any]:
-    """Return the cause and the reason of a failure; also the traceback where it is no lack of memory."""
-    chain: BaseException | None = error  # the loop wraps a lack of memory in words of its own
+    """Return cause and reason of a failure; with the traceback unless memory was lacking."""
+    chain: BaseException | None = error  # the training loop wraps a lack of memory
     while chain is not None:
         if isinstance(chain, BudgetExceededError):
             return {"cause": f"{chain.tier} memory", "reason": str(chain)}
@@ -354,7 +353,7 @@ def _explain(error: BaseException) -> dict[str, Any]:
         if isinstance(chain, MemoryError) or "can't allocate memory" in str(chain):
             return {"cause": "host memory", "reason": "host memory: the system has no more to give"}
         chain = chain.__cause__ or chain.__context__
-    if isinstance(error, OutOfMemoryError):  # the engine's own, of the host
+    if isinstance(error, OutOfMemoryError):  # the engine's: host memory
         return {"cause": "host memory", "reason": error.what}
     if isinstance(error, StorageError):
         return {"cause": "disk memory", "reason": error.what}
@@ -364,13 +363,13 @@ def _explain(error: BaseException) -> dict[str, Any]:
 
 
 def _be_killed_first() -> None:
-    """Make this process the first that the system kills when memory runs out. Linux only."""
+    """Make this process the first that Linux kills when memory runs out."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent ends, so that a prober that is killed leaves no step behind that fills the memory."""
+    """Exit with the parent, so that no step keeps memory after the probe is killed."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -392,6 +391,6 @@ def _env(device: str, device_bytes: int | None) -> dict[str, Any]:
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """Return the bytes of the states that are on a device: they may be on the host."""
+    """Return the bytes of the optimizer's states that are on a device type; others may be on the host."""
     values = (value for state in optimizer.state.values() for _, value in state_tensors(state))
     return distinct_bytes(value for value in values if value.device.type == device.type)

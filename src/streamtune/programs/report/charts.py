@@ -1,8 +1,4 @@
-"""Charts as SVG: curves over steps, and bytes by what they are for. Readable in print, without colour, without scripts.
-
-A curve of many points is drawn by the first, lowest, highest and last point of equal parts of its range, so no spike is
-lost.
-"""
+"""Charts as SVG: curves over steps, and bytes by purpose. Readable in print, without colour, without scripts."""
 
 from __future__ import annotations
 
@@ -15,9 +11,9 @@ from html import escape
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
 PARTS = 220
-"""Parts of a curve, of each of which at most four points are drawn."""
+"""Intervals of a long curve; at most four points of each are drawn."""
 STYLES = 6
-"""Styles of curves, ``s0`` to ``s5``, which differ in dashes as well as in colour."""
+"""Styles of curves, ``s0`` to ``s5``: they differ in dashes and in colour."""
 GIB = 1024**3
 
 Points = Sequence[tuple[float, float]]
@@ -25,19 +21,17 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Curve:
-    """A named curve."""
-
     name: str
     points: Points
-    """``(step, value)``, steps ascending."""
+    """(step, value) with ascending steps."""
     style: int
-    """The number of its style; the same run has the same one in every chart."""
+    """Number of the style; a run has the same style in every chart."""
     marked: bool = False
-    """True if its points are marked: there are few, as of evaluations."""
+    """Mark each point: for curves with few points, such as evaluations."""
 
 
 def thin(points: Points, parts: int = PARTS) -> list[tuple[float, float]]:
-    """Return at most ``4 * parts`` points of a curve: the first, lowest, highest and last of each part."""
+    """Return the first, lowest, highest and last point of each of ``parts`` intervals, so that no spike is lost."""
     if len(points) <= 4 * parts:
         return list(points)
     kept: list[tuple[float, float]] = []
@@ -50,13 +44,13 @@ def thin(points: Points, parts: int = PARTS) -> list[tuple[float, float]]:
 
 
 def line_chart(title: str, curves: Sequence[Curve], *, unit: str = "", from_zero: bool = False) -> str:
-    """Return a figure of curves over steps; empty text where no curve has a point.
+    """Return a figure of curves over steps; empty if no curve has a point.
 
     Args:
-        title: What is drawn.
+        title: Title of the figure.
         curves: The curves.
-        unit: Of the values, shown with the title.
-        from_zero: Begin the axis of the values at 0.
+        unit: Unit of the values, shown with the title.
+        from_zero: Start the value axis at 0.
     """
     curves = [Curve(curve.name, thin(curve.points), curve.style, curve.marked) for curve in curves if curve.points]
     if not curves:
@@ -116,13 +110,13 @@ def line_chart(title: str, curves: Sequence[Curve], *, unit: str = "", from_zero
 def memory_chart(
     terms: Mapping[str, float], measured: float | None, available: float | None, *, of_process: bool = False
 ) -> str:
-    """Return a figure of the predicted bytes by what they are for, above the measured peak.
+    """Return a figure of predicted bytes by purpose, above the measured peak.
 
     Args:
-        terms: Predicted bytes at the peak of a step.
-        measured: The highest measured peak, in bytes; None where nothing was measured.
-        available: Bytes of the device; None where they are not known.
-        of_process: True where the measured peak is that of the whole process, libraries included: on a CPU.
+        terms: Predicted bytes at the peak of a step, by purpose.
+        measured: Highest measured peak in bytes; None if nothing was measured.
+        available: Bytes of the device; None if unknown.
+        of_process: The measured peak is the memory of the whole process, libraries included (on a CPU).
     """
     shown = sorted(((name, size) for name, size in terms.items() if size > 0), key=lambda item: -item[1])
     predicted = sum(size for _, size in shown)
@@ -171,7 +165,7 @@ def ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[f
 
 
 def number(value: float) -> str:
-    """Format a number for an axis or a legend: at most four digits, thousands separated."""
+    """Format a number with at most four digits, thousands separated."""
     if value == 0:
         return "0"
     if abs(value) >= 1e7 or abs(value) < 1e-3:
@@ -180,10 +174,9 @@ def number(value: float) -> str:
 
 
 def short(value: float) -> float:
-    """Return a number with six digits, to keep the page small."""
+    """Round to six digits, to keep the page small."""
     return float(f"{value:.6g}")
 
 
 def gib(size: float) -> str:
-    """Format bytes."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"

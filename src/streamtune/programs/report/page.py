@@ -1,25 +1,30 @@
-"""The page: facts, curves, memory, speed, lengths, samples, events, recipes and versions of one run or of several."""
+"""``streamtune report``: one HTML page about one run or several."""
 
 from __future__ import annotations
 
+import webbrowser
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 import yaml
 
 from streamtune.base.text import set_names
+from streamtune.cli.console import out, print_note, replace_page
+from streamtune.cli.options import option
 from streamtune.programs.report.charts import GIB, Curve, gib, line_chart, memory_chart, number
-from streamtune.programs.report.run_records import RunRecords
+from streamtune.programs.report.run_records import RunRecords, read_run
 
 MOST_SAMPLES, MOST_EVENTS = 60, 300
-"""Shown of a run: the newest, and the first and newest; the files have all of them."""
+"""Limits for each run: the newest samples; the first and the newest events."""
 MOST_CHARTS = 100
-"""Metrics that are drawn beyond those of every run."""
+"""Limit of further metrics, beyond the known ones."""
 FIRST = {"loss": "Loss", "reward": "Reward", "rewards/accuracies": "Accuracy of preferences"}
-"""Metrics that the page begins with, and their titles."""
+"""First metrics on the page, with their titles."""
 LATER = {"lr": "Learning rate", "grad_norm": "Gradient norm", "aux_loss": "Balance loss of the routers"}
 OF_SPEED = {
     "step",
@@ -33,13 +38,51 @@ OF_SPEED = {
     "mfu",
     "seconds",
 }
-"""Numbers of a step that are no course of its training."""
+"""Numbers of a step that are not drawn as training metrics."""
 QUIET = ("start", "finish", "checkpoint")
-"""Events that say that all goes well."""
+"""Events that are not highlighted."""
+
+
+PAGE = "report.html"
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Directories of runs; several are compared.", show_default=False),
+    ],
+    output: Annotated[
+        Path | None, option("FILE", "The page to write; without it, report.html in the run, or here for several runs.")
+    ] = None,
+    open_: Annotated[bool, option(None, "Show the page in the browser.", "--open")] = False,
+) -> None:
+    """Write report.html: curves, memory, speed, samples, events and recipe of runs, in one file without network."""
+    found = [read_run(run) for run in runs]
+    page = output or (runs[0] / PAGE if len(runs) == 1 else Path(PAGE))
+    _write_page(found, page)
+    out.print(f"{page}  {page.stat().st_size / 1024:,.0f} KiB", soft_wrap=True, markup=False)
+    if open_:
+        webbrowser.open(page.resolve().as_uri())
+
+
+def write_report(run: Path) -> Path | None:
+    """Write the page of a run at its end; a failure is printed as a note and never fails the run."""
+    page = run / PAGE
+    try:
+        _write_page([read_run(run)], page)
+    except Exception as error:
+        print_note(f"{page} was not written: {getattr(error, 'what', error)}")
+        return None
+    return page
+
+
+def _write_page(runs: Sequence[RunRecords], page: Path) -> None:
+    """Replace an earlier page; refuse a file that this command did not write."""
+    replace_page(render_page(runs).encode("utf-8"), page, "--output")
 
 
 def render_page(runs: Sequence[RunRecords]) -> str:
-    """Return the page about ``runs``, one at least, as HTML; curves of several are drawn into the same charts."""
+    """Return the HTML page about one run or more; curves of several runs share charts."""
     names = _names(runs)
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
     sections = [
@@ -58,7 +101,7 @@ def render_page(runs: Sequence[RunRecords]) -> str:
 
 
 def _names(runs: Sequence[RunRecords]) -> list[str]:
-    """Return names that tell the runs apart: those of their directories, or the paths where two are the same."""
+    """Return the names of the run directories, or their paths if two names are equal."""
     names = [run.name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 
@@ -83,7 +126,7 @@ def _facts(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
 
 
 def _headline(run: RunRecords) -> str:
-    """Return one line: what was trained, how, on how many rows."""
+    """Return objective, model, adapters, datasets and state in one line."""
     recipe = run.recipe
     model = recipe.get("model_name_or_path") or _inner(recipe, "model", "init", "model_type") or "a model"
     parts = [f"{recipe.get('objective', 'sft')} of {model}"]
@@ -97,7 +140,6 @@ def _headline(run: RunRecords) -> str:
 
 
 def _state(run: RunRecords) -> str:
-    """Return the state of the run by its last event that says it."""
     states = {"finish": "finished", "stop": "stopped", "failure": "failed", "start": "going on", "resume": "going on"}
     found = [event for event in run.events if str(event.get("event")) in states]
     if not found:
@@ -140,7 +182,7 @@ def _numbers(run: RunRecords) -> Iterator[tuple[str, str]]:
 
 
 def _limit(run: RunRecords) -> int | None:
-    """Return the tokens that a row is limited to: of a prompt where rows are prompts."""
+    """Return the length limit of a row in tokens; of a prompt for grpo."""
     key = "max_prompt_length" if run.recipe.get("objective") == "grpo" else "max_length"
     limit = run.recipe.get(key)
     return limit if isinstance(limit, int) else None
@@ -156,7 +198,7 @@ def _duration(seconds: float) -> str:
 
 
 def _curves(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
-    """Return charts of all metrics: the known ones first, then others by name."""
+    """Return charts of all metrics: known ones first, then others by name."""
     found: dict[str, None] = {}
     for run in runs:
         for record in run.steps:
@@ -171,13 +213,11 @@ def _curves(runs: Sequence[RunRecords], names: Sequence[str]) -> list[str]:
 
 
 def _set_names(run: RunRecords) -> list[str]:
-    """Return the names of the held-out sets of a run."""
     records = [*run.steps, *run.evaluations]
     return list(dict.fromkeys(name for metric in ("loss", "reward") for name in set_names(records, metric)))
 
 
 def _metric(key: str, title: str, runs: Sequence[RunRecords], names: Sequence[str]) -> str:
-    """Return the chart of a metric in training and on held-out rows."""
     curves = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         alone = len(runs) == 1
@@ -250,7 +290,7 @@ def _lengths(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
 
 
 def _count(value: Any) -> str:
-    """Return a whole number as text; anything else, in a file that somebody changed, as a question mark."""
+    """Format an integer; anything else (a changed file) is a question mark."""
     return f"{value:,}" if isinstance(value, int) else "?"
 
 
@@ -294,12 +334,11 @@ def _events(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
 
 
 def _time(value: Any) -> str:
-    """Return the time of an event without its zone, which is UTC."""
     return str(value or "").removesuffix("+00:00").replace("T", " ")
 
 
 def _recipes(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
-    """Yield the keys in which the runs differ, and each recipe whole."""
+    """Yield a table of differing keys if there are several runs, and each recipe."""
     if len(runs) > 1:
         flat = [dict(_flat(run.recipe)) for run in runs]
         keys = dict.fromkeys(key for each in flat for key in each)
@@ -358,7 +397,7 @@ def _list(value: Any) -> Sequence[Any]:
 
 
 def _inner(value: Any, *keys: str) -> Any:
-    """Return a value inside of nested mappings; None where there is none."""
+    """Return a value of nested mappings; None if a key is missing."""
     for key in keys:
         value = _mapping(value).get(key)
     return value

@@ -1,4 +1,4 @@
-"""The page about the rows of a recipe: counts, lengths, and sampled rows with their tokens marked."""
+"""HTML page about the rows of a recipe: counts, lengths, and sampled rows with their tokens marked."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from streamtune.data.inspect_rows import RowPart, RowView, TokenGap
 from streamtune.run.inspect import Inspection
 
 MOST_TOKENS = 600
-"""Tokens of a row that are shown; a longer one has gaps."""
+"""Tokens shown of a row; longer rows have gaps."""
 MOST_BYTES = 1_400_000
-"""Of all rows: a page is read in a browser, and sent to others."""
+"""Limit for all rows together: a page is read in a browser, and sent to others."""
 
 
 def render_rows(found: Inspection, views: Sequence[tuple[str, RowView]]) -> str:
@@ -24,8 +24,7 @@ def render_rows(found: Inspection, views: Sequence[tuple[str, RowView]]) -> str:
 
     Args:
         found: The rows of a recipe.
-        views: The rows to show, each with the reason for which it was chosen, or an empty text. Those that would make
-            the page longer than 1.5 MB are left out.
+        views: (reason, row) of each row to show; the reason may be empty. Rows beyond :data:`MOST_BYTES` are left out.
     """
     title = f"Rows of {plain(found.loaded.path.name)}"
     body = [
@@ -62,7 +61,7 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Return a table; each row has a class, and its first cell is text."""
+    """Return an HTML table; ``rows`` are (CSS class, cells), and only the first cell is not right-aligned."""
     cells = "".join(f"<th{' class=n' if place else ''}>{escape(name)}</th>" for place, name in enumerate(head))
     lines = [f"<tr>{cells}</tr>"]
     for style, row in rows:
@@ -72,7 +71,7 @@ def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> st
 
 
 def _sources(found: Inspection) -> str:
-    """Return the table of datasets, and that of an epoch if they have weights; counts of zero are left out."""
+    """Return the table of datasets, without counts of zero, and the table of an epoch if datasets have weights."""
     report = found.prepared.report
     names = ("rows", "kept", "dropped", "split", "truncated", "tokens", "tokens_lost", "supervised_tokens_lost")
     counts = [name for name in names if getattr(report, name)]
@@ -148,7 +147,6 @@ def _part(found: Inspection, part: RowPart, *, named: bool) -> str:
 
 
 def _run(run: Any) -> str:
-    """Return the HTML of some tokens, whose text is escaped."""
     if isinstance(run, TokenGap):
         trained = f", {run.trained:,} of them trained" if run.trained else ""
         return f"<span class=gap>... {run.tokens:,} tokens{trained} ...</span>"

@@ -1,4 +1,4 @@
-"""The records in a run directory, read leniently: a run may be young, torn by a crash, or of an older version."""
+"""Records of a run directory, read leniently: a run may be young, truncated by a crash, or of an older version."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from streamtune.errors import ArgumentError, RecipeError
 from streamtune.recipe.yaml import read_yaml
 
 MARKS = ("run.json", "metrics.jsonl")
-"""Files of which a run directory has at least one."""
+"""A run directory has at least one of these files."""
 MOST_BYTES = 1 << 30
-"""A larger file of records is not one that a run has written."""
+"""Larger record files are not read."""
 MOST_DOCUMENT, MOST_LINE = 1 << 26, 1 << 26
-"""Bytes of a whole document, and of a line."""
+"""Limits in bytes."""
 MOST_TEXT, MOST_KEY, MOST_VALUES, MOST_DEPTH = 1 << 20, 200, 10_000, 16
-"""Characters of a text and of a key, values of a list or a mapping, and levels, that are shown."""
+"""Limits of what is shown: characters of a text and of a key, values of a list or mapping, nesting."""
 LAST_STEP = 1e12
 LARGEST = 1e100
-"""A larger number (a later step), or the inverse of one, is shown as text and drawn nowhere."""
+"""Larger numbers (later steps), and inverses of larger numbers, are shown as text and not drawn."""
 
 
 @dataclass(frozen=True)
@@ -31,32 +31,31 @@ class RunRecords:
 
     path: Path
     name: str
-    """What tells the run apart from others on the page."""
     recipe: Mapping[str, Any]
-    """The resolved recipe; empty where there is none."""
+    """The resolved recipe; empty if missing."""
     versions: Mapping[str, str]
     steps: Sequence[Mapping[str, Any]]
-    """Lines of ``metrics.jsonl`` that are of training steps."""
+    """Training steps of ``metrics.jsonl``."""
     evaluations: Sequence[Mapping[str, Any]]
-    """Lines of ``metrics.jsonl`` that are of evaluations."""
+    """Evaluations of ``metrics.jsonl``."""
     events: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]
     """Lines of ``samples.jsonl``: ``step``, ``prompt``, ``completion``."""
     plan: Mapping[str, Any]
-    """The document of ``streamtune plan --json`` for the schedule that was chosen; empty where none was made."""
+    """Document of ``streamtune plan --json`` for the chosen schedule; empty if the planner did not run."""
     data: Mapping[str, Any]
     """Counts of rows and tokens; empty in runs of older versions."""
     torn: tuple[str, ...]
-    """Files of which lines could not be read, with their number."""
+    """Files with unreadable lines, and how many lines."""
 
     def series(self, key: str, *, held_out: bool = False) -> list[tuple[float, float]]:
-        """Return ``(step, value)`` of a metric where it is a finite number."""
+        """Return (step, value) of a metric, finite values only."""
         records = self.evaluations if held_out else self.steps
         found = ((_step(record), _number(record.get(key))) for record in records)
         return [(step, value) for step, value in found if step is not None and value is not None]
 
     def seconds(self) -> list[tuple[float, float]]:
-        """Return ``(step, seconds)``: the time each step took."""
+        """Return (step, seconds of the step)."""
         found = []
         for record in self.steps:
             step, tokens, rate = _step(record), _number(record.get("tokens")), _number(record.get("tokens_per_s"))
@@ -66,11 +65,6 @@ class RunRecords:
 
 
 def read_run(path: Path) -> RunRecords:
-    """Read the records of the run in ``path``.
-
-    Raises:
-        ArgumentError: There is no run in ``path``, or it cannot be read.
-    """
     try:
         there = [path / mark for mark in MARKS if (path / mark).is_file()]
     except OSError as error:
@@ -104,7 +98,7 @@ def read_run(path: Path) -> RunRecords:
 
 
 def _lines(path: Path, torn: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file, one a line; lines that are none are counted in ``torn``."""
+    """Yield one JSON object for each line; other lines are counted in ``torn``."""
     wrong = 0
     try:
         if not path.is_file() or path.stat().st_size > MOST_BYTES:
@@ -134,7 +128,7 @@ def _document(path: Path, torn: list[str]) -> Mapping[str, Any]:
 
 
 def _recipe(path: Path, torn: list[str]) -> Mapping[str, Any]:
-    """Read the recipe by the rules of recipes, which allow neither anchors nor tags."""
+    """Read the recipe with the YAML reader of recipes, which allows neither anchors nor tags."""
     try:
         values, _, mistakes = read_yaml(_text(path), path.name) if path.is_file() else ({}, None, [])
     except (OSError, ValueError, RecursionError, RecipeError):
@@ -146,14 +140,13 @@ def _recipe(path: Path, torn: list[str]) -> Mapping[str, Any]:
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file; ValueError where it is larger than any that a run writes."""
     if path.stat().st_size > MOST_DOCUMENT:
         raise ValueError(f"{path.name} is too large")
     return path.read_text(encoding="utf-8")
 
 
 def _tame(value: Any, depth: int = 0) -> Any:
-    """Return JSON values of ordinary size: numbers beyond :data:`LARGEST` become text, the rest is cut off."""
+    """Cut JSON values to the limits above; numbers beyond :data:`LARGEST` become text."""
     if isinstance(value, str):
         rest = f" ... ({len(value):,} characters)" if len(value) > MOST_TEXT else ""
         return visible(value[:MOST_TEXT]) + rest
@@ -179,7 +172,6 @@ def _step(record: Mapping[str, Any]) -> float | None:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

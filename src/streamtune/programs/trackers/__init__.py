@@ -1,7 +1,5 @@
 """Experiment trackers: TensorBoard, Weights & Biases, MLflow and Trackio, each through its own package.
 
-installed   is the package of each tracker in `report_to` here? asked before anything heavy is loaded
-reporter    a listener that hands everything to one tracker, on a thread of its own
-tracker     the contract of a tracker, and how values are named
-to_*        one tracker each
+services    contract and trackers, and the check that their packages are installed
+reporter    listener that passes everything to one tracker, on its own thread
 """

@@ -1,4 +1,4 @@
-"""A listener that hands everything to one tracker, on a thread of its own, so that no tracker stops or slows a run.
+"""A listener that passes everything to one tracker, on its own thread, so that no tracker stops or slows a run.
 
     training thread    step  step  step ...  finished, waits FLUSH_SECONDS at most
                          |     |     |
@@ -6,8 +6,7 @@
                          |     |     |
     tracker's thread   start, log, log, text ...  close
 
-The first error drops the tracker: it is noted once on the screen and in ``events.jsonl``, and the run goes on. So does
-a queue that is full: the tracker does not keep up, or hangs.
+The first error, or a full queue, drops the tracker: noted once on the screen and in ``events.jsonl``. The run goes on.
 """
 
 from __future__ import annotations
@@ -19,23 +18,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from streamtune import train
 from streamtune.base.privacy import plain, redact_values
 from streamtune.errors import StreamTuneError
-from streamtune.programs.trackers.tracker import Tracker, numbers
+from streamtune.programs.trackers.services import CLASSES, Tracker, numbers
 from streamtune.train.progress import Listener, Listeners, RunFacts
 
-CLASSES = {
-    "tensorboard": "TensorboardTracker",
-    "wandb": "WandbTracker",
-    "mlflow": "MlflowTracker",
-    "trackio": "TrackioTracker",
-}
-"""The class in ``to_NAME``; a module is imported where its tracker is asked for."""
+MakeTracker = Callable[[RunFacts, dict[str, Any], bool], Tracker]
+"""``(facts, ids, offline) -> tracker``, as the class itself."""
 QUEUED = 10_000
 FLUSH_SECONDS = 30.0
 _ids_lock = threading.Lock()
@@ -45,20 +38,13 @@ class Reporter(Listener):
     """The calls of a run, queued for one tracker.
 
     Args:
-        make: Makes the tracker; its package is imported by :meth:`Tracker.start`, in the thread.
-        name: As in ``report_to``.
+        make: Makes the tracker, in the thread.
+        name: Name in ``report_to``.
         offline: Write local files only.
         notify: Called with a message for the user if the tracker is dropped.
     """
 
-    def __init__(
-        self,
-        make: Callable[[RunFacts, dict[str, Any], bool], Tracker],
-        name: str,
-        *,
-        offline: bool,
-        notify: Callable[[str], None],
-    ) -> None:
+    def __init__(self, make: MakeTracker, name: str, *, offline: bool, notify: Callable[[str], None]) -> None:
         self.name, self._make, self._offline, self._notify = name, make, offline, notify
         self._calls: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(QUEUED)
         self._thread: threading.Thread | None = None
@@ -66,7 +52,7 @@ class Reporter(Listener):
         self._step = 0
         self._once = threading.Lock()
         self.dropped = False
-        """True once the tracker has failed; nothing reaches it any more."""
+        """True once the tracker has failed; it gets no more calls."""
 
     def started(self, facts: RunFacts) -> None:
         self._run, self._step = train.RunDirectory(facts.directory), facts.step
@@ -93,7 +79,7 @@ class Reporter(Listener):
         self._put(lambda tracker: tracker.note(name, cleaned))
 
     def finished(self, outcome: dict[str, Any]) -> None:
-        """Queue the end of the run; :meth:`wait` waits until it has arrived."""
+        """Queue the end of the run; :meth:`wait` waits for it."""
         plot = self._run.loss_plot if self._run is not None else None
         if plot is not None and plot.is_file():
             self._put(lambda tracker: tracker.picture(self._step, plot))
@@ -102,7 +88,7 @@ class Reporter(Listener):
             self._calls.put_nowait(None)
 
     def wait(self, seconds: float) -> None:
-        """Wait until the tracker has everything, and drop it if it has not by then."""
+        """Wait until the queue is empty; drop the tracker if that takes longer."""
         if self._thread is None:
             return
         self._thread.join(max(seconds, 0.0))
@@ -120,19 +106,19 @@ class Reporter(Listener):
     def _work(self, facts: RunFacts) -> None:
         try:
             tracker = self._make(facts, self._read_ids(), self._offline)
-            self._keep_ids(tracker.start())
+            self._save_ids(tracker.start())
             while (call := self._calls.get()) is not None and not self.dropped:
                 call(tracker)
         except BaseException as error:  # a package may call sys.exit()
             self._drop(_message(error))
 
     def _drop(self, why: str) -> None:
-        """Give the tracker up, and say so once."""
+        """Drop the tracker and notify the user, once."""
         with self._once:
             if self.dropped:
                 return
             self.dropped = True
-        while True:  # what waits is not sent, and the memory is freed
+        while True:  # frees the memory of waiting calls
             try:
                 self._calls.get_nowait()
             except queue.Empty:
@@ -148,8 +134,8 @@ class Reporter(Listener):
         assert self._run is not None
         return _read(self._run.trackers).get(self.name, {})
 
-    def _keep_ids(self, ids: dict[str, Any]) -> None:
-        """Write the ids down at once: a run that is killed goes on as the same run."""
+    def _save_ids(self, ids: dict[str, Any]) -> None:
+        """Write the ids at once, so that a killed run resumes as the same run."""
         assert self._run is not None
         with _ids_lock:
             kept = {**_read(self._run.trackers), self.name: ids}
@@ -158,11 +144,11 @@ class Reporter(Listener):
 
 @dataclass
 class Reporters(Listeners):
-    """The trackers of a run; at its end they are waited for together.
+    """The trackers of a run.
 
     Args:
         doing: Returns a context that shows a message while something takes long.
-        seconds: Time that the end of the run waits for all of them.
+        seconds: Time that the end of the run waits for all of them together.
     """
 
     doing: Callable[[str], AbstractContextManager[Any]] = nullcontext
@@ -171,14 +157,14 @@ class Reporters(Listeners):
     def finished(self, outcome: dict[str, Any]) -> None:
         super().finished(outcome)
         until = time.monotonic() + self.seconds
-        for one in self.each:
-            if isinstance(one, Reporter):
-                with self.doing(f"waiting for {one.name}"):
-                    one.wait(until - time.monotonic())
+        for listener in self.each:
+            if isinstance(listener, Reporter):
+                with self.doing(f"waiting for {listener.name}"):
+                    listener.wait(until - time.monotonic())
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """Return what ``trackers.json`` holds; nothing where it is not there or is no longer what was written."""
+    """Return the ids in ``trackers.json`` by tracker; empty if the file is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -200,7 +186,7 @@ def make_reporters(
     notify: Callable[[str], None],
     doing: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> Reporters:
-    """Return a listener for some trackers; nothing of their packages is imported yet.
+    """Return a listener for the named trackers; their packages are not imported yet.
 
     Args:
         names: Keys of :data:`CLASSES`.
@@ -208,15 +194,4 @@ def make_reporters(
         notify: Called with a message for the user, from another thread.
         doing: Returns a context that shows a message while something takes long.
     """
-
-    def maker(name: str) -> Callable[[RunFacts, dict[str, Any], bool], Tracker]:
-        def make(facts: RunFacts, ids: dict[str, Any], offline: bool) -> Tracker:
-            made: Tracker = getattr(import_module(f"streamtune.programs.trackers.to_{name}"), CLASSES[name])(
-                facts, ids, offline
-            )
-            return made
-
-        return make
-
-    each = [Reporter(maker(name), name, offline=offline, notify=notify) for name in names]
-    return Reporters(each, doing=doing)
+    return Reporters([Reporter(CLASSES[name], name, offline=offline, notify=notify) for name in names], doing=doing)

@@ -1,19 +1,21 @@
 """The rows and losses that ``verify`` compares, as long as plain autograd has memory for.
 
-Where completions are scored the loss is the recipe's own, computed in two ways:
+If completions are scored, the loss is the recipe's own, computed in two ways:
 
-    streamed   the recipe's layout, prompts shared where the model can; log-probabilities by the engine
-    plain      a row for each completion behind its own copy of the prompt; log-probabilities by ordinary logits
+    streamed   the recipe's layout, prompts shared if the model can; log-probabilities by the engine
+    plain      a row for each completion behind its own copy of the prompt; log-probabilities from ordinary logits
 
-In both, the reference's log-probabilities are computed in the same way as the model's. Completions of grpo are random
-tokens after the prompts of the first rows: nothing is generated and no reward is computed. Losses on routers are left
-out on both sides: a prompt that is shared goes through them once.
+The reference's log-probabilities are computed in the same way as the model's. Completions of grpo are random tokens
+after the prompts of the first rows: nothing is generated and no reward is computed. Losses on routers are left out on
+both sides, since a shared prompt goes through the routers once.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,59 +26,141 @@ import torch
 from torch import Tensor, nn
 
 from streamtune import data, train
+from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import IGNORE_INDEX, model_device
-from streamtune.engine import StreamHandle, decoder_layers
+from streamtune.engine import (
+    LossRequest,
+    RouterLoss,
+    StreamHandle,
+    balance_coefficient,
+    balances_itself,
+    decoder_layers,
+)
+from streamtune.engine.rotary import as_alone
 from streamtune.errors import DataError
+from streamtune.ops import TokenLoss, token_loss_reference
 from streamtune.plan.simulate.memory import LiveBytes
 from streamtune.plan.simulate.scored import PlainScores
+from streamtune.programs.probe.recipe_trials import reference_model
 from streamtune.programs.verify.restore import cast
 from streamtune.run.reference import streamed
 from streamtune.tasks.task import ScoringTask
-from streamtune.train.objective import autocast
+from streamtune.train.objective import autocast, loss_of, output_of
+
+
+@dataclass(frozen=True)
+class RowLosses:
+    """The loss of rows of next tokens: as they are laid out in training, and one by one.
+
+    The model itself adds the balance loss of routers, streamed or not; a router z-loss is left out on both sides.
+    """
+
+    batch: train.MicroBatch
+    alone: train.MicroBatch
+    """The rows one by one; the batch itself if it is not packed."""
+    router_loss: RouterLoss | None
+    token_loss: TokenLoss
+    teacher: Any | None
+    """The model of a divergence."""
+
+    def plain(self, model: nn.Module, bf16: bool) -> Tensor:
+        """Compute the loss of the rows one by one, each with the rotary embeddings that it has alone."""
+        packed = self.batch is not self.alone
+        with as_alone(model, self.alone.attention_mask) if packed else nullcontext():
+            return self._loss(self.alone, None, model, bf16)
+
+    def streamed(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
+        """Return a function that computes the loss by the engine, in the layout of training."""
+        return partial(self._loss, self.batch, handle)
+
+    def _loss(self, batch: train.MicroBatch, handle: StreamHandle | None, model: nn.Module, bf16: bool) -> Tensor:
+        """Return the loss of a batch; without ``bf16`` a teacher computes in the dtype of the model."""
+        router_loss, token_loss, teacher = self.router_loss, self.token_loss, self.teacher
+        if token_loss.is_plain and batch.weights is None:
+            return cross_entropy(batch, router_loss, model, bf16)
+        device = batch.input_ids.device
+        with cast(teacher or model, _dtype_of(model) if teacher is not None and not bf16 else None):
+            if handle is not None:
+                teacher_logits = None
+                if teacher is not None:
+                    with (reference := streamed(teacher, handle)).handle, autocast(device, bf16):
+                        teacher_logits = reference.lazy_logits(batch)
+                with handle.with_loss(LossRequest(token_loss, batch.weights, teacher_logits, batch.top_k)):
+                    return cross_entropy(batch, router_loss, model, bf16)
+            arguments, balance = _balance(batch, router_loss, model)
+            with autocast(device, bf16):
+                output = model(**{**batch.arguments, **arguments})
+                with torch.no_grad():
+                    teacher_BTV = None if teacher is None else teacher(**batch.arguments).logits
+            loss = token_loss_reference(
+                output.logits, batch.shift_labels, token_loss, batch.weights, teacher_BTV=teacher_BTV, top_k=batch.top_k
+            )
+            loss = loss / batch.target_weight
+            return loss + balance * output.aux_loss if balance else loss
+
+
+def cross_entropy(batch: train.MicroBatch, router_loss: RouterLoss | None, model: nn.Module, bf16: bool) -> Tensor:
+    """Return the loss that a model, or its handle, computes from labels."""
+    arguments, balance = _balance(batch, router_loss, model)
+    if not arguments:
+        return loss_of(model, batch, num_targets=batch.target_weight, bf16=bf16)
+    with autocast(batch.input_ids.device, bf16), warnings.catch_warnings():
+        # The argument asks for the balance loss; nobody reads the router logits.
+        warnings.filterwarnings("ignore", message="router_logits are not returned")
+        output = output_of(model, batch, num_targets=batch.target_weight, **arguments)
+    loss: Tensor = output.loss + (balance - balance_coefficient(base_of(model))) * output.aux_loss
+    return loss
+
+
+def _balance(batch: train.MicroBatch, router_loss: RouterLoss | None, model: nn.Module) -> tuple[dict[str, Any], float]:
+    """Return the arguments by which a model returns its balance loss, and its factor; empty and 0 without."""
+    if router_loss is None or not (router_loss.balance or balances_itself(base_of(model))):
+        return {}, 0.0
+    # The balance loss counts the tokens of the mask: padded rows need it, and packed rows must do without.
+    padded = batch.position_ids is None and batch.num_tokens < batch.attention_mask.numel()
+    mask = batch.attention_mask if padded else None
+    return {"attention_mask": mask, "output_router_logits": True}, router_loss.balance
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
 @dataclass(frozen=True)
 class TreeLosses:
-    """The recipe's loss on the same completions in two layouts."""
+    """The recipe's loss on the same completions, in two layouts."""
 
     task: ScoringTask[Any]
     held: Any | None
-    """The reference that is held; None where the model is its own, or there is none."""
+    """A second model as reference; None if the model without adapters is the reference, or there is none."""
     shared: train.TreeBatch
-    """The batch in the layout that is trained on."""
+    """The layout of training."""
     apart: train.TreeBatch
-    """The batch with a row for each completion."""
+    """A row for each completion."""
 
     def plain(self, model: nn.Module, bf16: bool) -> Tensor:
         """Compute the loss from ordinary logits, with a row for each completion."""
-        scorer: Any = PlainScores(model)
-        beside: Any = PlainScores(self.held) if self.held is not None else scorer
-        return self._loss(scorer, self._reference(model, beside), self.apart, model, bf16)
+        return self._loss(
+            PlainScores(model), reference_model(self.task, model, None, self.held), self.apart, model, bf16
+        )
 
     def streamed(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
-        """Return a function that computes the loss by the engine, in the layout that is trained on."""
+        """Return a function that computes the loss by the engine, in the layout of training."""
         return partial(self._streamed, handle)
 
     def _streamed(self, handle: StreamHandle, model: nn.Module, bf16: bool) -> Tensor:
-        if self.held is None:
-            return self._loss(handle, self._reference(model, handle), self.shared, model, bf16)
-        reference = streamed(self.held, handle, temperature=self.task.temperature)
-        with reference.handle:
+        reference = reference_model(self.task, model, handle, self.held)
+        with nullcontext() if self.held is None else reference.handle:
             return self._loss(handle, reference, self.shared, model, bf16)
-
-    def _reference(self, model: nn.Module, scorer: Any) -> train.ModelReference:
-        called = model if self.held is None else self.held
-        return train.ModelReference(called, scorer, temperature=self.task.temperature)
 
     def _loss(
         self, scorer: Any, reference: train.Reference, batch: train.TreeBatch, model: nn.Module, bf16: bool
     ) -> Tensor:
-        """Return the loss of a step of this batch alone; without ``bf16`` a held reference is in the model's dtype."""
+        """Return the loss of a step of one batch; without ``bf16`` a held reference has the model's dtype."""
         task = type(self.task)(self.task.recipe.model_copy(update={"bf16": bf16}))
         device = batch.input_ids.device
-        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        wide = dtype if self.held is not None and not bf16 else None
-        with cast(self.held or model, wide), autocast(device, bf16), scorer.routers.silenced():
+        dtype = _dtype_of(model) if self.held is not None and not bf16 else None
+        with cast(self.held or model, dtype), autocast(device, bf16), scorer.routers.silenced():
             batch = task.with_reference(batch, reference)
             objective: Any = task.objective(scorer, reference, device)
             loss: Tensor = objective.score(model, batch, objective.totals([batch])).loss
@@ -84,12 +168,12 @@ class TreeLosses:
 
 
 MOST_ROWS = 4
-"""Rows of the batch at most."""
+"""Limit of rows in the batch."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a row that is used."""
+    """The used part of a row."""
 
     example: data.Example
     start: int
@@ -97,18 +181,17 @@ class Window:
 
     @property
     def length(self) -> int:
-        """Tokens used."""
         return len(self.example.input_ids)
 
 
 def choose_rows(examples: Sequence[data.Example], length: int, at_least: int = 1) -> list[Window]:
-    """Return the first row with something to train on, cut to ``length``, and following rows too if it is short.
+    """Return the first row with a trained token, cut to ``length``, and following rows too if it is short.
 
-    The batch has ``length`` tokens at most, padding counted, so short rows cost no more than one long one. Each row is
-    cut to ``length // at_least`` tokens, so that there is room for ``at_least`` rows.
+    The batch has at most ``length`` tokens with padding, so short rows cost no more than one long row. Each row is cut
+    to ``length // at_least`` tokens, to make room for ``at_least`` rows.
 
     Raises:
-        DataError: No row has two tokens of which the second is trained on.
+        DataError: No row has a trained token after its first.
     """
     windows: list[Window] = []
     for example in examples:
@@ -129,7 +212,7 @@ def choose_rows(examples: Sequence[data.Example], length: int, at_least: int = 1
 
 
 def _window(example: data.Example, length: int) -> Window | None:
-    """Cut a row to ``length`` tokens, half of them prompt if the prompt is long; return None if none is trained on."""
+    """Cut a row to ``length`` tokens, half of them prompt if the prompt is long; return None without trained tokens."""
     ids, labels = np.asarray(example.input_ids), np.asarray(example.labels)
     trained = np.flatnonzero(labels[1:] != IGNORE_INDEX) + 1
     if not len(trained):
@@ -138,26 +221,25 @@ def _window(example: data.Example, length: int) -> Window | None:
     if len(ids) > length and trained[0] >= length // 2:
         start = int(min(trained[0] - length // 2, len(ids) - length))
     kept = labels[start : start + length].copy()
-    kept[0] = IGNORE_INDEX  # nothing before it is there to predict it from
+    kept[0] = IGNORE_INDEX  # nothing precedes it
     return Window(replace(example, input_ids=ids[start : start + length], labels=kept), start, len(ids))
 
 
 MARGIN = 0.8
-"""Part of the free memory that is planned with."""
+"""Fraction of the free memory to use."""
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that are free, and what a forward of T tokens holds: ``per_token T + per_square T^2``.
+    """Free memory, and what a forward of T tokens holds: ``per_token T + per_square T^2`` bytes.
 
     Attributes:
-        model: The model that was measured.
-        measured: The dtype it was measured in.
+        measured: Dtype of the measurement.
         free: Free bytes on the model's device.
-        host_free: Free bytes on the host, where the truth's gradients are kept.
-        per_token, per_square: Bytes; the second where attention weights are kept.
+        host_free: Free bytes on the host, which keeps the truth's gradients.
+        per_token, per_square: Bytes; the second if attention weights are kept.
     """
 
     model: nn.Module
@@ -168,7 +250,7 @@ class Room:
     per_square: float
 
     def longest(self, dtype: torch.dtype) -> int:
-        """Return the most tokens that plain autograd in ``dtype`` has memory for; 0 where not even the weights fit."""
+        """Return how many tokens plain autograd in ``dtype`` has memory for; 0 if not even the weights fit."""
         wider = dtype.itemsize / self.measured.itemsize
         spare = MARGIN * self.free - self._needed(0, dtype)
         if spare <= 0 or self._kept(dtype) > MARGIN * self.host_free:
@@ -177,7 +259,7 @@ class Room:
         return int(spare / b) if a <= 0 else int((math.sqrt(b * b + 4 * a * spare) - b) / (2 * a))
 
     def lacks(self, tokens: int, dtype: torch.dtype) -> str:
-        """Return the memory that plain autograd in ``dtype`` lacks for so many tokens, in words; empty if none."""
+        """Say what memory plain autograd in ``dtype`` lacks for a number of tokens; empty if none."""
         needs = [("", self._needed(tokens, dtype), self.free), (" of the host", self._kept(dtype), self.host_free)]
         for where, needed, free in needs:
             if needed > MARGIN * free:
@@ -185,7 +267,7 @@ class Room:
         return ""
 
     def _needed(self, tokens: int, dtype: torch.dtype) -> float:
-        """Return the bytes of widened weights, of gradients held at a time, and of activations, wider in proportion."""
+        """Return the bytes of widened weights, of gradients held at a time, and of activations in ``dtype``."""
         parameters = list(self.model.parameters())
         weights = sum(p.numel() * max(dtype.itemsize - p.dtype.itemsize, 0) for p in parameters)
         on_host = parameters[0].device.type == "cpu"
@@ -195,18 +277,18 @@ class Room:
         return weights + (self._kept(dtype) if on_host else largest) + activations
 
     def _kept(self, dtype: torch.dtype) -> int:
-        """Return the bytes of the truth's gradients."""
+        """Return the bytes of all gradients of the truth."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad) * dtype.itemsize
 
 
 def measure_room(model: nn.Module, measured: torch.dtype, forward: Callable[[int], Tensor], tokens: int) -> Room:
-    """Measure what two short forwards with their graphs hold, from which follows what a longer one holds.
+    """Measure what two short forwards with their graphs hold, and fit the coefficients of a longer one.
 
     Args:
-        model: The model, without an adapter's wrapper.
-        measured: The dtype that ``forward`` computes in.
-        forward: The loss on so many tokens.
-        tokens: Tokens of the longer of the two.
+        model: The model, without the wrapper of adapters.
+        measured: Dtype that ``forward`` computes in.
+        forward: Returns the loss on a number of tokens.
+        tokens: Tokens of the longer forward.
     """
     half, whole = tokens // 2, tokens
     held = []
@@ -215,7 +297,7 @@ def measure_room(model: nn.Module, measured: torch.dtype, forward: Callable[[int
             loss = forward(size)
         held.append(live.peak)
         del loss
-    # b T + a T^2 through both points
+    # per_token T + per_square T^2 through both points
     square = max(0.0, (held[1] / whole - held[0] / half) / (whole - half))
     per_token = max(1.0, held[1] / whole - square * whole)
     host_free = int(psutil.virtual_memory().available)

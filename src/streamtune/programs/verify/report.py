@@ -1,25 +1,24 @@
 """The rule and the results of a verification, and the JSON document of them.
 
-By the rule a streamed gradient counts as plain autograd's. For the gradient g of one parameter and G of all of them
-together, against the truth,
+The rule compares the gradient g of each parameter, and G of all parameters together, with the truth:
 
     e = ||g - g_truth|| / max(||g_truth||, 1e-3 ||G_truth||)            E = root mean square of e over the parameters
 
     exact     streamed in the truth's dtype         e <= SAME[dtype]
-    precise   streamed in the dtype of training     e <= 1.5  e(plain) + NOISE[dtype]
+    precise   streamed in the training dtype        e <= 1.5  e(plain) + NOISE[dtype]
                                                     E <= 1.25 E(plain) + NOISE[dtype] / 16
 
 The first tests that it is the same sum: in float64 and float32, rounding is too small to hide a mistake. The second
-tests that it is rounded as well as plain autograd is in the dtype that is trained in. A loss is treated as a parameter
-is, with a quarter of either bound, because it averages the errors of all tokens.
+tests that it is rounded as well as plain autograd in the training dtype. A loss is treated like a parameter, with a
+quarter of either bound, because it averages the errors of all tokens.
 
-Without a truth the plain run takes its place, and only the first rule applies, with that dtype's bound.
+Without a truth the plain run takes its place, and only the first rule applies, with the bound of that dtype.
 
-A layer that passes on a state in float32 for an input of any dtype (delta rule, Mamba-2) computes it in float32 too:
-there float64 is held to float32's bound.
+A layer that passes its state in float32 whatever its input (delta rule, Mamba-2) computes in float32 too: in float64
+it is held to float32's bound.
 
-A model that sends tokens to experts may send one elsewhere because of rounding alone: a jump, not noise. Where its
-gradients are compared with those of another dtype, or in a narrow one, only E is tested, with the bounds ROUTED.
+A model with experts may route a token elsewhere because of rounding alone: a jump, not noise. If its gradients are
+compared with another dtype, or in a narrow dtype, only E is tested, with the bounds ROUTED.
 """
 
 from __future__ import annotations
@@ -40,11 +39,9 @@ class VerifyRun:
     """One forward and backward.
 
     Attributes:
-        schedule: The schedule it was streamed with; None for plain autograd.
-        dtype: The dtype it was computed in.
-        loss: Its loss.
-        errors: Of every trainable parameter, against the truth.
-        narrow_states: A layer passed its state from chunk to chunk in a narrower dtype than this one.
+        schedule: Schedule of streaming; None for plain autograd.
+        errors: Error of every trainable parameter, against the truth.
+        narrow_states: A layer passed its state between chunks in a narrower dtype than ``dtype``.
     """
 
     schedule: Schedule | None
@@ -55,17 +52,17 @@ class VerifyRun:
 
     @property
     def overall(self) -> float:
-        """The root mean square of the errors: each parameter counts once, however large its gradient is."""
+        """Root mean square of the errors; each parameter counts once, however large its gradient."""
         return math.hypot(*self.errors.values()) / math.sqrt(len(self.errors))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """An error, with plain autograd's own error and the error that the rule allows.
+    """An error, with plain autograd's error and the error that the rule allows.
 
     Attributes:
         parameter: Name of the parameter; ``loss`` for the loss.
-        overall: The errors are those of all parameters, and ``parameter`` is the one that is furthest off.
+        overall: The error is of all parameters, and ``parameter`` is the furthest off.
     """
 
     parameter: str
@@ -77,18 +74,17 @@ class Finding:
 
     @property
     def excess(self) -> float:
-        """The error divided by what is allowed: above 1 is wrong."""
+        """The error divided by the allowed error: above 1 is wrong."""
         if math.isinf(self.error):
             return math.inf
         return self.error / self.allowed
 
     @property
     def module(self) -> str:
-        """The kind of module the parameter belongs to."""
         return module_of(self.parameter)
 
     def describe(self) -> str:
-        """Return ``q_proj.weight is off by 3.2e-01, where 2.0e-06 is allowed (float64, chunks of 683)`` or the like."""
+        """Return text like ``q_proj.weight is off by 3.2e-01, where 2.0e-06 is allowed (float64, chunks of 683)``."""
         assert self.run.schedule is not None
         own = f", plain autograd by {self.torch_error:.1e}" if self.torch_error else ""
         of = " is the furthest off; in the mean all are" if self.overall else " is"
@@ -97,7 +93,7 @@ class Finding:
         return f"{self.parameter}{of} off by {self.error:.1e}{own}, where {bound} ({how})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the finding as JSON values: infinities and NaN become None."""
+        """Return JSON values; infinities and NaN become None."""
         assert self.run.schedule is not None
         return {
             "parameter": self.parameter,
@@ -112,7 +108,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Loss:
-    """The losses in the training dtype, of plain autograd and of the schedule furthest from it, and the truth's."""
+    """Losses in the training dtype, of plain autograd and of the schedule furthest from it; and the truth's."""
 
     plain: float
     streamed: float
@@ -121,7 +117,6 @@ class Loss:
 
     @property
     def difference(self) -> float:
-        """The streamed loss minus the plain one."""
         return self.streamed - self.plain
 
 
@@ -130,11 +125,11 @@ class ModuleRow:
     """The largest error of any parameter of one kind of module, over its layers and all schedules.
 
     Attributes:
-        module: The name within a layer, or of a module outside of the layers.
+        module: Name within a layer, or of a module outside the layers.
         parameters: Number of trainable elements.
-        exact_error: Streamed, in the truth's dtype.
-        error: Streamed, in the dtype that is trained in.
-        torch_error: Plain autograd's own in that dtype.
+        exact_error: Error of streaming in the truth's dtype.
+        error: Error of streaming in the training dtype.
+        torch_error: Error of plain autograd in the training dtype.
     """
 
     module: str
@@ -149,19 +144,15 @@ class VerifyReport:
     """The results of a verification.
 
     Attributes:
-        exact: The verdict.
-        dtype: The dtype that is trained in: ``float32``, ``bfloat16 autocast``.
-        truth: Dtype of the truth; None where the plain run took its place.
-        why_no_truth: The wider dtypes that could not be the truth's, with the reasons.
-        attention: The attention implementation of plain autograd.
-        routed: Tokens are sent to experts: other rules for narrow dtypes.
-        loss: The losses.
+        dtype: Training dtype: ``float32``, ``bfloat16 autocast``.
+        truth: Dtype of the truth; None if the plain run took its place.
+        why_no_truth: Wider dtypes that did not run, with the reasons.
+        attention: Attention implementation of plain autograd.
+        routed: Tokens are routed to experts: other rules for narrow dtypes.
         worst: The finding nearest to its bound, or furthest above it.
-        modules: By kind of module.
-        runs: All runs.
-        trained: Number of trainable parameters (tensors).
-        filled: Number of matrices of zeros that held random values during the comparison.
-        refusal: The reason why ``sft`` would not train the model, if it is not exact and ``sft`` would refuse it.
+        trained: Number of trainable tensors.
+        filled: Number of all-zero matrices that held random values meanwhile.
+        refusal: Reason why training would refuse a model that is not exact; empty if it would not.
     """
 
     exact: bool
@@ -180,7 +171,6 @@ class VerifyReport:
 
     @property
     def schedules(self) -> list[Schedule]:
-        """Each schedule once, in order."""
         return list(dict.fromkeys(run.schedule for run in self.runs if run.schedule is not None))
 
     def to_json(self) -> dict[str, Any]:
@@ -217,7 +207,7 @@ class VerifyReport:
 
 
 def module_of(parameter: str) -> str:
-    """Return the kind of module of a parameter: its name within a layer, without the adapter's part and the ending.
+    """Return the name of a parameter's module within a layer, without adapter and ending.
 
     >>> module_of("base_model.model.model.layers.3.self_attn.q_proj.lora_A.default.weight")
     'self_attn.q_proj'
@@ -238,17 +228,16 @@ def _number(value: Any) -> Any:
 
 
 SAME = {torch.float64: 2e-6, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""Largest difference between two correct orders of summation. float64: some families compute norms, rotations or
-routers in float32 whatever their weights are, and 2e-6 covers what that leaves. The narrow ones serve where there is no
-truth."""
+"""Largest difference between two correct orders of summation. In float64, 2e-6 covers families that compute norms,
+rotary embeddings or routers in float32. The narrow dtypes serve if there is no truth."""
 
 NOISE = {torch.float32: 2e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8}
-"""By how much more than plain autograd's an error may come out in this dtype. For the narrow ones four times their
-epsilon: the two round at other places, and for a parameter of few entries the ratio of two such errors is chance. (The
-most beyond 1.5 e(plain) in ten families with eight draws of weights and rows each: two epsilon, of a query norm.)"""
+"""Allowance beyond plain autograd's error. In narrow dtypes it is four times epsilon: streaming rounds at other places,
+and for a parameter with few entries the ratio of two such errors is chance. (The most beyond 1.5 e(plain) in ten
+families with eight draws of weights and rows each: two epsilon, of a query norm.)"""
 
 ROUTED = {torch.float32: 1e-2, torch.bfloat16: 0.3, torch.float16: 0.3}
-"""The part of E that is due to tokens which went to another expert."""
+"""Bound of E where tokens may go to another expert."""
 
 
 BLOCK = 1 << 24
@@ -256,13 +245,13 @@ BLOCK = 1 << 24
 
 
 def judge(run: VerifyRun, plain: VerifyRun, *, same: bool, routed: bool) -> list[Finding]:
-    """Return the errors of a streamed run with what is allowed: every parameter's, and their mean over all.
+    """Return the findings of a streamed run: for every parameter, and for all together.
 
     Args:
         run: The streamed run.
-        plain: Plain autograd in the dtype that is trained in.
-        same: The run is in the truth's dtype, so plain autograd has no error there.
-        routed: The model sends tokens to experts.
+        plain: Plain autograd in the training dtype.
+        same: The run has the truth's dtype, in which plain autograd has no error.
+        routed: The model routes tokens to experts.
     """
     jumps = routed and (not same or run.dtype.itemsize < 4)
     bound = max(SAME[run.dtype], SAME[torch.float32]) if run.narrow_states else SAME[run.dtype]
@@ -281,7 +270,7 @@ def judge(run: VerifyRun, plain: VerifyRun, *, same: bool, routed: bool) -> list
 
 
 def judge_loss(run: VerifyRun, plain: VerifyRun, truth: float, *, same: bool, routed: bool) -> Finding:
-    """Return the relative error of a streamed run's loss, with what is allowed; arguments as of :func:`judge`."""
+    """Return the finding of a streamed run's loss; arguments as for :func:`judge`."""
     own = 0.0 if same else ratio(abs(plain.loss - truth), abs(truth))
     bound = SAME[run.dtype] if same else NOISE[run.dtype]
     allowed = 1.5 * own + bound * (1.0 if routed and run.dtype.itemsize < 4 else 0.25)
@@ -289,7 +278,7 @@ def judge_loss(run: VerifyRun, plain: VerifyRun, truth: float, *, same: bool, ro
 
 
 def ratio(difference: float, whole: float) -> float:
-    """Return ``difference / whole``; infinity if ``difference`` is not finite or ``whole`` is 0, unless both are 0."""
+    """Return ``difference / whole``: 0 if the difference is 0, infinity if it is not finite or ``whole`` is 0."""
     if difference == 0:
         return 0.0
     return difference / whole if whole > 0 and math.isfinite(difference) else math.inf
@@ -298,7 +287,7 @@ def ratio(difference: float, whole: float) -> float:
 def norm_of(grad: Tensor, other: Tensor | None = None) -> float:
     """Return ``||grad - other||`` in float64, computed block by block on the gradient's device."""
     flat, total = grad.detach().reshape(-1), 0.0
-    if other is not None and other.numel() != flat.numel():  # the reference had no gradient here: zero
+    if other is not None and other.numel() != flat.numel():  # the reference had no gradient: zero
         other = None
     for start in range(0, flat.numel(), BLOCK):
         block = flat[start : start + BLOCK].double()

@@ -14,16 +14,15 @@ from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine.hf_names import CAUSAL_LOSS, FIXED_LOSS, LOSS, inside
 
 FILLED = 1e-2
-"""Standard deviation of what stands in for a matrix of zeros."""
+"""Standard deviation of the random values that replace zeros."""
 
 
 @contextmanager
 def borrowed(model: nn.Module) -> Iterator[int]:
-    """Put a model into evaluation mode while inside: no gradients, full float32 precision, a random state of its own.
+    """Put a model into evaluation mode: no gradients, full float32 precision, own random state; restore on exit.
 
-    A fresh adapter's second matrix is all zeros, and with it the gradient of its first one is zero even if the engine
-    is wrong. Such matrices hold small random values while inside, so that there is something to compare; yields their
-    number.
+    The second matrix of a fresh adapter is all zeros, so the gradient of the first matrix is zero even if the engine is
+    wrong. Such matrices hold small random values while inside; yields their number.
     """
     training = [(module, module.training) for module in model.modules()]
     grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
@@ -56,9 +55,9 @@ def borrowed(model: nn.Module) -> Iterator[int]:
 
 @contextmanager
 def cast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Widen parameters and buffers while inside, one at a time and in place; narrowed again they have their old values.
+    """Widen parameters and buffers in place while inside; narrowed again they have their old values.
 
-    Nothing is made narrower. In float64 experts are computed one by one: their grouped matrix product has no float64.
+    Nothing is made narrower. In float64, experts are computed one by one: their grouped matrix product has no float64.
     """
     if dtype is None:
         yield
@@ -101,10 +100,10 @@ def _experts(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def wide_loss(model: nn.Module) -> Iterator[None]:
-    """Compute the loss of plain autograd in the dtype of the logits while inside, where that is wider than float32.
+    """Compute the loss of plain autograd in float64 while inside, if the logits are float64.
 
-    ``ForCausalLMLoss`` of transformers begins with ``logits.float()``. In float64 that rounds every logit, and softmax
-    minus one, the gradient at a target that is predicted almost surely, keeps few of its digits.
+    ``ForCausalLMLoss`` of transformers begins with ``logits.float()``, which rounds every logit. The gradient at a
+    target that is predicted almost surely, softmax minus one, would keep few of its digits.
     """
     inner = base_of(model)
     if inner.loss_function is not inside(CAUSAL_LOSS):  # the user's own, or a family's
@@ -130,7 +129,7 @@ def _causal_loss(
     shift_labels: Tensor | None = None,
     **more: Any,
 ) -> Tensor:
-    """Compute ``ForCausalLMLoss`` without narrowing anything."""
+    """Compute ``ForCausalLMLoss`` without narrowing the logits."""
     if logits.dtype != torch.float64:
         return inside(CAUSAL_LOSS)(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **more)
     if shift_labels is None:
@@ -142,7 +141,7 @@ def _causal_loss(
 
 @contextmanager
 def attending(model: nn.Module, name: str | None) -> Iterator[str]:
-    """Set the named attention while inside, or keep the model's own; yields the name."""
+    """Set an attention implementation while inside, or keep the model's own; yields its name."""
     inner = base_of(model)
     own = str(inner.config._attn_implementation)
     if name is None or name == own:
@@ -156,7 +155,7 @@ def attending(model: nn.Module, name: str | None) -> Iterator[str]:
 
 
 def quantised_as(model: nn.Module) -> str:
-    """Return the reason why the weights cannot be widened, or an empty string."""
+    """Return the reason why the weights cannot be widened; empty if they can."""
     for p in model.parameters():
         if not p.is_floating_point() or type(p.data) is not torch.Tensor:
             return "the weights are quantised"
@@ -164,5 +163,5 @@ def quantised_as(model: nn.Module) -> str:
 
 
 def routes(model: nn.Module) -> bool:
-    """Return True if the model sends tokens to experts, by the names of its parameters."""
+    """Return True if the model routes tokens to experts, by the names of its parameters."""
     return any(part in name for name, _ in model.named_parameters() for part in ("expert", "router", "moe"))

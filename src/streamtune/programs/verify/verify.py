@@ -1,20 +1,19 @@
 """Compare the streamed gradient with plain autograd's, on one model and one batch.
 
-One batch goes through one model several times; nothing but the dtype and the engine differs:
+One batch goes through one model several times; only the dtype and the engine differ:
 
-    truth     plain autograd in a wider dtype than is trained in: float64 for float32, float32 for bfloat16
+    truth     plain autograd in a wider dtype than training: float64 for float32, float32 for bfloat16
     exact     streamed in the truth's dtype, once for every schedule: is it the same sum?
-    precise   plain and streamed in the dtype that is trained in, each against the truth: is it rounded as well?
+    precise   plain and streamed in the training dtype, each against the truth: is it rounded as well?
 
-The rule for what counts as equal is in ``verify_rule``.
+``report.py`` has the rule for what counts as equal.
 
-Everything runs in evaluation mode, with gradients: dropout and router jitter draw other numbers for a chunk than for
-the sequence it is cut from, so with them the two are equal in distribution and not in value. (Another test checks that
-the recomputation of a chunk draws the same random numbers as its forward.)
+Everything runs in evaluation mode with gradients: dropout and router jitter draw other numbers for a chunk than for a
+whole sequence, so with them the gradients are equal in distribution only.
 
-Memory: weights are widened in place and narrowed again, which loses no bit. One copy of the gradients exists, the
-truth's, in host memory: trainable parameters times 4 or 8 bytes, which is little for adapters and for full fine-tuning
-as much as the widened weights. Every other gradient is compared and dropped as soon as the backward has finished it.
+Memory: weights are widened in place and narrowed again, which loses no bit. Only the truth's gradients are kept, in
+host memory: 4 or 8 bytes for each trainable weight. Every other gradient is compared and freed as soon as the backward
+has finished it.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,16 +45,51 @@ from streamtune.programs.verify.restore import attending, borrowed, cast, quanti
 from streamtune.schedule import Schedule
 
 SMALL = 64
-"""Tokens of the smallest chunks tried."""
+"""Tokens of the smallest chunks."""
 
 LossOf = Callable[[nn.Module, bool], Tensor]
 """``(model, bf16) -> loss``: the scalar loss of the batch, under bfloat16 autocast if ``bf16``."""
 
 
+class Losses(Protocol):
+    """The loss of one batch: for plain autograd, and for the engine, which may have the batch in another layout."""
+
+    def plain(self, model: nn.Module, bf16: bool, /) -> Tensor:
+        """Compute the loss by plain autograd."""
+        ...
+
+    def streamed(self, handle: StreamHandle, /) -> LossOf:
+        """Return the loss of a streamed model."""
+        ...
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One model and one batch, to compare streamed with plain autograd.
+
+    Attributes:
+        model: A causal language model, with or without adapters, not streamed.
+        losses: Its loss on the batch.
+        schedules: Schedules to stream with, one after another.
+        dtype: Widen the weights to this dtype first; None takes them as they are.
+        bf16: Train under bfloat16 autocast.
+        unfit: Returns why a truth in a dtype does not fit; empty if it fits.
+        notify: Called at the beginning of each run with its name.
+    """
+
+    model: nn.Module
+    losses: Losses
+    schedules: Sequence[Schedule]
+    dtype: torch.dtype | None = None
+    bf16: bool = False
+    unfit: Callable[[torch.dtype], str] = lambda dtype: ""
+    notify: Callable[[str], None] = lambda message: None
+
+
 def verify_schedules(length: int, own: Schedule) -> list[Schedule]:
     """Return schedules that cut ``length`` tokens: the recipe's own if it does, halves, odd parts and small parts.
 
-    ``keep_kv`` alternates; every one has another ``head_chunk_size``.
+    ``keep_kv`` alternates; each schedule has another ``head_chunk_size``.
 
     Raises:
         ArgumentError: There are fewer than four tokens: a chunk has at least two.
@@ -73,81 +108,55 @@ def verify_schedules(length: int, own: Schedule) -> list[Schedule]:
     return list(found.values())
 
 
-def compare_gradients(
-    model: nn.Module,
-    loss_of: LossOf,
-    schedules: Sequence[Schedule],
-    *,
-    dtype: torch.dtype | None = None,
-    bf16: bool = False,
-    plain_loss_of: LossOf | None = None,
-    loss_with: Callable[[StreamHandle], LossOf] | None = None,
-    unfit: Callable[[torch.dtype], str] = lambda dtype: "",
-    notify: Callable[[str], None] = lambda message: None,
-) -> VerifyReport:
-    """Compare streamed with plain autograd on one model and one batch. The model is left as it was.
-
-    Args:
-        model: A causal language model, with or without adapters, not streamed.
-        loss_of: Its loss on the batch; any objective that calls the model once or more will do.
-        schedules: Schedules to stream with, one after another.
-        dtype: Widen the weights to this first; None takes them as they are.
-        bf16: Train under bfloat16 autocast.
-        plain_loss_of: The same loss for plain autograd, where that is given the batch in another form (rows that are
-            packed for streaming, one by one); None is ``loss_of``.
-        loss_with: Makes the same loss from the handle of the streamed model, where the engine itself computes it; None
-            is ``loss_of``.
-        unfit: Returns why a truth in a dtype does not fit, or an empty string.
-        notify: Called at the beginning of each run with its name.
+def compare_gradients(asked: Comparison) -> VerifyReport:
+    """Compare streamed with plain autograd. The model is left as it was.
 
     Raises:
         UnsupportedModelError: The model cannot be streamed.
         NonFiniteError: Plain autograd itself gives no finite loss or gradient.
     """
+    model = asked.model
     if not any(p.requires_grad for p in model.parameters()):
         raise ArgumentError("the model has no trainable parameter, so there is no gradient to compare")
-    stream(model, schedule=schedules[0]).remove()  # what is refused by name is refused before anything is computed
-    with borrowed(model) as filled, cast(model, dtype):
-        compare = partial(_Comparison, model, loss_of, plain_loss_of or loss_of, schedules, bf16, unfit, notify)
-        if loss_with is not None:
-            compare = partial(compare, loss_with=loss_with)
-        report = _against_own_attention(model, compare)
-        refusal = "" if report.exact else _refusal(model, schedules[0])
+    stream(model, schedule=asked.schedules[0]).remove()  # refuses unsupported models before anything is computed
+    with borrowed(model) as filled, cast(model, asked.dtype):
+        report = _against_own_attention(asked)
+        refusal = "" if report.exact else _refusal(model, asked.schedules[0])
         return replace(report, filled=filled, refusal=refusal)
 
 
-def _against_own_attention(model: nn.Module, compare: Callable[[], _Comparison]) -> VerifyReport:
-    """Compare under the model's own attention, and under eager attention if the own one lacks what a layer needs.
+def _against_own_attention(asked: Comparison) -> VerifyReport:
+    """Compare under the model's own attention, and under eager attention if its own lacks what a layer needs.
 
-    An attention that does not support a softcap or sinks refuses them, or leaves them out: plain autograd is another
-    function there. If eager attention computes the same as the model's own, that is not why they differ.
+    An attention without softcap or sinks refuses them or leaves them out: plain autograd is another function then. If
+    eager attention computes the same as the model's own, attention is not why the gradients differ.
     """
-    with attending(model, None) as own:
-        comparison = compare()
+    with attending(asked.model, None) as own:
+        runs = _Runs(asked)
         try:
-            report = replace(comparison.run(), attention=own)
+            report = replace(runs.run(), attention=own)
         except (StreamTuneError, torch.OutOfMemoryError, MemoryError):
             raise
         except Exception:
             if own == "eager":
                 raise
-            with attending(model, "eager") as name:
-                return replace(compare().run(), attention=name)
+            with attending(asked.model, "eager") as name:
+                return replace(_Runs(asked).run(), attention=name)
     if report.exact or own == "eager":
         return report
-    with attending(model, "eager") as name:
-        again = compare()
+    with attending(asked.model, "eager") as name:
+        eager_runs = _Runs(asked)
         try:
-            if again.same_function(comparison):
+            if eager_runs.same_function(runs):
                 return report
-            found = replace(again.run(), attention=name)
-        except Exception:  # no memory for it, or not known to the model: what was found first stands
+            eager = replace(eager_runs.run(), attention=name)
+        except Exception:  # no memory, or unknown to the model
             return report
-    return found if found.exact else report
+    return eager if eager.exact else report
 
 
 def _refusal(model: nn.Module, schedule: Schedule) -> str:
-    """Return the preflight's error for a model that is not exact, which names the layer; empty if it raises none."""
+    """Return the preflight's error, which names the layer of an inexact model; empty if it raises none."""
     with stream(model, schedule=schedule) as handle:
         try:
             handle.check()
@@ -158,7 +167,7 @@ def _refusal(model: nn.Module, schedule: Schedule) -> str:
 
 @dataclass
 class _Reference:
-    """The gradients that all others are compared with."""
+    """The gradients to compare with."""
 
     dtype: torch.dtype
     loss: float
@@ -170,37 +179,23 @@ class _Reference:
         return math.hypot(*self.norms.values())
 
     def scale(self, name: str) -> float:
-        """Return ``max(||g_truth||, 1e-3 ||G_truth||)``, g being the gradient of one parameter and G that of all."""
+        """Return ``max(||g_truth||, 1e-3 ||G_truth||)``; g is the gradient of one parameter, G of all."""
         return max(self.norms[name], 1e-3 * self.whole)
 
 
-class _Comparison:
-    """All runs of one model on one batch."""
+class _Runs:
+    """All runs of a comparison under one attention."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_of: LossOf,
-        plain_loss_of: LossOf,
-        schedules: Sequence[Schedule],
-        bf16: bool,
-        unfit: Callable[[torch.dtype], str],
-        notify: Callable[[str], None],
-        loss_with: Callable[[StreamHandle], LossOf] | None = None,
-    ) -> None:
-        self.model, self.plain_loss_of = model, plain_loss_of
-        self.loss_with = loss_with or (lambda handle: loss_of)
-        self.schedules, self.bf16 = schedules, bf16
-        self.unfit, self.notify = unfit, notify
-        self.names = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.routed = routes(model)
-        weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
-        self.computed = torch.bfloat16 if bf16 else min(weights, key=lambda dtype: dtype.itemsize)
+    def __init__(self, asked: Comparison) -> None:
+        self.asked, self.model, self.bf16 = asked, asked.model, asked.bf16
+        self.names = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.routed = routes(self.model)
+        weights = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+        self.computed = torch.bfloat16 if self.bf16 else min(weights, key=lambda dtype: dtype.itemsize)
         self.why_no_truth = ""
         self.begun = self.total = 0
 
     def run(self) -> VerifyReport:
-        """Compute the truth, then compare everything else with it."""
         truth, runs = self._truth()
         if truth is None:
             truth = self._reference(self.bf16, self.computed)
@@ -211,8 +206,8 @@ class _Comparison:
         self.plainly = (truth.dtype, truth.loss, truth.norms)
         return self._report(truth, runs)
 
-    def same_function(self, other: _Comparison) -> bool:
-        """Return True if plain autograd gives the same loss and norms here as in another comparison, which has run."""
+    def same_function(self, other: _Runs) -> bool:
+        """Return True if plain autograd gives the same loss and norms as in other, finished runs."""
         dtype, loss, norms = other.plainly
         with cast(self.model, dtype):
             found = self._reference(self.bf16 and dtype == self.computed, dtype)
@@ -221,18 +216,18 @@ class _Comparison:
         return max(*gaps, ratio(abs(found.loss - loss), abs(loss))) <= SAME[dtype]
 
     def _truth(self) -> tuple[_Reference | None, list[VerifyRun]]:
-        """Return the gradients in the widest dtype that runs, and the runs in it; None and no runs if none does."""
+        """Return the gradients in the widest dtype that runs, with the runs in it; None if no wider dtype runs."""
         wider = [torch.float64] if self.computed == torch.float32 or self.routed else []
         wider += [torch.float32] if self.computed.itemsize < 4 else []
         for dtype in wider if self.computed != torch.float64 else []:
-            reason = quantised_as(self.model) or self.unfit(dtype)
+            reason = quantised_as(self.model) or self.asked.unfit(dtype)
             if not reason:
                 with cast(self.model, dtype):
                     try:
                         truth = self._reference(False, dtype)
                     except StreamTuneError:
                         raise
-                    except Exception as error:  # no kernel for this dtype, or no memory after all
+                    except Exception as error:  # no kernel for this dtype, or no memory
                         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                         self.begun = 0
                     else:
@@ -241,7 +236,7 @@ class _Comparison:
         return None, []
 
     def _itself(self, reference: _Reference) -> VerifyRun:
-        """Return the run of the reference itself, whose errors are 0."""
+        """Return the report's row of the reference: compared with itself, every error is 0."""
         return VerifyRun(None, reference.dtype, reference.loss, dict.fromkeys(self.names, 0.0))
 
     def _reference(self, bf16: bool, dtype: torch.dtype) -> _Reference:
@@ -253,7 +248,7 @@ class _Comparison:
             grads[name], norms[name] = grad.to("cpu", copy=True), norm_of(grad)
 
         with wide_loss(self.model):
-            loss = self._backward(self.plain_loss_of, bf16, keep)
+            loss = self._backward(self.asked.losses.plain, bf16, keep)
         reference = _Reference(dtype, loss, grads, norms)
         if not math.isfinite(loss + reference.whole):
             raise NonFiniteError(
@@ -264,35 +259,35 @@ class _Comparison:
         return reference
 
     def _streamed(self, truth: _Reference, bf16: bool, dtype: torch.dtype) -> list[VerifyRun]:
-        return [self._compared(truth, schedule, bf16, dtype) for schedule in self.schedules]
+        return [self._compared(truth, schedule, bf16, dtype) for schedule in self.asked.schedules]
 
     def _compared(self, truth: _Reference, schedule: Schedule | None, bf16: bool, dtype: torch.dtype) -> VerifyRun:
-        """Run once; compare each gradient with the truth and free it as soon as it is finished."""
+        """Run once; compare and free each gradient as soon as it is finished."""
         how = "plain autograd" if schedule is None else f"streamed in chunks of {schedule.chunk_size:,}"
         self._begin(f"{self._label(bf16, dtype)}, {how}", wide=True)
-        differences = dict(truth.norms)  # of a gradient that never comes: all of it
+        differences = dict(truth.norms)  # a gradient that never comes is wholly off
 
         def compare(name: str, grad: Tensor) -> None:
             differences[name] = norm_of(grad, truth.grads[name])
 
         narrow = False
         if schedule is None:
-            loss = self._backward(self.plain_loss_of, bf16, compare)
+            loss = self._backward(self.asked.losses.plain, bf16, compare)
         else:
             with stream(self.model, schedule=schedule) as handle:
                 try:
-                    loss = self._backward(self.loss_with(handle), bf16, compare)
+                    loss = self._backward(self.asked.losses.streamed(handle), bf16, compare)
                 except (StreamTuneError, torch.OutOfMemoryError, MemoryError):
                     raise
                 except Exception:
-                    handle.check()  # knows to say which layer does not run in chunks
+                    handle.check()  # names the layer that does not run in chunks
                     raise
                 narrow = any(layer.forward.narrow_states for layer in handle.layers)  # type: ignore[attr-defined]
         errors = {name: ratio(difference, truth.scale(name)) for name, difference in differences.items()}
         return VerifyRun(schedule, dtype, loss, errors, narrow_states=narrow)
 
     def _backward(self, loss_of: LossOf, bf16: bool, take: Callable[[str, Tensor], None]) -> float:
-        """Run forward and backward, give each gradient to ``take`` as it is finished and free it; return the loss."""
+        """Run forward and backward; pass each finished gradient to ``take`` and free it. Return the loss."""
 
         def taken(name: str, parameter: Tensor) -> None:
             if parameter.grad is not None:
@@ -311,9 +306,9 @@ class _Comparison:
 
     def _begin(self, what: str, wide: bool) -> None:
         if not self.begun:
-            self.total = (1 + len(self.schedules)) * (2 if wide else 1)
+            self.total = (1 + len(self.asked.schedules)) * (2 if wide else 1)
         self.begun += 1
-        self.notify(f"{what} ({self.begun} of {self.total})")
+        self.asked.notify(f"{what} ({self.begun} of {self.total})")
 
     def _label(self, bf16: bool, dtype: torch.dtype) -> str:
         return f"{_name(dtype)} autocast" if bf16 else _name(dtype)
@@ -344,7 +339,7 @@ class _Comparison:
         )
 
     def _modules(self, runs: list[VerifyRun], plain: VerifyRun, truth: _Reference) -> list[ModuleRow]:
-        """Return the largest error of any parameter, by module and dtype, over all schedules."""
+        """Return the largest error of any parameter over all schedules, by module and dtype."""
         groups: dict[str, list[str]] = {}
         for name in self.names:
             groups.setdefault(module_of(name), []).append(name)

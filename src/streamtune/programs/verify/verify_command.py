@@ -1,4 +1,4 @@
-"""``streamtune verify``: compares streamed gradients with plain autograd's, on the recipe's model and rows."""
+"""``streamtune verify``: compare streamed gradients with plain autograd's, on the recipe's model and rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from streamtune.programs.verify.verify_recipe import VerifySubject
 
 COARSE = 1e-3
-"""A bound above this leaves room for a mistake, and the verdict says so."""
+"""A larger bound could hide a mistake, and the verdict says so."""
 
 
 def verify(
@@ -70,7 +70,7 @@ def _facts(subject: VerifySubject) -> dict[str, object]:
         "length": subject.length,
         "tokens": batch.num_tokens,
         "trained_tokens": batch.num_targets,
-        "router_aux_loss_coef": subject.router_loss.balance if subject.router_loss else None,
+        "router_aux_loss_coef": loss.balance if (loss := subject.router_loss) else None,
     }
 
 
@@ -78,7 +78,6 @@ def _facts(subject: VerifySubject) -> dict[str, object]:
 
 
 def _print_banner(subject: VerifySubject) -> None:
-    """Print the model, rows, loss and chunk sizes of the comparison."""
     sizes = ", ".join(f"{schedule.chunk_size:,}" for schedule in subject.schedules)
     heads = ", ".join(f"{schedule.head_chunk_size:,}" for schedule in subject.schedules)
     print_title(f"verify {subject.loaded.path}")
@@ -86,9 +85,9 @@ def _print_banner(subject: VerifySubject) -> None:
         [
             ("model", _describe_model(subject)),
             ("rows", _describe_rows(subject)),
-            *([("loss", _describe_reference_of(subject))] if subject.losses is not None else []),
+            *([("loss", _describe_loss(subject))] if subject.tree_losses is not None else []),
             ("chunks", f"{sizes} tokens; in the head {heads}"),
-            *([("routers", _describe_routers(subject.router_loss))] if subject.router_loss else []),
+            *([("routers", _describe_routers(loss))] if (loss := subject.router_loss) else []),
         ]
     )
 
@@ -110,7 +109,7 @@ def _describe_routers(loss: RouterLoss) -> str:
 
 def _describe_rows(subject: VerifySubject) -> str:
     batch, windows = subject.batch, subject.windows
-    if subject.losses is not None:
+    if subject.tree_losses is not None:
         return _describe_completions(subject)
     tokens = f"{batch.num_tokens:,} tokens, {batch.num_targets:,} of them trained on"
     if getattr(batch, "branches", None) is not None:
@@ -123,7 +122,6 @@ def _describe_rows(subject: VerifySubject) -> str:
 
 
 def _describe_completions(subject: VerifySubject) -> str:
-    """Describe the completions that are scored, and their layout in the batch."""
     from streamtune.train import TreeBatch
 
     batch, alone = subject.batch, subject.alone
@@ -138,9 +136,9 @@ def _describe_completions(subject: VerifySubject) -> str:
     return f"{text}, {how}: {batch.num_tokens:,} tokens{against}; {batch.num_targets:,} trained on"
 
 
-def _describe_reference_of(subject: VerifySubject) -> str:
-    """Describe the loss and its reference model."""
-    losses = subject.losses
+def _describe_loss(subject: VerifySubject) -> str:
+    """Describe the loss of completions and its reference."""
+    losses = subject.tree_losses
     assert losses is not None
     name: str = losses.task.recipe.loss_type
     if not losses.task.compares:
@@ -189,10 +187,7 @@ def _describe_reference(report: VerifyReport) -> str:
 
 
 def _table(report: VerifyReport) -> Table:
-    """Return the largest gradient errors, one row for each kind of module.
-
-    Columns: streamed in the truth's dtype, then streamed and plain in the recipe's.
-    """
+    """Return the largest gradient errors by module: streamed in the truth's dtype; streamed, plain in training's."""
     dtype = report.dtype.split()[0]
     table = make_table(
         Column("largest error of a\nparameter's gradient", overflow="fold"),

@@ -1,15 +1,15 @@
-"""Measure the tables of a benchmark: rows in groups, each saved as soon as it is measured, and not measured twice.
+"""Measure the tables of a benchmark: rows in groups, each saved once it is measured, and not measured twice.
 
-One process holds one model and enters one mode after the other, so a table costs the memory of one model and compares
-the same weights. The steps that are compared in a group alternate, and a ratio is the median over these rounds.
-The table of longest sequences searches the same way for every schedule.
+One process holds one model and enters one mode after the other, so a table takes the memory of one model and compares
+the same weights. The steps of a group alternate; a ratio is the median over these rounds. The table of longest
+sequences searches the length for every schedule.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,22 @@ import torch
 from streamtune.base import interrupts
 from streamtune.base.text import show_size
 from streamtune.errors import ArgumentError, RunError
-from streamtune.plan.budget import Attempt, Budget, Range, search_largest
+from streamtune.plan.budget import Attempt, Budget, search_largest
 from streamtune.plan.simulate.simulate import simulate
 from streamtune.plan.simulate.workload import Mode
 from streamtune.programs.bench.bench import paired
 from streamtune.programs.bench.named_tables import TABLES, Wanted
 from streamtune.programs.bench.subject import Job, Worker, env_of
-from streamtune.programs.bench.tables import Entry, TableName, TableReport, TableRow, length_entries
-from streamtune.programs.probe.prepare import prepare_step
-from streamtune.programs.probe.trial import Outcome, Shape, run_trial
+from streamtune.programs.bench.table_rows import (
+    Entry,
+    TableName,
+    TableReport,
+    TableRow,
+    length_entries,
+)
+from streamtune.programs.probe.probe import LENGTHS, measured
+from streamtune.programs.probe.recipe_trials import prepare_step
+from streamtune.programs.probe.trial import Outcome, Shape
 from streamtune.recipe.settings import TrainingSettings
 from streamtune.run.device import choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import make_blueprint
@@ -37,60 +44,79 @@ from streamtune.schedule import Schedule
 from streamtune.tasks import task_of
 
 MeasureGroup = Callable[[Sequence[Entry], Sequence[Entry]], Iterator[TableRow]]
-"""Measures the first entries; the second are what they are compared with. Gives a row as soon as it is known."""
+"""Measures the first entries, relative to the second; yields each row once it is known."""
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """The options of a table on the command line.
+
+    Attributes:
+        lengths: Tokens of a row, or of a prompt that is shared.
+        modes: Modes to compare; an ablation compares schedules instead, a shared prompt layouts.
+        repeats: Timed steps of each row; the rows of a group alternate.
+        folder: Directory of its files; it exists.
+        command: Command line that measures the table again.
+        method: How the longest sequence is found: ``measure`` or ``simulate``.
+        sizes: Budget of the longest sequence on device, host and disk in bytes; None if not given.
+    """
+
+    lengths: Sequence[int]
+    modes: Sequence[Mode]
+    repeats: int
+    folder: Path
+    command: str
+    method: str = "simulate"
+    sizes: Sequence[int | None] = (None, None, None)
 
 
 def run_table(
     table: TableName,
     job: Job,
-    *,
-    lengths: Sequence[int],
-    modes: Sequence[Mode],
     schedule: Schedule,
-    repeats: int,
-    folder: Path,
-    command: str,
+    options: TableOptions,
     asked: dict[str, Any],
     notify: Callable[[str], None] = lambda message: None,
 ) -> TableReport:
-    """Measure a table, except for rows that its file in the folder has already.
+    """Measure any table but ``max-length``, except for rows that its file has already.
 
     Args:
-        table: Any but ``max-length``.
+        table: Name of the table.
         job: The model.
-        lengths: Tokens of a row, or of a prompt that is shared.
-        modes: Modes to compare; an ablation compares schedules instead, a shared prompt layouts.
-        schedule: The schedule of streamed steps.
-        repeats: Timed steps of each row; the rows of a group alternate.
-        folder: Directory of the table's file; it exists.
-        command: Command line that measures the table again.
+        schedule: Schedule of streamed steps.
+        options: Options of the command line.
         asked: Settings that the figures depend on, as JSON values.
-        notify: Called with what is being measured.
+        notify: Called with the current measurement.
     """
     declared, worker = TABLES[table], Worker(job)
     try:
         notify("building the model")
-        env = worker.ask("env")
-        if worker.failed:
-            raise RunError(f"the model cannot be built: {worker.failed}")
-        report = TableReport(table, command, asked, env)
-        with interrupts.temporary_directory(dir=folder, prefix=".offload-") as scratch:
-            report.absent = declared.absent(modes, env["device_type"])
-            here = [mode for mode in modes if mode not in report.absent]
+        env = _env(worker)
+        report = TableReport(table, options.command, asked, env)
+        with interrupts.temporary_directory(dir=options.folder, prefix=".offload-") as scratch:
+            report.absent = declared.absent(options.modes, env["device_type"])
+            here = [mode for mode in options.modes if mode not in report.absent]
             assert declared.groups is not None
-            groups = declared.groups(Wanted(lengths, here, schedule, env["layers"], scratch))
-            measure = _measured(worker, repeats=repeats if declared.timed else 0, memory=declared.memory, notify=notify)
-            fill(report, groups, measure, folder=folder)
+            groups = declared.groups(Wanted(options.lengths, here, schedule, env["layers"], scratch))
+            repeats = options.repeats if declared.timed else 0
+            fill(report, groups, _measured(worker, repeats, declared.memory, notify), folder=options.folder)
     finally:
         worker.close()
     return report
 
 
+def _env(worker: Worker) -> dict[str, Any]:
+    env = worker.ask("env")
+    if worker.failed:
+        raise RunError(f"the model cannot be built: {worker.failed}")
+    return env
+
+
 def fill(report: TableReport, groups: Sequence[Sequence[Entry]], measure: MeasureGroup, *, folder: Path) -> None:
-    """Measure the rows that a report lacks; its file is written after each of them.
+    """Measure the rows that the file of a report lacks, and write it after each row.
 
     Args:
-        report: The report, without rows; those in its file are read first.
+        report: The report, without rows.
         groups: The entries, in groups whose steps alternate.
         measure: Measures a group.
         folder: Directory of the file; it exists.
@@ -109,16 +135,14 @@ def fill(report: TableReport, groups: Sequence[Sequence[Entry]], measure: Measur
     report.save(folder)
 
 
-def _measured(
-    worker: Worker, *, repeats: int, memory: bool, notify: Callable[[str], None] = lambda message: None
-) -> MeasureGroup:
+def _measured(worker: Worker, repeats: int, memory: bool, notify: Callable[[str], None]) -> MeasureGroup:
     """Return a function that measures rows by real steps.
 
     Args:
         worker: The process with the model.
-        repeats: Timed steps of each entry, which alternate; 0 runs one step for its loss.
+        repeats: Alternating timed steps of each entry; 0 runs one step for its loss.
         memory: Measure the memory of a step as well.
-        notify: Called with what is being measured.
+        notify: Called with the current measurement.
     """
 
     def measure(todo: Sequence[Entry], references: Sequence[Entry]) -> Iterator[TableRow]:
@@ -137,9 +161,9 @@ def _measured(
 
         for entry in todo if memory else ():
             rows[entry] = replace(rows[entry], **ask(entry, "memory", "memory"))
-        again = [entry for entry in references if repeats and entry not in rows]
-        for turn in range(repeats + 1):  # the first turn warms up, and is where the loss is from
-            for entry in [*again, *todo]:
+        known = [entry for entry in references if repeats and entry not in rows]
+        for turn in range(repeats + 1):  # the first turn warms up and gives the loss
+            for entry in [*known, *todo]:
                 answer = ask(entry, "time", f"step {turn} of {repeats}")
                 if turn and answer:
                     steps.setdefault(entry, []).append((answer["forward_s"], answer["backward_s"]))
@@ -174,59 +198,46 @@ def _with_times(
 
 
 MARGIN = 0.05
-"""Part of a budget that is left free where a step is simulated."""
+"""Fraction of the budget that a simulated step leaves free."""
 
 TRIAL_SECONDS = 1800.0
-"""A step that takes longer does not fit."""
+"""Timeout of a measured trial."""
 
 
 def lengths_report(
-    recipe: TrainingSettings,
-    job: Job,
-    budget: Budget,
-    method: str,
-    *,
-    modes: Sequence[Mode],
-    folder: Path,
-    command: str,
-    asked: dict[str, Any],
-    notify: Callable[[str], None],
+    recipe: TrainingSettings, job: Job, options: TableOptions, asked: dict[str, Any], notify: Callable[[str], None]
 ) -> TableReport:
-    """Make the table of longest sequences: whole training steps of the recipe, its optimizer included.
+    """Make the table of longest sequences: whole training steps of the recipe, with its optimizer.
 
     Args:
-        recipe: The recipe; the other schedules differ from its own in what their rows name.
+        recipe: The recipe; the rows of other schedules change what their labels name.
         job: Its model, to measure.
-        budget: Bytes a step may take.
-        method: ``measure`` on the device at hand, each trial in a process of its own, or ``simulate`` one.
-        modes: The modes that get rows.
-        folder: Directory of the table's file; it exists.
-        command: Command line that makes the table again.
+        options: Options of the command line.
         asked: Settings that the figures depend on, as JSON values.
-        notify: Called with what is being tried.
+        notify: Called with the current trial.
 
     Raises:
         ArgumentError: There is no budget, and no device that has one.
     """
-    if budget.device_bytes is None and (method == "simulate" or choose_device(recipe.device).type == "cpu"):
+    device_bytes, host_bytes, disk_bytes = options.sizes
+    budget, simulates = Budget(device_bytes, host_bytes, disk_bytes), options.method == "simulate"
+    if budget.device_bytes is None and (simulates or choose_device(recipe.device).type == "cpu"):
         raise ArgumentError("there is no device to fill", mend="add --device-memory 80GiB, the size to keep to")
     notify("building the model")
-    make = _simulated_lengths if method == "simulate" else _measured_lengths
-    env, attempt = make(recipe, job, budget)
-    report = TableReport("max-length", command, {**asked, "budget": str(budget), "method": method}, env)
-    with interrupts.temporary_directory(dir=folder, prefix=".offload-") as scratch:
+    env, attempt = (_simulated_lengths if simulates else _measured_lengths)(recipe, job, budget)
+    asked = {**asked, "budget": str(budget), "method": options.method}
+    report = TableReport("max-length", options.command, asked, env)
+    with interrupts.temporary_directory(dir=options.folder, prefix=".offload-") as scratch:
         entries = length_entries(make_schedule(recipe.engine), scratch)
-        groups = [[entry] for entry in entries if entry.case.mode in modes]
-        fill(report, groups, longest_by(attempt, budget, notify), folder=folder)
+        groups = [[entry] for entry in entries if entry.case.mode in options.modes]
+        fill(report, groups, longest_by(attempt, budget, notify), folder=options.folder)
     return report
 
 
 def _measured_lengths(recipe: TrainingSettings, job: Job, budget: Budget) -> tuple[dict[str, Any], TryLength]:
     worker = Worker(job)
     try:
-        env = worker.ask("env")
-        if worker.failed:
-            raise RunError(f"the model cannot be built: {worker.failed}")
+        env = _env(worker)
     finally:
         worker.close()
 
@@ -234,7 +245,8 @@ def _measured_lengths(recipe: TrainingSettings, job: Job, budget: Budget) -> tup
         engine = recipe.engine.model_copy(update={**asdict(entry.case.schedule), "schedule": "fixed"})
         changed = recipe.model_copy(update={"engine": engine})
         prepare = partial(prepare_step, changed, str(choose_device(recipe.device)), budget)
-        return run_trial(prepare, Shape(entry.case.mode, length, job.batch_size), budget, seconds=TRIAL_SECONDS)
+        run = measured(prepare, budget, seconds=TRIAL_SECONDS)
+        return run(Shape(entry.case.mode, length, job.batch_size), lambda phase: None)
 
     return env, attempt
 
@@ -245,10 +257,10 @@ def _simulated_lengths(recipe: TrainingSettings, job: Job, budget: Budget) -> tu
     recipe = precise(recipe)
     model = make_blueprint(recipe, kernels)
     env = env_of(model, job, torch.device("meta"))
-    whole = recipe_workload(recipe, model, task_of(recipe).shortest, kernels)
+    shortest = recipe_workload(recipe, model, task_of(recipe).shortest, kernels)
 
     def attempt(entry: Entry, length: int) -> Outcome:
-        workload = replace(whole, length=length, mode=entry.case.mode)
+        workload = replace(shortest, length=length, mode=entry.case.mode)
         found = simulate(workload, entry.case.schedule)
         outcome = Outcome(True, "", "", "", found.peak_bytes, found.host_bytes, found.disk_bytes, terms=found.terms)
         filled = (1 + MARGIN) * (budget.share_of(found.peak_bytes, found.host_bytes, found.disk_bytes) or 0)
@@ -258,21 +270,12 @@ def _simulated_lengths(recipe: TrainingSettings, job: Job, budget: Budget) -> tu
     return env, attempt
 
 
-WITHIN = Range(first=2048, least=256, most=1 << 27, step=256, grain=64)
-"""Tokens: where to begin, where to stop; a multiple of the grain."""
-
 TryLength = Callable[[Entry, int], Outcome]
-"""A step of so many tokens, real or simulated."""
+"""``(entry, length) -> outcome`` of a real or simulated step."""
 
 
 def longest_by(attempt: TryLength, budget: Budget, notify: Callable[[str], None]) -> MeasureGroup:
-    """Return a function that measures rows by a search over lengths.
-
-    Args:
-        attempt: Tries a length.
-        budget: The budget that a step has to fit.
-        notify: Called with what is being tried.
-    """
+    """Return a function that measures rows by a search over lengths."""
 
     def measure(todo: Sequence[Entry], references: Sequence[Entry]) -> Iterator[TableRow]:
         for entry in todo:
@@ -291,7 +294,7 @@ def _longest(entry: Entry, attempt: TryLength, budget: Budget, notify: Callable[
         (fitted if outcome.fits else failed)[length] = outcome
         return Attempt(outcome.fits, budget.share_of(outcome.peak_bytes, outcome.host_bytes, outcome.disk_bytes))
 
-    found = search_largest(tried, WITHIN).fits
+    found = search_largest(tried, LENGTHS).fits
     row = replace(entry.new_row(), max_length=found)
     if not found:
         return replace(row, error=f"not even {min(failed):,} tokens: {failed[min(failed)].reason}")

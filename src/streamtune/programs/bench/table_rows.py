@@ -1,4 +1,4 @@
-"""The tables of a benchmark as data: the rows to measure, their figures, and the file that they are saved in."""
+"""Tables of a benchmark as data: the rows to measure, their figures, and the file that a stopped table resumes from."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from streamtune.train.staging import check_outputs, write_output
 TableName = Literal["bp-time", "max-length", "memory", "ablation", "prefix-sharing"]
 
 DEFAULT = "the recipe's schedule"
-"""Label of the row that the others of an ablation are compared with."""
+"""Label of the row that an ablation compares the others with."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A row to measure: its case and its name.
+    """A row to measure.
 
     Attributes:
-        label: Its name, by what is special about it.
-        section: The heading above it; empty where the table has none.
-        to_checkpoint, to_default: True if others of its group are compared with it.
+        label: Name of the row.
+        section: Heading above it; empty if the table has none.
+        to_checkpoint, to_default: The other rows of its group are compared with it.
     """
 
     case: Case
@@ -38,7 +38,7 @@ class Entry:
     to_default: bool = False
 
     def new_row(self) -> TableRow:
-        """Return its row, without figures."""
+        """Return the row, without figures."""
         case = self.case
         schedule = {**asdict(case.schedule), "offload_dir": None} if case.mode.startswith("stream") else None
         return TableRow(case.mode, case.length, self.label, self.section, schedule)
@@ -46,22 +46,21 @@ class Entry:
 
 @dataclass(frozen=True)
 class TableRow:
-    """The figures of an entry; None where it was not measured or could not be.
+    """The figures of an entry; None if not measured.
 
     Attributes:
-        label, section: Those of the entry.
-        schedule: The schedule of a streamed step; None for a mode without one.
-        error: The reason why there are no figures.
-        peak_bytes: Peak on the device, weights and gradients included.
-        terms: Bytes of that peak by what they are.
-        activation_bytes: Peak beyond weights, gradients and stored layer inputs, head included.
-        layer_activation_bytes: The same without the head.
+        schedule: Schedule of a streamed step; None for a mode without one.
+        error: Reason why there are no figures.
+        peak_bytes: Peak on the device, with weights and gradients.
+        terms: Bytes of the peak, by kind.
+        activation_bytes: Peak beyond weights, gradients and stored layer inputs, with the head.
+        layer_activation_bytes: The same peak without the head.
         host_bytes, disk_bytes: Peaks of the bytes kept there.
-        forward_s, backward_s: Seconds, medians.
-        to_checkpoint, to_default: Time over that of gradient checkpointing and of the default schedule, medians of
+        forward_s, backward_s: Median seconds.
+        to_checkpoint, to_default: Step time relative to gradient checkpointing and to the default schedule, medians of
             paired steps.
-        loss, grad_norm: Those of the first step.
-        max_length: The longest sequence that fits, where that was searched for.
+        loss, grad_norm: Loss and gradient norm of the first step.
+        max_length: The longest sequence that fits, if searched.
     """
 
     mode: Mode
@@ -86,7 +85,6 @@ class TableRow:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of forward and backward together."""
         return None if self.forward_s is None or self.backward_s is None else self.forward_s + self.backward_s
 
 
@@ -95,8 +93,8 @@ class TableReport:
     """A table with the origin of its figures.
 
     Attributes:
-        command: The command line that measures it again.
-        asked: The settings that the figures depend on: a finished row is used again only where all are the same.
+        command: Command line that measures it again.
+        asked: Settings that the figures depend on; a finished row is reused only if all are equal.
         env: The machine and the versions.
         absent: Modes that could not run here, with the reason.
     """
@@ -110,19 +108,18 @@ class TableReport:
 
     @property
     def stem(self) -> str:
-        """Name of its files, without the extension: the table, the budget if it has one, the device."""
+        """Name of its files without extension: table, budget if any, device."""
         device = "cpu" if self.env["device_type"] == "cpu" else self.env["device"]
         name = f"{self.table} {self.asked.get('budget', '')} {device}"
         return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
     @property
     def unit(self) -> tuple[str, int]:
-        """The unit its bytes are shown in, and the bytes of that unit: GiB if a peak is 16 GiB or more, else MiB."""
+        """Unit of its bytes, as name and size: GiB if a peak is 16 GiB or more, else MiB."""
         largest = max((row.peak_bytes or 0 for row in self.rows), default=0)
         return ("GiB", 1 << 30) if largest >= 16 << 30 else ("MiB", 1 << 20)
 
     def describe(self) -> str:
-        """Return one line on the model and the machine."""
         env = self.env
         million = env["parameters"] / 1e6
         size = f"{million / 1000:.1f}B" if million >= 1000 else f"{million:.1f}M"
@@ -135,12 +132,12 @@ class TableReport:
         return f"{model}, batch {env['batch_size']}; {machine}, torch {env['torch']}"
 
     def row(self, entry: Entry) -> TableRow | None:
-        """Return the row of an entry; None if there is none yet."""
+        """Return the row of an entry; None if not measured yet."""
         asked = (entry.case.mode, entry.case.length, entry.label)
         return next((row for row in self.rows if (row.mode, row.length, row.label) == asked), None)
 
     def errors_of(self, row: TableRow) -> dict[str, float]:
-        """Return the relative errors of loss and gradient norm to plain autograd's (if missing, checkpointing's)."""
+        """Return relative errors of loss and gradient norm, against plain autograd or else checkpointing."""
         for mode in ("plain", "checkpoint"):
             truth = next(
                 (r for r in self.rows if (r.mode, r.length) == (mode, row.length) and r.loss is not None), None
@@ -155,28 +152,24 @@ class TableReport:
         return {**vars(self), "rows": [{**asdict(row), "errors": self.errors_of(row)} for row in self.rows]}
 
     def save(self, folder: Path) -> Path:
-        """Write the document, so that there is never half of one, and return its path."""
+        """Write the document atomically, and return its path."""
         path = folder / f"{self.stem}.json"
         write_output(path, f"{json.dumps(self.to_json(), indent=1)}\n".encode())
         return path
 
     def check(self, folder: Path) -> None:
-        """Refuse a folder in which the files of the table cannot be written.
-
-        Raises:
-            ArgumentError: One of their names is a link or a folder, or nothing can be written there.
-        """
+        """Refuse a folder in which a file of the table cannot be written, or is a link or a folder."""
         check_outputs(folder, [f"{self.stem}.{ending}" for ending in ("md", "json", "png")])
 
     def resume(self, folder: Path) -> None:
-        """Take over the rows of an earlier run with the same settings on the same machine."""
+        """Reuse the rows of an earlier run with the same settings on the same machine."""
         path = folder / f"{self.stem}.json"
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
             if before["asked"] == self.asked and before["env"] == self.env:
                 names = {f.name for f in fields(TableRow)}
                 self.rows = [TableRow(**{k: v for k, v in row.items() if k in names}) for row in before["rows"]]
-        except (OSError, ValueError, KeyError, TypeError):  # none, or not one of ours: measured anew
+        except (OSError, ValueError, KeyError, TypeError):  # missing, or not our file
             return
 
 
@@ -184,15 +177,13 @@ class TableReport:
 
 
 def ablation_entries(schedule: Schedule, length: int, layers: int, folder: str) -> list[Entry]:
-    """Return the entries of an ablation: schedules that differ in a single choice, and a few that combine them.
-
-    The baselines come first. Each choice is there on its own, the ends of its range included.
+    """Return the entries of an ablation: baselines, schedules that differ in one choice, and a few combinations.
 
     Args:
-        schedule: The schedule that all are compared with.
+        schedule: The schedule to compare with.
         length: Tokens of a row.
         layers: Decoder layers of the model.
-        folder: Directory for the file of a schedule that offloads to disk.
+        folder: Directory for schedules that offload to disk.
     """
     entries = [
         Entry(Case("plain", length), LABELS["plain"], "compared with"),
@@ -209,7 +200,7 @@ def ablation_entries(schedule: Schedule, length: int, layers: int, folder: str) 
 
 
 def _changes(schedule: Schedule, length: int, layers: int, folder: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the section, the label and the changed fields of each entry."""
+    """Yield (section, label, changed fields)."""
     disk = {"offload": "disk", "offload_dir": folder}
     half = max(1, layers // 2)
     for size in _around(schedule.chunk_size, length):
@@ -241,16 +232,16 @@ def _changes(schedule: Schedule, length: int, layers: int, folder: str) -> Itera
 
 
 def _around(size: int, length: int) -> list[int]:
-    """Return a quarter, a half, twice and four times a size, within the sequence."""
+    """Return 1/4, 1/2, 2 and 4 times a size, limited to the sequence."""
     return sorted({min(length, max(1, s)) for s in (size // 4, size // 2, 2 * size, 4 * size)} - {size})
 
 
 def length_entries(schedule: Schedule, folder: str) -> list[Entry]:
-    """Return entries of plain autograd, gradient checkpointing, and streaming by several schedules.
+    """Return entries of plain autograd, gradient checkpointing, and streaming with several schedules.
 
     Args:
-        schedule: The schedule that the others differ from in the fields that their labels name.
-        folder: Directory for the file of a schedule that offloads to disk.
+        schedule: The base schedule; the others change the fields that their labels name.
+        folder: Directory for schedules that offload to disk.
     """
     host, disk = {"offload": "host"}, {"offload": "disk", "offload_dir": folder}
     least = {"levels": 2, "stream_grads": True}
@@ -271,7 +262,6 @@ def length_entries(schedule: Schedule, folder: str) -> list[Entry]:
 
 
 def mode_entries(modes: Sequence[Mode], length: int, schedule: Schedule) -> list[Entry]:
-    """Return an entry for each mode at a length."""
     return [
         Entry(
             Case(mode, length, schedule),
@@ -284,7 +274,7 @@ def mode_entries(modes: Sequence[Mode], length: int, schedule: Schedule) -> list
 
 
 def sharing_entries(prompt: int, schedule: Schedule) -> list[Entry]:
-    """Return the entries of a shared prompt: each layout streamed, and checkpointing of the rows one after another."""
+    """Return the entries of a shared prompt: each layout streamed, and the rows one by one with checkpointing."""
     layouts: tuple[Layout, ...] = ("batch", "turns", "shared")
     rows = [
         Entry(Case("stream", prompt, schedule, layout), SHARING[layout], "StreamTune", to_default=layout == "batch")

@@ -1,0 +1,361 @@
+"""The two ways to try a step of a recipe: run it, or simulate it.
+
+    prepare_step   makes a whole training step on random tokens; a trial runs it in its own process
+    simulated      runs steps on ``meta`` tensors, for a device that may be elsewhere
+
+A measured step uses the training loop's own functions with the recipe's own objective and reference, on batches shaped
+like the recipe's (:meth:`streamtune.tasks.task.Task.random_step`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from streamtune import train
+from streamtune.base.model_facts import model_device
+from streamtune.base.text import show_size
+from streamtune.engine import StreamHandle
+from streamtune.errors import ArgumentError
+from streamtune.optim import BlockAdamW
+from streamtune.plan.budget import Budget, Limits, device_name
+from streamtune.plan.planner import choose
+from streamtune.plan.rates import Device, Rates
+from streamtune.plan.refusal import excess_of, smallest_step
+from streamtune.plan.simulate.memory import device_held_bytes
+from streamtune.plan.simulate.scored import Completions, PlainScores, use_checkpointing
+from streamtune.plan.simulate.simulate import Simulation, simulate
+from streamtune.plan.simulate.workload import Workload
+from streamtune.plan.traffic import Pace
+from streamtune.programs.probe.probe import ProbeTask, Trial
+from streamtune.programs.probe.trial import BudgetExceededError, Cause, Outcome, Shape, TrainingStep
+from streamtune.recipe.keys.engine import EngineSpec
+from streamtune.recipe.settings import TrainingSettings
+from streamtune.run.cluster import RanksAsked, cluster_of, links_for
+from streamtune.run.device import prepare_libraries, stream_model
+from streamtune.run.model import make_model_alone, make_reference_alone, train_largest
+from streamtune.run.plan import (
+    LongestStep,
+    announced,
+    blueprints,
+    place_recipe,
+    plan_model,
+    recipe_workload,
+    shares_prompts,
+)
+from streamtune.run.precision import precise
+from streamtune.run.ranks import local_backend, local_optimizer
+from streamtune.run.reference import streamed
+from streamtune.run.tiers import is_hopeless, placements
+from streamtune.schedule import Schedule
+from streamtune.tasks import Task, task_of
+from streamtune.tasks.preference import GivenReference
+from streamtune.tasks.task import RandomStep, TrialStep
+from streamtune.train.loop import take_gradients
+from streamtune.train.step import explain_out_of_memory
+
+
+def prepare_step(recipe: TrainingSettings, device_name: str, budget: Budget, shape: Shape) -> TrainingStep:
+    """Make the model, the optimizer and the step of a trial, in its process.
+
+    Raises:
+        BudgetExceededError: No schedule fits this shape.
+    """
+    device = torch.device(device_name)
+    prepare_libraries(device)
+    recipe = _placed(task_of(recipe), shape, budget, device) if shape.mode == "stream" else precise(recipe)
+    task = task_of(recipe)
+    model = make_model_alone(recipe, device)
+    held = make_reference_alone(recipe, device, task.reference_name) if task.holds_reference else None
+    share = shape.mode == "stream" and task.can_share(model, beside=held)
+    handle: StreamHandle | None = None
+    if shape.mode == "stream":
+        schedule = _planned(task, model, shape, budget, share, 0 if held is None else device_held_bytes(held))
+        handle = stream_model(recipe, model, schedule)
+    elif shape.mode == "checkpoint":
+        use_checkpointing(model)
+    train_largest(recipe, model)
+    optimizer = local_optimizer(recipe, model)
+    if isinstance(optimizer, BlockAdamW):
+        optimizer.train_together()
+    trial = TrialStep(
+        model=model,
+        handle=handle,
+        scorer=PlainScores(model) if handle is None else handle,
+        reference=make_reference(task, model, handle, held),
+        length=shape.length,
+        batch_size=shape.batch_size,
+        share=share,
+    )
+    return TrainingStep(
+        model, optimizer, partial(take_step, recipe, trial, optimizer, task.random_step(trial)), handle, held
+    )
+
+
+def make_reference(
+    task: Task[Any], model: Any, handle: StreamHandle | None, held: Any | None
+) -> train.Reference | None:
+    """Return the reference: the model without its adapters, the second model ``held``, or given log-probs.
+
+    Args:
+        task: The task.
+        model: The trained model.
+        handle: Engine of the model; None if it is not streamed.
+        held: The second model, if there is one.
+
+    Returns:
+        None if the loss has no reference.
+    """
+    if not task.compares:
+        return None
+    if task.precomputes:
+        return GivenReference()
+    return reference_model(task, model, handle, held)
+
+
+def reference_model(task: Task[Any], model: Any, handle: StreamHandle | None, held: Any | None) -> train.ModelReference:
+    """Return the reference that runs: ``held``, or the model without its adapters; streamed if the model is."""
+    if handle is not None and held is not None:
+        return streamed(held, handle, temperature=task.temperature)
+    called = model if held is None else held
+    scorer: Any = PlainScores(called) if handle is None else handle
+    return train.ModelReference(called, scorer, temperature=task.temperature)
+
+
+def _placed(task: Task[Any], shape: Shape, budget: Budget, device: torch.device) -> TrainingSettings:
+    """Return the recipe as resolved for batches of this shape: precision, and weights or optimizer on the host."""
+    recipe = task.recipe
+
+    def completions(model: Any) -> Completions | None:
+        return task.completions(share=task.scores and shares_prompts(task, model, device))
+
+    sizes = _sized(recipe.engine, budget)
+    return place_recipe(recipe, shape.length, device, completions, sizes=sizes, rows=shape.batch_size)
+
+
+def _sized(engine: EngineSpec, budget: Budget) -> EngineSpec:
+    """Return the engine settings with the memory of a budget."""
+    sizes = {"device_memory": budget.device_bytes, "host_memory": budget.host_bytes, "disk_memory": budget.disk_bytes}
+    given = {name: f"{size}B" for name, size in sizes.items() if size is not None}
+    return engine.model_copy(update={**given, "margin": budget.margin})
+
+
+def _planned(
+    task: Task[Any], model: Any, shape: Shape, budget: Budget, share: bool, reference_bytes: int
+) -> Schedule | None:
+    """Return the planner's schedule for batches of this shape; None if the recipe fixes the schedule."""
+    recipe = task.recipe
+    if recipe.engine.schedule == "fixed":
+        return None
+    engine = _sized(recipe.engine, budget)
+    like = recipe.model_copy(update={"engine": engine, "per_device_train_batch_size": shape.batch_size})
+    device = model_device(model)
+    completions = task.completions(share=share)
+    try:
+        return plan_model(like, model, LongestStep(shape.length, completions, reference_bytes), device).schedule
+    except ArgumentError as error:
+        raise BudgetExceededError("device", f"device memory: {error.what}") from error
+
+
+def take_step(
+    recipe: TrainingSettings, trial: TrialStep, optimizer: torch.optim.Optimizer, random_step: RandomStep
+) -> float:
+    """Run one optimizer step, as ``train.loop`` does; return the gradient norm, NaN if only losses were computed."""
+    settings = train.TrainSettings(
+        total_steps=1,
+        steps_per_epoch=1,
+        max_grad_norm=recipe.max_grad_norm,
+        eval_steps=0,
+        save_steps=0,
+        save_total_limit=1,
+        bf16=bool(recipe.bf16),
+        seed=recipe.seed,
+        out_of_memory_mend="",
+    )
+    objective, make_batches = random_step
+    batches = make_batches()
+    backend = local_backend(recipe, trial.model, optimizer)
+    context = train.StepContext(backend, objective, settings, trial.handle)
+    gradients = partial(take_gradients, context, batches, step=1, stop=train.StopRequest())
+    if recipe.clip_norm == "lagged":
+        backend.load_state({"norm_before": recipe.max_grad_norm})  # as after a first step, which takes two backwards
+    backend.begin_step(0.0, gradients)
+    gradients()
+    norm = backend.clip_gradients(settings.max_grad_norm)
+    # A learning rate of 0: the whole update runs, and random tokens change no weight.
+    with explain_out_of_memory("the optimizer at step 1", batches, settings.out_of_memory_mend):
+        backend.step(0.0)
+    backend.close()
+    return norm
+
+
+# --- simulated -------------------------------------------------------------------------------------------------------
+
+
+def simulated(
+    recipe: TrainingSettings,
+    task: ProbeTask,
+    target: Device | None,
+    here: torch.device,
+    rates: Rates,
+    asked: RanksAsked,
+) -> SimulatedTrials:
+    """Return a function that makes trials by simulation.
+
+    Args:
+        recipe: The recipe.
+        task: Gives the budget, with all sizes.
+        target: The simulated device; None is the local device.
+        here: The local device.
+        rates: Rates of the simulated device.
+        asked: Number of ranks and nodes on the command line.
+    """
+    device = torch.device("cuda") if target is not None else here
+    model_of = blueprints(device)
+    model = model_of(precise(recipe))
+    cluster = cluster_of(recipe, model, asked, links_for(target, here))
+    ranks = cluster.ranks_per_node
+    limits = Limits(
+        device_bytes=(task.device_bytes or 0) // (ranks if device.type == "cpu" else 1),
+        host_bytes=(task.host_bytes or 0) // ranks,
+        disk_bytes=(task.disk_bytes or 0) // ranks,
+        margin=task.margin,
+        shared=device.type == "cpu",
+    )
+    env: dict[str, Any] = {
+        "device": target.title if target is not None else device_name(here),
+        "device_bytes": task.device_bytes,
+        "rates": rates.source,
+        "torch": torch.__version__,
+    }
+    if cluster.ranks > 1:
+        env |= {"cluster": {**asdict(cluster), "describe": cluster.describe()}, "device_bytes": limits.device_bytes}
+    rates = replace(rates, host_bandwidth=rates.host_bandwidth / ranks)
+    tiers = [
+        PlacedStep(
+            recipe_workload(choice, model_of(choice), task_of(choice).shortest, device, cluster=cluster),
+            choice.engine.written(),
+        )
+        for choice in placements(recipe, limits, cluster)
+    ]
+    return SimulatedTrials(tiers, limits, rates, task.schedule, env)
+
+
+@dataclass(frozen=True)
+class PlacedStep:
+    """A step with its weights and optimizer in one memory."""
+
+    workload: Workload
+    """The step, at any length."""
+    written: dict[str, Any]
+    """The fields of its schedule that the recipe gives."""
+
+
+@dataclass
+class SimulatedTrials:
+    """Makes trials by simulating their steps.
+
+    With a fixed schedule, a trial simulates it. Otherwise a length fits if the schedule of least memory fits. Such a
+    trial has no seconds, since a run would use another schedule. :meth:`planned` gives the longest length the plan and
+    the seconds of ``streamtune plan``. Placements on the host are tried if the device alone is too small.
+    """
+
+    tiers: list[PlacedStep]
+    """Placements of weights and optimizer, in the order of the attempts."""
+    limits: Limits
+    rates: Rates
+    schedule: Schedule | None
+    """The recipe's schedule; None if the planner picks one."""
+    env: dict[str, Any]
+    used: dict[Shape, PlacedStep] = field(default_factory=dict)
+    """The placement of each shape's outcome: the first that fits, or the one that is exceeded least."""
+    _too_large: dict[int, int] = field(default_factory=dict)
+    """Tokens of the smallest shape that did not fit, by the index of the placement; larger ones are not tried there."""
+
+    def __call__(self, shape: Shape, tell: Callable[[str], None]) -> Outcome:
+        step = _shaped(self.tiers[0].workload, shape)
+        if shape.mode != "stream" or self.schedule is not None:
+            schedule = self.schedule or Schedule()  # a baseline does not read it
+            return self._judged(step, simulate(step, schedule), schedule)
+        tried: list[tuple[float, PlacedStep, Outcome]] = []
+        for number, tier in enumerate(self.tiers):
+            step = _shaped(tier.workload, shape)
+            size = shape.length * shape.batch_size
+            if number < len(self.tiers) - 1 and (
+                size >= self._too_large.get(number, size + 1) or is_hopeless(step, tier.written, self.limits)
+            ):
+                continue
+            with suppress(ArgumentError) if tried else nullcontext():  # given fields may contradict weights on the host
+                schedule, found = smallest_step(step, self.limits, tier.written, simulate)
+                excess = excess_of(found, self.limits)
+                tried.append((excess, tier, replace(self._judged(step, found, schedule), step_seconds=None)))
+                if excess <= 0:
+                    break
+                self._too_large[number] = min(size, self._too_large.get(number, size))
+        _, self.used[shape], outcome = min(tried, key=lambda each: each[0])
+        return outcome
+
+    def planned(self, trial: Trial, notify: Callable[[str], None] = lambda message: None) -> Trial:
+        """Return the trial with the fastest schedule that fits."""
+        if self.schedule is not None or trial.shape.mode != "stream":
+            return trial
+        tier = self.used[trial.shape]
+        step = _shaped(tier.workload, trial.shape)
+        plan = choose(step, self.limits, self.rates, fixed=tier.written, simulate=announced(notify))
+        return replace(trial, outcome=self._judged(step, plan.simulation, plan.schedule))
+
+    def _judged(self, step: Workload, simulation: Simulation, schedule: Schedule) -> Outcome:
+        pace, ranks = Pace(step, self.rates), step.cluster.ranks_per_node
+        outcome = _judged(simulation, schedule, self.limits, pace)
+        alone = step.cluster.ranks == 1
+        if not alone:
+            outcome = replace(outcome, reason=outcome.reason.replace("the step takes", "a rank's step takes"))
+        return replace(
+            outcome,
+            host_bytes=ranks * simulation.host_bytes,  # of the whole node
+            disk_bytes=ranks * simulation.disk_bytes,
+            host_terms={name: ranks * size for name, size in simulation.host_terms.items()},
+            traffic=None if alone else pace.traffic(schedule).to_json(),
+            env=self.env,
+        )
+
+
+def _shaped(workload: Workload, shape: Shape) -> Workload:
+    return replace(workload, mode=shape.mode, length=shape.length, batch_size=shape.batch_size)
+
+
+def _used(simulation: Simulation, limits: Limits) -> dict[Cause, tuple[int, int]]:
+    """Return (bytes used, bytes usable) of each tier."""
+    shared = simulation.host_bytes if limits.shared else 0
+    return {
+        "device memory": (simulation.peak_bytes + shared, limits.device),
+        "host memory": (simulation.host_bytes - shared, limits.host),
+        "disk memory": (simulation.disk_bytes, limits.disk),
+    }
+
+
+def _judged(simulation: Simulation, schedule: Schedule, limits: Limits, pace: Pace) -> Outcome:
+    """Return the outcome of a simulated step; if it does not fit, the cause is the tier that lacks most."""
+    tiers = _used(simulation, limits)
+    cause = max(tiers, key=lambda name: tiers[name][0] - tiers[name][1])
+    used, usable = tiers[cause]
+    outcome = Outcome(
+        fits=used <= usable,
+        peak_bytes=simulation.peak_bytes,
+        host_bytes=simulation.host_bytes,
+        disk_bytes=simulation.disk_bytes,
+        step_seconds=pace.seconds(simulation.work, schedule),
+        terms=simulation.terms,
+        schedule=schedule,
+    )
+    if outcome.fits:
+        return outcome
+    left = f" ({limits.margin:.0%} is left free)" if limits.margin else ""
+    where = f" in the {simulation.phase}" if cause == "device memory" else ""
+    reason = f"{cause}: the step takes {show_size(used)}{where} of {show_size(usable)}{left}"
+    return replace(outcome, cause=cause, reason=reason)

@@ -1,0 +1,431 @@
+"""The four trackers behind one contract, and whether their packages are installed.
+
+    start -> (log | text | note)* -> picture* -> close
+
+Every method is called in one thread, in order. An error that a method raises drops the tracker for the rest of the run.
+The module is light: a package is imported by :meth:`Tracker.start`, or by the first method that needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from configparser import ConfigParser
+from configparser import Error as ConfigParserError
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from streamtune.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from streamtune.train import RunFacts
+
+PACKAGES = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "trackio": ("trackio", "trackio"),
+}
+"""Name in ``report_to``: the module to import, and the package that has it."""
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Refuse trackers whose package is not installed.
+
+    Args:
+        names: Keys of :data:`PACKAGES`.
+    """
+    missing = [name for name in names if not _is_installed(PACKAGES[name][0])]
+    if missing:
+        named = " and ".join(f"'{name}'" for name in missing)
+        packages = " ".join(PACKAGES[name][1] for name in missing)
+        raise ArgumentError(
+            f"report_to names {named}, which {'is' if len(missing) == 1 else 'are'} not installed",
+            where="report_to",
+            mend=f"pip install 'streamtune[trackers]' (or only: pip install {packages}), or take it out of report_to",
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # a module of that name without a spec, such as one set to None
+        return False
+
+
+PROJECT = "streamtune"
+
+
+@dataclass
+class Tracker(ABC):
+    """One run at one tracker.
+
+    Args:
+        facts: The run.
+        ids: Result of :meth:`start` when the run was started; empty the first time.
+        offline: Write local files only.
+    """
+
+    facts: RunFacts
+    ids: Mapping[str, Any]
+    offline: bool
+
+    name: ClassVar[str] = ""
+    """Name in ``report_to``."""
+
+    @property
+    def resumed(self) -> bool:
+        """True if the tracker has this run already."""
+        return bool(self.ids)
+
+    @property
+    def folder(self) -> Path:
+        """Folder for local files in the run directory."""
+        return self.facts.directory / self.name
+
+    @abstractmethod
+    def start(self) -> dict[str, Any]:
+        """Open or resume the run, log recipe, versions and plan, and return the ids to keep."""
+
+    @abstractmethod
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the numbers of a step or of an evaluation."""
+
+    @abstractmethod
+    def text(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """Log completions of the model."""
+
+    @abstractmethod
+    def picture(self, step: int, path: Path) -> None:
+        """Log a PNG file."""
+
+    def note(self, name: str, details: Mapping[str, Any]) -> None:  # noqa: B027 (not every tracker has a place for it)
+        """Log an event of the run."""
+
+    @abstractmethod
+    def close(self, status: str) -> None:
+        """Flush, and end the run as ``finished``, ``stopped`` or ``failed``."""
+
+
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numeric fields of a line of ``metrics.jsonl``, without its step."""
+    return {name: float(value) for name, value in record.items() if name != "step" and isinstance(value, (int, float))}
+
+
+def facts_of(facts: RunFacts) -> dict[str, Any]:
+    """Return recipe, versions and plan: logged once, at the start."""
+    more = {"run": facts.run, "total_steps": facts.total_steps}
+    return {"recipe": dict(facts.recipe), "versions": dict(facts.versions), "plan": dict(facts.plan), **more}
+
+
+def flatten(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of every leaf; a list is one leaf."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def project_name(*variables: str) -> str:
+    """Return the first environment variable that is set, or ``streamtune``."""
+    return next((os.environ[name] for name in variables if os.environ.get(name)), PROJECT)
+
+
+# --- TensorBoard ------------------------------------------------------------------------------------------------------
+
+
+class TensorboardTracker(Tracker):
+    """Event files in ``RUN/tensorboard``, online or offline. Repeated steps of a resumed run replace the first ones."""
+
+    name = "tensorboard"
+    _writer: Any
+
+    def start(self) -> dict[str, Any]:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # From the second purge_step of a run on, readers drop steps of earlier files from there.
+        self._writer = SummaryWriter(str(self.folder), purge_step=self.facts.step + 1, flush_secs=10)
+        for part, values in facts_of(self.facts).items():
+            if isinstance(values, Mapping):
+                rows = "".join(f"| {key} | {_cell(value)} |\n" for key, value in flatten(values))
+                self._writer.add_text(part, f"| key | value |\n|---|---|\n{rows}", self.facts.step + 1)
+        for term, size in self.facts.plan.get("terms", {}).items():
+            self._writer.add_scalar(f"plan/terms/{term}", size, self.facts.step + 1)
+        self._writer.flush()
+        return {"folder": self.folder.name}
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step, new_style=True, double_precision=True)
+
+    def text(self, step: int, samples: list[dict[str, Any]]) -> None:
+        for number, sample in enumerate(samples):
+            shown = f"**{_cell(sample['prompt'])}**\n\n```text\n{sample['completion']}\n```"
+            self._writer.add_text(f"samples/{number}", shown, step)
+
+    def note(self, name: str, details: Mapping[str, Any]) -> None:
+        self._writer.add_text("events", f"{name}: `{json.dumps(details)}`", int(details.get("step", self.facts.step)))
+
+    def picture(self, step: int, path: Path) -> None:
+        import numpy as np
+        from PIL import Image
+
+        with Image.open(path) as image:
+            self._writer.add_image(path.name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
+
+    def close(self, status: str) -> None:
+        self._writer.close()
+
+
+def _cell(value: Any) -> str:
+    return _text(value).replace("|", "\\|").replace("\n", " ")
+
+
+# --- Weights & Biases -------------------------------------------------------------------------------------------------
+
+
+WANDB_SECONDS = 25
+"""Timeout of the service: to answer at the start, and to take the rest at the end."""
+
+
+class WandbTracker(Tracker):
+    """Files in ``RUN/wandb``, sent to the service unless offline. A resumed run has the same id.
+
+    Charts are drawn over the metric ``step``. The service cannot change rows: repeated steps of a resumed run are there
+    twice, with the same ``step``.
+    """
+
+    name = "wandb"
+    _run: Any
+
+    def start(self) -> dict[str, Any]:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        if not self.offline:
+            _check_wandb_settings()
+        import wandb
+
+        settings = wandb.Settings(
+            console="off",  # the run directory has our own lines
+            disable_git=True,
+            disable_code=True,
+            x_disable_meta=True,  # arguments and environment may hold secrets
+            silent=True,
+            init_timeout=WANDB_SECONDS,
+            finish_timeout=WANDB_SECONDS,
+        )
+        self.facts.directory.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=project_name("WANDB_PROJECT"),
+            name=os.environ.get("WANDB_NAME") or self.facts.name,
+            id=self.ids.get("id", self.facts.run),
+            resume="allow",
+            dir=str(self.facts.directory),
+            mode="offline" if self.offline else None,
+            config=facts_of(self.facts),
+            allow_val_change=True,
+            settings=settings,
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        return {"id": self._run.id, "project": self._run.project}
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def text(self, step: int, samples: list[dict[str, Any]]) -> None:
+        import wandb
+
+        rows = [[step, each["prompt"], each["completion"]] for each in samples]
+        self._run.log({"step": step, "samples": wandb.Table(columns=["step", "prompt", "completion"], data=rows)})
+
+    def picture(self, step: int, path: Path) -> None:
+        import wandb
+
+        self._run.log({"step": step, path.stem: wandb.Image(str(path))})
+
+    def note(self, name: str, details: Mapping[str, Any]) -> None:
+        self._run.summary[f"events/{name}"] = dict(details)
+
+    def close(self, status: str) -> None:
+        self._run.finish(exit_code=1 if status == "failed" else 0)
+
+
+def _check_wandb_settings() -> None:
+    """Refuse ``wandb/settings`` of the working directory if it sets an address or a key: the run would be sent there.
+
+    Variables of the environment take precedence, so they are allowed.
+    """
+    file = Path(os.environ.get("WANDB_DIR") or ".") / "wandb" / "settings"
+    settings = ConfigParser(interpolation=None)
+    try:
+        settings.read(file)
+        found = dict(settings.items("default"))
+    except (OSError, ValueError, ConfigParserError):  # wandb does not read it either
+        return
+    for name, value in found.items():
+        variable = f"WANDB_{name.upper()}"
+        if variable in ("WANDB_BASE_URL", "WANDB_API_KEY") and variable not in os.environ:
+            shown = value if variable == "WANDB_BASE_URL" else "a key of its own"
+            raise ArgumentError(
+                f"{file} of the working directory sets {name} to {shown}: the run would be logged there",
+                where="report_to",
+                mend=f"set {variable} yourself if that is meant, or remove the line",
+            )
+
+
+# --- MLflow -----------------------------------------------------------------------------------------------------------
+
+
+PARAMETER_CHARACTERS = 500
+"""Length limit of a parameter that every store and version accepts."""
+PARAMETERS_PER_CALL = 90
+"""MLflow takes 100."""
+MLFLOW_DEFAULTS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+}
+"""Environment variables set where the user has not: a server that does not answer is given up within a minute."""
+MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+
+class MlflowTracker(Tracker):
+    """A file store in ``RUN/mlflow``, or the server of ``MLFLOW_TRACKING_URI`` unless offline. A run resumes by its id.
+
+    MLflow keeps every logged value: repeated steps of a resumed run are there twice, the later one with a later time.
+    Parameters cannot change either: one that differs at a resumption becomes a tag.
+    """
+
+    name = "mlflow"
+    _client: Any
+    _id: str
+
+    def start(self) -> dict[str, Any]:
+        for name, value in MLFLOW_DEFAULTS.items():
+            os.environ.setdefault(name, value)
+        import mlflow
+        from mlflow.entities import Metric, Param, RunTag
+
+        self._metric = Metric
+        uri = self._uri()
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        if self.resumed and self.ids.get("tracking_uri") == uri:
+            self._id = str(self.ids["run_id"])
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            project = project_name("MLFLOW_EXPERIMENT_NAME")
+            found = self._client.get_experiment_by_name(project)
+            experiment_id = found.experiment_id if found is not None else self._client.create_experiment(project)
+            self._id = self._client.create_run(experiment_id, run_name=self.facts.name).info.run_id
+        before = self._client.get_run(self._id).data.params
+        values = {key: _short(value) for key, value in flatten(facts_of(self.facts))}
+        fresh = [Param(key, value) for key, value in values.items() if key not in before]
+        changed = [RunTag(key, value) for key, value in values.items() if before.get(key, value) != value]
+        for first in range(0, len(fresh), PARAMETERS_PER_CALL):
+            self._client.log_batch(self._id, params=fresh[first : first + PARAMETERS_PER_CALL])
+        self._client.log_batch(self._id, tags=changed[:PARAMETERS_PER_CALL])
+        self._client.log_dict(self._id, facts_of(self.facts), "run.json")
+        return {"run_id": self._id, "tracking_uri": uri}
+
+    def _uri(self) -> str:
+        """Return the store: the user's, MLflow's default, or files if that default needs SQLAlchemy and has none."""
+        import mlflow
+
+        if not self.offline and os.environ.get("MLFLOW_TRACKING_URI"):
+            return os.environ["MLFLOW_TRACKING_URI"]
+        if not self.offline and find_spec("sqlalchemy") is not None:
+            return str(mlflow.get_tracking_uri())
+        return self.folder.as_uri()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        now = time.time_ns() // 10**6
+        self._client.log_batch(self._id, [self._metric(name, value, now, step) for name, value in values.items()])
+
+    def text(self, step: int, samples: list[dict[str, Any]]) -> None:
+        shown = "\n\n".join(f"## {each['prompt']}\n\n{each['completion']}" for each in samples)
+        self._client.log_text(self._id, shown, f"samples/step-{step:06d}.md")
+
+    def picture(self, step: int, path: Path) -> None:
+        self._client.log_artifact(self._id, str(path))
+
+    def note(self, name: str, details: Mapping[str, Any]) -> None:
+        self._client.set_tag(self._id, f"events.{name}", json.dumps(details))
+
+    def close(self, status: str) -> None:
+        self._client.set_terminated(self._id, status=MLFLOW_STATUS[status])
+
+
+def _short(value: Any) -> str:
+    text = _text(value)
+    return text if len(text) <= PARAMETER_CHARACTERS else text[: PARAMETER_CHARACTERS - 3] + "..."
+
+
+# --- Trackio ----------------------------------------------------------------------------------------------------------
+
+
+TRACKIO_REMOTES = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL")
+
+
+class TrackioTracker(Tracker):
+    """The local database (``TRACKIO_DIR``), or the user's Space or server unless offline. Rows cannot be replaced.
+
+    A run resumes by its name, which ends in a part of our run's id.
+    """
+
+    name = "trackio"
+    _run: Any
+
+    def start(self) -> dict[str, Any]:
+        import trackio
+
+        # Trackio prints to stdout, which a program may read.
+        for module in [found for key, found in sys.modules.items() if key.partition(".")[0] == "trackio"]:
+            module.print = _print_nothing  # type: ignore[attr-defined]
+        if self.offline:
+            for variable in TRACKIO_REMOTES:
+                os.environ.pop(variable, None)
+        ids = dict(self.ids) or {
+            "project": project_name("TRACKIO_PROJECT"),
+            "name": f"{self.facts.name}-{self.facts.run[:6]}",
+        }
+        self._run = trackio.init(**ids, config=facts_of(self.facts), resume="allow", embed=False)
+        return ids
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def text(self, step: int, samples: list[dict[str, Any]]) -> None:
+        import trackio
+
+        shown = "\n\n".join(f"**{each['prompt']}**\n\n{each['completion']}" for each in samples)
+        self._run.log({"samples": trackio.Markdown(shown)}, step=step)
+
+    def picture(self, step: int, path: Path) -> None:
+        import trackio
+
+        self._run.log({path.stem: trackio.Image(str(path))}, step=step)
+
+    def close(self, status: str) -> None:
+        self._run.finish()
+
+
+def _print_nothing(*values: Any, **options: Any) -> None:
+    """Replace ``print``."""
+
+
+CLASSES: dict[str, type[Tracker]] = {
+    kind.name: kind for kind in (TensorboardTracker, WandbTracker, MlflowTracker, TrackioTracker)
+}
+"""The trackers by their name in ``report_to``."""
