@@ -227,7 +227,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_addresses_elsewhere_while_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamtune.data.reading.places.is_offline", lambda: True)
+    monkeypatch.setattr("streamtune.data.reading.data_paths.is_offline", lambda: True)
     with pytest.raises(DataError, match="--offline forbids to connect"):
         texts("s3://bucket/rows.jsonl")
 

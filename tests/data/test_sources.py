@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from streamtune.data.reading.places import hub_rows
+from streamtune.data.reading.data_paths import hub_rows
 from streamtune.data.reading.sources import Source, read_rows
 from streamtune.errors import DataError
 

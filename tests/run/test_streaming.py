@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from streamtune.data.reading.places import hub_rows
+from streamtune.data.reading.data_paths import hub_rows
 from streamtune.errors import DataError, RecipeError
 from streamtune.models import train_tokenizer
 from streamtune.recipe import load_recipe

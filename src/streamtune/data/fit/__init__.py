@@ -1,7 +1,4 @@
-"""Fit rows, trees and prompts to the length: keep, cut or leave out each, write what is kept, and count.
-
-:class:`LengthFit` counts and hashes; the cut, and the text of its error, differ for rows, trees and prompts.
-"""
+"""Fit rows, trees and prompts to the length: keep, cut or leave out each, write what is kept, and count."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from streamtune.base.result_cache import CacheFile, Notify, log
 from streamtune.data.reading.builtin import STDLIB_PATH
+from streamtune.data.reading.data_paths import is_address, load_hub, local_files, remote_files
 from streamtune.data.reading.files import DataFile, open_bytes
-from streamtune.data.reading.places import is_address, load_hub, local_files, remote_files
 from streamtune.data.reading.sources import BUILT_IN, Source
 from streamtune.errors import DataError
 

@@ -22,8 +22,8 @@ from streamtune.data.reading.builtin import (
     stdlib_rows,
 )
 from streamtune.data.reading.cells import column_names
+from streamtune.data.reading.data_paths import hub_rows, is_address, local_files, remote_files
 from streamtune.data.reading.files import DataFile
-from streamtune.data.reading.places import hub_rows, is_address, local_files, remote_files
 from streamtune.data.reading.readers import Row, read_data_file
 from streamtune.errors import DataError, did_you_mean
 
