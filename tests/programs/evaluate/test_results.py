@@ -16,7 +16,7 @@ from streamtune.cli import main
 from streamtune.engine import stream
 from streamtune.models import ModelOptions, init_model
 from streamtune.plan.simulate.memory import LiveBytes
-from streamtune.programs.evaluate.eval_scores import LossSums, context_sentence, score_rows
+from streamtune.programs.evaluate.eval_scores import LossSums, ScoringModel, context_sentence, score_rows
 from streamtune.schedule import Schedule
 from tests.sft_kit import FIXED, QWEN3, RECIPE, run, write_recipe, write_rows
 
@@ -110,7 +110,7 @@ def test_scoring_a_row_holds_less_than_training_on_it() -> None:
         model.zero_grad(set_to_none=True)
         with LiveBytes(model, handle.layers) as scoring:
             found = score_rows(
-                handle, model, [row], batch_size=1, pad_token_id=0, bf16=False, device=torch.device("cpu"),
+                ScoringModel(handle, model, torch.device("cpu"), False), [row], batch_size=1, pad_token_id=0,
                 rows_done=lambda done, rows: None,
             )  # fmt: skip
     assert found.whole.tokens == length - 1

@@ -101,7 +101,7 @@ def evaluate(
 
 
 def _own_recipe(model: Path) -> Path | None:
-    """Return the recipe of a run, also of one whose model or checkpoint is named; None where there is none."""
+    """Return the recipe of a run, given the run, its model or a checkpoint; else None."""
     here = model.resolve()
     for folder in (here, *list(here.parents)[:3]):
         if (folder / "run.json").is_file() and (folder / "recipe.yaml").is_file():
@@ -114,14 +114,12 @@ def _parts(text: str | None) -> list[str]:
 
 
 def _whole(text: str) -> int:
-    """Return a number of tokens."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentError(f"'{text}' is no number of tokens", where="--needle-lengths", mend="write 1024,4096")
     return int(text)
 
 
 def _percent(text: str) -> float:
-    """Return a depth from 0 to 100."""
     try:
         value: Any = float(text)
     except ValueError:
@@ -135,11 +133,10 @@ def _percent(text: str) -> float:
 
 
 BAR = 16
-"""Columns of the longest bar."""
+"""Columns of the longest bar"""
 
 
 def print_evaluation(found: Mapping[str, Any]) -> None:
-    """Print losses or metrics of each split, then needles and tasks of a harness, where there are any."""
     for split, part in found["splits"].items():
         if "positions" in part:
             _print_losses(split, part)
@@ -170,7 +167,7 @@ def _print_losses(split: str, part: Mapping[str, Any]) -> None:
 
 
 def _print_metrics(split: str, part: Mapping[str, Any]) -> None:
-    """Print each metric with its standard error, and a column for each set where there are several."""
+    """Print each metric with its standard error, and a column for each of several sets."""
     sets = part["sets"] if len(part["sets"]) > 1 else []
     table = _table(f"{split}, {part['rows']:,} rows", "mean", "+-", *(plain(each["name"]) for each in sets))
     for name, figure in part["metrics"].items():
@@ -209,7 +206,7 @@ def _show(table: Table) -> None:
 
 
 def _bar(value: float, values: Sequence[float]) -> str:
-    """Return a bar of 1 column for the lowest of ``values`` to :data:`BAR` for the highest, to an eighth of one."""
+    """Return a bar between 1 column for the lowest of ``values`` and :data:`BAR` columns for the highest."""
     low, high = min(values), max(values)
     part = (1 + (BAR - 1) * (value - low) / ((high - low) or 1.0)) / BAR
     if not out.encoding.lower().startswith("utf"):

@@ -1,7 +1,6 @@
-"""The files of an evaluation: eval.json, loss against position, and the needle probe as a map with its figures.
+"""Files of an evaluation: eval.json, loss by position, and the needle probe as a heat map.
 
-``eval.json`` lists the files that were written with it. The next evaluation into the folder replaces these and no
-others.
+``eval.json`` lists the files that were written with it. The next evaluation replaces these files and no others.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def check_folder(folder: Path) -> None:
     """Make a folder for results, before hours are spent on them.
 
     Raises:
-        ArgumentError: It cannot be written to, or a file stands there that no evaluation wrote.
+        ArgumentError: The folder is not writable, or holds a file of this name that no evaluation wrote.
     """
     mine = _written_before(folder)
     for name in NAMES:
@@ -47,7 +46,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _written_before(folder: Path) -> set[str]:
-    """Return the names of the files of the last evaluation into a folder; empty without one."""
+    """Return the file names of the last evaluation in a folder."""
     path = folder / DOCUMENT
     if path.is_symlink():
         return set()
@@ -58,15 +57,15 @@ def _written_before(folder: Path) -> set[str]:
 
 
 def write_results(folder: Path, found: dict[str, Any], *, title: str) -> list[Path]:
-    """Write a document and the pictures of it, and remove those that it does not have; return what was written.
+    """Write a document and its pictures, remove stale pictures, and return the paths written.
 
     Args:
-        folder: From :func:`check_folder`.
-        found: The document; gets ``files``.
+        folder: Folder from :func:`check_folder`.
+        found: Document; ``files`` is added.
         title: Name of the model, for the pictures.
 
     Raises:
-        RunError: They cannot be written.
+        RunError: Writing failed.
     """
     pictures = {POSITIONS: draw_positions(found["splits"], title=title)}
     if found.get("needle") is not None:
@@ -93,17 +92,12 @@ SPLIT_STYLES: dict[str, dict[str, Any]] = {
     "train": {"color": COLOURS["checkpoint"], "marker": "s", "linestyle": "--"},
 }
 DARK = 0.55
-"""Probability from which on a cell is so dark that its figures are white."""
+"""Probability above which a cell is dark and its text white."""
 
 
 @drawn_plainly
 def draw_positions(splits: Mapping[str, Any], *, title: str) -> bytes | None:
-    """Return a PNG of loss against position, with a band of two standard errors; None where there is nothing to draw.
-
-    Args:
-        splits: ``splits`` of the document of an sft recipe.
-        title: Name of the model.
-    """
+    """Return a PNG of loss by position with a band of two standard errors; None if no split has positions."""
     # Slow to import, and only needed here. Figures made without pyplot need no display.
     from matplotlib.figure import Figure
 
@@ -136,12 +130,8 @@ def draw_positions(splits: Mapping[str, Any], *, title: str) -> bytes | None:
 def draw_needles(found: Mapping[str, Any], *, title: str) -> bytes:
     """Return a PNG of the needle probe: a row for each depth, a column for each length.
 
-    A cell has the trials that matched, and the gain in nats for a token of the answer. It is the darker the likelier
-    an answer's token is.
-
-    Args:
-        found: ``needle`` of the document.
-        title: Name of the model.
+    The text of a cell is the trials that matched, and the gain in nats per answer token. The shade is the probability
+    of an answer token.
     """
     from matplotlib.figure import Figure
 
@@ -186,7 +176,7 @@ def _plain_frame(axes: Any) -> None:
 def _png(figure: Any, axes: Any, title: str) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    # A name is no formula: `$` is shown as it is.
+    # A name is not a formula: `$` is shown as it is.
     axes.set_title(plain(title), loc="left", parse_math=False, color=INK, fontsize=11, fontweight="bold", pad=10)
     picture = BytesIO()
     with warnings.catch_warnings():

@@ -1,17 +1,16 @@
-"""Scores of rows by named set: losses of tokens by position, and metrics of pairs and prompts as in training.
-
-The losses tell if more context helps.
+"""Scores of rows by named set: token losses by position, and the training metrics of pairs and prompts.
 
 sets        a file or a dataset
 positions   0 to 15, then by powers of two
-context     of each row, the mean loss in the first third of its positions less that in the last third; only
-            positions from its first trained token to its last count
+context     mean loss in the first third of a row's positions minus the last third, between its first and its last
+            trained token: a positive value says that more context helps
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,28 +23,51 @@ from streamtune.tasks import Task
 from streamtune.tasks.task import Built
 
 DECISIVE = 2.0
-"""Standard errors that a difference is from 0 before it is called one."""
+"""Standard errors between 0 and a significant difference."""
 LEAST_TOKENS = 3
-"""Trained tokens of a row that has thirds."""
+"""Fewest trained tokens of a row with thirds."""
+
+
+@dataclass(frozen=True)
+class ScoringModel:
+    """A streamed model that scores rows, on its device, in bfloat16 or the dtype of its weights."""
+
+    handle: StreamHandle
+    model: Any
+    device: torch.device
+    bf16: bool
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the autocast context of the model's calls."""
+        return train.autocast(self.device, self.bf16)
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean and its standard error, which is None for one value."""
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count < 2:
+        return mean, None
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
 
 
 @dataclass
 class LossSum:
-    """The sum of the losses of some tokens, and of their squares."""
+    """Count, sum and sum of squares of token losses."""
 
     tokens: int = 0
     total: float = 0.0
     squares: float = 0.0
 
     def add(self, losses: torch.Tensor) -> None:
-        """Add the losses of some tokens, ``[K]``."""
+        """Add token losses, ``[K]``."""
         wide = losses.double()
         self.tokens += wide.numel()
         self.total += float(wide.sum())
         self.squares += float(wide.square().sum())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the mean in nats, its standard error (tokens taken as independent), perplexity and the count."""
+        """Return the token count, mean loss in nats, standard error for independent tokens, and perplexity."""
         if not self.tokens:
             return {"tokens": 0, "loss": None, "standard_error": None, "perplexity": None}
         mean = self.total / self.tokens
@@ -57,23 +79,17 @@ class LossSum:
 
 @dataclass
 class LossSums:
-    """The losses of rows: of each set, of each bucket of positions, and of the thirds of each row."""
+    """Losses of rows by set, by bucket of positions, and by third of the row."""
 
     rows: dict[str, int] = field(default_factory=dict)
     sets: dict[str, LossSum] = field(default_factory=dict)
     buckets: dict[int, LossSum] = field(default_factory=dict)
     whole: LossSum = field(default_factory=LossSum)
     thirds: list[tuple[float, float]] = field(default_factory=list)
-    """of each row: the mean of the first third of its trained positions, and of the last"""
+    """mean loss of the first and of the last third of each row's trained positions"""
 
     def add(self, name: str, losses_K: torch.Tensor, positions_K: torch.Tensor) -> None:
-        """Add a row.
-
-        Args:
-            name: Its set.
-            losses_K: Of its trained tokens.
-            positions_K: The positions that predict them, from 0 and ascending.
-        """
+        """Add the trained tokens of a row of the set ``name``: losses, and ascending positions of their predictions."""
         self.rows[name] = self.rows.get(name, 0) + 1
         self.sets.setdefault(name, LossSum()).add(losses_K)
         self.whole.add(losses_K)
@@ -87,7 +103,7 @@ class LossSums:
             self.thirds.append((float(early.double().mean()), float(late.double().mean())))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the part of the document that is about one split."""
+        """Return the part of the document for one split."""
         bounds = list(_buckets(1 << 62))
         return {
             "rows": sum(self.rows.values()),
@@ -101,18 +117,14 @@ class LossSums:
         }
 
     def _context(self) -> dict[str, Any] | None:
-        """Return how much lower the loss is at the end of rows; None where no row is long enough.
+        """Return the decrease of the loss from the first to the last third; None if no row is long enough.
 
-        Rows are compared with themselves, and are what the standard error counts: tokens of one row are alike.
+        The standard error counts rows, not tokens: tokens of one row are correlated.
         """
         count = len(self.thirds)
         if not count:
             return None
-        gains = [early - late for early, late in self.thirds]
-        mean = math.fsum(gains) / count
-        error = None
-        if count > 1:
-            error = math.sqrt(math.fsum((gain - mean) ** 2 for gain in gains) / (count - 1) / count)
+        mean, error = mean_and_error([early - late for early, late in self.thirds])
         return {
             "rows": count,
             "first_third": math.fsum(early for early, _ in self.thirds) / count,
@@ -123,7 +135,7 @@ class LossSums:
 
 
 def context_sentence(context: dict[str, Any] | None) -> str:
-    """Return one sentence that says if more context helps, from ``context`` of a split."""
+    """Return a sentence on whether more context helps, from ``context`` of a split."""
     if context is None:
         return "Whether more context helps cannot be told: no row has three trained tokens."
     gain, error, rows = context["gain"], context["standard_error"], context["rows"]
@@ -141,36 +153,31 @@ def context_sentence(context: dict[str, Any] | None) -> str:
 
 @torch.no_grad()
 def score_rows(
-    handle: StreamHandle,
-    model: Any,
+    streamed: ScoringModel,
     rows: Sequence[data.Example],
     *,
     batch_size: int,
     pad_token_id: int,
-    bf16: bool,
-    device: torch.device,
     rows_done: Callable[[int, int], None],
     names: Sequence[str] | None = None,
 ) -> LossSums:
-    """Return the losses of rows, one beside another and padded on the right: packed rows do not see each other either.
+    """Return the losses of rows in batches, padded on the right. Packed rows do not see each other either.
 
     Args:
-        handle: Streams the model.
-        model: In any mode; it is put back.
-        rows: The rows.
-        batch_size: Rows at a time.
-        pad_token_id: Fills shorter rows.
-        bf16: Compute in bfloat16.
-        device: Of the model.
-        rows_done: Called after each batch with the rows that are done and all rows.
-        names: The set of each row; without them it is the file or dataset that the row comes from.
+        streamed: Model in any mode, which is restored.
+        rows: Rows to score.
+        batch_size: Rows of a batch.
+        pad_token_id: Padding of shorter rows.
+        rows_done: Callback after each batch: rows done, rows in all.
+        names: Set of each row; None takes the file or dataset of the row.
     """
     sums = LossSums()
-    with train.evaluating(model), handle.routers.silenced(), train.autocast(device, bf16):
+    model = streamed.model
+    with train.evaluating(model), streamed.handle.routers.silenced(), streamed.autocast():
         for start in range(0, len(rows), batch_size):
             part = rows[start : start + batch_size]
-            batch = _collate(part, pad_token_id).to(device)
-            losses_BT = -handle.logprobs(targets=batch.shift_labels, model=model, **batch.arguments).logprobs
+            batch = _collate(part, pad_token_id).to(streamed.device)
+            losses_BT = -streamed.handle.logprobs(targets=batch.shift_labels, model=model, **batch.arguments).logprobs
             for place, row in enumerate(part):
                 trained = batch.shift_labels[place].ne(IGNORE_INDEX).nonzero()[:, 0]
                 name = name_of_set(row.origin) if names is None else names[start + place]
@@ -185,14 +192,14 @@ def _collate(rows: Sequence[data.Example], pad_token_id: int) -> train.MicroBatc
 
 
 def name_of_set(origin: str) -> str:
-    """Return the file or dataset of a row's origin, ``file:row``; the built-in library is one dataset of many files."""
+    """Return the file or dataset of an origin ``file:row``; the files of the standard library are one dataset."""
     if origin.startswith("stdlib:"):
         return "python-stdlib"
     return origin.rpartition(":")[0] or origin
 
 
 def _buckets(length: int) -> Iterator[tuple[int, int, int]]:
-    """Iterate over ``(number, first, end)`` of the buckets of positions: 0 to 15, then by powers of two."""
+    """Yield ``(number, first, end)`` of the position buckets: 0 to 15, then by powers of two."""
     first, last, number = 0, 16, 0
     while first < length:
         yield number, first, last
@@ -207,29 +214,28 @@ SumAndCount = tuple[float, float]
 
 @dataclass
 class MetricSums:
-    """Metrics of batches as sums and counts, with what their standard error needs."""
+    """Metrics of batches as sums and counts."""
 
     batches: dict[str, list[SumAndCount]] = field(default_factory=dict)
     rows: int = 0
 
     def add(self, metrics: Mapping[str, SumAndCount]) -> None:
-        """Add the metrics of a batch: the sum and the count of each."""
+        """Add the sums and counts of a batch."""
         for name, part in metrics.items():
             self.batches.setdefault(name, []).append((float(part[0]), float(part[1])))
 
     def join(self, other: MetricSums) -> None:
-        """Add all batches of other rows."""
         for name, parts in other.batches.items():
             self.batches.setdefault(name, []).extend(parts)
         self.rows += other.rows
 
     def to_json(self) -> dict[str, Any]:
-        """Return the rows, and of each metric its mean and standard error."""
+        """Return the row count, and the mean and standard error of each metric."""
         return {"rows": self.rows, "metrics": {name: _mean(parts) for name, parts in self.batches.items()}}
 
 
 def _mean(parts: Sequence[SumAndCount]) -> dict[str, float | None]:
-    """Return the mean over everything that was counted, and its standard error over batches; None where unknown."""
+    """Return the mean, and its standard error over batches; None if unknown."""
     parts = [part for part in parts if part[1] > 0]
     count = math.fsum(size for _, size in parts)
     if not count:
@@ -251,15 +257,15 @@ def measure_rows(
     rows_done: Callable[[int, int], None],
     names: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the part of the document that is about one split: each metric of the objective, by set.
+    """Return the part of the document for one split: the objective's metrics by set.
 
     Args:
-        task: The task of the recipe.
-        make_built: Returns the parts of a run whose held-out rows are those it is given.
+        task: Task of the recipe.
+        make_built: Returns the parts of a run with the given rows held out.
         rows: Pairs, single completions, or prompts.
         bf16: Compute in bfloat16.
-        rows_done: Called after each batch with the rows that are done and all rows.
-        names: The set of each row; without them it is the file or dataset that the row comes from.
+        rows_done: Callback after each batch: rows done, rows in all.
+        names: Set of each row; None takes the file or dataset of the row.
     """
     groups: dict[str, list[Any]] = {}
     for place, row in enumerate(rows):
@@ -280,7 +286,7 @@ def measure_rows(
 
 @torch.no_grad()
 def _measure(task: Task[Any], built: Built, *, bf16: bool) -> Iterator[tuple[Mapping[str, SumAndCount], int]]:
-    """Iterate over the metrics of batches, the loss among them, and the rows of each."""
+    """Yield the metrics of each batch, with the loss, and its row count."""
     training = task.training(built)
     (make_batches,) = training.held_out.values()  # the rows are those of one set
     with train.evaluating(built.model), train.preserve_rng(), built.handle.routers.silenced():

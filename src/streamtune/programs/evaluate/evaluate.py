@@ -1,10 +1,11 @@
-"""Evaluate a trained model on the rows of a recipe: build it, score its rows without gradients, sum up."""
+"""Evaluation of a trained model on the rows of a recipe, without gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from streamtune.data.templates import fix_date
 from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError, OutOfMemoryError, RunError, StreamTuneError
 from streamtune.plan.simulate.memory import device_held_bytes
-from streamtune.programs.evaluate.eval_scores import measure_rows, score_rows
+from streamtune.programs.evaluate.eval_scores import ScoringModel, measure_rows, score_rows
 from streamtune.programs.evaluate.model import (
     load_evaluated,
     load_evaluated_tokenizer,
@@ -45,25 +46,25 @@ class EvalOptions:
     """The parts of an evaluation."""
 
     split: str = "held-out"
-    """One of :data:`SPLITS`."""
+    """one of :data:`SPLITS`"""
     max_rows: int | None = None
-    """Rows scored at most, of each split."""
+    """most rows of each split"""
     needle: NeedleOptions | None = None
-    """The needle probe; None leaves it out."""
+    """None skips the needle probe"""
     lm_eval: tuple[str, ...] = ()
-    """Tasks of lm-evaluation-harness."""
+    """tasks of lm-evaluation-harness"""
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """Functions that are called while an evaluation runs."""
+    """Callbacks of an evaluation."""
 
     notify: Callable[[str], None] = lambda message: None
-    """Called with messages for the user, a sentence at a time."""
+    """messages for the user, one sentence each"""
     doing: Callable[[str], AbstractContextManager[Any]] = field(default=nullcontext)
-    """Returns a context that shows a message while something takes long."""
+    """context that shows a message during a long step"""
     progress: Callable[[str, int, int], None] = lambda name, done, total: None
-    """Called with a unit, those that are done and all of them."""
+    """unit, number done, number in all"""
 
 
 def evaluate_model(
@@ -75,14 +76,14 @@ def evaluate_model(
     """Return the document of ``streamtune eval``.
 
     Args:
-        loaded: The recipe whose rows are scored.
-        trained: The model, from :func:`streamtune.programs.export.source.find_trained`.
-        options: What to compute.
-        feedback: What is called on the way.
+        loaded: Recipe whose rows are scored.
+        trained: Model from :func:`streamtune.programs.export.source.find_trained`.
+        options: Parts of the evaluation.
+        feedback: Callbacks.
 
     Raises:
         ArgumentError: The split has no rows, or an option does not fit the recipe.
-        UserError: With the line of the recipe that is to blame.
+        UserError: Another error, with the line of the recipe.
     """
     options, feedback = options or EvalOptions(), feedback or Feedback()
     notify, doing = feedback.notify, feedback.doing
@@ -129,7 +130,7 @@ def evaluate_model(
             chunk_size = handle.schedule.chunk_size
             needle = None
             if options.needle is not None:
-                # Training holds keys and values of one layer at a time, and writing an answer those of all.
+                # Training holds the keys and values of one layer at a time, generation those of all layers.
                 with _explained("needles were asked for", "give shorter --needle-lengths"):
                     needle = evaluation.needles(sources, options.needle, lengths)
         harness = None
@@ -157,7 +158,7 @@ def evaluate_model(
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """Everything that rows are scored with."""
+    """The loaded parts of an evaluation."""
 
     task: Task[Any]
     model: Any
@@ -170,28 +171,27 @@ class _Evaluation:
     feedback: Feedback
 
     def split(self, rows: Sequence[Any], names: Sequence[str] | None) -> dict[str, Any]:
-        """Return the part of the document about some rows, which may have named sets."""
+        """Return the part of the document for one split; ``names`` are the sets of the rows."""
         recipe = self.task.recipe
 
-        def rows_done(done: int, total: int) -> None:
-            self.feedback.progress("rows", done, total)
-
+        rows_done = partial(self.feedback.progress, "rows")
         if self.task.scores:
             return measure_rows(self.task, self._built, rows, bf16=bool(recipe.bf16), rows_done=rows_done, names=names)
         return score_rows(
-            self.handle,
-            self.model,
+            self._streamed,
             rows,
             batch_size=recipe.per_device_eval_batch_size,
             pad_token_id=self.tokenizer.pad_token_id,
-            bf16=bool(recipe.bf16),
-            device=self.device,
             rows_done=rows_done,
             names=names,
         ).to_json()
 
+    @property
+    def _streamed(self) -> ScoringModel:
+        return ScoringModel(self.handle, self.model, self.device, bool(self.task.recipe.bf16))
+
     def _built(self, rows: Sequence[Any]) -> Built:
-        """Return the parts of a run that holds these rows out. Nothing is written into its directory."""
+        """Return the parts of a run with these rows held out. Nothing is written into its directory."""
         prepared = self.task.with_held_out(self.prepared, rows)
         batches = self.task.batches(prepared, self.tokenizer, share=self.share)
         world = train.World()
@@ -212,7 +212,6 @@ class _Evaluation:
         )
 
     def needles(self, sources: Sequence[data.Source], options: NeedleOptions, lengths: Sequence[int]) -> dict[str, Any]:
-        """Return the part of the document about needles."""
         recipe = self.task.recipe
         stack = gather_hay(
             data.iter_texts(sources, on_bad_row=recipe.on_bad_row, max_bad_rows=recipe.max_bad_rows),
@@ -222,24 +221,13 @@ class _Evaluation:
             notify=self.feedback.notify,
             frame=data.first_frame(sources, chat_options(recipe)),
         )
-        return probe_needles(
-            self.handle,
-            self.model,
-            self.tokenizer,
-            stack,
-            options,
-            lengths,
-            asked=bool(options.lengths),
-            seed=recipe.seed,
-            bf16=bool(recipe.bf16),
-            device=self.device,
-            cells_done=lambda done, total: self.feedback.progress("cells of needles", done, total),
-        )
+        cells_done = partial(self.feedback.progress, "cells of needles")
+        return probe_needles(self._streamed, stack, options, lengths, seed=recipe.seed, cells_done=cells_done)
 
 
 @contextmanager
 def _explained(doing: str, mend: str) -> Iterator[None]:
-    """Raise an error of our own where memory runs out inside."""
+    """Turn an out-of-memory error inside into a UserError."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -249,7 +237,7 @@ def _explained(doing: str, mend: str) -> Iterator[None]:
 
 
 def _here(recipe: Recipe, notify: Callable[[str], None]) -> Recipe:
-    """Return the recipe as this one process evaluates it: completions are written by the model that is loaded."""
+    """Return the recipe for this one process, where transformers generates the completions."""
     changes: dict[str, Any] = {"train_batch_size": None, "dataloader_num_workers": 0}
     if getattr(recipe, "use_vllm", False):
         notify("transformers writes the completions here, not vLLM")
@@ -260,7 +248,7 @@ def _here(recipe: Recipe, notify: Callable[[str], None]) -> Recipe:
 
 
 def _choose(prepared: Any, options: EvalOptions) -> dict[str, tuple[Sequence[Any], Sequence[str] | None]]:
-    """Return the rows of each split that is asked for, with the name of the set of each where the recipe names them."""
+    """Return the rows of each requested split, with the set names of the rows if the recipe has named sets."""
     split = options.split
     found = {"held-out": prepared.validation, "train": prepared.train}
     chosen: dict[str, tuple[Sequence[Any], Sequence[str] | None]] = {
@@ -280,7 +268,6 @@ def _choose(prepared: Any, options: EvalOptions) -> dict[str, tuple[Sequence[Any
 
 
 def _needle_lengths(options: EvalOptions, recipe: Recipe) -> tuple[int, ...]:
-    """Return the lengths of the needle probe; empty without one."""
     if options.needle is None:
         return ()
     return options.needle.lengths or default_lengths(recipe.max_length)
@@ -293,11 +280,7 @@ OPTION = "--lm-eval"
 
 
 def check_harness(tasks: Sequence[str]) -> None:
-    """Refuse where lm-evaluation-harness is not installed, or a file of a task is not there.
-
-    Raises:
-        ArgumentError: It is so.
-    """
+    """Raise ArgumentError if lm-evaluation-harness is not installed, or the file of a task is missing."""
     if find_spec("lm_eval") is None:
         raise ArgumentError(
             "lm-evaluation-harness is not installed",
@@ -312,19 +295,17 @@ def check_harness(tasks: Sequence[str]) -> None:
 def run_harness(
     model: Any, tokenizer: Any, tasks: Sequence[str], *, max_length: int, limit: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return the figures of tasks, by the name of the task.
-
-    The model computes as transformers computes it, in the dtype of its weights: it is not streamed.
+    """Return task -> figures of lm-evaluation-harness. The model is not streamed.
 
     Args:
-        model: With its adapters, not streamed, in evaluation mode.
-        tokenizer: Its tokenizer.
+        model: Model in evaluation mode, with its adapters.
+        tokenizer: Tokenizer of the model.
         tasks: Names that the harness knows, or YAML files of tasks.
-        max_length: Tokens of a request at most; longer ones lose their beginning.
-        limit: Documents of each task at most.
+        max_length: Most tokens of a request; longer requests lose their beginning.
+        limit: Most documents of each task.
 
     Raises:
-        ArgumentError: A task is not known.
+        ArgumentError: A task is unknown.
         RunError: The harness failed.
     """
     import lm_eval  # type: ignore[import-not-found, unused-ignore]
@@ -347,7 +328,7 @@ def run_harness(
         )
     except StreamTuneError:
         raise
-    except Exception as error:  # of a package with its own errors, which are not ours to list
+    except Exception as error:  # the package has errors of its own
         raise RunError(
             f"lm-evaluation-harness failed: {type(error).__name__}: {error}",
             where=OPTION,
@@ -357,7 +338,7 @@ def run_harness(
 
 
 def _name_of(task: str) -> str:
-    """Return the name of a task; of a file the one that is written in it."""
+    """Return the name of a task, given the name or a YAML file."""
     if not task.endswith((".yaml", ".yml")):
         return task
     for line in Path(task).read_text(encoding="utf-8").splitlines():
@@ -368,7 +349,7 @@ def _name_of(task: str) -> str:
 
 
 def _figures(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a task; ``acc,none`` is ``acc``, and what is no number is left out."""
+    """Return the numbers among the results of a task; ``acc,none`` becomes ``acc``."""
     return {
         name.removesuffix(",none"): value
         for name, value in found.items()

@@ -1,12 +1,12 @@
-"""Load what an evaluation needs: the trained model, the model that it is compared with, and the engine's schedule.
+"""Models and schedule of an evaluation: the trained model, the reference, and the engine's schedule.
 
-A model is loaded as it trained (:mod:`streamtune.programs.export.source`): whole, or adapters on the base they trained
-on. A whole model is never quantised here, also where the recipe is one of QLoRA. Nothing of it is trainable.
+The model is loaded as in training (:mod:`streamtune.programs.export.source`), without trainable weights. A whole model
+is never quantised here, even for a QLoRA recipe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from streamtune import models, train
 from streamtune.base.adapters import base_of
 from streamtune.engine import StreamHandle, decoder_layers
 from streamtune.plan.simulate.scored import Completions
-from streamtune.programs.export.source import TrainedModel, load_trained, load_trained_tokenizer
+from streamtune.programs.export.source import Notify, TrainedModel, load_trained, load_trained_tokenizer
 from streamtune.recipe.keys.model_and_tokenizer import ModelKeys
 from streamtune.recipe.settings import ModelSettings, TrainingSettings
 from streamtune.run.model import choose_quantization, make_reference_model
@@ -27,8 +27,6 @@ from streamtune.run.reference import load_reference, streamed
 from streamtune.schedule import Schedule
 from streamtune.tasks import Task
 
-Notify = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class EvaluatedModel:
@@ -36,15 +34,11 @@ class EvaluatedModel:
 
     model: Any
     adapters: bool
-    """True if the model is adapters on a base: without them it is what it was before training."""
+    """True for adapters on a base: without them it is the model before training"""
 
 
 def load_evaluated_tokenizer(trained: TrainedModel, recipe: ModelKeys) -> Any:
-    """Load the tokenizer of a trained model, with the recipe's chat template where it has none of its own.
-
-    Raises:
-        ArgumentError: There is none.
-    """
+    """Load the tokenizer of a trained model, with the recipe's chat template if it lacks one."""
     tokenizer = load_trained_tokenizer(
         trained, recipe.model_name_or_path if trained.base is None else None, recipe.trust_remote_code
     )
@@ -64,14 +58,14 @@ def load_evaluated(
     """Load a trained model for the rows of a recipe.
 
     Args:
-        trained: From :func:`streamtune.programs.export.source.find_trained`.
-        recipe: Gives the dtype, and the base of adapters of which nothing says where they belong.
-        tokenizer: From :func:`load_evaluated_tokenizer`.
-        device: Where the weights go.
-        notify: Called where the base of adapters is not the recipe's model.
+        trained: Model from :func:`streamtune.programs.export.source.find_trained`.
+        recipe: Recipe with the dtype, and the base of adapters that name none.
+        tokenizer: Tokenizer from :func:`load_evaluated_tokenizer`.
+        device: Device of the weights.
+        notify: Callback, called if the adapters' base is not the recipe's model.
 
     Raises:
-        ArgumentError: It cannot be loaded, or its base is not there.
+        ArgumentError: The model cannot be loaded, or its base is missing.
     """
     own = trained.loaded is not None and trained.settings.get("dtype") == recipe.dtype
     dtype = None if own or recipe.dtype in ("auto", "mixed") else recipe.dtype
@@ -99,7 +93,7 @@ def load_evaluated(
 
 
 def _base(trained: TrainedModel, recipe: ModelKeys, notify: Notify) -> tuple[str | None, bool]:
-    """Return the base to name in place of the adapters' own, and True if the recipe alone says how to make one."""
+    """Return the base that overrides the adapters' own (None: no override), and True if the recipe must make it."""
     if not trained.adapters:
         return None, False
     named, asked = trained.base, recipe.model_name_or_path
@@ -131,21 +125,17 @@ def _same(one: str, other: str) -> bool:
 
 
 def load_held_reference(task: Task[Any], found: EvaluatedModel, tokenizer: Any, device: torch.device) -> Any | None:
-    """Load the reference as a second model; None if there is none, or it is the model without its adapters.
+    """Load the reference as a second model; None without a reference, or if it is the model without its adapters.
 
-    Args:
-        task: The task of the recipe, whose model as training starts is the reference unless it names another.
-        found: The trained model.
-        tokenizer: Its tokenizer.
-        device: The reference's device.
+    The reference is the model that the task names, else the model before training.
 
     Raises:
-        ArgumentError: There is no such model, or its vocabulary is another.
+        ArgumentError: There is no such model, or its vocabulary differs.
     """
     if not task.compares or not task.scores or (found.adapters and task.reference_name is None):
         return None
     held = load_reference(task, found.model, tokenizer, device)
-    if held is None:  # a recipe of adapters, and a whole model, such as one they were merged into
+    if held is None:  # a recipe of adapters, and a whole model, such as a merged model
         held = make_reference_model(task.recipe, tokenizer, device).requires_grad_(False).eval()
     return held
 
@@ -153,7 +143,7 @@ def load_held_reference(task: Task[Any], found: EvaluatedModel, tokenizer: Any, 
 def make_scored_reference(
     task: Task[Any], model: Any, handle: StreamHandle, held: Any | None
 ) -> train.ModelReference | None:
-    """Return the reference as objectives call it; None if the loss has none."""
+    """Return the reference in the form that objectives call; None if the loss has none."""
     if not task.compares or not task.scores:  # of sft it is a teacher, which evaluations do not ask
         return None
     if held is None:
@@ -173,10 +163,10 @@ def plan_evaluation(
     completions: Completions | None = None,
     reference_bytes: int = 0,
 ) -> Schedule | None:
-    """Return the planner's schedule for rows of ``length`` tokens; None where the recipe fixes it.
+    """Return the planner's schedule for rows of ``length`` tokens; None if the recipe fixes the schedule.
 
-    It is that of a training step in which hardly anything is trained: gradients and optimizer state are not there, and
-    layer inputs are counted though an evaluation holds none. So what is planned for is more than what is held.
+    The plan is for a training step of one small weight, without gradients and optimizer state of the others. It counts
+    layer inputs, which an evaluation does not hold, so it overestimates the memory.
 
     Raises:
         ArgumentError: Nothing fits.

@@ -1,6 +1,6 @@
-"""Ask a teacher for the likeliest next tokens at each target of a recipe's rows, and write them to a file.
+"""Top-k log-probabilities of a teacher at each target of a recipe's rows, written to a file.
 
-A run with ``teacher: FILE`` learns from them as it would from the model, without holding it.
+A run with ``teacher: FILE`` distils from the file without loading the teacher.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from streamtune.tasks.taught import TaughtWriter, distinct_rows, num_targets, re
 
 
 def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback | None = None) -> dict[str, Any]:
-    """Write what the recipe's teacher says of the rows that are trained on; return what was written, for the screen.
+    """Write the teacher's top-k at the targets of the training rows; return facts about the file.
 
     Args:
-        loaded: The recipe, of ``sft``, with a model as teacher.
-        output: The file, which is not there yet.
-        top_k: Tokens of each target.
-        feedback: What is called on the way.
+        loaded: Recipe of ``sft`` with a model as teacher.
+        output: New file.
+        top_k: Tokens per target.
+        feedback: Callbacks.
 
     Raises:
-        ArgumentError: The recipe has no teacher or trains on other than whole rows, or there are not so many tokens.
-        UserError: With the line of the recipe that is to blame.
+        ArgumentError: The recipe has no teacher, has another objective, or the vocabulary is smaller than ``top_k``.
+        UserError: Another error, with the line of the recipe.
     """
     feedback = feedback or Feedback()
     notify, doing = feedback.notify, feedback.doing
@@ -50,7 +50,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
             raise ArgumentError(f"{recipe.objective} has no rows that a teacher is asked of", where="objective")
         if recipe.teacher is None or recipe.teacher_file is not None:
             raise ArgumentError("the recipe names no model as teacher", where="teacher", mend="--set teacher=NAME")
-        # What a run with the file would refuse is refused now.
+        # Refuse now what a run with the file would refuse.
         for key, what, mend in recipe.model_copy(update={"teacher": str(output)}).refusals():
             raise ArgumentError(what, where=key, mend=mend)
         device = choose_device(recipe.device)
@@ -104,7 +104,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
 def _ask(
     model: train.ModelReference, batch: train.MicroBatch, top_k: int, vocabulary: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids ``[K, k]`` and log-probs ``[K, k + 1]`` of the targets of rows, with logits of a chunk at a time."""
+    """Return ids ``[K, k]`` and log-probs ``[K, k + 1]`` of the targets, with logits of one chunk at a time."""
     lazy = model.lazy_logits(batch)
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     with lazy.owner.as_teacher(lazy, batch.shift_labels) as head:

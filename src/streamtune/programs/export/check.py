@@ -1,23 +1,22 @@
-"""Compare a written model with the model as it trained: logits and greedy text, on the same rows.
+"""Comparison of a written model with the trained model: logits and greedy text, on the same rows.
 
-What may differ is the rounding of the weights that adapters changed, once each, and what arithmetic makes of it. No
-fixed number bounds that over models, dtypes and depths. So the yardstick is measured: the model as it trained, its
-adapters unmerged, with each of those weights moved at random by one rounding of the written dtype. Both are computed in
-fp32 (:func:`streamtune.programs.export.merge.widened`), where bfloat16's own arithmetic hides nothing.
+The weights that adapters changed may differ by one rounding each. No fixed bound on the effect fits all models, dtypes
+and depths, so the yardstick is measured: the trained model, its adapters unmerged, with each of these weights moved at
+random by one rounding of the written dtype. All is computed in fp32
+(:func:`streamtune.programs.export.merge.widened`), because bfloat16 arithmetic would hide differences.
 
-    R     logits of the model as it trained, in fp32             [tokens, vocabulary]
-    N     the same with one random rounding of the weights       the yardstick
+    R     logits of the trained model, in fp32                   [tokens, vocabulary]
+    N     logits with one random rounding of the weights         the yardstick
     M     logits of the written model, in fp32
 
-A token's error is ``|M - R| / |R|`` over the vocabulary, and of N likewise. The written model passes if the median of
-its errors is at most three times that of N, and the largest at most four times. In mixtures of experts a rounding may
-send a token to another expert: there one token in twenty may be further off. Greedy text may part only where the two
-next tokens were as close as that.
+A token's error is ``|M - R| / |R|`` over the vocabulary. The written model passes if the median error is at most 3
+times N's, and the largest at most 4 times. In mixtures of experts a rounding may route a token to another expert: there
+1 token in 20 may be further off. Greedy texts may differ only after two next tokens as close as that.
 
-A merge that is wrong is off by what the adapters do, which is measured as well: where that is less than the yardstick,
-merging loses the adapters in the rounding, and the report says so.
+A wrong merge is off by the effect of the adapters, which is measured as well. If the effect is below the yardstick, the
+rounding of the merge loses the adapters, and the report says so.
 
-The rows are the first of the run's own data, or random tokens in their place.
+The rows are the first of the run's data, or random tokens.
 """
 
 from __future__ import annotations
@@ -45,43 +44,43 @@ from streamtune.tasks import task_of
 from streamtune.tasks.task import chat_options
 
 FLOOR = 2e-6
-"""Error that fp32 arithmetic alone may make: two ways to compute one product, a tensor at another address."""
+"""Error of fp32 arithmetic alone, such as two ways to compute one product."""
 MEDIAN, LARGEST = 3.0, 4.0
-"""Multiples of the yardstick that the median and the largest error of a token may reach."""
+"""Allowed multiples of the yardstick for the median and the largest token error."""
 ROUTED = 0.05
-"""Part of the tokens that routers may send elsewhere."""
+"""Share of tokens that may be routed to another expert."""
 DRAWS = 2
 """Random roundings of the yardstick."""
 LOGITS_BYTES = 256 << 20
-"""Most bytes of logits that are held."""
+"""Most bytes of kept logits."""
 COARSE = 0.3
-"""A yardstick above this tells nothing."""
+"""Yardstick above which the comparison is meaningless."""
 
 Doing = Callable[[str], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class AsTrained:
-    """Logits and text of the model as it trained, to compare with."""
+    """Logits and text of the trained model."""
 
     rows: list[Tensor]
-    """Token ids, ``[1, T]`` each."""
+    """token ids, ``[1, T]`` each"""
     logits: list[Tensor]
-    """R: ``[T, vocabulary]`` of each row, fp32."""
+    """R: ``[T, vocabulary]`` per row, fp32"""
     yardstick: Tensor
-    """``[tokens]``: the larger error of the roundings N."""
+    """``[tokens]``: larger error of the roundings N"""
     margins: float
-    """Largest difference of one logit that a rounding made."""
+    """largest change of one logit by a rounding"""
     effect: float
-    """``|base - R| / |R|``: what the adapters do; 0 without adapters."""
+    """``|base - R| / |R|``, the effect of the adapters; 0 without adapters"""
     own: float
-    """``|own - R| / |R|``: what the model's own dtype makes of it."""
+    """``|own - R| / |R|``, with the model in its own dtype"""
     own_margin: float
-    """Largest difference of one logit between the model's own dtype and fp32."""
+    """largest difference of one logit between the model's own dtype and fp32"""
     written: list[int]
-    """Greedy tokens after the prompt."""
+    """greedy tokens after the prompt"""
     scores: Tensor
-    """``[len(written), vocabulary]``: the logits they were chosen from."""
+    """``[len(written), vocabulary]``: logits of the greedy tokens"""
     prompt: Tensor
     """``[1, P]``"""
     routed: bool
@@ -90,44 +89,44 @@ class AsTrained:
 
 @dataclass(frozen=True)
 class Differences:
-    """Distances of a written model from the model as it trained, and how large they may be."""
+    """Differences between the written and the trained model, with the allowed values."""
 
     tokens: int
     median: float
-    """Median over the tokens of ``|M - R| / |R|``."""
+    """median token error ``|M - R| / |R|``"""
     largest: float
-    """The largest of a token."""
+    """largest token error"""
     relative: float
-    """``|M - R| / |R|`` over all tokens."""
+    """``|M - R| / |R|`` over all tokens"""
     largest_logit: float
-    """The largest difference of one logit."""
+    """largest difference of one logit"""
     allowed_median: float
     allowed_largest: float
     beyond: int
-    """Tokens further off than that."""
+    """tokens beyond ``allowed_largest``"""
     may_be_beyond: int
     effect: float
     own: float
-    """The same of the model as it trained in its own dtype: the error of the arithmetic it is used with."""
+    """error of the trained model in its own dtype"""
     own_after: float
-    """And of the written model in its own dtype."""
+    """error of the written model in its own dtype"""
     text_parts_at: int | None
-    """The first greedy token that differs; None where all are the same."""
+    """first greedy token that differs, or None"""
     text_tokens: int
     text_tie: bool
-    """True if the two tokens there are as close as the roundings."""
+    """True if a rounding explains the other token"""
     before: list[int]
     after: list[int]
 
     @property
     def passes(self) -> bool:
-        """True if the written model is the model as it trained, to one rounding of its weights."""
+        """True if the models are equal up to one rounding of the weights."""
         near = self.median <= self.allowed_median and self.beyond <= self.may_be_beyond
         return near and self.allowed_median < COARSE and (self.text_parts_at is None or self.text_tie)
 
     @property
     def why_not(self) -> str:
-        """The first rule that it breaks, in words; empty where it passes."""
+        """First broken rule, in words; empty if the model passes."""
         if self.passes:
             return ""
         if not self.allowed_median < COARSE:  # NaN as well
@@ -155,16 +154,16 @@ def measure(
     new_tokens: int = 24,
     doing: Doing = lambda text: nullcontext(),
 ) -> AsTrained:
-    """Compute what a written model is compared with.
+    """Compute logits, text and yardstick of the trained model.
 
     Args:
-        model: As it trained, with its adapters, in evaluation mode; it is as before afterwards.
+        model: Trained model with its adapters, in evaluation mode; it is left unchanged.
         rows: Token ids, ``[1, T]`` each.
         prompt: Token ids to continue, ``[1, P]``.
-        dtype: Of the weights that are written; None where they are written as they are, with nothing to round.
-        everything: All weights are rounded to it, and not those alone that adapters change.
-        new_tokens: Greedy tokens to write.
-        doing: Shows what is computed.
+        dtype: Dtype of the written weights; None without rounding.
+        everything: Round all weights, not only those that adapters change.
+        new_tokens: Greedy tokens.
+        doing: Returns a context that shows a message.
     """
     with doing("logits of the model as it trained"):
         with widened(model):
@@ -196,13 +195,7 @@ def measure(
 
 @torch.no_grad()
 def compare(trained: AsTrained, model: nn.Module, *, doing: Doing = lambda text: nullcontext()) -> Differences:
-    """Compare a model that was written and loaded again with the model as it trained.
-
-    Args:
-        trained: From :func:`measure`.
-        model: In evaluation mode.
-        doing: Shows what is computed.
-    """
+    """Compare a written and loaded model, in evaluation mode, with the result of :func:`measure`."""
     rows = trained.rows
     with doing("logits of the written model"):
         with widened(model):
@@ -242,7 +235,7 @@ def compare(trained: AsTrained, model: nn.Module, *, doing: Doing = lambda text:
 
 
 def _is_tie(trained: AsTrained, written: list[int], at: int, margin: float) -> bool:
-    """Return True if the model as it trained has the two next tokens closer together than roundings move them."""
+    """Return True if the trained model's logits of the two tokens are closer together than roundings move them."""
     if at >= len(trained.written) or at >= len(written):
         return False
     scores = trained.scores[at]
@@ -257,7 +250,7 @@ def row_logits(model: Any, row: Tensor) -> Tensor:
 
 
 def row_errors(model: nn.Module, rows: Sequence[Tensor], logits: Sequence[Tensor]) -> tuple[Tensor, float]:
-    """Return the relative error of each token, ``[tokens]``, and the largest difference of one logit."""
+    """Return the relative error of each token, ``[tokens]``, and the largest logit difference."""
     errors, largest = [], 0.0
     for row, want in zip(rows, logits, strict=True):
         difference = row_logits(model, row) - want
@@ -279,9 +272,9 @@ def _largest(found: Sequence[Tensor], want: Sequence[Tensor]) -> float:
 
 
 def _greedy(model: Any, prompt: Tensor, new_tokens: int) -> tuple[list[int], Tensor]:
-    """Return the likeliest tokens after a prompt, and the logits ``[N, vocabulary]`` they were chosen from."""
+    """Return the greedy tokens after a prompt, and their logits ``[N, vocabulary]``."""
     base = base_of(model)
-    # Without the settings of the checkpoint: penalties and temperatures are no weights.
+    # Without the checkpoint's generation settings: penalties and temperatures are not weights.
     plain = with_generation(base, GenerationConfig(pad_token_id=0, eos_token_id=None))
     output = plain.generate(
         input_ids=prompt.to(base.device),
@@ -305,13 +298,13 @@ def _routes(model: nn.Module) -> bool:
 
 
 ROWS = 4
-"""Rows that are compared."""
+"""Rows to compare."""
 FIRST_ROWS = 16
-"""Rows of each source that are read."""
+"""Rows read from each source."""
 TOKENS = 256
-"""Tokens of each, from its start."""
+"""Most tokens of a row, from its start."""
 PROMPT_TOKENS = 64
-"""Tokens of the prompt of the greedy text."""
+"""Most tokens of the greedy text's prompt."""
 
 
 @dataclass(frozen=True)
@@ -323,20 +316,13 @@ class CheckRows:
     prompt: Tensor
     """``[1, P]`` token ids to continue."""
     origin: str
-    """Their source, in words."""
+    """source of the rows, in words"""
     own: bool
-    """True for rows of the run's own data."""
+    """True for rows of the run's data"""
 
 
 def choose_rows(trained: TrainedModel, model: Any, tokenizer: Any, notify: Callable[[str], None]) -> CheckRows:
-    """Return the first rows of the run's data, cut to a few hundred tokens; else the sample prompt or random tokens.
-
-    Args:
-        trained: The run.
-        model: For the size of its vocabulary and its positions.
-        tokenizer: The model's.
-        notify: Called with the reason where the data cannot be read.
-    """
+    """Return the first rows of the run's data, cut to a few hundred tokens; else the sample prompt or random tokens."""
     vocabulary = base_of(model).get_input_embeddings().weight.shape[0]
     at_most = max(16, min(ROWS * TOKENS, LOGITS_BYTES // (4 * vocabulary)))
     config = base_of(model).config.get_text_config(decoder=True)
@@ -373,12 +359,12 @@ def choose_rows(trained: TrainedModel, model: Any, tokenizer: Any, notify: Calla
 
 
 def _prompt(row: Tensor, limit: int) -> Tensor:
-    """Return the start of a row as a prompt: half of it, so that what follows is like the data."""
+    """Return the first half of a row as a prompt."""
     return row[:, : max(1, min(PROMPT_TOKENS, row.shape[1] // 2, limit - 32 if limit > 48 else 1))]
 
 
 def _own_rows(trained: TrainedModel, tokenizer: Any) -> list[tuple[list[int], str]]:
-    """Return token ids and origin of the first rows, as the run's objective prepares them."""
+    """Return token ids and origin of the first rows, prepared for the run's objective."""
     assert trained.loaded is not None
     sources = [replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS))
                for source in make_sources(trained.loaded, evaluated=False)]  # fmt: skip
@@ -389,7 +375,7 @@ def _own_rows(trained: TrainedModel, tokenizer: Any) -> list[tuple[list[int], st
 
 
 def _ids(row: Any) -> list[int]:
-    """Return the tokens of a row; of a prompt with completions, of the prompt and the first of them."""
+    """Return the token ids of a row; of a tree, the prompt with its first completion."""
     if isinstance(row, data.Tree):
         return [*row.prompt, *row.completions[0]]
     return [int(token) for token in row.input_ids]

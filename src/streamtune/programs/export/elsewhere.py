@@ -1,6 +1,6 @@
-"""Hand a written model to other programs: llama.cpp converts it to GGUF, the hub takes it.
+"""GGUF by llama.cpp's converter, and upload to the hub.
 
-Both are looked for before anything is computed, so that an export does not fail after an hour for want of a program.
+Both are checked before anything is computed, so that an export does not fail after an hour.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from streamtune.base.safe_path import safe_environment
 from streamtune.errors import ArgumentError, RunError, did_you_mean
 
 GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "tq1_0", "tq2_0", "auto")
-"""Types that llama.cpp's converter writes; its `llama-quantize` makes others of these."""
+"""Types that llama.cpp's converter writes; `llama-quantize` makes smaller types."""
 CONVERTER = ("convert_hf_to_gguf.py", "convert-hf-to-gguf.py", "convert_hf_to_gguf")
-"""Names that the converter has had."""
+"""Names of the converter in several versions."""
 
 
 def check_gguf(kind: str, llama_cpp: Path | None) -> Path:
     """Return the converter of llama.cpp.
 
     Raises:
-        ArgumentError: It does not write this type, or it is not installed, or a package that it needs is not.
+        ArgumentError: The type is unknown, or the converter or a package that it needs is missing.
     """
     if kind not in GGUF_TYPES:
         raise ArgumentError(
@@ -57,22 +57,17 @@ def check_gguf(kind: str, llama_cpp: Path | None) -> Path:
 
 
 def find_converter(llama_cpp: Path | None) -> Path | None:
-    """Return the path of the converter in a folder of llama.cpp, or on PATH; None where there is none."""
+    """Return the path of the converter in a folder of llama.cpp, else on PATH, else None."""
     if llama_cpp is not None:
         return next((llama_cpp / name for name in CONVERTER if (llama_cpp / name).is_file()), None)
     return next((Path(found) for name in CONVERTER if (found := shutil.which(name))), None)
 
 
 def check_convertible(config: Any, tokenizer: Any, converter: Path) -> None:
-    """Let the converter read configuration and vocabulary alone, so that what it refuses is known in seconds.
-
-    Args:
-        config: Of the model that will be converted.
-        tokenizer: Its tokenizer.
-        converter: From :func:`check_gguf`.
+    """Run the converter on configuration and vocabulary alone, which takes seconds.
 
     Raises:
-        ArgumentError: It does not know the architecture or the tokenizer.
+        ArgumentError: The converter does not know the architecture or the tokenizer.
     """
     if converter.suffix != ".py":  # another program by its name, whose options may be others
         return
@@ -88,15 +83,15 @@ def check_convertible(config: Any, tokenizer: Any, converter: Path) -> None:
 
 
 def write_gguf(folder: Path, kind: str, converter: Path) -> Path:
-    """Convert a written model, and return the file, which is put beside its weights.
+    """Convert a written model, and return the path of the GGUF file beside its weights.
 
     Args:
-        folder: The written model.
+        folder: Folder of the model.
         kind: One of :data:`GGUF_TYPES`.
-        converter: From :func:`check_gguf`.
+        converter: Path from :func:`check_gguf`.
 
     Raises:
-        RunError: The converter failed; its last words are in the message. The model is as it was.
+        RunError: The converter failed. The model is unchanged.
     """
     out = folder / f"{folder.resolve().name}-{kind}.gguf"
     with interrupts.temporary_directory(prefix=f"{folder.resolve().name}.gguf-", dir=folder.resolve().parent) as name:
@@ -111,7 +106,7 @@ def write_gguf(folder: Path, kind: str, converter: Path) -> Path:
 
 
 def _convert(folder: Path, out: Path, options: list[str], converter: Path) -> str:
-    """Run the converter, and return its last words where it failed, else nothing."""
+    """Run the converter, and return the last line of its error, or an empty text."""
     command = [str(converter), str(folder), "--outfile", str(out), *options]
     if converter.suffix == ".py":
         command = [sys.executable, "-P", str(Path(__file__).with_name("run_converter.py")), *command]
@@ -136,11 +131,7 @@ def _mend(words: str) -> str:
 
 
 def check_push(repo: str) -> None:
-    """Refuse what cannot be uploaded.
-
-    Raises:
-        ArgumentError: ``--offline``, no name of a repository, or no token.
-    """
+    """Raise ArgumentError if an upload is impossible: ``--offline``, a bad repository name, or no token."""
     if is_offline():
         raise ArgumentError("--push uploads, and --offline forbids every connection", where="--push",
                             mend="leave one of the two out")  # fmt: skip
@@ -160,10 +151,10 @@ def check_push(repo: str) -> None:
 
 
 def push_folder(folder: Path, repo: str, *, private: bool) -> str:
-    """Upload a written model and return its address; the repository is made if it is not there.
+    """Upload a written model and return its address; a missing repository is created.
 
     Raises:
-        RunError: The hub refused it or was not reached.
+        RunError: The hub refused the upload or was not reached.
     """
     from huggingface_hub import HfApi
 

@@ -1,14 +1,14 @@
-"""Export a trained model: load it as it trained, merge, write, load what was written, compare.
+"""Export of a trained model: load as in training, merge, write, load the written model, compare.
 
-At no time are two models in memory: of the one that trained only logits of a few rows are kept, and what is written is
-merged a module at a time.
+Never are two models in memory: only logits of a few rows are kept of the trained model, and modules are merged one at a
+time.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,17 @@ import torch
 from streamtune import models
 from streamtune.base.adapters import ADAPTERS, base_of
 from streamtune.errors import ArgumentError, RunError
-from streamtune.programs.export.check import AsTrained, Differences, choose_rows, compare, measure
+from streamtune.programs.export.check import AsTrained, Differences, Doing, choose_rows, compare, measure
 from streamtune.programs.export.elsewhere import check_convertible, check_gguf, check_push, push_folder, write_gguf
 from streamtune.programs.export.gguf_check import GgufComparison, compare_gguf
-from streamtune.programs.export.source import TrainedModel, find_trained, is_trained_base, load_trained, resolve_base
+from streamtune.programs.export.source import (
+    Notify,
+    TrainedModel,
+    find_trained,
+    is_trained_base,
+    load_trained,
+    resolve_base,
+)
 from streamtune.programs.export.write import (
     check_target,
     describe_check,
@@ -35,8 +42,6 @@ from streamtune.programs.export.write import (
 from streamtune.run.device import choose_device, prepare_libraries
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-Notify = Callable[[str], None]
-Doing = Callable[[str], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,27 +49,27 @@ class ExportOptions:
     """Settings of an export."""
 
     checkpoint: str | None = None
-    """Of a run, in place of its final model: the name or the step of a checkpoint."""
+    """name or step of a checkpoint, in place of the run's final model"""
     merge: bool = True
-    """Merge adapters; False copies them apart."""
+    """merge adapters; False exports them alone"""
     onto: str = "trained"
-    """``trained``: the base as the adapters trained on it; ``original``: before it was quantised."""
+    """``trained``: the dequantised base of training; ``original``: the base before quantisation"""
     base: str | None = None
-    """Of adapters, in place of the base that the run names."""
+    """base of adapters in place of the run's"""
     dtype: str | None = None
-    """One of :data:`DTYPES`; None is what the model trained in."""
+    """one of :data:`DTYPES`; None is the dtype of training"""
     max_shard_size: int = 5 * 10**9
-    """Most bytes of a file."""
+    """most bytes of a file"""
     check: bool = True
-    """Compare what was written with the model as it trained."""
+    """compare the written model with the trained model"""
     device: str = "cpu"
-    """The device that both are computed on."""
+    """device of the comparison"""
     gguf: str | None = None
-    """Type of a GGUF file to write as well."""
+    """type of an additional GGUF file"""
     llama_cpp: Path | None = None
-    """The folder of llama.cpp, whose converter writes it."""
+    """folder of llama.cpp"""
     push: str | None = None
-    """Repository on the hub to upload to."""
+    """repository on the hub to upload to"""
     private: bool = True
 
 
@@ -80,26 +85,25 @@ class ExportReport:
     dtype: str
     quantization: str | None
     onto: str | None
-    """Of a merged model: ``trained`` or ``original``."""
+    """``trained`` or ``original``, for a merged model"""
     trained_base: bool | None
-    """False if the base that was given is not the one that the adapters trained on; None where nothing tells."""
+    """False if the adapters trained on another base; None if unknown"""
     weights: str
-    """The content of the folder, in words."""
+    """content of the folder, in words"""
     files: list[str]
     bytes: int
     rows: str
-    """The rows of the comparison."""
+    """rows of the comparison, in words"""
     check: Differences | None
     text_before: str
     text_after: str
     gguf: str | None = None
-    """The GGUF file."""
+    """path of the GGUF file"""
     gguf_check: GgufComparison | None = None
-    """Its comparison with the written model."""
+    """comparison of the GGUF file with the written model"""
     pushed: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain values."""
         found = {key: value for key, value in vars(self).items() if key not in ("check", "gguf_check")}
         converted = None if self.gguf_check is None else {**asdict(self.gguf_check), "passes": self.gguf_check.passes}
         check = None
@@ -120,15 +124,15 @@ def export_model(
     """Write the model of a run, a checkpoint or a folder to ``out``.
 
     Args:
-        given: The run, checkpoint or folder.
-        out: A new or empty folder.
-        options: See there.
-        notify: Called with messages for the user, a sentence at a time.
-        doing: Returns a context that shows a message while something takes long.
+        given: Run, checkpoint or folder.
+        out: New or empty folder.
+        options: Settings of the export.
+        notify: Callback for messages to the user, one sentence each.
+        doing: Returns a context that shows a message during a long step.
 
     Raises:
-        ArgumentError: Something asked for is not there or cannot be done; nothing is written.
-        RunError: What was written is not the model that trained, and is kept as ``OUT.failed``; or writing failed.
+        ArgumentError: The request is impossible; nothing is written.
+        RunError: The written model differs from the trained model and is kept as ``OUT.failed``; or writing failed.
     """
     check_target(out)
     prepare_libraries(choose_device(options.device))
@@ -224,7 +228,7 @@ def export_model(
 
 
 def _check(trained: TrainedModel, options: ExportOptions, notify: Notify) -> None:
-    """Refuse options that this model does not have, and code that comes with it."""
+    """Raise ArgumentError for options that do not fit the model, and for a model with its own code."""
     if trained.trusts_code or _has_code(Path(trained.folder)):
         raise ArgumentError(
             f"{trained.folder} runs Python that comes with it (trust_remote_code), which a folder of weights has not",
@@ -284,11 +288,7 @@ def _has_code(folder: Path) -> bool:
 
 
 def _check_model(model: Any, trained: TrainedModel, options: ExportOptions) -> None:
-    """Refuse weights in a form that is not known here.
-
-    Raises:
-        ArgumentError: The base came quantised from its checkpoint by another library.
-    """
+    """Raise ArgumentError for a base that another library has quantised."""
     kind = models.quantization(base_of(model))
     if kind not in (None, "nf4", "int8"):
         raise ArgumentError(
@@ -300,7 +300,7 @@ def _check_model(model: Any, trained: TrainedModel, options: ExportOptions) -> N
 
 
 def _tell_effect(kept: AsTrained, notify: Notify) -> None:
-    """Notify the user where one rounding moves the logits more than the adapters do."""
+    """Notify if one rounding moves the logits more than the adapters do."""
     rounding = float(kept.yardstick.median())
     if 0 < kept.effect < rounding:
         notify(
@@ -317,7 +317,7 @@ def _compare(
     quantization: str | None,
     doing: Doing,
 ) -> Differences:
-    """Load what was written, by plain transformers, and compare it."""
+    """Load the written model with plain transformers, and compare it."""
     with doing("loading what was written"):
         written: Any
         if trained.adapters and not options.merge:
@@ -344,7 +344,7 @@ def _compare_gguf(
     """Compare the GGUF file with the written model.
 
     Raises:
-        RunError: They differ; the file is renamed to ``FILE.failed`` and moved out of the folder, which is whole.
+        RunError: They differ. The file is moved out of the folder, as ``FILE.failed``.
     """
     with doing("loading what was written"):
         model = _load_written(folder, device)
@@ -363,7 +363,7 @@ def _compare_gguf(
 def _describe(
     trained: TrainedModel, merges: bool, options: ExportOptions, dtype: torch.dtype, quantization: str | None
 ) -> str:
-    """Return what the folder holds, in words."""
+    """Return the content of the folder, in words."""
     name = str(dtype).removeprefix("torch.")
     if not trained.adapters:
         return f"all of the model, {name}"
@@ -383,7 +383,7 @@ def _describe(
 
 
 def _full_base(trained: TrainedModel) -> str | None:
-    """Return the model that a run with all weights trained started from."""
+    """Return the model from which full fine-tuning started."""
     if trained.adapters or trained.loaded is None:
         return None
     return trained.loaded.recipe.model_name_or_path

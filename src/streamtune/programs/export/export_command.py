@@ -1,4 +1,4 @@
-"""``streamtune export``: a trained model in the format that other tools read, compared with the model as it trained."""
+"""``streamtune export``: a trained model in Hugging Face format, compared with the model in training."""
 
 from __future__ import annotations
 
@@ -140,7 +140,6 @@ def _check_rows(report: ExportReport) -> list[tuple[str, str]]:
 
 
 def _gguf_rows(report: ExportReport) -> list[tuple[str, str]]:
-    """Return the file, and how far it is from the written model."""
     found = report.gguf_check
     if report.gguf is None or found is None:
         return [("gguf", report.gguf)] if report.gguf else []

@@ -1,16 +1,15 @@
-"""Compare a GGUF file with the model it was converted from: every weight, logits on the run's rows, facts, vocabulary.
+"""Comparison of a GGUF file with its model: every weight, logits on the run's rows, configuration, vocabulary.
 
-A number of the file may be off by the rounding of its type: nothing but that explains a difference. Of the logits the
-same is asked as of a merged model (:mod:`streamtune.programs.export.check`), and the yardstick is the model with every
-weight moved at random by that rounding. The file's values take the place of the model's a layer at a time, so that no
-second model is in memory.
+A number of the file may differ by the rounding of its type alone. The logits must pass the rule for a merged model
+(:mod:`streamtune.programs.export.check`), with the rounding of the file's types as yardstick. The file's values replace
+the model's one layer at a time, so that no second model is in memory.
 
     R     logits of the exported model, in fp32                     [tokens, vocabulary]
-    N     the same with every weight moved by one rounding of the file's types
-    M     the same with the values of the file
+    N     logits with every weight moved by one rounding of the file's types
+    M     logits with the values of the file
 
-llama.cpp has names of its own, which the package ``gguf`` knows, and stores some weights in another order: rows of
-rotary heads, norms with one added. ``transformers`` reads the architectures of :data:`~GgufFile.known` and undoes that.
+llama.cpp has names of its own, which the package ``gguf`` knows, and stores some weights otherwise: permuted rows of
+rotary heads, norms plus one. ``transformers`` undoes this for the architectures of :data:`~GgufFile.known`.
 """
 
 from __future__ import annotations
@@ -39,42 +38,42 @@ FACTS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
 }
-"""Keys of the file, after the name of the architecture, and of the configuration."""
+"""Key of the file, after the architecture's name -> key of the configuration."""
 SCALED = {"linear": "rope.scaling.factor", "yarn": "rope.scaling.factor"}
-"""Kinds of scaled rotations, and the key that has their factor."""
+"""Type of RoPE scaling -> key of its factor."""
 MOVED = 0.05
-"""Part of the numbers of a weight that differ where they are in another order."""
+"""Share of differing numbers above which a weight is in another order."""
 
 
 @dataclass
 class GgufComparison:
-    """Distances of a GGUF file from the model that it was converted from."""
+    """Differences between a GGUF file and its model."""
 
     path: str
     architecture: str
     types: dict[str, int]
-    """Tensors of each type."""
+    """type -> number of tensors"""
     compared: int = 0
-    """Weights of the model that were compared number by number."""
+    """number of weights compared number by number"""
     reordered: list[str] = field(default_factory=list)
-    """Weights that hold the same numbers in an order that is not known here."""
+    """weights with the same numbers in an unknown order"""
     not_compared: list[str] = field(default_factory=list)
-    """Tensors of the file that no weight of the model is stored as, such as factors of rotations."""
+    """tensors of the file without a weight in the model, such as RoPE factors"""
     worst: str = ""
-    """The weight that is furthest off, of what its type's rounding allows."""
+    """weight with the largest difference, relative to the rounding of its type"""
     worst_part: float = 0.0
-    """That part; more than 1 is a difference."""
+    """this difference in roundings; above 1 it is an error"""
     median: float | None = None
-    """Median over the tokens of ``|M - R| / |R|``; None where a weight differs already."""
+    """median token error ``|M - R| / |R|``; None if a weight differs already"""
     largest: float | None = None
     allowed_median: float | None = None
     allowed_largest: float | None = None
     problems: list[str] = field(default_factory=list)
-    """Differences, in words."""
+    """errors, in words"""
 
     @property
     def passes(self) -> bool:
-        """True if the file is the model, to the rounding of its types."""
+        """True if the file equals the model up to the rounding of its types."""
         return not self.problems
 
 
@@ -82,15 +81,7 @@ class GgufComparison:
 def compare_gguf(
     path: Path, model: Any, tokenizer: Any, rows: Sequence[Tensor], *, doing: Doing = lambda text: nullcontext()
 ) -> GgufComparison:
-    """Compare a file with the model that it was made of.
-
-    Args:
-        path: The file.
-        model: The exported model, in evaluation mode.
-        tokenizer: Its tokenizer.
-        rows: Token ids, ``[1, T]`` each.
-        doing: Shows what is compared.
-    """
+    """Compare a file with its model in evaluation mode, on rows of token ids, ``[1, T]`` each."""
     file = GgufFile(path, model)
     kinds = [file.type_of(place) for place in file.tensors]
     found = GgufComparison(path.name, file.architecture, {kind: kinds.count(kind) for kind in sorted(set(kinds))})
@@ -137,7 +128,7 @@ def _compare_weights(file: GgufFile, model: nn.Module, found: GgufComparison) ->
 
 
 def _part(values: Tensor, own: Tensor, allowed: Tensor) -> float:
-    """Return the largest difference as a part of what is allowed; infinity where shapes differ."""
+    """Return the largest difference relative to ``allowed``; infinity if the shapes differ."""
     if values.shape != own.shape:
         return float("inf")
     difference = (values - own).abs()
@@ -145,14 +136,14 @@ def _part(values: Tensor, own: Tensor, allowed: Tensor) -> float:
 
 
 def _is_elsewhere(values: Tensor, own: Tensor, allowed: Tensor) -> bool:
-    """Return True if so many numbers differ that their order must be another one: a few are changed numbers."""
+    """Return True if so many numbers differ that their order must differ."""
     if values.shape != own.shape:
         return values.numel() == own.numel()
     return float(((values - own).abs() > allowed).float().mean()) > MOVED
 
 
 def _facts(file: GgufFile, model: Any) -> list[str]:
-    """Return the numbers of the configuration that the file has otherwise, of architectures that are known."""
+    """Return the differences between the file's configuration and the model's, for known architectures."""
     config = model.config.get_text_config(decoder=True)
     wrong = []
     for key, name in FACTS.items() if file.known else ():
@@ -162,7 +153,7 @@ def _facts(file: GgufFile, model: Any) -> list[str]:
         if abs(there - own) > 1e-6 * abs(own):
             wrong.append(f"{key} is {there}, and {name} of the model {own}")
     rope = getattr(config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention") or rope  # of windows apart, which have another key or none
+    rope = rope.get("full_attention") or rope  # layers with windows have another key or none
     base = rope.get("rope_theta")
     there = file.fact(f"{file.architecture}.rope.freq_base")
     if base is not None and abs((10000.0 if there is None else there) - base) > 1e-6 * base:
@@ -177,7 +168,7 @@ def _facts(file: GgufFile, model: Any) -> list[str]:
 
 
 def _vocabulary(file: GgufFile, tokenizer: Any) -> list[str]:
-    """Return what the file has of the tokenizer otherwise; nothing of a file without a vocabulary."""
+    """Return the differences between the file's vocabulary, if any, and the tokenizer."""
     if file.fact("tokenizer.ggml.model") not in ("gpt2", "llama"):
         return []
     tokens: list[str] = file.fact("tokenizer.ggml.tokens") or []
@@ -196,7 +187,7 @@ def _vocabulary(file: GgufFile, tokenizer: Any) -> list[str]:
 
 
 class _FileValues:
-    """Puts the values of the file, or random roundings of them, in the place of a module's weights."""
+    """A weight change to the values of the file, or to random roundings (with ``seed``)."""
 
     def __init__(self, file: GgufFile, model: nn.Module, apart: Sequence[str], seed: int | None) -> None:
         self._file, self._apart = file, set(apart)
@@ -247,22 +238,17 @@ def _compare_logits(file: GgufFile, model: Any, rows: Sequence[Tensor], found: G
 
 
 ROUNDINGS = {"F32": 2.0**-23, "F16": 2.0**-11, "BF16": 2.0**-8}
-"""Of types without blocks: half of the gap between neighbouring numbers, relative to the number."""
+"""Type without blocks -> half of the gap between neighbouring numbers, relative to the number."""
 STEPS = {"Q8_0": (32, 0.6 / 127), "TQ1_0": (256, 0.51), "TQ2_0": (256, 0.51)}
-"""Of types with blocks: weights in a block, and what one may be off, relative to the largest of its block: half a step,
-and the rounding of the scale, which is in fp16."""
+"""Type with blocks -> weights of a block, and the allowed error relative to the largest weight of the block: half a
+step, and the rounding of the scale, which is in fp16."""
 SUBNORMAL = {"F16": 2.0**-25, "BF16": 0.0, "F32": 0.0}
 EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
-"""Stacked experts in the model, and in the file."""
+"""Stacked experts of the model -> tensors of the file."""
 
 
 class GgufFile:
-    """The tensors and the facts of a file that a model was converted to.
-
-    Args:
-        path: The file.
-        model: The model that it was made of, without adapters.
-    """
+    """The tensors and the metadata of a file; ``model`` is its model, without adapters."""
 
     def __init__(self, path: Path, model: Any) -> None:
         import gguf
@@ -271,7 +257,7 @@ class GgufFile:
         self.tensors = {each.name: each for each in self._reader.tensors}
         self.architecture = str(self.fact("general.architecture"))
         self.known = self.architecture in inside(GGUF_KNOWN)
-        """True if the order in which its weights are stored is known, so that each number has one place."""
+        """True if the order of the stored weights is known"""
         config = model.config.get_text_config(decoder=True)
         made = inside(GGUF_ORDERS).get(self.architecture, inside(GGUF_ORDER))
         self._order = made(config=config.to_dict()) if self.known else inside(GGUF_ORDER)()
@@ -282,16 +268,11 @@ class GgufFile:
         )
 
     def fact(self, key: str) -> Any:
-        """Return a value of the file's metadata, or None."""
         found = self._reader.fields.get(key)
         return None if found is None else found.contents()
 
     def places(self, name: str) -> tuple[str, ...]:
-        """Return the names in the file of one weight of the model: several are parts of it; none where it is not there.
-
-        Args:
-            name: As ``named_parameters`` has it.
-        """
+        """Return the tensors of the file that hold a parameter, or its parts; empty if it is missing."""
         if found := re.search(r"\blayers\.(\d+)\..*\bexperts\.(gate_up_proj|down_proj)(_bias)?$", name):
             ending = "bias" if found[3] else "weight"
             parts = tuple(f"blk.{found[1]}.{part}.{ending}" for part in EXPERTS[found[2]])
@@ -302,11 +283,11 @@ class GgufFile:
         return tuple(each for each in options if each in self.tensors)[:1]
 
     def type_of(self, place: str) -> str:
-        """Return the type of a tensor of the file, such as ``Q8_0``."""
+        """Return the type of a tensor, such as ``Q8_0``."""
         return str(self.tensors[place].tensor_type.name)
 
     def values(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return a weight as the model has it, and how far a rounding may have moved each of its numbers; fp32.
+        """Return a weight in the model's order, and the largest rounding of each number; fp32.
 
         Args:
             name: Of the model, with at least one place.
@@ -340,7 +321,7 @@ class GgufFile:
 
 
 def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and the saved buffers of a model, of those that are tied the first."""
+    """Yield the parameters and the saved buffers of a model; of tied parameters the first."""
     yield from model.named_parameters()
     saved = model.state_dict().keys()
     yield from ((name, x) for name, x in model.named_buffers() if name in saved)

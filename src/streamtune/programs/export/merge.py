@@ -1,17 +1,14 @@
-"""The weights of a model with its adapters merged, one module after another; and a model computed in fp32.
+"""Merged weights of a model with adapters, module by module; and computation of a model in fp32.
 
-Peft's own rules merge, so every kind of adapter that it can merge is covered: LoRA on linear layers, embeddings,
-convolutions and stacked experts, DoRA, modules saved whole, and adapters on adapters. They are applied to a copy of one
-module's weights at a time, in fp32 and out of any quantisation; the copy is rounded once, to the dtype that is written.
-The model itself is left as it is:
+peft's rules merge, so all its kinds are covered: LoRA on linear layers, embeddings, convolutions and stacked experts,
+DoRA, modules saved whole, and adapters on adapters. The rules are applied to a dequantised fp32 copy of one module's
+weights at a time, and the copy is rounded once, to the written dtype. The model is left unchanged:
 
     for name, weight in merged_weights(model):      # "model.layers.0.self_attn.q_proj.weight", [out, in]
 
-A comparison of two models in bfloat16 sees nothing that is smaller than the roundings of their arithmetic. In fp32
-(:func:`widened`) only the rounding of weights is left, and it takes the memory of one layer more: weights are widened
-when a layer is called, and as they were when it returns; quantised ones are written out. They may be moved by one
-random rounding at the same time: how far that moves the logits is the yardstick of
-:mod:`streamtune.programs.export.check`.
+A comparison in bfloat16 would see nothing below the rounding of its arithmetic. In fp32 (:func:`widened`) only the
+rounding of weights is left, for the additional memory of one layer: weights are widened during the call of a layer. A
+random rounding may move them at the same time, for the yardstick of :mod:`streamtune.programs.export.check`.
 """
 
 from __future__ import annotations
@@ -32,14 +29,13 @@ from streamtune.models.quantize import dequantised, is_quantised
 
 
 def merged_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights and saved buffers by their names in the base model: adapters merged, nothing quantised.
+    """Yield the weights and saved buffers by their names in the base model, merged and dequantised.
 
-    Of weights that the model ties, one is yielded; all of them where adapters changed one (:func:`must_untie`).
+    Of tied weights one is yielded, or all if adapters changed one (:func:`must_untie`).
 
     Args:
-        model: With or without adapters. It is as before when the iterator is done.
-        dtype: Of the floating-point weights; None keeps the dtype of each, and gives those that were quantised the
-            dtype of the model.
+        model: Model with or without adapters, unchanged at the end of the iteration.
+        dtype: Dtype of the floating-point weights; None keeps each dtype, and the model's dtype for quantised weights.
     """
     base, untied = base_of(model), must_untie(model)
     tied = {} if untied else tied_weights(base)
@@ -55,13 +51,13 @@ def merged_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Ite
 def _walk(
     module: Any, original: Any, prefix: str, dtype: torch.dtype
 ) -> Iterator[tuple[str, Callable[[], Tensor], Tensor]]:
-    """Yield name, a function that makes the value, and the parameter or buffer of the model that is behind it.
+    """Yield name, function that makes the value, and the parameter or buffer of the model.
 
     Args:
-        module: A module, or its wrapper.
-        original: The module that a trained copy stands for, which has the dtype to write; else ``module`` itself.
-        prefix: Of the names.
-        dtype: Of weights that were quantised.
+        module: Module or its wrapper.
+        original: Module behind a trained copy, with the dtype to write; else ``module``.
+        prefix: Prefix of the names.
+        dtype: Dtype for quantised weights.
     """
     original = getattr(module, "original_module", original)
     inner, chain = inner_module(module)
@@ -72,7 +68,7 @@ def _walk(
             continue
         like = originals._parameters.get(key)
         like = x if like is None else like
-        # A quantised weight has no dtype of its own that could be written.
+        # A quantised weight has no dtype that could be written.
         yield f"{prefix}{key}", _value(x, merged.get(key), dtype if is_quantised(like) else like.dtype), x
     for key, buffer in inner._buffers.items():
         if buffer is not None and key not in inner._non_persistent_buffers_set:
@@ -91,10 +87,10 @@ def _value(own: Tensor, merged: Tensor | None, dtype: torch.dtype) -> Callable[[
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost wrapper of each module that has adapters or was saved whole, by the module's own name.
+    """Return module name -> outermost wrapper, for modules with adapters or saved whole.
 
     Raises:
-        ArgumentError: There is a kind of adapter that has no weights to merge, such as a learnt prompt.
+        ArgumentError: The adapters have no weights to merge, such as a learnt prompt.
     """
     for config in getattr(model, "peft_config", {}).values():
         if getattr(config, "is_prompt_learning", False):
@@ -107,7 +103,7 @@ def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _adapted_inside(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module, and those inside of it, that have adapters around them, with their names."""
+    """Yield the wrapped modules in a module, itself included, with their names."""
     inner, chain = inner_module(module)
     if chain or inner is not module:
         yield prefix, module
@@ -116,9 +112,9 @@ def _adapted_inside(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Mo
 
 
 def inner_module(module: Any) -> tuple[nn.Module, list[Any]]:
-    """Return the module inside of the wrappers of adapters, and the wrappers that merge, from the outermost inwards.
+    """Return the module inside the wrappers, and the wrappers that merge, from the outermost inwards.
 
-    Of a module that was saved whole the trained copy is inside.
+    The trained copy is the inside of a module saved whole.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
@@ -138,11 +134,7 @@ def inner_module(module: Any) -> tuple[nn.Module, list[Any]]:
 
 
 def merged_parameters(wrapper: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that a wrapped module itself owns with its adapters merged, in fp32.
-
-    Args:
-        wrapper: The outermost wrapper.
-    """
+    """Return the parameters of a wrapped module itself, in fp32, with the adapters of its outermost wrapper merged."""
     inner, chain = inner_module(wrapper)
     with _in_float(inner, chain), torch.no_grad():
         for layer in reversed(chain):  # adapters on adapters: the inner ones first
@@ -151,14 +143,14 @@ def merged_parameters(wrapper: nn.Module) -> dict[str, Tensor]:
 
 
 def _merge(layer: Any) -> None:
-    """Add the active adapters of one wrapper to the plain fp32 weights below it, by peft's rule for them.
+    """Merge the active adapters of one wrapper into the fp32 weights below it, by peft's rule.
 
     Raises:
-        ArgumentError: Peft has no rule for them, as for activated LoRA.
+        ArgumentError: peft has no rule, as for activated LoRA.
     """
     from peft.tuners import ia3, lora
 
-    # Those of quantised layers would quantise again what they have merged.
+    # The rules of quantised layers would quantise the result again.
     rule = type(layer).merge
     if type(layer).__name__ in ("Linear4bit", "TorchaoLoraLinear"):
         rule = (ia3.Linear if isinstance(layer, ia3.IA3Layer) else lora.Linear).merge
@@ -181,7 +173,7 @@ def _merge(layer: Any) -> None:
 
 @contextmanager
 def _in_float(inner: nn.Module, chain: list[Any]) -> Iterator[None]:
-    """Replace the parameters of a module, while inside, by fp32 copies; widen its adapters where they are narrower."""
+    """Replace the parameters of a module by fp32 copies while inside, and widen 16-bit adapters."""
     before = dict(inner._parameters)
     below = {id(x) for x in inner.parameters()}
     narrow = [x for layer in chain for x in layer.parameters() if id(x) not in below and x.dtype.itemsize == 2]
@@ -201,10 +193,10 @@ def _in_float(inner: nn.Module, chain: list[Any]) -> Iterator[None]:
 
 
 def must_untie(model: nn.Module) -> bool:
-    """Return True if adapters made two weights differ that the base ties, so that the merged model needs both.
+    """Return True if adapters made two tied weights differ, so that the merged model needs both.
 
     Raises:
-        ArgumentError: They are not those of the embedding and the head, which alone can be untied.
+        ArgumentError: The tied weights are not those of embedding and head, which alone can be untied.
     """
     base = base_of(model)
     adapted = set(adapted_modules(model)) if hasattr(base, "peft_config") or base is not model else set()
@@ -230,7 +222,7 @@ def must_untie(model: nn.Module) -> bool:
 
 
 def _share_trained(base: Any, pair: tuple[str, str]) -> bool:
-    """Return True if two tied weights were trained whole, as one copy, and nothing is to be merged into either."""
+    """Return True if two tied weights were trained as one copy, without adapters to merge."""
     found = [(inner_module(base.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2]) for name in pair]
     if any(chain for (_, chain), _ in found):
         return False
@@ -239,7 +231,7 @@ def _share_trained(base: Any, pair: tuple[str, str]) -> bool:
 
 
 def _merged_digest(base: Any, name: str) -> bytes:
-    """Return the hash of a weight with its adapters merged: two that are tied are not in memory together."""
+    """Return the hash of a merged weight, so that tied weights need not be in memory together."""
     place, _, key = name.rpartition(".")
     module = base.get_submodule(place)
     inner, chain = inner_module(module)
@@ -251,26 +243,26 @@ def _merged_digest(base: Any, name: str) -> bytes:
 
 
 class WeightChange(Protocol):
-    """A change of weights for the time of a call, such as :class:`Rounding`."""
+    """A change of weights during a call, such as :class:`Rounding`."""
 
     def moves(self, module: nn.Module) -> bool:
-        """Return True if the weights that this very module owns are changed."""
+        """Return True if the module's own weights are changed."""
 
     def sizes(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return what :meth:`move` needs of the module's parameters, by their names; empty for their own values."""
+        """Return parameter name -> values for :meth:`move`; empty for the parameters' own values."""
 
     def move(self, weight: Tensor, size: Tensor) -> Tensor:
         """Return the changed weight, in fp32."""
 
 
 class Rounding:
-    """Moves weights by one random rounding to a dtype: each by up to half of the gap between neighbouring numbers.
+    """Moves each weight at random, by up to half of the gap between neighbouring numbers of a dtype.
 
     Args:
-        model: The model as it trained.
-        dtype: The dtype that is rounded to.
-        everything: Move all weights; else those that adapters change, by the gaps where their merged values lie.
-        seed: Of the draw.
+        model: Trained model.
+        dtype: Dtype of the rounding.
+        everything: Move all weights, not only those that adapters change. Gaps are at the merged values.
+        seed: Random seed.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, *, everything: bool, seed: int) -> None:
@@ -279,16 +271,14 @@ class Rounding:
         self._wrappers = {id(inner_module(each)[0]): each for each in adapted_modules(model).values()}
 
     def moves(self, module: nn.Module) -> bool:
-        """Return True if the weights that this very module owns are moved."""
         return self.everything or id(module) in self._wrappers
 
     def sizes(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the values whose rounding is meant, by the name of the parameter; empty for its own."""
         wrapper = self._wrappers.get(id(module))
         return merged_parameters(wrapper) if wrapper is not None and inner_module(wrapper)[1] else {}
 
     def move(self, weight: Tensor, size: Tensor) -> Tensor:
-        """Return the weight moved by half of a gap at most, as wide as numbers of this size have it."""
+        """Return the weight moved by up to half of the gap at ``size``."""
         gap = torch.finfo(self.dtype).eps * torch.exp2(torch.floor(torch.log2(size.abs().clamp_min(1e-37))))
         drawn = torch.rand(weight.shape, generator=self._generator).to(weight.device) - 0.5
         return weight + drawn * gap
@@ -296,12 +286,7 @@ class Rounding:
 
 @contextmanager
 def widened(model: nn.Module, rounding: WeightChange | None = None) -> Iterator[None]:
-    """Let a model compute in fp32 while inside; afterwards it is as before.
-
-    Args:
-        model: With or without adapters, in evaluation mode.
-        rounding: Changes weights as well.
-    """
+    """Let a model in evaluation mode compute in fp32 while inside, with the weight change ``rounding``."""
     base = base_of(model)
     layers = decoder_layers(base)
     inside = {id(module) for layer in layers for module in layer.modules()}
@@ -325,7 +310,7 @@ def widened(model: nn.Module, rounding: WeightChange | None = None) -> Iterator[
 
 @contextmanager
 def _wide(modules: list[nn.Module], rounding: WeightChange | None) -> Iterator[None]:
-    """Widen the parameters and buffers of modules while inside."""
+    """Widen the parameters and buffers of ``modules`` while inside."""
     with ExitStack() as undone, torch.no_grad():
         plain: dict[int, nn.Linear] = {}
         done: set[int] = set()
@@ -339,7 +324,7 @@ def _wide(modules: list[nn.Module], rounding: WeightChange | None) -> Iterator[N
                 if is_quantised(x):
                     value = dequantised(x)
                     value = rounding.move(value, sizes.get(key, value)) if rounding is not None and moved else value
-                    if value.dim() == 3:  # experts: whatever module has them computes with any tensor
+                    if value.dim() == 3:  # experts, whose module computes with any tensor
                         undone.callback(module._parameters.__setitem__, key, x)
                         module._parameters[key] = nn.Parameter(value, requires_grad=False)
                     else:
@@ -361,7 +346,7 @@ def _wide(modules: list[nn.Module], rounding: WeightChange | None) -> Iterator[N
 
 
 def _plain_linear(module: Any, weight: Tensor) -> nn.Linear:
-    """Return a linear layer with this weight and the module's bias, which may be widened already."""
+    """Return a linear layer with this weight and the module's bias, in fp32."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     bias = module._parameters.get("bias")

@@ -1,10 +1,9 @@
-"""Run llama.cpp's converter, and name the splitting of text where it does not know it: ``python FILE CONVERTER ...``.
+"""llama.cpp's converter with the pre-tokenizers of new vocabularies: ``python FILE CONVERTER ...``.
 
-A byte-level tokenizer splits text by a pattern before it looks tokens up, and llama.cpp has each pattern in its code,
-under a name. Its converter finds the name by the hash of one encoded text, so it knows released vocabularies alone. A
-vocabulary that was trained anew has another hash with the same pattern. Two patterns are told by the tokenizer's own
-file. Run as a program by :mod:`streamtune.programs.export.elsewhere`; imports nothing but the standard library, and the
-converter.
+llama.cpp has every pre-tokenizer pattern in its code, under a name that its converter finds by the hash of one encoded
+text, so only for released vocabularies. A newly trained vocabulary has another hash with the same pattern. Here
+tokenizer.json names two patterns. Run as a program by :mod:`streamtune.programs.export.elsewhere`; imports only the
+standard library and the converter.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ DIGITS = {"type": "Digits", "individual_digits": True}
 
 
 def pattern_of(tokenizer: dict[str, Any]) -> str | None:
-    """Return llama.cpp's name of the pattern that a tokenizer splits text by, or None where it is not known here.
-
-    Args:
-        tokenizer: The content of ``tokenizer.json``.
-    """
+    """Return llama.cpp's name of a tokenizer's pre-tokenizer pattern, or None; ``tokenizer`` is ``tokenizer.json``."""
     before = tokenizer.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", []) if before.get("type") == "Sequence" else [before]
     if tokenizer.get("normalizer") is not None or tokenizer.get("model", {}).get("type") != "BPE":
@@ -42,13 +37,13 @@ def _sorted(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _name_patterns(folder: Path) -> None:
-    """Let the converter take the pattern of this folder's tokenizer where it knows no hash."""
+    """If llama.cpp does not recognise the tokenizer's hash, name its pre-tokenizer from ``tokenizer.json``."""
     try:
         name = pattern_of(json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
         models: Any = import_module("conversion.base").TextModel
         known = models.get_vocab_base_pre
     except (OSError, ValueError, ImportError, AttributeError):
-        return  # no such file, or a converter in another arrangement, which then says itself what it lacks
+        return  # no such file, or another version of the converter, which reports the unknown hash itself
     if name is None:
         return
 

@@ -1,11 +1,11 @@
-"""Find a trained model by the name of its run, of a checkpoint or of a folder, and load it as it trained.
+"""Trained models: found by run, checkpoint or folder, and loaded as in training.
 
     RUN                       run.json, recipe.yaml, final/, checkpoints/
     RUN/checkpoints/step-100  manifest.json, model/
-    a model or an adapter     config.json or adapter_config.json; in a run the run is found above it
+    a model or an adapter     config.json or adapter_config.json; the run, if any, is found above it
 
-Models are written gathered, in Hugging Face format, whatever shared them while they trained (DDP, ZeRO, FSDP2), so
-one way of reading serves all. Adapters go on the base of their run, quantised as it was while they trained.
+Models are saved gathered, in Hugging Face format, after DDP, ZeRO and FSDP2 alike. Adapters go on the base of their
+run, with the quantisation of training.
 """
 
 from __future__ import annotations
@@ -22,52 +22,54 @@ import torch
 from streamtune import models, train
 from streamtune.errors import ArgumentError, RecipeError, StreamTuneError, did_you_mean
 from streamtune.recipe import LoadedRecipe, load_recipe
-from streamtune.train.checkpoint import newest_checkpoint, open_checkpoint, step_directories, step_of
+from streamtune.train.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint, step_directories, step_of
 from streamtune.train.records import records_backwards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Notify = Callable[[str], None]
+USE_CHECKPOINT = "use a checkpoint of the run: --checkpoint"
+NAME_BASE = "name the model they were trained on: --base PATH"
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The folder of a trained model, and what is known of its training."""
+    """The folder of a trained model, with the records of its training."""
 
     given: str
-    """The name it was found by."""
+    """the name that the user gave"""
     folder: str
-    """A folder in Hugging Face format; or a name on the model hub."""
+    """folder in Hugging Face format, or name on the model hub"""
     adapters: bool
-    """True if the folder holds adapters, whose base is elsewhere."""
+    """True if the folder holds adapters without their base"""
     run: train.RunDirectory | None = None
     loaded: LoadedRecipe | None = None
-    """The recipe of the run, if it can be read."""
+    """recipe of the run, if readable"""
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """The content of ``run.json``: settings, fingerprints and versions of the run."""
+    """content of ``run.json``: settings, fingerprints and versions of the run"""
     step: int | None = None
-    """Optimizer steps of a checkpoint; None for the model at the end."""
+    """optimizer steps of a checkpoint; None for the final model"""
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The keys of the recipe that decided the result, as the run recorded them; empty without a run."""
+        """Recipe keys that decided the result, as the run recorded them; empty without a run."""
         found: Mapping[str, Any] = self.identity.get("recipe", {})
         return found
 
     @property
     def quantization(self) -> str | None:
-        """The kind that the frozen base was quantised to while the adapters trained, or None."""
+        """Quantisation of the frozen base in training, or None."""
         return self.settings.get("quantization") if self.adapters else None
 
     @property
     def trusts_code(self) -> bool:
-        """True if the run was allowed to run Python that comes with the model."""
+        """True if the run allowed the model's own Python code."""
         return self.loaded is not None and self.loaded.recipe.trust_remote_code
 
     @property
     def base(self) -> str | None:
-        """The name of the base of adapters; None where it was made from a configuration, or is not known."""
+        """Name of the base of adapters; None for a base made from a configuration, or unknown."""
         if not self.adapters:
             return None
         if self.settings.get("model") is not None:
@@ -80,22 +82,21 @@ class TrainedModel:
         return named
 
     def describe(self) -> str:
-        """Return the folder in words, with the step of a checkpoint."""
         return self.folder if self.step is None else f"{self.folder}, after step {self.step:,}"
 
 
 def find_trained(given: str, *, checkpoint: str | None = None, hub: bool = False,
                  notify: Notify = lambda text: None) -> TrainedModel:  # fmt: skip
-    """Find the model of a run, of a checkpoint or in a folder. Weights are not read, but those of a checkpoint hashed.
+    """Find a trained model without reading weights; those of a checkpoint are hashed.
 
     Args:
-        given: A run directory, a checkpoint, a folder with a model or adapters; or a name on the hub.
-        checkpoint: Of a run, the name (``step-000100``) or the step of a checkpoint in place of the final model.
-        hub: Allow a name that is no folder here.
-        notify: Called with messages for the user.
+        given: Run directory, checkpoint, folder with a model or adapters, or name on the hub.
+        checkpoint: Name (``step-000100``) or step of a checkpoint of the run, in place of the final model.
+        hub: Allow names on the hub.
+        notify: Callback for messages to the user.
 
     Raises:
-        ArgumentError: There is no such thing, or no model in it.
+        ArgumentError: There is no such folder, or no model in it.
         CheckpointError: The checkpoint is damaged.
     """
     path = Path(given).expanduser() if models.is_folder(given) else Path(given)
@@ -106,9 +107,7 @@ def find_trained(given: str, *, checkpoint: str | None = None, hub: bool = False
     if (path / "run.json").is_file():
         return _of_run(given, train.RunDirectory(path), checkpoint, notify)
     if (path / "manifest.json").is_file():
-        opened = open_checkpoint(path)
-        run = _run_above(path, 2)
-        found = _made(given, opened.model_dir, run, notify, step=opened.step, identity=opened.state.get("identity"))
+        found = _of_checkpoint(given, open_checkpoint(path), _run_above(path, 2), notify)
         return _refuse_checkpoint(found, checkpoint)
     if not ((path / "config.json").is_file() or (path / "adapter_config.json").is_file()):
         raise ArgumentError(
@@ -121,7 +120,7 @@ def find_trained(given: str, *, checkpoint: str | None = None, hub: bool = False
 
 
 def _of_run(given: str, run: train.RunDirectory, checkpoint: str | None, notify: Notify) -> TrainedModel:
-    """Find the final model of a run, the checkpoint that is asked for, or the newest."""
+    """Return the requested checkpoint of a run, else its final model, else its newest checkpoint."""
     if checkpoint is not None:
         name = f"step-{int(checkpoint):06d}" if checkpoint.isdecimal() else Path(checkpoint).name
         path = run.checkpoints / name
@@ -132,8 +131,7 @@ def _of_run(given: str, run: train.RunDirectory, checkpoint: str | None, notify:
                 where="--checkpoint",
                 mend=did_you_mean(name, names) or (f"it has {', '.join(names)}" if names else "it has none"),
             )
-        opened = open_checkpoint(path)
-        return _made(given, opened.model_dir, run, notify, step=opened.step, identity=opened.state.get("identity"))
+        return _of_checkpoint(given, open_checkpoint(path), run, notify)
     if run.final.is_dir():
         _tell_newer(run, notify)
         return _made(given, run.final, run, notify)
@@ -145,12 +143,16 @@ def _of_run(given: str, run: train.RunDirectory, checkpoint: str | None, notify:
             mend="train it first: save_steps saves checkpoints on the way",
         )
     notify(f"the run is not done, so this is its newest checkpoint, after step {newest.step:,}")
-    return _made(given, newest.model_dir, run, notify, step=newest.step, identity=newest.state.get("identity"))
+    return _of_checkpoint(given, newest, run, notify)
+
+
+def _of_checkpoint(given: str, opened: Checkpoint, run: train.RunDirectory | None, notify: Notify) -> TrainedModel:
+    return _made(given, opened.model_dir, run, notify, step=opened.step, identity=opened.state.get("identity"))
 
 
 def _tell_newer(run: train.RunDirectory, notify: Notify) -> None:
-    """Say so where a run that was done goes on, and has a checkpoint behind its final model."""
-    with suppress(StreamTuneError):  # of events that cannot be read nothing is known
+    """Notify of a checkpoint newer than the final model, in a run that was continued."""
+    with suppress(StreamTuneError):  # unreadable events tell nothing
         ends = (event.get("step") for event in records_backwards(run.events) if event.get("event") == "finish")
         done = next(ends, None)
         later = [path for path in step_directories(run.checkpoints) if isinstance(done, int) and step_of(path) > done]
@@ -170,7 +172,7 @@ def _made(
     step: int | None = None,
     identity: Any = None,
 ) -> TrainedModel:
-    """Gather what the run directory has of the training; what cannot be read is left out, with a note."""
+    """Return the model with the readable records of its run; a recipe of another version is skipped with a note."""
     loaded: LoadedRecipe | None = None
     if run is not None:
         try:
@@ -191,11 +193,7 @@ def _made(
 
 
 def _as_then(loaded: LoadedRecipe, then: Any, now: Any) -> LoadedRecipe:
-    """Return the recipe of a run with the settings of a checkpoint: the run may have gone on with others.
-
-    Raises:
-        RecipeError: They are no settings of this version.
-    """
+    """Return the run's recipe with the settings of a checkpoint, as the run may have continued with others."""
     settings, latest = ((each or {}).get("recipe", {}) for each in (then, now))
     changed = {key: value for key, value in settings.items() if key in latest and latest[key] != value}
     if not changed:
@@ -208,7 +206,7 @@ def _as_then(loaded: LoadedRecipe, then: Any, now: Any) -> LoadedRecipe:
 
 
 def _run_above(path: Path, levels: int) -> train.RunDirectory | None:
-    """Return the run that a folder ``levels`` below it belongs to, if there is one."""
+    """Return the run ``levels`` above a folder, if there is one."""
     above = path.resolve()
     for _ in range(levels):
         above = above.parent
@@ -226,7 +224,7 @@ def _refuse_checkpoint(found: TrainedModel, checkpoint: str | None) -> TrainedMo
 
 
 def _looks_local(given: str) -> bool:
-    """Return True for a name that a hub cannot have, or whose first part is a folder here."""
+    """Return True for a name that a hub cannot have, or whose first part is a local folder."""
     if given.startswith((".", "/", "~")) or given.count("/") > 1:
         return True
     return "/" in given and Path(given).parent.is_dir()
@@ -234,7 +232,7 @@ def _looks_local(given: str) -> bool:
 
 def _missing(path: Path) -> ArgumentError:
     siblings: list[str] = []
-    with suppress(OSError, ValueError):  # no name of a file
+    with suppress(OSError, ValueError):  # not a file name
         siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
     return ArgumentError(
         f"there is no folder {path}",
@@ -244,7 +242,7 @@ def _missing(path: Path) -> ArgumentError:
 
 
 def _named_base(folder: Path) -> str | None:
-    """Return the base that an adapter's own configuration names."""
+    """Return the base in the adapters' own configuration."""
     try:
         named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -262,19 +260,19 @@ def load_trained(
     trust_remote_code: bool = False,
     notify: Notify = lambda text: None,
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load the model as it trained, in evaluation mode, and its tokenizer.
+    """Load a model as in training, in evaluation mode, and its tokenizer.
 
     Args:
-        trained: The model.
-        device: Where the weights go.
-        base: Of adapters, in place of the base that the run names.
-        dtype: Of the weights of the base, or of the whole model; None is what they trained in.
-        quantization: ``nf4`` or ``int8`` of the frozen base; None leaves it whole.
-        trust_remote_code: Allow code that comes with the model to run.
-        notify: Called with messages for the user.
+        trained: Model to load.
+        device: Device of the weights.
+        base: Base of adapters in place of the run's.
+        dtype: Dtype of the base or the whole model; None is the dtype of training.
+        quantization: ``nf4`` or ``int8`` of the frozen base, or None.
+        trust_remote_code: Allow the model's own Python code.
+        notify: Callback for messages to the user.
 
     Raises:
-        ArgumentError: The model cannot be loaded, or its base is not there.
+        ArgumentError: The model cannot be loaded, or its base is missing.
     """
     recipe = trained.loaded.recipe if trained.loaded is not None else None
     tokenizer = load_trained_tokenizer(trained, base, trust_remote_code)
@@ -306,7 +304,7 @@ def load_trained(
             allow_pickle=recipe is not None and recipe.allow_pickle,
         )
         rows, wanted_rows = made.get_input_embeddings().weight.shape[0], _rows_of_tokens(Path(trained.folder))
-        if wanted_rows > rows:  # of new tokens, whose values come with the adapters
+        if wanted_rows > rows:  # rows of new tokens, whose values come with the adapters
             models.add_rows(made, wanted_rows, range(rows, wanted_rows))
     models.use_saved_ends(made, Path(trained.folder))
     adapted = _load_adapters(made, Path(trained.folder))
@@ -314,36 +312,34 @@ def load_trained(
 
 
 def _rows_of_tokens(folder: Path) -> int:
-    """Return the rows that an embedding needs for the tokens trained beside adapters; 0 where there are none."""
+    """Return the number of embedding rows that tokens trained beside adapters need; 0 without such tokens."""
     try:
         named = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["trainable_token_indices"]
         tables = named.values() if isinstance(named, dict) else [named or []]
         return max((int(token) + 1 for table in tables for token in table), default=0)
-    except (OSError, ValueError, TypeError, KeyError):  # reading the adapters says what is wrong with it
+    except (OSError, ValueError, TypeError, KeyError):  # loading the adapters reports the mistake
         return 0
 
 
 def _load_adapters(base: Any, folder: Path) -> Any:
-    """Put the adapters of a folder on their base.
+    """Load the adapters of a folder onto their base.
 
     Raises:
-        ArgumentError: The file is damaged, or the adapters are not of this base, or of a kind that is not trained here.
+        ArgumentError: The file is damaged, or the adapters belong to another base or are of an unknown kind.
     """
     from peft import PeftConfig
     from safetensors import SafetensorError
 
     if not (folder / "adapter_model.safetensors").is_file():
-        raise ArgumentError(
-            f"{folder} has no adapter_model.safetensors", where="RUN", mend="use a checkpoint of the run: --checkpoint"
-        )
-    models.check_saved_settings(folder, [], where="RUN", mend="use a checkpoint of the run: --checkpoint")
+        raise ArgumentError(f"{folder} has no adapter_model.safetensors", where="RUN", mend=USE_CHECKPOINT)
+    models.check_saved_settings(folder, [], where="RUN", mend=USE_CHECKPOINT)
     try:
         config = PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ArgumentError(
             f"{folder / 'adapter_config.json'} cannot be read: {_first_line(error)}",
             where="RUN",
-            mend="use a checkpoint of the run: --checkpoint",
+            mend=USE_CHECKPOINT,
         ) from error
     if config.is_prompt_learning or getattr(config, "layer_replication", None):
         kind = "a learnt prompt" if config.is_prompt_learning else "adapters of layers that are repeated"
@@ -355,19 +351,19 @@ def _load_adapters(base: Any, folder: Path) -> Any:
         raise ArgumentError(
             f"{folder / 'adapter_model.safetensors'} is damaged: {error}",
             where="RUN",
-            mend="use a checkpoint of the run: --checkpoint",
+            mend=USE_CHECKPOINT,
         ) from error
     except (IndexError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ArgumentError(
             f"peft cannot put the adapters in {folder} on this base: {_first_line(error)}",
             where="RUN",
-            mend="name the model they were trained on: --base PATH",
+            mend=NAME_BASE,
         ) from error
     return adapted
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line that says something: that of a mismatch of sizes names no weight, and many follow."""
+    """Return the first useful line: a mismatch of sizes begins with a heading, and a line for each weight follows."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].endswith(":"):
         return f"{lines[1]}" + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
@@ -375,15 +371,15 @@ def _first_line(error: Exception) -> str:
 
 
 def resolve_base(trained: TrainedModel, base: str | None = None, notify: Notify = lambda text: None) -> str | None:
-    """Return the model that adapters are put on; None for one that is made from a configuration again.
+    """Return the base of adapters; None for a base made from a configuration.
 
     Args:
-        trained: The adapters and their run.
-        base: In place of the base that the run names.
-        notify: Called where adapters stand on adapters.
+        trained: Adapters and their run.
+        base: Base in place of the run's.
+        notify: Callback, called for adapters on adapters.
 
     Raises:
-        ArgumentError: It is not there, or its files have changed since the run.
+        ArgumentError: The base is missing, or its files have changed since the run.
     """
     name = base or trained.base
     if name is None or not trained.adapters:
@@ -393,11 +389,11 @@ def resolve_base(trained: TrainedModel, base: str | None = None, notify: Notify 
 
 
 def is_trained_base(trained: TrainedModel, base: str | None) -> bool | None:
-    """Return True if adapters trained on the very files of ``base``, False if on others; None where nothing tells.
+    """Return True if adapters trained on the files of ``base``, False if on others, None if unknown.
 
     Args:
-        trained: The adapters and their run.
-        base: The name or folder that was given in place of the run's; None is the run's.
+        trained: Adapters and their run.
+        base: Name or folder given in place of the run's base; None is the run's base.
     """
     if base is None:
         return True
@@ -411,12 +407,7 @@ def is_trained_base(trained: TrainedModel, base: str | None) -> bool | None:
 def load_trained_tokenizer(
     trained: TrainedModel, base: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer beside the model; that of the base for adapters that peft saved without one.
-
-    Args:
-        trained: The model.
-        base: Of adapters, in place of the base that the run names.
-        trust_remote_code: Allow code that comes with the tokenizer to run.
+    """Load the tokenizer beside the model, or the base's tokenizer for adapters saved without one.
 
     Raises:
         ArgumentError: There is none.
@@ -431,7 +422,7 @@ def _made_again(trained: TrainedModel, tokenizer: Any, options: models.ModelOpti
     """Make the base of adapters again, from the configuration and the seed of their run.
 
     Raises:
-        ArgumentError: The run says neither how it was made nor where it is.
+        ArgumentError: The run has neither a configuration nor a name of the base.
     """
     made = trained.settings.get("model")
     if not isinstance(made, dict):
@@ -451,11 +442,7 @@ def _made_again(trained: TrainedModel, tokenizer: Any, options: models.ModelOpti
 
 
 def _check_base(trained: TrainedModel, name: str, *, named: bool) -> None:
-    """Refuse a base that is not there, or whose files are not those that the adapters trained on.
-
-    Raises:
-        ArgumentError: It is so; the message says how to name another one.
-    """
+    """Raise ArgumentError for a base that is missing, or whose files differ from training."""
     if _looks_local(name) and not models.is_folder(name):
         raise ArgumentError(
             f"the base of the adapters in {trained.folder} is '{name}', which is no folder here",
@@ -474,10 +461,10 @@ def _check_base(trained: TrainedModel, name: str, *, named: bool) -> None:
 
 
 def _below_adapters(trained: TrainedModel, name: str, notify: Notify) -> str:
-    """Return the base to load: of a base that is a folder of adapters, the base of those.
+    """Return the base to load; if the base is a folder of adapters, the base of these adapters.
 
     Raises:
-        ArgumentError: Adapters were put on adapters by another program: which were trained on which is not known here.
+        ArgumentError: Another program put adapters on adapters, in an unknown order.
     """
     folder = Path(name).expanduser()
     if not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
@@ -489,28 +476,24 @@ def _below_adapters(trained: TrainedModel, name: str, notify: Notify) -> str:
             where="--base",
             mend=f"merge those first: `streamtune export {name} OUT`, then --base OUT",
         )
-    # New adapters had the name of those in the folder, and took their place, until such runs were refused.
+    # New adapters replaced those in the folder, which had the same name, until such runs were refused.
     notify(f"the run put its adapters in the place of those in {name}: they are on {below} alone, and so they trained")
     return below
 
 
 def _check_all_loaded(model: Any, folder: Path) -> None:
-    """Refuse adapters of which a part found no place in the model.
-
-    Raises:
-        ArgumentError: It names a weight.
-    """
+    """Raise ArgumentError if some adapter weights have no place in the model, or some places no weights."""
     from peft import get_peft_model_state_dict
     from safetensors import safe_open
 
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
         there = set(file.keys())
-    # peft writes the weights of embeddings and heads that have adapters beside them; with any other base they are its
+    # peft also writes the base's own weights of embeddings and heads with adapters
     there = {name for name in there if not name.endswith(".base_layer.weight")}
     wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
     if lost := sorted(there ^ {name for name in wanted if not name.endswith(".base_layer.weight")}):
         raise ArgumentError(
             f"the adapters in {folder} are not those of this base: {len(lost)} weights do not match, such as {lost[0]}",
             where="RUN",
-            mend="name the model they were trained on: --base PATH",
+            mend=NAME_BASE,
         )

@@ -1,7 +1,7 @@
-"""The folder that is written: weights in shards, configuration, tokenizer, model card; whole or not at all.
+"""The exported folder: weights in shards, configuration, tokenizer, model card; complete or not at all.
 
-It is written beside the place where it will be, as ``OUT.partial``, and renamed when the written model has passed its
-check. One that has not stays as ``OUT.failed``.
+It is written as ``OUT.partial``, and renamed after the written model has passed its check. A folder that fails the
+check stays as ``OUT.failed``.
 """
 
 from __future__ import annotations
@@ -34,15 +34,11 @@ from streamtune.programs.export.source import TrainedModel
 from streamtune.train.staging import free_bytes, remove_any
 
 MARK = ".streamtune-export"
-"""A file in a folder that is not done, locked while it is written."""
+"""Marker file of an incomplete folder, locked during the export."""
 
 
 def check_target(out: Path) -> None:
-    """Refuse a folder that has something in it, and one that cannot be made.
-
-    Raises:
-        ArgumentError: It is not empty, or no folder.
-    """
+    """Raise ArgumentError for a target that is not empty, not a folder, or cannot be made."""
     try:
         is_folder = out.is_dir() and not out.is_symlink()
         taken = any(out.iterdir()) if is_folder else out.exists() or out.is_symlink()
@@ -59,7 +55,7 @@ def check_target(out: Path) -> None:
 
 
 def _is_ours(partial: Path) -> bool:
-    """Return True if an export made a folder: it has the mark of one, or is empty, for the mark is written first."""
+    """Return True if an export made the folder: it has the mark, or is empty, because the mark is written first."""
     if partial.is_symlink() or not partial.is_dir():
         return False
     return (partial / MARK).is_file() or not any(partial.iterdir())
@@ -67,14 +63,14 @@ def _is_ours(partial: Path) -> bool:
 
 @contextmanager
 def staged(out: Path, needed: int) -> Iterator[Path]:
-    """Make ``OUT.partial``, and rename it to ``out`` at the end; on an error it is removed.
+    """Make ``OUT.partial``, and rename it to ``out`` at the end; remove it on an error.
 
     Args:
-        out: The folder that will be there.
-        needed: About how many bytes it takes.
+        out: Target folder.
+        needed: Bytes of the folder, about.
 
     Raises:
-        RunError: There is no room, or it cannot be written.
+        RunError: The disk is full or not writable.
     """
     partial = _beside(out, "partial")
     lock: int | None = None
@@ -89,7 +85,7 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
             if out.is_dir():
                 out.rmdir()
             partial.rename(out)
-            (out / MARK).unlink()  # last: killed before, it is a folder that is known to be ours
+            (out / MARK).unlink()  # last, so that the folder of a killed export is recognised
     except BaseException as error:
         if lock is not None:  # else it is another export's
             interrupts.remove_folder(str(partial))
@@ -107,10 +103,10 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
 
 
 def _own(partial: Path, out: Path) -> int:
-    """Make the folder that is written, and return the descriptor of its mark, locked; what was left in it is removed.
+    """Make an empty ``OUT.partial``, and return the descriptor of its locked mark.
 
     Raises:
-        ArgumentError: Another export is writing it.
+        ArgumentError: Another export is writing there.
     """
     lock = -1
     try:
@@ -134,7 +130,7 @@ def _own(partial: Path, out: Path) -> int:
 
 
 def keep_failed(partial: Path, out: Path) -> Path:
-    """Rename a folder or file that did not pass to ``OUT.failed``, or the first free ``OUT.failed-N``; return that."""
+    """Rename a failed folder or file to ``OUT.failed``, or the first free ``OUT.failed-N``, and return this path."""
     number, target = 1, _beside(out, "failed")
     while os.path.lexists(target):
         number += 1
@@ -158,13 +154,13 @@ def _is_disk_error(error: BaseException) -> bool:
 def write_merged(
     model: nn.Module, tokenizer: Any, folder: Path, *, dtype: torch.dtype | None, shard_bytes: int
 ) -> None:
-    """Write the merged weights of ``model``, its configuration and its tokenizer, one module after another.
+    """Write the merged weights of ``model``, module by module, its configuration and its tokenizer.
 
     Args:
-        model: With or without adapters; it is left as it is.
-        tokenizer: Its tokenizer, with the chat template.
-        folder: The folder to write into.
-        dtype: Of the weights; None keeps their own.
+        model: Model with or without adapters, left unchanged.
+        tokenizer: Tokenizer with the chat template.
+        folder: Folder to write into.
+        dtype: Dtype of the weights; None keeps the present dtypes.
         shard_bytes: Most bytes of a file.
     """
     base, untied = base_of(model), must_untie(model)
@@ -180,7 +176,7 @@ def _names(model: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, T
 
 
 def _write_configuration(base: Any, folder: Path, dtype: torch.dtype | None, *, untied: bool) -> None:
-    """Write ``config.json`` and ``generation_config.json``: rope and all else as the model has it."""
+    """Write ``config.json`` and ``generation_config.json``."""
     config = copy.deepcopy(base.config)
     for each in {id(each): each for each in (config, config.get_text_config(decoder=True))}.values():
         if untied:
@@ -192,12 +188,12 @@ def _write_configuration(base: Any, folder: Path, dtype: torch.dtype | None, *, 
     config.save_pretrained(folder)
     models.add_old_names(folder)
     if base.generation_config is not None and base.can_generate():
-        with suppress(ValueError):  # a checkpoint's own may contradict itself, and then it is left out
+        with suppress(ValueError):  # an inconsistent generation config is left out
             base.generation_config.save_pretrained(folder)
 
 
 def written_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
-    """Return about how many bytes the merged weights take."""
+    """Return the bytes of the merged weights, about."""
     base = base_of(model)
     size = (dtype or base.dtype).itemsize
     own = [x for name, x in base.named_parameters() if not is_of_adapters(name)]
@@ -205,14 +201,7 @@ def written_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
 
 
 def write_adapters(source: Path, tokenizer: Any, folder: Path, base: str | None) -> None:
-    """Copy adapters in peft's format with their tokenizer, naming their base.
-
-    Args:
-        source: The folder of the adapters.
-        tokenizer: Their tokenizer.
-        folder: The folder to write into.
-        base: The name of the base to write down; None leaves what is there.
-    """
+    """Copy adapters in peft's format from ``source`` with their tokenizer, and write down their base, if given."""
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copyfile(source / name, folder / name)
     for name in (models.LOFTQ_FILE, "generation_config.json"):
@@ -229,7 +218,7 @@ def write_adapters(source: Path, tokenizer: Any, folder: Path, base: str | None)
 
 
 LEFT_OUT = frozenset({"model_name_or_path", "model", "tokenizer", "chat_template", "objective", "quantization"})
-"""Keys of a recipe that the card has elsewhere, or that hold paths and long texts."""
+"""Recipe keys with a place of their own on the card, or with paths and long texts."""
 
 
 def model_card(
@@ -244,12 +233,12 @@ def model_card(
     """Return the text of ``README.md``.
 
     Args:
-        trained: The model and its run.
-        name: The title.
-        base: The model that training started from, or None where it was made from a configuration.
-        weights: What the folder holds, in words.
-        checked: The comparison with the model as it trained, in words.
-        adapters: True if the folder holds adapters in peft's format.
+        trained: Model and its run.
+        name: Title.
+        base: Model from which training started; None for a configuration.
+        weights: Content of the folder, in words.
+        checked: Comparison with the trained model, in words.
+        adapters: True for a folder of adapters in peft's format.
     """
     head = {"library_name": "peft" if adapters else "transformers", "tags": ["streamtune"]}
     if base is not None and not _is_path(base):
@@ -269,7 +258,7 @@ def model_card(
 
 
 def _run_facts(trained: TrainedModel) -> list[tuple[str, str]]:
-    """Return objective, data, steps, losses and versions, as far as the run recorded them."""
+    """Return the recorded objective, data, steps, losses and versions."""
     if trained.run is None:
         return []
     facts = []
@@ -295,12 +284,7 @@ def _run_facts(trained: TrainedModel) -> list[tuple[str, str]]:
 
 
 def describe_check(check: Differences | None, compared: str) -> str:
-    """Describe the comparison with the model as it trained.
-
-    Args:
-        check: The comparison; None where it was left out.
-        compared: The rows, in words.
-    """
+    """Describe the comparison with the trained model, on the rows ``compared``."""
     if check is None:
         return "no"
     return (
@@ -315,7 +299,7 @@ def _number(value: Any) -> str:
 
 
 def _shown(path: str) -> str:
-    """Return a name as it is, and of a path its last part: the others say who trained it and where."""
+    """Return a name unchanged, and the last part of a path: the rest may tell a user's name."""
     return Path(path).name if _is_path(path) else path
 
 

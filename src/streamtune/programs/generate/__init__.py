@@ -1,1 +1,1 @@
-"""Try a trained model: prompts from the command line, a file or a terminal, answered as the tokens come."""
+"""Generation with a trained model: prompts from the command line, a file or a terminal."""

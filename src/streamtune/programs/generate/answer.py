@@ -1,7 +1,7 @@
-"""Answer prompts with a trained model: as it trained, adapters on their base, quantised as it was.
+"""Generation from a trained model, loaded as in training: adapters on their base, with the same quantisation.
 
-A long prompt is read in chunks (:mod:`streamtune.tasks.rollout.generate`). In a conversation what was read stays: the
-keys and values of the longest common beginning are used again, where the model keeps nothing else of a token.
+Long prompts are prefilled in chunks (:mod:`streamtune.tasks.rollout.generate`). A conversation reuses the KV cache of
+the longest common prefix, unless a layer with a window has dropped a part of it.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from streamtune.run.device import choose_device, prepare_libraries
 from streamtune.tasks.rollout import Sampling, TransformersWriter, WritingStopped
 
 PREFILL_CHUNK = 2048
-"""Tokens of a prompt that are read at a time."""
+"""Tokens of a prefill chunk."""
 TEMPERATURE = 0.7
-"""Taken if neither the user nor the model's generation config gives one."""
+"""Default if neither the user nor the model's generation config gives one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """Settings of a model that answers."""
+    """Settings of generation."""
 
     checkpoint: str | None = None
-    """Of a run, in place of its final model."""
+    """checkpoint of the run in place of its final model"""
     base: str | None = None
-    """Of adapters, in place of the base that the run names."""
+    """base of adapters in place of the run's"""
     device: str = "auto"
     dtype: str | None = None
-    """Of the weights; None is what they trained in."""
+    """weight dtype; None is the dtype of training"""
     max_new_tokens: int = 512
     temperature: float | None = None
-    """0 takes the likeliest token each time; None is what the model's generation config has, or 0.7."""
+    """0 is greedy; None is the model's generation config, or 0.7"""
     top_p: float | None = None
     top_k: int | None = None
     seed: int = 0
     system: str | None = None
-    """A system message before each conversation; None is the one that the recipe of a run puts there, if it does."""
+    """system message; None is the default of the run's recipe"""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template; of a run those of its recipe."""
+    """variables of the chat template"""
     raw: bool = False
-    """Continue prompts as text, without the chat template."""
+    """continue prompts as text, without the chat template"""
     split_special_tokens: bool = False
-    """Special tokens that a prompt spells stay text; of a run as its recipe says."""
+    """treat special tokens in a prompt as text"""
 
     def trained_by(self, recipe: TrainedTokenKeys) -> GenerateOptions:
-        """Return the options with what a recipe gives to the chat template, where they say nothing else."""
+        """Return the options with the recipe's system message and variables where they have none."""
         return replace(
             self,
             system=recipe.default_system if self.system is None else self.system,
@@ -72,33 +72,30 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class Answer:
-    """The text that follows a prompt, and what it took."""
+    """A generated answer, with counts and times."""
 
     text: str
     prompt_tokens: int
     read_tokens: int
-    """Tokens of the prompt that were computed: the others were known from before."""
+    """tokens of the prompt that were computed; the others were in the cache"""
     tokens: int
     finished: bool
-    """True if the model ended it; False where the longest length or the user did."""
+    """True if the model ended the answer, not the longest length or the user"""
     stopped: bool
-    """True if the user did."""
+    """True if the user ended the answer"""
     prompt_seconds: float
-    """Until the first token was there."""
+    """seconds to the first token"""
     seconds: float
-    """For all tokens after the first."""
+    """seconds for all tokens after the first"""
 
     @property
     def rate(self) -> float:
-        """Tokens a second, of those after the first."""
+        """Tokens per second after the first token."""
         return (self.tokens - 1) / self.seconds if self.tokens > 1 and self.seconds > 0 else 0.0
 
 
 class _Printer(inside(STREAMER)):  # type: ignore[misc]
-    """Hands on the text of tokens as they come, and counts them.
-
-    A character may be made of several tokens: text is handed on when it is whole.
-    """
+    """Streams the text of tokens. A character may need several tokens: text is shown once it is complete."""
 
     def __init__(self, tokenizer: Any, show: Callable[[str], None]) -> None:
         self.tokenizer, self.show = tokenizer, show
@@ -120,7 +117,6 @@ class _Printer(inside(STREAMER)):  # type: ignore[misc]
         self._hand_on(whole=False)
 
     def end(self) -> None:
-        """Hand on what is left."""
         self._hand_on(whole=True)
         self._is_prompt = True
 
@@ -131,12 +127,12 @@ class _Printer(inside(STREAMER)):  # type: ignore[misc]
         if new := text[len(self._shown) :]:
             self.show(new)
         self._shown = text
-        if text.endswith("\n"):  # what comes later does not change how a line is spelled
+        if text.endswith("\n"):  # later tokens do not change the spelling of a complete line
             self._line, self._shown = [], ""
 
 
 class _ReusingWriter(TransformersWriter):
-    """A writer that keeps what it has read, for a prompt that begins in the same way."""
+    """A writer that reuses the cache of a common prefix."""
 
     cache: DynamicCache | None = None
     known: list[int] = []  # noqa: RUF012 (replaced, never changed)
@@ -160,7 +156,7 @@ class _ReusingWriter(TransformersWriter):
 
     @staticmethod
     def _can_cut(cache: DynamicCache) -> bool:
-        """Return True if the last tokens can be taken off: a layer with a window has dropped the first ones."""
+        """Return True if the cache can be cut at its end: a layer with a window has dropped its first tokens."""
         return all(not getattr(layer, "is_sliding", False) for layer in cache.layers)
 
     def on_read(self, done: int, total: int) -> None:
@@ -168,12 +164,7 @@ class _ReusingWriter(TransformersWriter):
 
 
 class PromptEncoder:
-    """Renders prompts as training does.
-
-    Args:
-        tokenizer: The model's tokenizer, with or without a chat template.
-        options: Say how.
-    """
+    """Renders prompts as in training."""
 
     def __init__(self, tokenizer: Any, options: GenerateOptions) -> None:
         self._templated, self._raw = bool(tokenizer.chat_template) and not options.raw, options.raw
@@ -188,7 +179,7 @@ class PromptEncoder:
         """Return the token ids of a prompt.
 
         Raises:
-            ArgumentError: Messages, and no chat template; or a prompt without tokens.
+            ArgumentError: Messages without a chat template, or an empty prompt.
             DataError: The chat template refuses the messages.
         """
         if not self._templated and not isinstance(asked, str):
@@ -210,11 +201,7 @@ class PromptEncoder:
 
 
 class Answerer:
-    """A model that answers, from :func:`load_answerer`.
-
-    Attributes:
-        stopping: Set to True, from a signal handler, to end the answer that is being written.
-    """
+    """A loaded model that answers prompts; a signal handler sets ``stopping`` to end the present answer."""
 
     def __init__(self, model: Any, tokenizer: Any, options: GenerateOptions, description: str) -> None:
         self.model, self.tokenizer, self.options, self.description = model, tokenizer, options, description
@@ -233,14 +220,14 @@ class Answerer:
         self.vocabulary: int = base.get_input_embeddings().weight.shape[0]
         self.positions = models.position_limit(base.config)
         self.ends = _ends(base, self.positions)
-        """True if there is no position after those."""
+        """True for a table of positions, which ends"""
         torch.manual_seed(options.seed)
 
     def encode(self, asked: Asked) -> list[int]:
-        """Return the token ids of a prompt, rendered by the chat template where there is one.
+        """Return the token ids of a prompt, rendered by the chat template if there is one.
 
         Raises:
-            ArgumentError: Messages, and no chat template; or a prompt without tokens.
+            ArgumentError: Messages without a chat template, an empty prompt, or a tokenizer of another model.
         """
         ids = self._encoder(asked)
         if max(ids) >= self.vocabulary:
@@ -260,12 +247,9 @@ class Answerer:
         """Answer a prompt.
 
         Args:
-            asked: The prompt.
-            show: Called with each piece of text as it comes.
-            reading: Called while a prompt is read, with the tokens that are done and all of them.
-
-        Raises:
-            ArgumentError: See :meth:`encode`.
+            asked: Prompt.
+            show: Callback for each piece of text.
+            reading: Callback during prefill: tokens done, tokens in all.
         """
         ids = self.encode(asked)
         sampling = self._sampling_after(len(ids))
@@ -293,11 +277,7 @@ class Answerer:
         )
 
     def _sampling_after(self, length: int) -> Sampling:
-        """Return the settings for an answer after a prompt of ``length`` tokens, which ends where the positions end.
-
-        Raises:
-            ArgumentError: The model has a table of positions, and the prompt fills it.
-        """
+        """Return the settings for an answer to ``length`` tokens, which ends with the model's table of positions."""
         if not self.ends or not isinstance(self.positions, int):
             return self.sampling
         if length >= self.positions:
@@ -311,11 +291,11 @@ class Answerer:
         )
 
     def forget(self) -> None:
-        """Drop what was read: the next conversation begins anew."""
+        """Drop the cache."""
         self._writer.cache, self._writer.known = None, []
 
     def check_length(self, asked: Sequence[Asked]) -> str | None:
-        """Return a warning where a prompt is longer than the positions that the model was made for, else None."""
+        """Return a warning if prompt and answer exceed the positions of the model's training, else None."""
         longest = max(len(self.encode(each)) for each in asked)
         if (
             self.ends
@@ -330,7 +310,7 @@ class Answerer:
 
 
 def _ends(base: Any, positions: Any) -> bool:
-    """Return True if a model looks its positions up in a table, which ends."""
+    """Return True for a model with a table of positions."""
     try:
         models.check_positions(base, positions + 1 if isinstance(positions, int) else 0, training=False)
     except ArgumentError:
@@ -339,7 +319,7 @@ def _ends(base: Any, positions: Any) -> bool:
 
 
 def _sampling(configured: Any, options: GenerateOptions) -> Sampling:
-    """Return how tokens are drawn: as asked, else as the model's generation config says where it draws."""
+    """Return the sampling settings: the user's, else those of a generation config that samples."""
     draws = bool(getattr(configured, "do_sample", False))
 
     def chosen(asked: Any, name: str, otherwise: Any) -> Any:
@@ -364,13 +344,13 @@ def load_answerer(
     """Load the model of a run, a checkpoint, a folder or the hub.
 
     Args:
-        given: Its name.
-        options: See there.
-        notify: Called with messages for the user.
-        doing: Returns a context that shows a message while something takes long.
+        given: Name of the run, checkpoint, folder or hub model.
+        options: Settings of generation.
+        notify: Callback for messages to the user.
+        doing: Returns a context that shows a message during a long step.
 
     Raises:
-        ArgumentError: It cannot be loaded.
+        ArgumentError: The model cannot be loaded.
     """
     device = choose_device(options.device)
     prepare_libraries(device)
@@ -397,11 +377,7 @@ def load_answerer(
 
 
 def check_vllm() -> None:
-    """Refuse where vLLM is not installed.
-
-    Raises:
-        ArgumentError: It is not.
-    """
+    """Raise ArgumentError if vLLM is not installed."""
     if find_spec("vllm") is None:
         raise ArgumentError(
             "--vllm needs vLLM, which is not installed",
@@ -411,18 +387,10 @@ def check_vllm() -> None:
 
 
 def answer_with_vllm(given: str, asked: Sequence[Asked], options: GenerateOptions) -> list[dict[str, Any]]:
-    """Answer prompts by vLLM, all of them together.
-
-    Args:
-        given: A run or a model with all of its weights.
-        asked: The prompts.
-        options: How to answer.
-
-    Returns:
-        For each prompt ``text``, ``prompt_tokens``, ``tokens`` and ``finished``.
+    """Answer prompts with vLLM, in one batch: ``text``, ``prompt_tokens``, ``tokens`` and ``finished`` of each.
 
     Raises:
-        ArgumentError: vLLM is not installed, or the model holds adapters.
+        ArgumentError: vLLM is not installed, or the model consists of adapters.
     """
     check_vllm()
     trained = find_trained(given, checkpoint=options.checkpoint, hub=True)

@@ -1,4 +1,4 @@
-"""``streamtune generate``: prompts answered as the tokens come, or a conversation in the terminal."""
+"""``streamtune generate``: answers to prompts, streamed, or a chat in the terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from streamtune.programs.generate.prompt_files import Asked
 
 LONG_PROMPT = 4096
-"""Tokens of a prompt from which on its reading is shown."""
+"""Tokens of a prompt whose prefill is shown."""
 
 
 def generate(
@@ -116,11 +116,7 @@ def generate(
 
 
 def _check_ranges(temperature: float | None, top_p: float | None, top_k: int | None, seed: int) -> None:
-    """Refuse numbers that no draw has.
-
-    Raises:
-        ArgumentError: One is out of its range.
-    """
+    """Raise ArgumentError for a number out of its range."""
     for name, value, fits, range_ in (
         (
             "--temperature",
@@ -140,7 +136,7 @@ def _check_ranges(temperature: float | None, top_p: float | None, top_k: int | N
 
 
 def _answer_all(answerer: Answerer, asked: list[Asked], *, as_json: bool) -> None:
-    """Answer prompts one after another; Ctrl-C stops the answer that is being written and those after it."""
+    """Answer prompts one after another; Ctrl-C stops the present answer and those after it."""
     if (note := answerer.check_length(asked)) is not None:
         print_note(note)
     found: list[dict[str, Any]] = []
@@ -163,7 +159,7 @@ def _answer_all(answerer: Answerer, asked: list[Asked], *, as_json: bool) -> Non
 
 
 def _shown(asked: Asked) -> dict[str, Any]:
-    """Return a prompt as a JSON document has it: text or messages, and what a row gives besides."""
+    """Return a prompt for a JSON document: text or messages, with tools and variables."""
     if isinstance(asked, (str, list)):
         return {"prompt": asked}
     given = {"tools": asked.tools, "chat_template_kwargs": dict(asked.variables)}
@@ -171,7 +167,7 @@ def _shown(asked: Asked) -> dict[str, Any]:
 
 
 def _answer(answerer: Answerer, asked: Asked, *, quiet: bool = False) -> Answer:
-    """Answer one prompt; the text is printed as it comes, the reading of a long prompt shown before."""
+    """Answer one prompt and print the text as it comes, after the progress of a long prefill."""
     status = err.status("reading the prompt")
     shown = [False]
 
@@ -198,7 +194,6 @@ def _answer(answerer: Answerer, asked: Asked, *, quiet: bool = False) -> Answer:
 
 
 def _print_speed(answer: Answer) -> None:
-    """Print tokens and speed on stderr."""
     known = answer.prompt_tokens - answer.read_tokens
     read = f"{answer.prompt_tokens:,} tokens read in {answer.prompt_seconds:.1f} s"
     if known > 0:
@@ -220,7 +215,7 @@ def _print_served(asked: list[Asked], answers: list[dict[str, Any]], *, as_json:
 
 @contextmanager
 def _stopping(answerer: Answerer) -> Iterator[None]:
-    """Let Ctrl-C stop the answer while inside; twice ends the command at once."""
+    """Let Ctrl-C stop the answer while inside; a second Ctrl-C ends the command."""
 
     def stop(signum: int, frame: Any) -> None:
         interrupts.handled()
@@ -247,7 +242,6 @@ HELP = "Ctrl-C stops the answer, Ctrl-D leaves, /reset begins anew, /system TEXT
 
 
 def _chat(answerer: Answerer) -> None:
-    """Hold a conversation until the user leaves."""
     with suppress(ImportError):
         import readline  # noqa: F401 (arrow keys and the lines before, in input())
     out.print(Text(plain(answerer.description), style="bold"), soft_wrap=True)
@@ -284,7 +278,7 @@ def _opening(options: GenerateOptions, system: str | None = None) -> list[dict[s
 
 
 def _obey(line: str, answerer: Answerer, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Do what a line with a slash says, and return the conversation after it."""
+    """Run a command such as ``/reset``, and return the conversation after it."""
     command, _, rest = line.partition(" ")
     if command == "/reset" or command == "/system":
         answerer.forget()
@@ -298,7 +292,7 @@ def _obey(line: str, answerer: Answerer, messages: list[dict[str, Any]]) -> list
 
 
 def _read_line() -> str | None:
-    """Read a line from the terminal; Ctrl-C empties it, None where the user leaves."""
+    """Read a line from the terminal: Ctrl-C empties the line, None is the end of input."""
     while True:
         before: Callable[..., Any] | int | None = signal.getsignal(signal.SIGINT)
 

@@ -14,32 +14,31 @@ from streamtune.errors import DataError
 
 @dataclass(frozen=True)
 class ToolPrompt:
-    """The messages of a conversation, with what its row gives to the chat template besides."""
+    """The messages of a conversation, with tools and variables for the chat template."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
-    """JSON schemas of the tools on offer"""
+    """JSON schemas"""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """variables of the chat template (``chat_template_kwargs``)"""
 
 
 Asked = str | list[dict[str, Any]] | ToolPrompt
-"""A prompt: text, or the messages of a conversation that an answer is to follow."""
+"""A prompt: text, or the messages of a conversation."""
 
 MAX_BYTES = 1 << 30
-"""Of a file of prompts: a million tokens are some megabytes."""
+"""Largest file of prompts; a million tokens are some megabytes."""
 
 
 def read_prompts(path: Path) -> list[Asked]:
     """Read the prompts of a file.
 
-    A ``.json`` file holds a list of messages, or an object with ``messages`` or ``prompt``; or a list of such objects.
-    A ``.jsonl`` file holds one of them on each line. Any other file is one prompt, as it stands. Of a conversation that
-    ends with an answer that answer is left out. The columns ``system``, ``tools`` and ``chat_template_kwargs`` of an
-    object are used as in training.
+    A ``.json`` file holds a list of messages, an object with ``messages`` or ``prompt``, or a list of such objects. A
+    ``.jsonl`` file holds one of these per line. Any other file is one prompt. An answer at the end of a conversation is
+    dropped. The columns ``system``, ``tools`` and ``chat_template_kwargs`` of an object are used as in training.
 
     Raises:
-        DataError: The file cannot be read, or a prompt is none.
+        DataError: The file cannot be read, or holds something other than prompts.
     """
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -53,10 +52,10 @@ def read_prompts(path: Path) -> list[Asked]:
         raise DataError(f"{path} is not UTF-8 text", where="--file") from error
     ending = path.suffix.lower()
     if ending == ".json":
-        found = list(_of_document(_parsed(text, str(path)), str(path)))
+        found = list(_of_document(_parse_json(text, str(path)), str(path)))
     elif ending == ".jsonl":
         lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-        found = [_prompt(_parsed(line, f"{path}:{number}"), f"{path}:{number}") for number, line in lines]
+        found = [_prompt(_parse_json(line, f"{path}:{number}"), f"{path}:{number}") for number, line in lines]
     else:
         found = [text] if text.strip() else []
     if not found:
@@ -64,7 +63,7 @@ def read_prompts(path: Path) -> list[Asked]:
     return found
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -83,7 +82,7 @@ def _of_document(value: Any, where: str) -> Iterator[Asked]:
 
 
 def _prompt(value: Any, where: str) -> Asked:
-    """Return one prompt: a string, a list of messages, or what an object has under ``messages`` or ``prompt``."""
+    """Return one prompt, from a text, a list of messages, or an object with ``messages`` or ``prompt``."""
     if isinstance(value, Mapping) and not _is_message(value):
         for key in ("messages", "prompt", "conversations"):
             if key in value:
@@ -107,7 +106,7 @@ def _prompt(value: Any, where: str) -> Asked:
 
 
 def _with_columns(asked: Asked, columns: Mapping[str, Any], where: str) -> Asked:
-    """Return a conversation with the system message, tools and variables of its row."""
+    """Add the system message, tools and variables of an object to its conversation."""
     if not isinstance(asked, list):
         return asked
     messages, _ = with_system(asked, columns, where)
@@ -116,7 +115,7 @@ def _with_columns(asked: Asked, columns: Mapping[str, Any], where: str) -> Asked
 
 
 def _checked(message: Mapping[str, Any], place: str, where: str) -> dict[str, Any]:
-    """Return a message as training has it: the flags that say what is trained are left out."""
+    """Return a message as in training, without its training flags."""
     own = dict(message)
     checked = check_message(from_sharegpt(own, place, where) if "from" in own else own, place, where)
     checked.pop("weight", None)
