@@ -307,7 +307,6 @@ def _objective(conversion: Conversion) -> str:
 def _special(conversion: Conversion) -> None:
     for name in ("rl", "reward_model", "process_reward_model"):
         if loss := OBJECTIVES.get(str(conversion.get(name)), ("", ""))[1]:
-            conversion.take(name)
             conversion.put("loss_type", loss, name)
         conversion.dismiss(name, why="see objective")
     if "dpo_loss_type" in conversion.left:
@@ -322,7 +321,6 @@ def _special(conversion: Conversion) -> None:
     on_inputs = conversion.take("train_on_inputs")
     sharding = conversion.get("fsdp_config")
     if sharding and not conversion.get("fsdp"):
-        conversion.take("fsdp_config")
         conversion.put("fsdp", True, "fsdp_config", note="FSDP2 shards by itself", trains=False)
     conversion.dismiss("fsdp_config", why="FSDP2 shards by itself where fsdp: true" if sharding else "no value")
     if on_inputs and any(str(kind).startswith("chat_template") for kind in dataset_types(conversion)):
@@ -377,7 +375,6 @@ def _take_batch(conversion: Conversion) -> None:
     """Convert ``batch_size``, the rows of a step over all ranks, which is not what the other trainers call so."""
     total = conversion.get("batch_size")
     if total and not conversion.get("gradient_accumulation_steps"):
-        conversion.take("batch_size")
         conversion.put("train_batch_size", total, "batch_size", note="rows of a step over all ranks")
     conversion.dismiss("batch_size", why="gradient_accumulation_steps says it" if total else "no value")
 
@@ -411,11 +408,9 @@ def _take_template(conversion: Conversion) -> None:
         conversion.dismiss("chat_template", why="the tokenizer's own template is the default")
     elif str(template).startswith("tokenizer_default_fallback_"):
         conversion.dismiss("chat_template", why="the tokenizer's own template; without one a run stops")
+    elif template == "chatml" and not jinja:
+        conversion.put("chat_template", "chatml", "chat_template")
     else:
-        conversion.take("chat_template")
-        if template == "chatml" and not jinja:
-            conversion.put("chat_template", "chatml", "chat_template")
-            return
         why = "the tokenizer's own template is used; where it differs, write chat_template: FILE.jinja"
         conversion.lose("chat_template", why=why)
 

@@ -68,7 +68,7 @@ class PeerTrainer:
 
 @dataclass
 class Conversion:
-    """A recipe on its way to ours; every field of ``file`` ends as one or several findings."""
+    """A recipe on its way to ours; every field of ``file`` ends as one or several findings, and leaves ``left``."""
 
     file: PeerFile
     trainer: PeerTrainer
@@ -101,13 +101,11 @@ class Conversion:
         """Report fields as not needed, except those that have an answer."""
         for name in names:
             if name in self.left:
-                self.take(name)
                 self.unneeded(name, why=why)
 
     def switch(self, name: str, key: str, value: Any, *, why: str = "off, as here", note: str = "") -> None:
         """Write ``key: value`` where a field is on; report the field as not needed where it is off."""
         if name in self.left and self.get(name):
-            self.take(name)
             self.put(key, value, name, note=note)
         self.dismiss(name, why=why)
 
@@ -251,6 +249,8 @@ class Conversion:
 
     def _add(self, kind: Kind, path: KeyPath, ours: str = "", note: str = "", trains: bool = False) -> None:
         name, value = _name(path), _at(self.file.fields, path)
+        if len(path) == 1:
+            self.left.pop(name, None)
         named_secret = any(word in name.lower() for word in ("token", "key", "secret", "password"))
         theirs = name if named_secret and kind != "mapped" else _short(name, value)
         self.findings.append(FieldFinding(kind, theirs, self.file.marks.where(*path), ours, note, trains))

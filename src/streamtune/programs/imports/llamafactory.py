@@ -301,7 +301,6 @@ def take_datasets(conversion: Conversion, *, texts: bool) -> None:
     mixes = str(conversion.get("mix_strategy", "concat")).startswith("interleave")
     if mixes:
         name = "interleave_probs" if shares else "mix_strategy"
-        conversion.take(name)
         put_weights(conversion, shares or [1.0] * len(conversion.ours.get("datasets", [])), name)
     why = "weights of the datasets say it" if mixes else "off, as here"
     conversion.dismiss("mix_strategy", "interleave_probs", why=why)

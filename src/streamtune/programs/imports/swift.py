@@ -296,10 +296,8 @@ def _take_length(conversion: Conversion) -> None:
     if length is None:
         conversion.dismiss("max_length", why="no value")
     elif conversion.objective == "grpo":
-        conversion.take("max_length")
         conversion.put("max_prompt_length", length, "max_length", note="in GRPO it is that of the prompt")
     else:
-        conversion.take("max_length")
         conversion.put("max_length", length, "max_length")
     if conversion.get("truncation_strategy") == "left" and conversion.objective != "dpo":
         conversion.switch("truncation_strategy", "overlength", "truncate")
@@ -320,11 +318,9 @@ def _take_texts(conversion: Conversion) -> None:
 def _take_quantization(conversion: Conversion) -> None:
     method, bits = conversion.file.fields.get("quant_method"), conversion.get("quant_bits")
     if method not in (None, "bnb"):
-        conversion.take("quant_method")
         conversion.lose("quant_method", why="bitsandbytes or torchao quantise")
     conversion.dismiss("quant_method", why="see quantization")
     if bits and bits not in (4, 8):
-        conversion.take("quant_bits")
         conversion.lose("quant_bits", why="4 bits (nf4) or 8 (int8)")
     conversion.switch("quant_bits", "quantization", "nf4" if bits == 4 else "int8")
 
@@ -337,7 +333,6 @@ def _take_tuner(conversion: Conversion) -> None:
     conversion.dismiss(*TUNER, why=f"'{name}' says it")
     ratio = conversion.get("freeze_parameters_ratio")
     if ratio and tuner == "full":
-        conversion.take("freeze_parameters_ratio")
         conversion.lose("freeze_parameters_ratio", why="frozen weights: here all weights are trained")
     conversion.dismiss("freeze_parameters_ratio", why="read with full only" if ratio else "off")
     if tuner in KINDS:

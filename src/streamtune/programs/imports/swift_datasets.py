@@ -50,7 +50,6 @@ def take_datasets(conversion: Conversion, use_hf: Any) -> None:
     specs, note = _specs(conversion, "val_dataset", use_hf, columns)
     put_eval_sets(conversion, specs, "val_dataset", note=note)
     if shares := conversion.get("interleave_prob"):
-        conversion.take("interleave_prob")
         put_weights(conversion, shares, "interleave_prob")
     conversion.dismiss("interleave_prob", why="no value")
 
@@ -81,9 +80,8 @@ def _specs(
 ) -> tuple[list[dict[str, Any]], str]:
     """Return our entries for the datasets that a field names, and a note about them."""
     names = conversion.get(field)
-    if names:
-        conversion.take(field)
-    conversion.dismiss(field, why="no value")
+    if not names:
+        conversion.dismiss(field, why="no value")
     found: list[dict[str, Any]] = []
     noted: dict[str, None] = {}
     unknown: list[str] = []

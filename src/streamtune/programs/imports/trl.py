@@ -248,7 +248,6 @@ def _take_texts(conversion: Conversion, first: list[Row]) -> None:
         entries = list(conversion.ours["datasets"])
         for index in named:
             entries[index] = {**entries[index], "columns": {"text": column}, "type": "text"}
-        conversion.take(name)
         conversion.put("datasets", entries, name)
 
 
@@ -306,7 +305,6 @@ def _take_length(conversion: Conversion) -> None:
         conversion.put("truncate_side", "left", "truncation_mode")
     shuffles = given.get("shuffle_dataset")
     if shuffles is not None and conversion.objective == "grpo":
-        conversion.take("shuffle_dataset")
         conversion.put("shuffle", shuffles, "shuffle_dataset")
     conversion.dismiss("shuffle_dataset", why="each epoch visits the rows in another order anyway")
     strategy = given.get("packing_strategy")
@@ -335,10 +333,8 @@ def take_weights_dtype(conversion: Conversion, *names: str) -> None:
     for name in names:
         value = conversion.file.fields.get(name)
         if value in ("float16", "fp16", "half"):
-            conversion.take(name)
             conversion.lose(name, why="weights in float16; here they keep the checkpoint's dtype")
         elif value is not None:
-            conversion.take(name)
             conversion.put("dtype", value, name)
         conversion.dismiss(name, why="no value")
 
@@ -388,15 +384,16 @@ def _take_datasets(conversion: Conversion) -> None:
 def _take_test_split(conversion: Conversion, name: Any, part: Any) -> None:
     """Convert ``dataset_test_split``, which TRL reads if the run evaluates."""
     split = conversion.take("dataset_test_split")
-    evaluates = conversion.get("eval_strategy", "no") not in ("no", False)
-    if name is not None and evaluates:
+    if name is not None and conversion.get("eval_strategy", "no") not in ("no", False):
         spec = {"path": name, "split": str(split or "test"), **({"name": part} if part else {})}
         key = "dataset_test_split" if split else "eval_strategy"
         if str(name).endswith(DATA_FILES):
             why = f"{name} is a file and has no split '{spec['split']}': write val_size, or eval_datasets"
             conversion.lose(key, why=why, trains=False) if split else conversion.missing(key, why, trains=False)
             return
+        left = dict(conversion.left)
         conversion.put("eval_datasets", {"test": [spec]}, key, note="the rows of a split", trains=False)
+        conversion.left = left  # eval_strategy has a rule of its own
     elif "dataset_test_split" in conversion.file.fields:
         conversion.unneeded("dataset_test_split", why="read where eval_strategy says so")
 
