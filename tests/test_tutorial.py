@@ -2,7 +2,8 @@
 
 Three tables say what differs here: :data:`NOT_RUN` has commands that cannot run in a test, :data:`ADDED` what is put
 behind a command (a small local model for one on the hub), and :data:`SHORTER` what shortens a run. A test checks that
-every entry is still printed. ``pytest -m slow tests/test_tutorial.py`` leaves the last table out.
+every entry is still printed. ``pytest -m slow tests/test_tutorial.py`` leaves the last table out, and starts a shell
+for every command; otherwise ``streamtune`` runs in this process but for its runs of several ranks.
 """
 
 from __future__ import annotations
@@ -105,6 +106,15 @@ SHORTER: dict[tuple[str, str], list[str]] = {
     ("05-preferences", "streamtune sft answers.yaml"): ["--set", "max_steps=20"],
     ("05-preferences", "streamtune dpo pairs.yaml"): ["--set", "max_steps=8"],
     ("06-rewards", "streamtune grpo tasks.yaml --allow-code"): ["--set", "max_steps=24"],
+    **{
+        ("07-several-devices", f"streamtune sft ranks.yaml{more}"): ["--set", "max_steps=4"]
+        for more in (
+            "",
+            " --nproc 2 --output-dir runs/two",
+            " --nproc 2 --set sequence_parallel_size=2 --output-dir runs/shared",
+            " --nproc 2 --set fsdp=true --output-dir runs/fsdp",
+        )
+    },
 }
 """Words that make a run shorter than the page's; ``slow`` runs it as printed."""
 
@@ -256,8 +266,24 @@ def check_screen(command: str, shown: str) -> None:
         assert SHOWS[words[1]] in shown, shown
 
 
-def run_page(name: str, folder: Path, *, shorter: bool) -> None:
-    """Write the files of a page and run its commands, in a folder."""
+def in_shell(command: str, variables: Mapping[str, str], folder: Path) -> tuple[int, str, str]:
+    """Run a command as a reader does; return its exit code and what it printed and complained of."""
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=dict(variables), capture_output=True, text=True, timeout=1800
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def in_process(command: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Run a ``streamtune`` command in the working directory, without a process that imports every library anew."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as left:
+        main(shlex.split(command)[1:])
+    return (int(left.value.code or 0), *capfd.readouterr())
+
+
+def run_page(name: str, folder: Path, capfd: pytest.CaptureFixture[str] | None = None) -> None:
+    """Write the files of a page and run its commands in a folder: shorter, with a fixture that captures the output."""
     variables = environment(folder)
     write_tiny(folder / "tiny")
     if name == "README":
@@ -268,17 +294,18 @@ def run_page(name: str, folder: Path, *, shorter: bool) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(step.text, encoding="utf-8")
         elif (name, step) not in NOT_RUN:
-            more = [*ADDED.get((name, step), ()), *(SHORTER.get((name, step), ()) if shorter else ())]
+            more = [*ADDED.get((name, step), ()), *(SHORTER.get((name, step), ()) if capfd else ())]
             command = f"{step} {shlex.join(more)}".rstrip()
-            done = subprocess.run(
-                ["bash", "-c", command], cwd=folder, env=dict(variables), capture_output=True, text=True, timeout=1800
-            )
+            if capfd and step.startswith("streamtune ") and "--nproc" not in step:
+                left, out, err = in_process(command, capfd)
+            else:
+                left, out, err = in_shell(command, variables, folder)
             code, message = FAILS.get((name, step), (0, ""))
-            shown = f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-            assert done.returncode == code, shown
-            assert message in done.stderr, shown
+            shown = f"{command}\n{out[-3000:]}\n{err[-3000:]}"
+            assert left == code, shown
+            assert message in err, shown
             if code == 0:
-                check_screen(step, done.stdout)
+                check_screen(step, out)
     first, *others = SAME.get(name, ("",))
     for other in others:
         losses = [values(folder / "runs" / run, "loss") for run in (first, other)]
@@ -316,13 +343,16 @@ def test_the_recipe_of_the_readme_trains(
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page(name, tmp_path, shorter=True)
+    monkeypatch.setenv("COLUMNS", "80")
+    run_page(name, tmp_path, capfd)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({name for name, _ in SHORTER}))
 def test_a_page_runs_as_it_is_printed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page(name, tmp_path, shorter=False)
+    run_page(name, tmp_path)

@@ -100,7 +100,7 @@ def test_killed_while_weights_are_perturbed(zygotes: Zygotes, tmp_path: Path, ch
     assert done.status == 0, done.output
     want = state_of(tmp_path / "whole/runs/tiny")
     draw = random.Random(0)
-    for number in range(size(20, 3)):
+    for number in range(size(20, 2)):
         folder = tmp_path / f"kill-{number}"
         killed = run_killed_within(zygotes, folder, draw.uniform(0.5, 1.0) * done.seconds, **changes)
         assert killed.status == -9, killed.output
@@ -118,7 +118,7 @@ def test_killed_while_rows_are_chosen(zygotes: Zygotes, tmp_path: Path, changes:
     want = state_of(tmp_path / "whole/runs/tiny")
     assert [line["step"] for line in want["selected"]] == list(range(1, 9))
     draw = random.Random(1)
-    for number in range(size(20, 3)):
+    for number in range(size(20, 2)):
         folder = tmp_path / f"kill-{number}"
         killed = run_killed_within(zygotes, folder, draw.uniform(0.4, 1.0) * done.seconds, **changes)
         assert killed.status == -9, killed.output

@@ -179,13 +179,13 @@ def test_trains_and_resumes_to_the_same_curve(folder: Path, kind: str, capsys: p
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["tokens", "buckets of packs"])
+@pytest.mark.parametrize("kind", [pytest.param("tokens", marks=pytest.mark.slow), "buckets of packs"])
 def test_two_ranks_train_as_one(folder: Path, kind: str) -> None:
     write_recipe(folder, {**COMMON, **KINDS[kind], "max_steps": 5, "val_size": 0})
-    for ranks in (1, 2):
-        call = command("sft", "tiny.yaml", "--nproc", str(ranks), "--output-dir", f"ranks{ranks}")
-        done = subprocess.run(call, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+    assert run("--output-dir", "ranks1") == 0
+    call = command("sft", "tiny.yaml", "--nproc", "2", "--output-dir", "ranks2")
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     one, two = curve("ranks1"), curve("ranks2")
     assert [(line[0], line[3]) for line in one] == [(line[0], line[3]) for line in two], "the same tokens in each step"
     for want, got in zip(one, two, strict=True):
