@@ -53,7 +53,6 @@ RATES = {
 
 
 def recipe(base: str, kind: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
-    """Return the recipe of a run."""
     return {
         "model_name_or_path": base,
         "datasets": [{"path": "demo-passkey", "max_rows": 800}],
@@ -100,7 +99,6 @@ def show_losses(base: str, kinds: list[str], seeds: int, steps: int, folder: Pat
 
 
 def small(kind: str) -> Any:
-    """Return a small model with adapters of a kind, streamed."""
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SMALL))
     model = add_adapters(base, AdapterSpec(kind=kind)).train()
@@ -109,7 +107,6 @@ def small(kind: str) -> Any:
 
 
 def seconds(model: Any, ids: torch.Tensor) -> float:
-    """Return the processor time of forward and backward."""
     start = time.process_time()
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return time.process_time() - start
@@ -124,7 +121,6 @@ def peak(kind: str) -> tuple[int, float]:
 
 
 def show_costs(kinds: list[str], pairs: int) -> None:
-    """Print a table of parameters, memory and time."""
     torch.set_num_threads(1)
     print("| kind | trained parameters | peak, GiB | time of a step, LoRA is 1 |\n|---|---:|---:|---|", flush=True)
     ids = torch.randint(0, SMALL["vocab_size"], (1, 2048))
@@ -162,7 +158,6 @@ def show_starts(base: str) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("loss", "cost", "loftq"))
     parser.add_argument("base", nargs="?", default="runs/quickstart/final")

@@ -131,7 +131,6 @@ def concat_and_chunk(examples: Any, max_length: int, count: int, random: np.rand
 
 
 def processor_seconds(model: Any, batch: MicroBatch) -> float:
-    """Return the processor time of forward and backward."""
     model.zero_grad(set_to_none=True)
     start = time.process_time()
     loss_of(model, batch, num_targets=batch.num_targets, bf16=False).backward()
@@ -210,7 +209,6 @@ def rank_table() -> list[str]:
 
 
 def main() -> None:
-    """Measure and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-length", type=int, default=8192, help="tokens of a sequence")
     parser.add_argument("--pairs", type=int, default=5, help="timed steps of each bucket")
@@ -239,7 +237,6 @@ def page(
     times: str,
     ranks: str,
 ) -> str:
-    """Return the page around the tables."""
     report, length = prepared.report, options.max_length
     lengths = report.length_percentiles
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}"

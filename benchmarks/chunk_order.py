@@ -86,7 +86,6 @@ def adapted(name: str, target: list[str]) -> Any:
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of the adapters."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
 
 
@@ -139,7 +138,6 @@ def _line(short: float, long: float) -> Line:
 def show_longest(
     names: list[str], memory: int, host: int, forms: list[str], sizes: tuple[int, ...], target: list[str]
 ) -> None:
-    """Print a table of the longest rows."""
     print(
         f"| model | order | longest row | of it, device | host | seconds a step | schedule |\n|{'---|' * 7}", flush=True
     )
@@ -182,7 +180,6 @@ def show_steps(lengths: list[int], pairs: int, levels: list[Any]) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("longest", "steps"))
     parser.add_argument("--models", default=",".join(MODELS))

@@ -93,7 +93,6 @@ def _seconds() -> float:
 
 
 def main() -> None:
-    """Measure both, in turns, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--documents", type=int, default=60)

@@ -116,18 +116,15 @@ def run(until: float, *command: str) -> str:
 
 
 def settings(values: Document) -> list[str]:
-    """Return ``--set`` for every key of the recipe's model."""
     return [word for key, value in values.items() for word in ("--set", f"model.init.{key}={value}")]
 
 
 def environment(until: float) -> Document:
-    """Return versions, devices and kernels."""
     found: Document = json.loads(run(until, *STREAMTUNE, "env", "--json"))
     return found
 
 
 def tests(until: float) -> Document:
-    """Run the tests of the device."""
     report = KEPT / "tests.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "tests/cuda", "-q", "-m", "", "-p", "no:cacheprovider"]
@@ -255,20 +252,17 @@ def longest(until: float) -> Document:
 
 
 def render_environment(found: Document) -> list[str]:
-    """Return the versions and the device."""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     devices = ", ".join(str(device.get("model", device["name"])) for device in found["devices"])
     return [f"{devices}. {versions}.", "", "```json", json.dumps(found["attention"], indent=1), "```"]
 
 
 def render_tests(found: Document) -> list[str]:
-    """Return the counts and the names of what failed."""
     lines = [f"{found['passed']} passed, {len(found['failed'])} failed, {found['skipped']} skipped (`tests/cuda`)."]
     return [*lines, *(f"- failed: `{name}`" for name in found["failed"])]
 
 
 def render_verified(found: Document) -> list[str]:
-    """Return a row for each family."""
     lines = ["| family | | worst parameter, relative to fp64 | plain autograd |", "|---|---|---:|---:|"]
     for family, said in found.items():
         worst = said.get("worst", {"error": float("nan"), "torch_error": float("nan")})
@@ -355,7 +349,6 @@ def render_table(found: Document) -> list[str]:
 
 
 def render_peers(found: Document) -> list[str]:
-    """Return the longest row of each mode."""
     lines = [
         "One step of forward and backward, without an optimizer; rows of powers of two, and of three quarters of one. "
         "Seconds are of a second step, where there was time for two."
@@ -374,7 +367,6 @@ def render_peers(found: Document) -> list[str]:
 
 
 def render_longest(found: Document) -> list[str]:
-    """Return the longest rows."""
     without = [f"{name} {tokens:,}" for name, tokens in (found.get("baseline") or {}).items()]
     return [f"Streaming {found['max_length']:,} tokens (none above {TRIED:,} was tried); {', '.join(without)}."]
 
@@ -406,13 +398,11 @@ PIECES = {
 
 
 def commit() -> str:
-    """Return the commit that is measured."""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
 
 
 def write_page(found: Document, page: Path) -> None:
-    """Write the page, and the figures beside it."""
     lines = ["# One GPU", "", "```", "make gpu", "```", ""]
     lines += [f"A model is Qwen3-8B's shape with {LAYERS} layers and random weights in bf16, unless it says otherwise."]
     lines += ["", f"All pieces took {sum(figures['seconds'] for figures in found.values()):.0f} s."]

@@ -81,7 +81,6 @@ def complete_gradients(model: PreTrainedModel) -> None:
 
 
 def forward_backward(model: PreTrainedModel, ids: torch.Tensor) -> float:
-    """Run forward and backward; return the loss."""
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     return float(loss.detach())
@@ -127,7 +126,6 @@ def profile_step(model: PreTrainedModel, ids: torch.Tensor, rows: int = 16) -> d
 
 
 def steps(options: argparse.Namespace) -> None:
-    """Measure every mode at every length, print a table, write the figures."""
     lengths = [int(word) for word in options.lengths.split(",")]
     model = make_model(options.layers)
     document: dict[str, Any] = {
@@ -317,7 +315,6 @@ def measure_whole(recipe: Any, length: int, short: int, repeats: int) -> dict[st
 
 
 def whole(options: argparse.Namespace) -> None:
-    """Measure a step of a whole model and write the figures."""
     recipe = load_recipe(options.recipe, overrides=options.set).recipe
     found = {
         "device": torch.cuda.get_device_name(),
@@ -338,7 +335,6 @@ def whole(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
     step = commands.add_parser("step")

@@ -52,7 +52,6 @@ GIB = 1024**3
 
 
 def made(kind: str) -> tuple[Any, Backend]:
-    """Return a streamed model and its backend."""
     fields, way = KINDS[kind]
     torch.manual_seed(0)
     model: Any = Qwen3ForCausalLM(Qwen3Config(**SHAPE)).train()
@@ -67,8 +66,6 @@ def made(kind: str) -> tuple[Any, Backend]:
 
 
 def seconds(model: Any, backend: Backend, ids: torch.Tensor) -> float:
-    """Return the processor time of a step."""
-
     def gradients() -> None:
         with backend.micro_step(last=True):
             backend.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
@@ -98,7 +95,6 @@ def show_steps(lengths: list[int], pairs: int, kinds: list[str]) -> None:
 
 
 def show_optimizers(millions: int, repeats: int) -> None:
-    """Print the time of a step of each optimizer."""
     weights = [nn.Parameter(torch.randn(1_000_000)) for _ in range(millions)]
     for weight in weights:
         weight.grad = torch.randn_like(weight)
@@ -125,7 +121,6 @@ def show_optimizers(millions: int, repeats: int) -> None:
 
 
 def touch_rate(mapped: Callable[[int], mmap.mmap], nbytes: int, threads: int) -> float:
-    """Return GiB/s of mapping and touching."""
     torch.set_num_threads(threads)
     start = time.perf_counter()
     region = torch.frombuffer(pages := mapped(nbytes), dtype=torch.uint8)
@@ -151,7 +146,6 @@ def show_pages(gib: int, threads: int, repeats: int) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("steps", "optimizers", "pages"))
     parser.add_argument("--lengths", default="512,2048,8192")

@@ -35,14 +35,11 @@ BASE = Path(__file__).parents[1] / "recipes/quickstart.yaml"
 
 @dataclass(frozen=True)
 class Method:
-    """An optimizer, with the learning rates that are tried."""
-
     rates: Sequence[float]
     keys: Mapping[str, Any]
 
 
 def of(name: str, *rates: float, **args: Any) -> Method:
-    """Return the method of an optimizer with some options."""
     return Method(rates, {"optim": name, "optim_args": args})
 
 
@@ -81,7 +78,6 @@ METHODS: Mapping[str, Method] = {
 
 
 def write_data(folder: Path) -> None:
-    """Write the rows to train on and those that are held out."""
     for name, count, seed in (("rows", ROWS, 0), ("held_out", HELD_OUT, 7)):
         rows = [json.dumps(row.columns) for row in passkey_rows(max_rows=5 * count, seed=seed)]
         kept = rows[::5]  # as many of each length
@@ -89,7 +85,6 @@ def write_data(folder: Path) -> None:
 
 
 def write_recipe(folder: Path, method: Method, rate: float, seed: int, steps: int, out: Path) -> Path:
-    """Write the recipe of a run beside its directory."""
     found = load_recipe(BASE).recipe.model_dump(mode="json", exclude_defaults=True)
     for key in ("val_size", "sample", "adam_beta2", "num_train_epochs", "shuffle"):
         found.pop(key, None)
@@ -170,7 +165,6 @@ def row(folder: Path, name: str, steps: int, jobs: ThreadPoolExecutor) -> dict[s
 
 
 def main() -> None:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default=",".join(name for name in METHODS if "," not in name))

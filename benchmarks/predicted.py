@@ -45,7 +45,6 @@ def qwen3_8b(layers: int = 36) -> Any:
 
 
 def show_steps(device_name: str, layers: int, lengths: list[int]) -> None:
-    """Print the table."""
     device = find_device(device_name)
     rates = sheet_rates(device)
     print("| tokens | mode | step | over checkpointing | MFU | peak |\n|---:|---|---:|---:|---:|---:|")
@@ -96,7 +95,6 @@ def compared(rows: list[dict[str, Any]], layers: int, rates: dict[str, Rates]) -
 
 
 def calibrate(files: list[Path], out: Path) -> None:
-    """Measure the rates, predict the steps, write the figures."""
     device = torch.device("cuda", torch.cuda.current_device())
     measured = measure_rates(device, torch.bfloat16)
     sheet = sheet_of(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory)
@@ -110,7 +108,6 @@ def calibrate(files: list[Path], out: Path) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
     step = commands.add_parser("step")

@@ -89,7 +89,6 @@ def spread(ratios: Sequence[float], digits: int = 2, ends: int = 2) -> str:
 
 
 def short_rows(lengths: Sequence[int], pairs: int, out: Path | None) -> None:
-    """Print the table, and write the page if asked to."""
     checkpointed = small_model(**SHORT_ROWS)
     checkpointed.gradient_checkpointing_enable()
     models = {name: small_model(**SHORT_ROWS) for name in SCHEDULES}
@@ -144,7 +143,6 @@ def block_seconds(model: Any, ids: torch.Tensor, layer: int | None) -> tuple[flo
 
 
 def blocks(layers: int, length: int, pairs: int) -> None:
-    """Print the table."""
     model = small_model(**BLOCKS, num_hidden_layers=layers)
     streamtune.stream(model, schedule=Schedule(chunk_size=length // 8))
     ids = torch.randint(0, BLOCKS["vocab_size"], (1, length))
@@ -165,7 +163,6 @@ def blocks(layers: int, length: int, pairs: int) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
     rows = commands.add_parser("short-rows")

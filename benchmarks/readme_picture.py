@@ -53,7 +53,6 @@ def search(memory: str, host: str, *, baseline: bool) -> dict[str, Any]:
 
 
 def collect() -> dict[str, Any]:
-    """Return the longest row and the trials of every device and mode."""
     found: dict[str, Any] = {"recipe": RECIPE, "devices": {}}
     for memory in DEVICES:
         on_host, on_device = search(memory, HOST, baseline=True), search(memory, "0GiB", baseline=False)
@@ -144,7 +143,6 @@ def tokens(number: int) -> str:
 
 
 def main() -> None:
-    """Search where asked to, and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--redraw", action="store_true", help="draw memory.json again")
     parser.add_argument("--out", type=Path, default=Path("docs/images"))

@@ -107,7 +107,6 @@ def saved(count: FlopCount, rows: Sequence[data.Example]) -> str:
 
 
 def counted(turns: int) -> list[str]:
-    """Return the table of operations of Qwen3-8B."""
     sizes, parts = COUNTED
     count = FlopCount.of(qwen3_8b())
     lines = [
@@ -121,7 +120,6 @@ def counted(turns: int) -> list[str]:
 
 
 def conversations(options: argparse.Namespace, console: Console) -> str:
-    """Measure, and return the page."""
     hidden = options.hidden
     model = Qwen3ForCausalLM(Qwen3Config(**shape_of(hidden, options.layers))).train()
     count = FlopCount.of(model)
@@ -155,7 +153,6 @@ def conversations(options: argparse.Namespace, console: Console) -> str:
 
 
 def ids(draw: np.random.RandomState, count: int) -> list[int]:
-    """Return random tokens."""
     found: list[int] = draw.randint(3, 4000, count).tolist()
     return found
 
@@ -228,7 +225,6 @@ def models(hidden: int, layers: int) -> dict[str, Any]:
 
 
 def completions(options: argparse.Namespace, console: Console) -> str:
-    """Measure, and return the page."""
     lines = [
         "| model | completions | tokens of one | shared | apart | prompt once | together | time over prompt once "
         "| time over apart |",
@@ -261,7 +257,6 @@ def completions(options: argparse.Namespace, console: Console) -> str:
 
 
 def facts_of(options: argparse.Namespace) -> Mapping[str, Any]:
-    """Return the command of a page, the versions and the number of pairs."""
     given = (f"--{name} {value}" for name, value in vars(options).items() if value is not None and name != "what")
     return {
         "command": f"python -m benchmarks.turns {options.what} {' '.join(given)}",
@@ -271,7 +266,6 @@ def facts_of(options: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
     turns = commands.add_parser("conversations")

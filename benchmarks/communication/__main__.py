@@ -62,7 +62,6 @@ its `stage3_max_live_parameters` (1e9) has room for, here the whole model.""",
 
 
 def environment() -> dict[str, Any]:
-    """Return versions and machine."""
     import deepspeed
     import torch
     import transformers
@@ -212,7 +211,6 @@ def main(folder: Path) -> int:
 
 
 def write(folder: Path, tables: Tables) -> None:
-    """Write the page, its figures and its picture."""
     env = environment()
     figures = {title: [asdict(row) for row in rows] for title, (rows, _) in tables.items()}
     (folder / "communication.json").write_text(json.dumps({"environment": env, "tables": figures}, indent=1) + "\n")

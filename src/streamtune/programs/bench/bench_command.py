@@ -171,7 +171,6 @@ ONE_BLANK = (0, 1, 0, 0)
 
 
 def table_screen(report: TableReport) -> None:
-    """Print a named table with its description and notes."""
     from streamtune.programs.bench.named_tables import cells, columns, notes  # imports torch
 
     shown = [column for column in columns(report) if not column.page]
@@ -194,7 +193,6 @@ def table_screen(report: TableReport) -> None:
 
 
 def describe_bench(report: BenchReport) -> str:
-    """Describe model, dtype, chunk size and machine in one line."""
     env = report.env
     if not env:
         return "nothing could be measured"

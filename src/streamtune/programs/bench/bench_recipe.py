@@ -109,7 +109,6 @@ def bench_recipe(
 
 
 def check_options(lengths: Sequence[int], modes: Sequence[Mode], repeats: int, shortest: int) -> None:
-    """Refuse lengths, modes and repeats of the command line that make no sense."""
     if not lengths or any(length < shortest for length in lengths):
         raise ArgumentError(f"--lengths takes numbers of tokens from {shortest} up", mend="write --lengths 2048,8192")
     if unknown := [mode for mode in modes if mode not in ALL_MODES]:

@@ -126,8 +126,6 @@ def _tiled(model: Any, schedule: Schedule) -> Iterator[Ready]:
 
 
 def _liger_loss(model: Any) -> Loss:
-    """Return the loss by Liger's head, which makes no logits of all tokens."""
-
     def loss(batch: Batch) -> Tensor:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -140,8 +138,6 @@ def _liger_loss(model: Any) -> Loss:
 
 
 def _peer(prepared: Callable[[Any], AbstractContextManager[Loss]]) -> Entered:
-    """Return the preparation of a peer that has no schedule."""
-
     @contextmanager
     def entered(model: Any, schedule: Schedule) -> Iterator[Ready]:
         with prepared(model) as loss:

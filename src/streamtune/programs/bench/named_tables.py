@@ -38,8 +38,6 @@ HEADS = {
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table."""
-
     name: str
     """The heading."""
     cell: Callable[[TableRow], str]
@@ -187,7 +185,6 @@ def _sharing_columns(report: TableReport) -> list[Column]:
 
 
 def _times(report: TableReport, row: TableRow) -> str:
-    """Return the longest sequence relative to gradient checkpointing's."""
     base = next((r.max_length for r in report.rows if r.mode == "checkpoint"), None)
     return f"{row.max_length / base:.1f}x" if base and row.max_length else ""
 
@@ -364,7 +361,6 @@ TABLES: dict[TableName, Table] = {
 
 @drawn_plainly
 def draw_table(report: TableReport) -> bytes:
-    """Return a PNG of a table."""
     from matplotlib.figure import Figure  # slow to import, and only needed here
 
     table = TABLES[report.table]

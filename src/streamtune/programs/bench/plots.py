@@ -62,7 +62,6 @@ def _step_seconds(row: BenchRow) -> float | None:
 
 
 def draw_time(report: TableReport, figure: Any) -> None:
-    """Draw step time, and its ratio to gradient checkpointing, against length."""
     from matplotlib.ticker import MaxNLocator
 
     seconds, ratio = figure.subplots(1, 2)
@@ -80,7 +79,6 @@ def draw_time(report: TableReport, figure: Any) -> None:
 
 
 def draw_memory(report: TableReport, figure: Any) -> None:
-    """Draw the peak against length, and its terms at the longest."""
     over, parts = figure.subplots(1, 2)
     name, unit = report.unit
     for rows, style in _lines(report):
@@ -110,7 +108,6 @@ def draw_ablation(report: TableReport, figure: Any) -> None:
 
 
 def _ratio(axes: Any, place: float, row: TableRow) -> None:
-    """Draw the time ratio of a row, or its error."""
     ratio, colour = row.to_checkpoint, COLOURS[row.mode]
     style = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": INK}
     if ratio is None:

@@ -151,7 +151,6 @@ class MeasuredModel:
         }
 
     def leave(self) -> None:
-        """Restore the model as it was built."""
         self._exit.close()
         self._entered = None
         self.model.zero_grad(set_to_none=True)
@@ -205,7 +204,6 @@ class MeasuredModel:
 
 
 def env_of(model: Any, job: Job, device: torch.device) -> dict[str, Any]:
-    """Describe the machine, the versions and the model; a ``meta`` device is a simulated accelerator."""
     names = {"cpu": platform.processor() or platform.machine(), "meta": "simulated"}
     return {
         "device": names[device.type] if device.type in names else torch.cuda.get_device_name(device),

@@ -38,7 +38,6 @@ class Entry:
     to_default: bool = False
 
     def new_row(self) -> TableRow:
-        """Return the row, without figures."""
         case = self.case
         schedule = {**asdict(case.schedule), "offload_dir": None} if case.mode.startswith("stream") else None
         return TableRow(case.mode, case.length, self.label, self.section, schedule)
@@ -132,7 +131,6 @@ class TableReport:
         return f"{model}, batch {env['batch_size']}; {machine}, torch {env['torch']}"
 
     def row(self, entry: Entry) -> TableRow | None:
-        """Return the row of an entry; None if not measured yet."""
         asked = (entry.case.mode, entry.case.length, entry.label)
         return next((row for row in self.rows if (row.mode, row.length, row.label) == asked), None)
 

@@ -59,8 +59,6 @@ class ProbeTask:
 
 @dataclass(frozen=True)
 class Trial:
-    """One attempt."""
-
     shape: Shape
     outcome: Outcome
 
@@ -93,8 +91,6 @@ class Limit:
 
 @dataclass
 class ProbeReport:
-    """The results of a probe, with every trial."""
-
     task: ProbeTask
     env: dict[str, Any] = field(default_factory=dict)
     limits: dict[Mode, Limit] = field(default_factory=dict)
@@ -104,7 +100,6 @@ class ProbeReport:
 
     @property
     def complete(self) -> bool:
-        """True if every mode was searched to its end."""
         return all(mode in self.limits and self.limits[mode].complete for mode in self.task.modes)
 
     @property
@@ -274,7 +269,6 @@ def draw_probe(report: ProbeReport, *, title: str) -> bytes:
 
 
 def _draw_bars(axes: Any, report: ProbeReport) -> None:
-    """Draw the largest number that fits in each mode, the shortest bar on top."""
     limits = sorted(report.limits.values(), key=lambda limit: limit.fits, reverse=True)
     names = [LABELS[limit.mode] for limit in limits]
     axes.barh(names, [limit.fits for limit in limits], color=[COLOURS[limit.mode] for limit in limits], height=0.55)

@@ -114,7 +114,6 @@ def _say_nothing(message: str) -> None:
 
 
 def _print_trial(trial: Trial) -> None:
-    """Print one line on stderr for a finished trial."""
     shape, outcome = trial.shape, trial.outcome
     peak = outcome.peak_bytes
     if not err.is_terminal:
@@ -194,7 +193,6 @@ def _describe_device(report: ProbeReport) -> str:
 
 
 def _table(report: ProbeReport) -> Table:
-    """Return a table with one row for each mode."""
     scaled = "tokens" if report.task.scaled == "length" else f"{report.task.unit}s"
     streamed = report.limits["stream"].fits if "stream" in report.limits else 0
     found = f"longest, {scaled}" if scaled == "tokens" else f"largest, {scaled}"

@@ -282,7 +282,6 @@ def _nothing_fits(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcom
 
 
 def _less_on_host(recipe: Recipe) -> list[str]:
-    """Return changes to the recipe that would take less host memory."""
     mends = ["more memory of the machine (--host-memory, engine.host_memory)"]
     if recipe.engine.order == "chunk":
         mends.append("engine.order: auto lets the planner choose the order that takes less")
@@ -292,7 +291,6 @@ def _less_on_host(recipe: Recipe) -> list[str]:
 
 
 def _smaller(recipe: Recipe, terms: dict[str, int], task: ProbeTask) -> list[str]:
-    """Return changes to the recipe that would take less memory, the largest gain first."""
     fixed = sum(terms.get(name, 0) for name in ("weights", "reference", "gradients", "optimizer"))
     mends = []
     if terms.get("reference"):

@@ -165,7 +165,6 @@ def ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[f
 
 
 def number(value: float) -> str:
-    """Format a number with at most four digits, thousands separated."""
     if value == 0:
         return "0"
     if abs(value) >= 1e7 or abs(value) < 1e-3:

@@ -101,7 +101,6 @@ def render_page(runs: Sequence[RunRecords]) -> str:
 
 
 def _names(runs: Sequence[RunRecords]) -> list[str]:
-    """Return the names of the run directories, or their paths if two names are equal."""
     names = [run.name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 
@@ -363,7 +362,6 @@ def _recipes(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the leaves of a recipe with their dotted keys."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
@@ -397,7 +395,6 @@ def _list(value: Any) -> Sequence[Any]:
 
 
 def _inner(value: Any, *keys: str) -> Any:
-    """Return a value of nested mappings; None if a key is missing."""
     for key in keys:
         value = _mapping(value).get(key)
     return value

@@ -81,12 +81,10 @@ class Tracker(ABC):
 
     @property
     def resumed(self) -> bool:
-        """True if the tracker has this run already."""
         return bool(self.ids)
 
     @property
     def folder(self) -> Path:
-        """Folder for local files in the run directory."""
         return self.facts.directory / self.name
 
     @abstractmethod

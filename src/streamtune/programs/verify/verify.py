@@ -236,7 +236,6 @@ class _Runs:
         return None, []
 
     def _itself(self, reference: _Reference) -> VerifyRun:
-        """Return the report's row of the reference: compared with itself, every error is 0."""
         return VerifyRun(None, reference.dtype, reference.loss, dict.fromkeys(self.names, 0.0))
 
     def _reference(self, bf16: bool, dtype: torch.dtype) -> _Reference:

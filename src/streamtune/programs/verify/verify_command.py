@@ -58,7 +58,6 @@ def verify(
 
 
 def _facts(subject: VerifySubject) -> dict[str, object]:
-    """Return the model, rows and sizes of the comparison for ``--json``."""
     batch = subject.batch
     return {
         "model": type(base_of(subject.model)).__name__,
@@ -137,7 +136,6 @@ def _describe_completions(subject: VerifySubject) -> str:
 
 
 def _describe_loss(subject: VerifySubject) -> str:
-    """Describe the loss of completions and its reference."""
     losses = subject.tree_losses
     assert losses is not None
     name: str = losses.task.recipe.loss_type

@@ -104,8 +104,6 @@ class _Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifySubject(_Chosen):
-    """The subject of a verification: model, batch, losses and schedules."""
-
     loaded: LoadedRecipe
     model: Any
     parameters: models.ParameterCount
@@ -320,7 +318,6 @@ def _measure(
     bf16: bool,
     router_loss: RouterLoss | None,
 ) -> Room:
-    """Measure the memory that plain autograd holds for rows of next tokens."""
     base = base_of(model)
     [window] = choose_rows(examples, PROBE)[:1]
     repeats = -(-PROBE // window.length)  # only the number of tokens matters
@@ -336,7 +333,6 @@ def _measure(
 
 
 def _measure_scored(model: Any, device: torch.device, bf16: bool) -> Room:
-    """Measure the memory that plain autograd holds for scored completions."""
     base = base_of(model)
 
     def forward(tokens: int) -> torch.Tensor:
