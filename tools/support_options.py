@@ -13,8 +13,7 @@ from typing import Any, get_args
 
 from streamtune.base.adapters import ADAPTERS
 from streamtune.distributed.deepspeed_config import PRESETS
-from streamtune.recipe.dpo import PairedLoss, UnpairedLoss
-from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.recipe import RECIPES
 
 __all__ = ["BASES", "GROUPS", "MODELS", "OF_THREE", "TABLES", "THEMES", "Option", "Table"]
 
@@ -97,8 +96,10 @@ def _options(*keys: dict[str, Any], ranks: int = 1) -> tuple[Option, ...]:
     return tuple(Option(_written(next(iter(each.items()))), each, ranks) for each in keys)
 
 
-def _losses(*names: str) -> tuple[Option, ...]:
-    """Return an option for each loss; ``exo_pair`` needs its smoothing, and ``gkd`` a teacher."""
+def _losses(objective: str) -> tuple[Option, ...]:
+    """Return an option for each loss of an objective; ``exo_pair`` needs its smoothing, and ``gkd`` a teacher."""
+    kinds = get_args(RECIPES[objective].model_fields["loss_type"].annotation)
+    names = [name for kind in kinds for name in get_args(kind) or (kind,)]  # of one Literal, or of several
     more = {"exo_pair": {"label_smoothing": 0.1}, "gkd": {"teacher": "reference"}}
     return tuple(Option(name, {"loss_type": name, **more.get(name, {})}) for name in names)
 
@@ -253,7 +254,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option("teacher: FILE", {"teacher": "taught.safetensors"}),
     ),
-    "dpo losses": _losses(*get_args(PairedLoss), *get_args(UnpairedLoss)),
+    "dpo losses": _losses("dpo"),
     "dpo keys": _options(
         {"label_smoothing": 0.1},
         {"rpo_alpha": 0.5},
@@ -263,7 +264,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"desirable_weight": 2.0},
         {"length_normalization": True},
     ),
-    "grpo losses": _losses(*get_args(GrpoRecipe.model_fields["loss_type"].annotation)),
+    "grpo losses": _losses("grpo"),
     "grpo keys": _options(
         {"importance_sampling_level": "token"},
         {"importance_sampling_level": "sequence"},
