@@ -17,10 +17,10 @@ from streamtune.engine import keep_on_host
 from streamtune.errors import ArgumentError
 from streamtune.models import ModelOptions, blueprint
 from streamtune.plan import Limits, Rates, as_fixed, choose, evaluate_schedule
-from streamtune.plan.choices import Space, candidates
+from streamtune.plan.choices import Space, candidates, excess_of
 from streamtune.plan.estimate import Estimator, Figures
 from streamtune.plan.planner import with_waiting_weights
-from streamtune.plan.refusal import excess_of, longest_below, smallest_schedule, smallest_step
+from streamtune.plan.refusal import longest_below, smallest_schedule, smallest_step
 from streamtune.plan.simulate import Simulation, Workload, simulate
 from streamtune.plan.simulate.memory import device_held_bytes, held_bytes, host_held_bytes
 from streamtune.plan.simulate.meta_operators import meta_copy

@@ -107,16 +107,16 @@ class Space:
 
 
 def candidates(
-    space: Space, estimator: Estimator, limits: Limits, rooms: Mapping[int, Limits] | None = None
+    space: Space, estimator: Estimator, limits: Limits, reduced: Mapping[int, Limits] | None = None
 ) -> Iterator[Candidate]:
     """Yield every schedule to consider, with its estimate; also those that do not fit, for the error.
 
     Spare device memory is filled: by layers kept whole, which are not recomputed, or by layer inputs that need not be
-    offloaded. ``rooms`` has the memory for some chunk sizes, where it is less than ``limits``.
+    offloaded. ``reduced`` has the memory for some chunk sizes, where it is less than ``limits``.
     """
     whole = limits
     for schedule in space.combinations():
-        limits = (rooms or {}).get(schedule.chunk_size, whole)
+        limits = (reduced or {}).get(schedule.chunk_size, whole)
         plain = Candidate(schedule, estimator.estimate(schedule))
         sized = [] if space.fixed.get("device_layers") else [plain]
         if schedule.offload != "device" and (schedule.levels == 1 or not sized):
@@ -184,7 +184,7 @@ def best_in_chunk_order(workload: Workload, space: Space, simulate: Simulate) ->
             if found is None:
                 return float("inf")
             steps[size] = found
-            return _excess(found[1], space.limits)
+            return excess_of(found[1], space.limits)
 
         least = excess(sizes[0])
         if least > 0:
@@ -195,7 +195,7 @@ def best_in_chunk_order(workload: Workload, space: Space, simulate: Simulate) ->
             for size in sorted((s for s in sizes[1:-1] if s <= largest), reverse=True):
                 if excess(size) <= 0:
                     break
-        return steps[max(size for size, found in steps.items() if _excess(found[1], space.limits) <= 0)]
+        return steps[max(size for size, found in steps.items() if excess_of(found[1], space.limits) <= 0)]
     return None
 
 
@@ -231,9 +231,9 @@ def smallest_in_chunk_order(
     forms = list(_forms(limits, written))[::-1]
     for form, size in product(forms, (LARGE, CHUNKS[0])):
         step = _simulated(workload, {**form, "chunk_size": size, **written}, simulate)
-        if step is not None and (found is None or _excess(step[1], limits) < _excess(found[1], limits)):
+        if step is not None and (found is None or excess_of(step[1], limits) < excess_of(found[1], limits)):
             found = step
-        if found is None or _excess(found[1], limits) <= 0:
+        if found is None or excess_of(found[1], limits) <= 0:
             break
     return found
 
@@ -270,7 +270,8 @@ def _simulated(workload: Workload, chosen: dict[str, Any], simulate: Simulate) -
     return None
 
 
-def _excess(step: Simulation, limits: Limits) -> float:
+def excess_of(step: Simulation, limits: Limits) -> float:
+    """Return :meth:`Limits.excess` of a simulated step."""
     return limits.excess(step.peak_bytes, step.host_bytes, step.disk_bytes)
 
 

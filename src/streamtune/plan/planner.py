@@ -25,10 +25,10 @@ from streamtune.engine.memory.host import usable_host_bytes
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits, free_device_bytes, free_disk_bytes
 from streamtune.plan.calibrate import load_rates
-from streamtune.plan.choices import Candidate, Space, best_in_chunk_order, candidates, may_order_chunks
+from streamtune.plan.choices import Candidate, Space, best_in_chunk_order, candidates, excess_of, may_order_chunks
 from streamtune.plan.estimate import Estimator, Figures, Simulate
 from streamtune.plan.rates import Rates, nearest_device, sheet_rates
-from streamtune.plan.refusal import NothingFitsError, excess_of, nothing_fits, smallest_step
+from streamtune.plan.refusal import NothingFitsError, nothing_fits, smallest_step
 from streamtune.plan.simulate.memory import device_held_bytes, host_held_bytes
 from streamtune.plan.simulate.meta_operators import meta_copy
 from streamtune.plan.simulate.simulate import Simulation, simulate
@@ -39,13 +39,13 @@ from streamtune.schedule import GIVEN, Schedule
 MOST_TRIED = 6
 """Simulations of candidates before the smallest one is the last."""
 
-WORTH = 0.003
+LEAST_SAVING = 0.003
 """Fraction of a step that a departure from the default schedule must save: predictions are not more precise."""
 
-SLOWED = 1.1
+LEAST_SLOWDOWN = 1.1
 """Step time relative to the same step without copies to host and disk, from which the other order is tried."""
 
-SHOWN = 3
+MOST_SHOWN = 3
 
 KEEPS_NOTHING: dict[str, Any] = {
     "order": "layer",
@@ -170,7 +170,9 @@ def choose(
         found = smallest_step(workload, limits, written, simulate)
         if excess_of(found[1], limits) > 0:
             raise refuse(workload, space, dict([found]), limits, simulate)
-    if found is None or (plan is not None and plan.step_seconds <= (1 + WORTH) * pace.seconds(found[1].work, found[0])):
+    if found is None or (
+        plan is not None and plan.step_seconds <= (1 + LEAST_SAVING) * pace.seconds(found[1].work, found[0])
+    ):
         assert plan is not None
         return plan
     return _plan(*found, limits, pace, started)
@@ -180,7 +182,7 @@ def _is_slowed(plan: Plan, workload: Workload) -> bool:
     """Return True if a plan recomputes layers, or takes longer for its copies to host or disk."""
     work = replace(plan.simulation.work, moved_bytes=0, disk_moved_bytes=0)
     undelayed = Pace(workload, plan.rates).seconds(work, plan.schedule)
-    return plan.schedule.levels == 2 or plan.step_seconds > SLOWED * undelayed
+    return plan.schedule.levels == 2 or plan.step_seconds > LEAST_SLOWDOWN * undelayed
 
 
 def _nothing_fits(*_: Any) -> NothingFitsError:
@@ -215,12 +217,16 @@ def _choose_in_layer_order(
         given=space.given,
     )
     tried: dict[Schedule, Simulation] = {}
-    rooms: dict[int, Limits] = {}  # by chunk size: an estimate of long chunks says nothing of short ones
+    reduced: dict[int, Limits] = {}  # by chunk size: an estimate of long chunks says nothing of short ones
     found = None
     while found is None and len(tried) < MOST_TRIED:
-        ranked = _ranked(space, estimator, limits, pace, rooms)
+        ranked = _ranked(space, estimator, limits, pace, reduced)
         best = next(
-            (c for c in ranked if c.excess(rooms.get(c.schedule.chunk_size, limits)) <= 0 and c.schedule not in tried),
+            (
+                c
+                for c in ranked
+                if c.excess(reduced.get(c.schedule.chunk_size, limits)) <= 0 and c.schedule not in tried
+            ),
             None,
         )
         if best is None:
@@ -230,7 +236,7 @@ def _choose_in_layer_order(
             found = best
         else:
             size = best.schedule.chunk_size
-            rooms[size] = _less(rooms.get(size, limits), best, simulation)
+            reduced[size] = _less(reduced.get(size, limits), best, simulation)
     if found is None:
         ranked = _ranked(space, estimator, limits, pace)
         found = _least_excess(ranked, limits, workload, simulate, tried)
@@ -309,13 +315,13 @@ def _nothing_recomputed(space: Space, workload: Workload, simulate: Simulate) ->
 
 
 def _ranked(
-    space: Space, estimator: Estimator, limits: Limits, pace: Pace, rooms: Mapping[int, Limits] | None = None
+    space: Space, estimator: Estimator, limits: Limits, pace: Pace, reduced: Mapping[int, Limits] | None = None
 ) -> list[Candidate]:
     """Return all candidates, the fastest first; of two that are about as fast, the plainer first.
 
-    ``rooms`` has the memory for some chunk sizes, where it is less than ``limits``.
+    ``reduced`` has the memory for some chunk sizes, where it is less than ``limits``.
     """
-    return sorted(candidates(space, estimator, limits, rooms), key=lambda candidate: _score(candidate, pace))
+    return sorted(candidates(space, estimator, limits, reduced), key=lambda candidate: _score(candidate, pace))
 
 
 def _seconds(candidate: Candidate, pace: Pace) -> float:
@@ -323,7 +329,7 @@ def _seconds(candidate: Candidate, pace: Pace) -> float:
 
 
 def _score(candidate: Candidate, pace: Pace) -> float:
-    return _seconds(candidate, pace) * (1 + WORTH * _departures(candidate.schedule))
+    return _seconds(candidate, pace) * (1 + LEAST_SAVING * _departures(candidate.schedule))
 
 
 def _departures(schedule: Schedule) -> int:
@@ -333,18 +339,18 @@ def _departures(schedule: Schedule) -> int:
     return changed + bool(schedule.keep_layers) + bool(schedule.device_layers)
 
 
-def _less(room: Limits, candidate: Candidate, simulation: Simulation) -> Limits:
+def _less(limits: Limits, candidate: Candidate, simulation: Simulation) -> Limits:
     """Return the limits, reduced by what the estimate of a candidate left out."""
     figures = candidate.figures
 
     def shrunk(size: int, real: int, estimated: float) -> int:
-        return int(size - max(0.0, (real - estimated) / (1 - room.margin)) - 1)
+        return int(size - max(0.0, (real - estimated) / (1 - limits.margin)) - 1)
 
     return replace(
-        room,
-        device_bytes=shrunk(room.device_bytes, simulation.peak_bytes, figures.device_bytes),
-        host_bytes=shrunk(room.host_bytes, simulation.host_bytes, figures.host_bytes),
-        disk_bytes=shrunk(room.disk_bytes, simulation.disk_bytes, figures.disk_bytes),
+        limits,
+        device_bytes=shrunk(limits.device_bytes, simulation.peak_bytes, figures.device_bytes),
+        host_bytes=shrunk(limits.host_bytes, simulation.host_bytes, figures.host_bytes),
+        disk_bytes=shrunk(limits.disk_bytes, simulation.disk_bytes, figures.disk_bytes),
     )
 
 
@@ -393,7 +399,7 @@ def _alternatives(
     picked: list[Candidate] = []
     for group in (faster[:1], fitting[:1], thrifty[:1], fitting[1:]):
         picked += [c for c in group if c not in picked]
-    picked = sorted(picked[:SHOWN], key=lambda c: _seconds(c, pace))
+    picked = sorted(picked[:MOST_SHOWN], key=lambda c: _seconds(c, pace))
     return tuple(_alternative(candidate, own, real, limits, pace) for candidate in picked)
 
 
@@ -465,7 +471,7 @@ def plan_step(
     given = _bytes(device_memory, "device_memory")
     if device.type == "meta" and given is None:
         raise ArgumentError("a model on meta has no device", mend="say device_memory='80GiB'")
-    device_bytes = given if given is not None else _found(device) + device_held_bytes(model)
+    device_bytes = given if given is not None else _free(device) + device_held_bytes(model)
     host_bytes = _bytes(host_memory, "host_memory")
     offload_dir = fixed.get("offload_dir")
     limits = Limits(
@@ -504,7 +510,7 @@ def with_waiting_weights(limits: Limits, model: nn.Module, *, device_given: bool
     return limits if host_given else replace(limits, host_bytes=limits.host_bytes + away)
 
 
-def _found(device: torch.device) -> int:
+def _free(device: torch.device) -> int:
     return usable_host_bytes() if device.type == "cpu" else free_device_bytes(device)
 
 

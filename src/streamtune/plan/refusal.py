@@ -13,7 +13,7 @@ from streamtune.base.text import show_size
 from streamtune.engine import decoder_layers
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Attempt, Limits, Range, search_largest
-from streamtune.plan.choices import CHUNKS, HEAD_CHUNKS, Space, may_order_chunks, smallest_in_chunk_order
+from streamtune.plan.choices import CHUNKS, HEAD_CHUNKS, Space, excess_of, may_order_chunks, smallest_in_chunk_order
 from streamtune.plan.estimate import Simulate
 from streamtune.plan.simulate.simulate import Simulation, simulate
 from streamtune.plan.simulate.workload import Workload
@@ -154,11 +154,6 @@ COARSE = 0.05
 
 SHORTEST, GRAIN = 64, 64
 """Tokens of the shortest length that is offered, and of the grain that lengths are rounded down to."""
-
-
-def excess_of(simulation: Simulation, limits: Limits) -> float:
-    """Return :meth:`Limits.excess` of a simulated step."""
-    return limits.excess(simulation.peak_bytes, simulation.host_bytes, simulation.disk_bytes)
 
 
 def smallest_schedule(limits: Limits, written: Mapping[str, Any]) -> Schedule:

@@ -15,8 +15,9 @@ from pydantic import ValidationError
 
 from streamtune.errors import ArgumentError
 from streamtune.plan.budget import Limits
+from streamtune.plan.choices import excess_of
 from streamtune.plan.estimate import Simulate
-from streamtune.plan.refusal import exceeds_host, excess_of, smallest_step
+from streamtune.plan.refusal import exceeds_host, smallest_step
 from streamtune.plan.simulate.cluster import Cluster
 from streamtune.plan.simulate.simulate import Simulation, holdings_of, simulate
 from streamtune.plan.simulate.workload import Workload

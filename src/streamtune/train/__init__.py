@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from streamtune.train.backend import Backend, BlockBackend, ForwardBackend, LocalBackend
 from streamtune.train.checkpoint import Checkpoint, checkpoint_path, supersede
+from streamtune.train.evaluations import Progressed
 from streamtune.train.guard import skipped_most
 from streamtune.train.hold import DirectoryHold
 from streamtune.train.in_backward import HostOptimizer, InBackwardBackend
-from streamtune.train.loop import Progressed, TrainJob, train
+from streamtune.train.loop import TrainJob, train
 from streamtune.train.objective import (
     MicroBatch,
     ModelReference,

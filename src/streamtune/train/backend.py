@@ -28,7 +28,7 @@ from streamtune.optim import (
 )
 from streamtune.train.objective import StepScore
 from streamtune.train.process import capture_rng, restore_rng
-from streamtune.train.slices import MASTER, Slice, SliceReader, share_out_whole
+from streamtune.train.slices import MASTER, Slice, SliceReader, check_same_parameters, share_out_whole
 from streamtune.train.world import WORLD, World
 
 TRAINED = "trained"
@@ -258,12 +258,7 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
         by_parameter[name][key] = value
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    if differing := sorted(by_parameter.keys() ^ set(order)):
-        raise CheckpointError(
-            f"the optimizer's state in the checkpoint belongs to another model: {len(differing)} parameters differ, "
-            f"among them {differing[0]}",
-            mend="start anew with --resume never",
-        )
+    check_same_parameters(by_parameter, order)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             _check_form(names[id(parameter)], parameter, by_parameter[names[id(parameter)]], group)

@@ -144,11 +144,7 @@ class DirectoryHold:
 
     def release(self) -> None:
         """Let other processes lock it; remove it if it was made here and no run was begun in it."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            assert self._finalizer is not None
-            self._finalizer.detach()
-            lock.let_go()
+        self._let_go(tidy=True)
 
     def move_aside(self) -> Path:
         """Rename the directory to the first free ``NAME.old-N``, return that path, and release the lock."""
@@ -156,12 +152,15 @@ class DirectoryHold:
         while os.path.lexists(aside := self.path.with_name(f"{self.path.name}.old-{number}")):
             number += 1
         self.path.rename(aside)
+        self._let_go(tidy=False)
+        return aside
+
+    def _let_go(self, *, tidy: bool) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:
             assert self._finalizer is not None
             self._finalizer.detach()
-            lock.let_go(tidy=False)
-        return aside
+            lock.let_go(tidy=tidy)
 
     def _in_use(self, holder: str) -> ArgumentError:
         return ArgumentError(

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -271,6 +271,8 @@ class MicroBatch:
     filler: bool = False
     """True for a batch that counts nothing: it is computed because other ranks compute one."""
 
+    _moved: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "shift_labels", "position_ids", "weights")
+
     @property
     def num_targets(self) -> int:
         """Number of trained positions: the loss is a mean over them."""
@@ -302,17 +304,9 @@ class MicroBatch:
         mask = self.attention_mask if self.padded_left else None
         return {"input_ids": self.input_ids, **packed, "attention_mask": mask, "use_cache": False}
 
-    def to(self, device: torch.device) -> MicroBatch:
-        positions = None if self.position_ids is None else self.position_ids.to(device)
-        weights = None if self.weights is None else self.weights.to(device)
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device),
-            attention_mask=self.attention_mask.to(device),
-            shift_labels=self.shift_labels.to(device),
-            position_ids=positions,
-            weights=weights,
-        )
+    def to(self, device: torch.device) -> Self:
+        tensors = {name: getattr(self, name) for name in self._moved}
+        return replace(self, **{name: x.to(device) for name, x in tensors.items() if x is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,6 +340,15 @@ class TreeBatch(MicroBatch):
     branches: Branches | None = None
     """Tokens that each token sees, if beginnings are shared"""
 
+    _moved: ClassVar[tuple[str, ...]] = (
+        "input_ids",
+        "attention_mask",
+        "shift_labels",
+        "place_K",
+        "row_K",
+        "position_ids",
+    )
+
     @property
     def num_targets(self) -> int:
         """Targets of all completions, K."""
@@ -360,11 +363,6 @@ class TreeBatch(MicroBatch):
         """Arguments of ``StreamHandle.logprobs``, without targets."""
         given = super().arguments
         return given if self.branches is None else {**given, "branches": self.branches}
-
-    def to(self, device: torch.device) -> TreeBatch:
-        names = ("input_ids", "attention_mask", "shift_labels", "place_K", "row_K", "position_ids")
-        moved = {name: getattr(self, name).to(device) for name in names if getattr(self, name) is not None}
-        return replace(self, **moved)
 
 
 def counted(batches: Sequence[Batch]) -> list[Batch]:

@@ -44,75 +44,40 @@ MEASURED = {"probe.json", "probe.png", "bench.json", "bench.png"}
 """Files that ``probe-max-len`` and ``bench`` write into the directory before there is a run."""
 
 
+class _Entry:
+    """Path of a file or folder of a run."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: RunDirectory, owner: type | None = None) -> Path:
+        return run.path / self.name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """The paths of the files of a run."""
 
     path: Path
 
-    @property
-    def identity(self) -> Path:
-        """Identity of the run: the part of the recipe that decides the result, and a fingerprint of the data."""
-        return self.path / IDENTITY
-
-    @property
-    def recipe(self) -> Path:
-        """Path of recipe.yaml: the recipe with every default filled in."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def deepspeed(self) -> Path:
-        """Configuration of DeepSpeed, without ``auto``."""
-        return self.path / "deepspeed.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples.jsonl"
-
-    @property
-    def trackers(self) -> Path:
-        return self.path / "trackers.json"
-
-    @property
-    def loss_plot(self) -> Path:
-        return self.path / "loss.png"
-
-    @property
-    def plan(self) -> Path:
-        """The planner's schedule and its prediction, as ``streamtune plan --json`` prints it."""
-        return self.path / "plan.json"
-
-    @property
-    def data(self) -> Path:
-        return self.path / "data.json"
-
-    @property
-    def bad_rows(self) -> Path:
-        return self.path / "bad_rows.json"
-
-    @property
-    def selected(self) -> Path:
-        return self.path / "selected.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def final(self) -> Path:
-        return self.path / "final"
+    identity = _Entry(IDENTITY)
+    """Identity of the run: the part of the recipe that decides the result, and a fingerprint of the data."""
+    recipe = _Entry("recipe.yaml")
+    """The recipe, with every default filled in."""
+    deepspeed = _Entry("deepspeed.json")
+    metrics = _Entry("metrics.jsonl")
+    events = _Entry("events.jsonl")
+    samples = _Entry("samples.jsonl")
+    trackers = _Entry("trackers.json")
+    loss_plot = _Entry("loss.png")
+    plan = _Entry("plan.json")
+    """The planner's schedule and its prediction, as ``streamtune plan --json`` prints it."""
+    data = _Entry("data.json")
+    bad_rows = _Entry("bad_rows.json")
+    selected = _Entry("selected.jsonl")
+    report = _Entry("report.html")
+    checkpoints = _Entry("checkpoints")
+    final = _Entry("final")
 
     def read_identity(self) -> dict[str, Any] | None:
         """Return the identity of the run here, None without a run; ArgumentError if the files are not a run's."""

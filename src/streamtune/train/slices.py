@@ -151,12 +151,7 @@ class SliceReader:
 
     def check_parameters(self, trained: Iterable[str]) -> None:
         """Raise a CheckpointError if the state is for other parameters than ``trained``."""
-        if differing := sorted(self.parameters() ^ set(trained)):
-            raise CheckpointError(
-                "the optimizer's state in the checkpoint belongs to another model: "
-                f"{len(differing)} parameters differ, among them {differing[0]}",
-                mend="start anew with --resume never",
-            )
+        check_same_parameters(self.parameters(), trained)
 
     def shape(self, parameter: str, key: str) -> tuple[int, ...]:
         """Return the shape of the whole tensor; ``()`` for a count."""
@@ -177,6 +172,16 @@ class SliceReader:
     def whole(self, parameter: str, key: str) -> Tensor:
         shape = self._shapes[f"{parameter}/{key}"]
         return self.read(parameter, key, 0, math.prod(shape)).reshape(shape)
+
+
+def check_same_parameters(saved: Iterable[str], trained: Iterable[str]) -> None:
+    """Raise a CheckpointError if an optimizer's state is for other parameters than ``trained``."""
+    if differing := sorted({*saved} ^ {*trained}):
+        raise CheckpointError(
+            f"the optimizer's state in the checkpoint belongs to another model: {len(differing)} parameters differ, "
+            f"among them {differing[0]}",
+            mend="start anew with --resume never",
+        )
 
 
 def _read_range(path: Path, name: str, first: int, last: int) -> Tensor:

@@ -125,22 +125,27 @@ def zones(kinds: Sequence[Hashable]) -> list[Zone]:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A shorter step that was run, and its share in the whole one.
+class Shorter:
+    """A shorter step that is run for its share in the whole one.
 
     Attributes:
-        cells: Its record.
-        longer: Number of the zone that has a period more than in the shortest step; None if no zone has.
-        chunks: Number of its chunks.
+        layers: The layers it keeps.
         length: Its tokens.
+        schedule: Its schedule.
+        longer: The zone with a period more; None if no zone has.
+        chunks: Number of its chunks.
         share: Factor of its figures.
     """
 
-    cells: Mapping[CellPlace, Cell]
+    layers: list[int]
+    length: int
+    schedule: Schedule
     longer: int | None
     chunks: int
-    length: int
     share: int
+
+
+Cells = Mapping[CellPlace, Cell]
 
 
 @dataclass(frozen=True)
@@ -153,15 +158,15 @@ class Combined:
     work: dict[tuple[str, bool], list[float]]
 
 
-def combined(parts: list[Part], layers: list[Zone], chunks: Axis, length: int) -> Combined:
-    """Combine the parts into the whole step of ``length`` tokens; UnlikeError if they ran other operators."""
-    named = [_named(part, layers, chunks) for part in parts]
+def combined(parts: list[tuple[Shorter, Cells]], layers: list[Zone], chunks: Axis, length: int) -> Combined:
+    """Combine shorter steps and their records into the one of ``length`` tokens; UnlikeError if operators differ."""
+    named = [_named(shorter, cells, layers, chunks) for shorter, cells in parts]
     cells: list[tuple[CellPlace, Tensor]] = []
     work: dict[tuple[str, bool], list[float]] = {}
     if any(cells_of.keys() != named[0].keys() for cells_of in named):
         raise UnlikeError
-    shares = [part.share for part in parts]
-    squares = [part.share * length / part.length for part in parts]  # for figures that grow as the square of it
+    shares = [shorter.share for shorter, _ in parts]
+    squares = [shorter.share * length / shorter.length for shorter, _ in parts]  # for what grows as its square
     for name, (place, _, weight) in named[0].items():
         alike = [cells_of[name][1] for cells_of in named]
         moments = _aligned(alike, loops=place.layer is None or place.pass_name in COPIES)
@@ -185,26 +190,28 @@ def _bound_scratch(moments: Tensor, alike: list[Cell]) -> None:
         moments[:, SCRATCH] = torch.tensor([sums.scratch_bytes(*moment) for moment in column])
 
 
-def _named(part: Part, layers: list[Zone], chunks: Axis) -> dict[Coordinates, tuple[CellPlace, Cell, float]]:
-    """Return the cells of a part by names that mean the same in all parts, each with how many cells it stands for."""
+def _named(
+    shorter: Shorter, cells: Cells, layers: list[Zone], chunks: Axis
+) -> dict[Coordinates, tuple[CellPlace, Cell, float]]:
+    """Return cells by names that mean the same in all shorter steps, each with how many cells it stands for."""
     found: dict[Coordinates, tuple[CellPlace, Cell, float]] = {}
     where = [
         (number, zone, index)
         for number, zone in enumerate(layers)
-        for index in range(len(zone.layers(number == part.longer)))
+        for index in range(len(zone.layers(number == shorter.longer)))
     ]
-    for place, cell in part.cells.items():
+    for place, cell in cells.items():
         layer_names: list[tuple[Coordinates, float]] = [((), 1.0)]
         if place.layer is not None:
             number, zone, index = where[place.layer]
-            count = len(zone.layers(number == part.longer)) // zone.period
+            count = len(zone.layers(number == shorter.longer)) // zone.period
             layer_names = [
                 ((number, name, index % zone.period), zone.axis.weight(name))
                 for name in zone.axis.names(index // zone.period, count)
             ]
         chunk_names: list[tuple[Coordinates, float]] = [((), 1.0)]
         if place.chunk is not None:
-            chunk_names = [(name, chunks.weight(name)) for name in chunks.names(place.chunk, part.chunks)]
+            chunk_names = [(name, chunks.weight(name)) for name in chunks.names(place.chunk, shorter.chunks)]
         for layer, layer_weight in layer_names:
             for chunk, chunk_weight in chunk_names:
                 name = (place.phase, place.pass_name, place.turn, layer, chunk)
@@ -242,27 +249,6 @@ def _agreeing(one: list[Any], other: list[Any]) -> int:
         if a is not b:
             return index
     return min(len(one), len(other))
-
-
-@dataclass(frozen=True)
-class Shorter:
-    """A shorter step that is run for its share in the whole one.
-
-    Attributes:
-        layers: The layers it keeps.
-        length: Its tokens.
-        schedule: Its schedule.
-        longer: The zone with a period more; None if no zone has.
-        chunks: Number of its chunks.
-        share: Factor of its figures.
-    """
-
-    layers: list[int]
-    length: int
-    schedule: Schedule
-    longer: int | None
-    chunks: int
-    share: int
 
 
 @dataclass(frozen=True)

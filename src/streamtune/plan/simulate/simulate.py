@@ -12,7 +12,7 @@ copies. The work of its head and of its attention is scaled to the real number o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -24,8 +24,9 @@ from streamtune.engine import decoder_layers
 from streamtune.ops.devices import all_turns, simulating
 from streamtune.optim import ZerothOrderSGD, perturbed
 from streamtune.plan.simulate.extrapolate import (
+    Cells,
     Combined,
-    Part,
+    Shorter,
     UnlikeError,
     combined,
     kinds_of_layers,
@@ -38,7 +39,7 @@ from streamtune.plan.simulate.scored import Scored, Trees
 from streamtune.plan.simulate.shard import RankShard, narrower, shard_of
 from streamtune.plan.simulate.simulation_cache import describe_step, fact_of
 from streamtune.plan.simulate.step import Step, fewer_layers, shortened, trace_step
-from streamtune.plan.simulate.trace import COLUMNS, WORK, Cell, CellPlace
+from streamtune.plan.simulate.trace import COLUMNS, WORK
 from streamtune.plan.simulate.workload import Workload
 from streamtune.schedule import Schedule, WeightTier
 
@@ -216,8 +217,8 @@ def _traced(
         teacher_top_k=workload.teacher_top_k,
         perturb=_perturbed(workload, model),
     )
-    parts: list[Part] = []
-    cells: Mapping[CellPlace, Cell] = {}
+    parts: list[tuple[Shorter, Cells]] = []
+    cells: Cells = {}
     for shorter in layout.steps(schedule, kinds):
         longer = None
         if shorter.longer is not None and (not streamed or schedule.order == "layer"):
@@ -230,7 +231,7 @@ def _traced(
                 longer = trace_step(model, shorter.schedule, step).cells
         if shorter.longer is None:
             cells = longer
-        parts.append(Part(longer, shorter.longer, shorter.chunks, shorter.length, shorter.share))
+        parts.append((shorter, longer))
     found = combined(parts, layout.layers, layout.chunks, tokens)
     return found if scored is None else replace(found, work=_work_of(scored, found, alike))
 

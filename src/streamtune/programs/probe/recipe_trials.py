@@ -24,9 +24,10 @@ from streamtune.engine import StreamHandle
 from streamtune.errors import ArgumentError
 from streamtune.optim import BlockAdamW
 from streamtune.plan.budget import Budget, Limits, device_name
+from streamtune.plan.choices import excess_of
 from streamtune.plan.planner import choose
 from streamtune.plan.rates import Device, Rates
-from streamtune.plan.refusal import excess_of, smallest_step
+from streamtune.plan.refusal import smallest_step
 from streamtune.plan.simulate.memory import device_held_bytes
 from streamtune.plan.simulate.scored import Completions, PlainScores, use_checkpointing
 from streamtune.plan.simulate.simulate import Simulation, simulate
