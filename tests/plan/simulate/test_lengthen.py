@@ -48,7 +48,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 STEPS: dict[str, dict[str, Any]] = {
     "first micro-batch": {},
-    "later micro-batch": {"again": True, "autocast": True},
+    "later micro-batch": {"accumulating": True, "autocast": True},
     "gradients freed": {"frees_gradients": True, "device": "cpu"},
 }
 
