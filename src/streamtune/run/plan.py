@@ -81,7 +81,7 @@ class RecipePlan:
         cluster: The ranks, of which the plan's bytes are those of one.
         micro_batches: Of a rank in an optimizer step.
         wider: The rows that more ranks to a sequence would allow, where the recipe leaves that open.
-        flops: Operations of a step that the model asks for, of all ranks (``simulate.flops``).
+        flops: Operations of a step that the model asks for, of all ranks (``simulate.workload``).
         peak_flops: FLOP/s of one device by its data sheet, or by the recipe; None where it is not known.
         select_flops: Operations of a rank by which the rows of a step are chosen; 0 where all that are drawn are
             trained on.
