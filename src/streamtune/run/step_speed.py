@@ -1,8 +1,8 @@
 """Measure the steps of a run: the operations that its model asks for, and the time, compared with the prediction.
 
 Where time and prediction differ by a third, the run says so and the rates are corrected. A step is compared by its
-operations (``simulate.workload``): the plan is of the longest rows, and a step of half as many operations is taken to be
-predicted at half the time. The first step of a session is left out, and so are steps of less than a fourth of the
+operations (``simulate.workload``): the plan is of the longest rows, and a step of half as many is predicted at half the
+time. The first step of a session is left out, and so are steps of less than a fourth of the
 planned operations, and short ones, in which the time of an operator is that of Python. Of several steps the fastest
 counts, and on a CPU not more than its processor time, as where the rates are measured: other work on the machine can
 only make a step slower.
