@@ -12,9 +12,7 @@ from fixed_tokenizer import fixed_tokenizer
 
 from streamtune.base.paths import cache_folder
 from streamtune.data import Source, row_cache
-from streamtune.recipe.dpo import DpoRecipe
-from streamtune.recipe.grpo import GrpoRecipe
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.schema import DpoRecipe, GrpoRecipe, Recipe
 from streamtune.tasks import task_of
 
 COMMON: dict[str, Any] = {"model_name_or_path": "none", "datasets": [{"path": "none"}]}

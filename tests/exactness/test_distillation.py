@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from streamtune import RouterLoss, Schedule, stream
 from streamtune.ops import Divergence, TokenLoss
-from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.recipe.schema import GrpoRecipe
 from streamtune.tasks.grpo.groups import BatchLayout, Group, micro_batches
 from streamtune.tasks.grpo.objective import DistillationObjective
 from streamtune.train import ModelReference

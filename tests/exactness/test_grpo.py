@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from streamtune import Schedule, data, stream
-from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.recipe.schema import GrpoRecipe
 from streamtune.tasks.grpo.groups import BatchLayout, Group, micro_batches, remember_logprobs
 from streamtune.tasks.grpo.objective import PolicyObjective
 from streamtune.tasks.grpo.shared_rollout import SharedLogprobs

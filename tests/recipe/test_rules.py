@@ -10,8 +10,20 @@ import pytest
 
 from streamtune.recipe import RECIPES, DatasetSpec, EngineSpec, TokenizerSpec
 from streamtune.recipe.keys.optimizer import LearningRateGroup
-from streamtune.recipe.rules import GIVEN, Clash, KeyRule, Not, OneOf, OnlyFor, Reads, Refusal, Where, fill, refusals_of
-from streamtune.recipe.spec import Spec
+from streamtune.recipe.rules import (
+    GIVEN,
+    Clash,
+    KeyRule,
+    Not,
+    OneOf,
+    OnlyFor,
+    Reads,
+    Refusal,
+    Spec,
+    Where,
+    fill,
+    refusals_of,
+)
 
 KINDS: tuple[type[Spec], ...] = (*RECIPES.values(), DatasetSpec, EngineSpec, TokenizerSpec, LearningRateGroup)
 

@@ -13,7 +13,7 @@ from streamtune import train
 from streamtune.distributed.deepspeed_config import PRESETS, stage_of
 from streamtune.errors import ArgumentError
 from streamtune.recipe import load_recipe
-from streamtune.recipe.keys.devices import SHARING_PRESETS
+from streamtune.recipe.keys.engine import SHARING_PRESETS
 from streamtune.run.model import choose_quantization
 from streamtune.run.ranks import check_layout, shares_weights
 from streamtune.tasks import TASKS

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamtune import data, train
 from streamtune.errors import OutOfMemoryError, RunError
-from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.recipe.schema import GrpoRecipe
 from streamtune.run.train import PATIENT
 from streamtune.tasks.grpo.groups import BatchLayout, Group, group_metrics
 from streamtune.tasks.grpo.objective import PolicyBatch

@@ -3,15 +3,12 @@
 Importing this package loads neither torch nor transformers.
 """
 
-from streamtune.recipe.dpo import DpoRecipe
-from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.recipe.keys.datasets import DatasetSpec
 from streamtune.recipe.keys.engine import EngineSpec
 from streamtune.recipe.keys.model_and_tokenizer import ModelInit, TokenizerSpec, TokenizerTrain
 from streamtune.recipe.keys.run import SampleSpec
-from streamtune.recipe.kinds import RECIPES, json_schema
 from streamtune.recipe.loader import LoadedRecipe, code_of, load_recipe, names_a_hub
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.schema import RECIPES, DpoRecipe, GrpoRecipe, Recipe, json_schema
 from streamtune.recipe.shipped import (
     ShippedRecipe,
     read_shipped,

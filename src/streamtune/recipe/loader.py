@@ -30,9 +30,8 @@ from streamtune.recipe.yaml import MAX_BYTES, KeyPath, Marks, parse_scalar, read
 from .aliases import ALIASES, INSTEAD, SWITCHES, apply_aliases
 from .keys.datasets import DatasetSpec
 from .keys.run import RunKeys
-from .kinds import RECIPES, objectives_with
 from .mistakes import find_mistakes, to_error, unknown_key
-from .schema import Recipe
+from .schema import RECIPES, Recipe, objectives_with
 from .shipped import read_shipped, shipped_names
 
 BUILT_IN = ("python-stdlib", "demo-preferences", "demo-arithmetic", "demo-passkey")

@@ -19,9 +19,8 @@ from streamtune.errors import RecipeError, did_you_mean
 from streamtune.recipe.yaml import KeyPath, Marks, Mistake, parse_scalar, show_path
 
 from .aliases import ALIASES, CHOICES, SWITCHES
-from .kinds import objectives_with
-from .schema import Recipe
-from .spec import TOO_LARGE
+from .rules import TOO_LARGE
+from .schema import Recipe, objectives_with
 
 MOST_SHOWN = 20
 

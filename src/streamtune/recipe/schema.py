@@ -1,4 +1,4 @@
-"""The recipe of supervised fine-tuning: the keys of all topics, and the order in which their rules are asked.
+"""The recipes of all objectives: the topics of their keys, the order of their rules, and their JSON schema.
 
 A recipe is flat where the Hugging Face Trainer is flat and uses its names. The text under each field in ``keys/`` is
 the only place a key is described: the JSON schema, the editor's hover text and the documentation are made from it.
@@ -10,19 +10,26 @@ Nothing here reads a file or touches a device; ``streamtune.recipe.loader`` adds
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from streamtune.recipe.keys import adapters, engine, loss
 from streamtune.recipe.keys.adapters import ADAPTER_RULES, QUANTIZATION_RULES, AdapterKeys
 from streamtune.recipe.keys.batching import BATCH_RULES, SELECTION_RULES, BatchKeys, StepKeys
 from streamtune.recipe.keys.datasets import DATASET_RULES, STREAMING_RULES, CacheKeys, DataKeys
-from streamtune.recipe.keys.devices import DEVICE_RULES, DeviceKeys
-from streamtune.recipe.keys.engine import ENGINE_RULES, EngineKeys
+from streamtune.recipe.keys.engine import DEVICE_RULES, ENGINE_RULES, DeviceKeys, EngineKeys
 from streamtune.recipe.keys.learning_rate import LEARNING_RATE_RULES, WARMUP_RULES, LearningRateKeys
 from streamtune.recipe.keys.loss import LOSS_RULES, LossKeys, RouterKeys
 from streamtune.recipe.keys.model_and_tokenizer import MODEL_RULES, TOKEN_RULES, ModelKeys
 from streamtune.recipe.keys.optimizer import OPTIMIZER_RULES, STATE_RULES, OptimizerKeys
+from streamtune.recipe.keys.policy import NEEDS_WHOLE_WEIGHTS, POLICY_RULES
+from streamtune.recipe.keys.preferences import DPO_RULES, ROW_RULES
 from streamtune.recipe.keys.preset import PRESET_RULES, ObjectiveKeys
+from streamtune.recipe.keys.rollouts import (
+    ALLOCATION_RULES,
+    REWARD_RULES,
+    ROLLOUT_BATCH_RULES,
+    ROLLOUT_LENGTH_RULES,
+)
 from streamtune.recipe.keys.run import EARLY_STOPPING_RULES, EVALUATION_RULES, RunKeys
 from streamtune.recipe.keys.trained_tokens import (
     CHAT_RULES,
@@ -31,8 +38,14 @@ from streamtune.recipe.keys.trained_tokens import (
     TURN_RULES,
     TrainedTokenKeys,
 )
-from streamtune.recipe.rules import Custom, Refusal, Rules, refusals_of
-from streamtune.recipe.settings import RowSettings, TokenizerSettings, TrainingSettings
+from streamtune.recipe.rules import Custom, Refusal, Rules, Steps, refusals_of
+from streamtune.recipe.settings import (
+    PreferenceSettings,
+    RolloutSettings,
+    RowSettings,
+    TokenizerSettings,
+    TrainingSettings,
+)
 
 
 def _of_shared_weights(recipe: Any) -> Iterator[Refusal]:
@@ -103,3 +116,81 @@ class Recipe(
     def evaluates(self) -> bool:
         """True if there are rows to evaluate on."""
         return self.val_size > 0 or bool(self.eval_datasets)
+
+
+class DpoRecipe(PreferenceSettings, Recipe):
+    """Everything a run of preference training depends on."""
+
+    objective: Literal["dpo"] = "dpo"
+    """Objective of the training: preferences between completions of a prompt."""
+
+    rules = (*Recipe.rules, *ROW_RULES, *DPO_RULES)
+
+
+class GrpoRecipe(RolloutSettings, Recipe):
+    """Everything a run of group-relative policy optimisation depends on."""
+
+    objective: Literal["grpo"] = "grpo"
+    """Objective of the training: a loss on completions that the model writes itself, by their rewards or by the
+    distribution of a teacher."""
+
+    num_completions_to_print: Steps = 4
+    """Completions of each batch to keep, with their rewards, in `completions.jsonl`."""
+
+    rules = (
+        *Recipe.rules,
+        *REWARD_RULES,
+        *ALLOCATION_RULES,
+        *ROLLOUT_LENGTH_RULES,
+        *ROLLOUT_BATCH_RULES,
+        *POLICY_RULES,
+    )
+    whole_weights = (*Recipe.whole_weights, *NEEDS_WHOLE_WEIGHTS)
+
+
+RECIPES: dict[str, type[Recipe]] = {"sft": Recipe, "dpo": DpoRecipe, "grpo": GrpoRecipe}
+"""Value of the key ``objective`` -> the recipe's type. A command of the same name trains it."""
+
+
+def objectives_with(key: str) -> list[str]:
+    """Return the objectives whose recipes have a key at their top level."""
+    return [objective for objective, kind in RECIPES.items() if key in kind.model_fields]
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the schema of a recipe file, JSON Schema draft 2020-12, with every key's description.
+
+    Each objective's recipe is a definition of its own; the key ``objective`` decides which of them applies to a file.
+    """
+    definitions: dict[str, Any] = {}
+    for kind in RECIPES.values():
+        schema = kind.model_json_schema()
+        definitions |= schema.pop("$defs", {})
+        entries, sets = schema["properties"]["datasets"], schema["properties"]["eval_datasets"]
+        path = {"type": "string", "minLength": 1}
+        one = {"anyOf": [entries["items"], path]}  # a path alone
+        entries["items"] = sets["additionalProperties"]["items"] = one
+        sets["additionalProperties"] = {"anyOf": [sets["additionalProperties"], *one["anyOf"]]}
+        definitions[kind.__name__] = schema
+    others = [(objective, kind) for objective, kind in RECIPES.items() if objective != "sft"]
+    held_to: dict[str, Any] = {"$ref": f"#/$defs/{RECIPES['sft'].__name__}"}
+    for objective, kind in reversed(others):
+        condition = {"properties": {"objective": {"const": objective}}, "required": ["objective"]}
+        held_to = {"if": condition, "then": {"$ref": f"#/$defs/{kind.__name__}"}, "else": held_to}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "StreamTune recipe", "type": "object"}
+    return {**head, **held_to, "$defs": _tidy(definitions, names=True)}
+
+
+def _tidy(node: Any, *, names: bool = False) -> Any:
+    """Drop the titles pydantic makes from names; with ``names`` the keys of ``node`` are a recipe's own, and stay."""
+    if isinstance(node, list):
+        return [_tidy(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: " ".join(value.split())  # a docstring's line breaks mean nothing
+        if key == "description" and isinstance(value, str)
+        else _tidy(value, names=key in ("properties", "$defs"))
+        for key, value in node.items()
+        if names or key != "title" or not isinstance(value, str)
+    }

@@ -20,8 +20,7 @@ from streamtune.base.optimizer_table import StepKind, step_kind
 from streamtune.recipe.keys.adapters import AdapterKeys
 from streamtune.recipe.keys.batching import BatchKeys, StepKeys
 from streamtune.recipe.keys.datasets import CacheKeys, DataKeys
-from streamtune.recipe.keys.devices import DeviceKeys
-from streamtune.recipe.keys.engine import EngineKeys
+from streamtune.recipe.keys.engine import DeviceKeys, EngineKeys
 from streamtune.recipe.keys.learning_rate import LearningRateKeys
 from streamtune.recipe.keys.loss import LossKeys, RouterKeys
 from streamtune.recipe.keys.model_and_tokenizer import ModelKeys

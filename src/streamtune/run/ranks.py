@@ -23,7 +23,7 @@ from streamtune.base.adapters import base_of
 from streamtune.distributed import agree
 from streamtune.engine import SequenceParallel, decoder_layers
 from streamtune.errors import ArgumentError
-from streamtune.recipe.keys.devices import DeviceKeys
+from streamtune.recipe.keys.engine import DeviceKeys
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.settings import OptimizerSettings, TrainingSettings

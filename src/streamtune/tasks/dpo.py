@@ -18,7 +18,7 @@ from torch import nn
 from streamtune import data, train
 from streamtune.errors import DataError
 from streamtune.plan.simulate.scored import Completions, Scored, Trees
-from streamtune.recipe.dpo import DpoRecipe
+from streamtune.recipe.schema import DpoRecipe
 from streamtune.tasks import objectives
 from streamtune.tasks.preference import (
     PairObjective,

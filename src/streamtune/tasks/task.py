@@ -33,11 +33,9 @@ from streamtune.engine.rotary import longest_unscaled
 from streamtune.errors import UnsupportedModelError
 from streamtune.ops import TokenLoss
 from streamtune.plan.simulate.scored import Completions, Scored
-from streamtune.recipe.dpo import DpoRecipe
-from streamtune.recipe.grpo import GrpoRecipe
 from streamtune.recipe.keys.datasets import CacheKeys
 from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.schema import DpoRecipe, GrpoRecipe, Recipe
 from streamtune.tasks.steps import RowCost, StepPlan, Steps, Units, accumulation, make_sampler, scaled_rate
 
 if TYPE_CHECKING:

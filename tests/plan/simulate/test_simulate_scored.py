@@ -20,7 +20,7 @@ from streamtune.plan.simulate import LiveBytes, Mode, Workload, simulate
 from streamtune.plan.simulate.memory import held_bytes
 from streamtune.plan.simulate.scored import PlainScores, Scored, Trees, use_checkpointing
 from streamtune.plan.simulate.workload import TeacherShape
-from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.recipe.schema import GrpoRecipe
 from streamtune.schedule import Schedule
 from streamtune.tasks.grpo.objective import DistillationObjective
 from streamtune.tasks.random_batches import RandomTokens

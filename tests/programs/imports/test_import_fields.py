@@ -20,7 +20,7 @@ from streamtune.programs.imports.importing import TRAINERS
 from streamtune.programs.imports.llamafactory import FREEZE
 from streamtune.programs.imports.peer_files import PeerFile
 from streamtune.recipe.aliases import ALIASES
-from streamtune.recipe.kinds import RECIPES
+from streamtune.recipe.schema import RECIPES
 from streamtune.recipe.yaml import Marks
 from tests.programs.imports.peer_schemas import PEERS, UNSAID, installed_trl, kept, keys_of
 

@@ -12,9 +12,8 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from streamtune.base.privacy import find_secret, redact
 from streamtune.errors import RecipeError, did_you_mean
 from streamtune.recipe.aliases import ALIASES, VALUES
-from streamtune.recipe.kinds import RECIPES, objectives_with
 from streamtune.recipe.mistakes import expected, field_at
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.schema import RECIPES, Recipe, objectives_with
 from streamtune.recipe.yaml import KeyPath, Marks
 
 from .field_rules import FieldRule, UnconvertedError

@@ -8,9 +8,8 @@ from typing import Any
 
 from streamtune.base.privacy import redact
 from streamtune.errors import ArgumentError, RecipeError
-from streamtune.recipe.kinds import RECIPES
 from streamtune.recipe.mistakes import find_mistakes, to_error
-from streamtune.recipe.schema import Recipe
+from streamtune.recipe.schema import RECIPES, Recipe
 from streamtune.recipe.yaml import dump_values
 
 from .axolotl import AXOLOTL

@@ -8,8 +8,20 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from streamtune.base.adapters import ADAPTERS, AdapterName
-from streamtune.recipe.rules import GIVEN, Clash, Custom, Not, Refusal, Rules, Where, having
-from streamtune.recipe.spec import Fraction, Spec, Text, at_most
+from streamtune.recipe.rules import (
+    GIVEN,
+    Clash,
+    Custom,
+    Fraction,
+    Not,
+    Refusal,
+    Rules,
+    Spec,
+    Text,
+    Where,
+    at_most,
+    having,
+)
 
 OF_ALL = ("lora_target", "lora_exclude", "modules_to_save", "adapter_name_or_path")
 OF_KINDS = tuple(dict.fromkeys(key for kind in ADAPTERS.values() for key in kind.reads))

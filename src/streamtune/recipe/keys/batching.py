@@ -8,8 +8,22 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from streamtune.recipe.keys.optimizer import FORWARD_ONLY, ONE_BLOCK
-from streamtune.recipe.rules import DELETE, GIVEN, ONE_OF_TWO, Clash, Custom, Not, Refusal, Rules, Where
-from streamtune.recipe.spec import Count, Rows, Spec, at_most, mistake
+from streamtune.recipe.rules import (
+    DELETE,
+    GIVEN,
+    ONE_OF_TWO,
+    Clash,
+    Count,
+    Custom,
+    Not,
+    Refusal,
+    Rows,
+    Rules,
+    Spec,
+    Where,
+    at_most,
+    mistake,
+)
 
 
 class BucketSpec(Spec):

@@ -14,14 +14,18 @@ from streamtune.recipe.rules import (
     KEEP_ONE,
     ONE_OF_TWO,
     Clash,
+    Count,
     Custom,
     Not,
     Refusal,
     Rules,
+    Spec,
+    Steps,
+    Text,
     Where,
+    at_most,
     is_given,
 )
-from streamtune.recipe.spec import Count, Spec, Steps, Text, at_most
 
 SET_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 """Name of an eval set: it is part of the name of a metric."""

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from streamtune.errors import did_you_mean
-from streamtune.recipe.rules import GIVEN, KEEP_ONE, Clash, Custom, Refusal, Rules
-from streamtune.recipe.spec import Count, Fraction, Spec, Steps, Text
+from streamtune.recipe.rules import GIVEN, KEEP_ONE, Clash, Count, Custom, Fraction, Refusal, Rules, Spec, Steps, Text
 
 ScheduleName = Literal[
     "cosine",

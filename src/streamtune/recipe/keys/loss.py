@@ -6,8 +6,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from streamtune.recipe.rules import GIVEN, ONE_OF_TWO, Clash, Not, OnlyFor, Reads, Rules, Where, shown
-from streamtune.recipe.spec import Fraction, Spec, Text, at_most
+from streamtune.recipe.rules import (
+    GIVEN,
+    ONE_OF_TWO,
+    Clash,
+    Fraction,
+    Not,
+    OnlyFor,
+    Reads,
+    Rules,
+    Spec,
+    Text,
+    Where,
+    at_most,
+    shown,
+)
 
 TEACHER_FILE = ".safetensors"
 """End of the name of a file with a teacher's likeliest tokens; models are folders, or names on a hub."""

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from streamtune.recipe.rules import KEEP_ONE, Clash, Custom, Not, Refusal, Rules
-from streamtune.recipe.spec import Count, Spec, Text, at_most, mistake
+from streamtune.recipe.rules import KEEP_ONE, Clash, Count, Custom, Not, Refusal, Rules, Spec, Text, at_most, mistake
 
 
 class ModelInit(Spec):

@@ -8,8 +8,22 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from streamtune.base.optimizer_table import ADAM_KEYS, OPTIMIZERS, OptimizerName, argument_mistakes
-from streamtune.recipe.rules import DELETE, GIVEN, Clash, Custom, Not, Refusal, Rules, Where, having, is_given
-from streamtune.recipe.spec import Fraction, Spec, Text, at_most
+from streamtune.recipe.rules import (
+    DELETE,
+    GIVEN,
+    Clash,
+    Custom,
+    Fraction,
+    Not,
+    Refusal,
+    Rules,
+    Spec,
+    Text,
+    Where,
+    at_most,
+    having,
+    is_given,
+)
 
 
 class LearningRateGroup(Spec):

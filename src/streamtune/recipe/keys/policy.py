@@ -8,8 +8,7 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from streamtune.recipe.keys.loss import LossKeys
-from streamtune.recipe.rules import GIVEN, Clash, Custom, Refusal, Rules
-from streamtune.recipe.spec import NotNegative, Positive, Rows, Text
+from streamtune.recipe.rules import GIVEN, Clash, Custom, NotNegative, Positive, Refusal, Rows, Rules, Text
 
 UNREAD_WITH_GKD = {
     "beta": "weighs the divergence from a reference, and gkd has that from its teacher alone",

@@ -8,8 +8,21 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from streamtune.recipe.keys.loss import LossKeys
-from streamtune.recipe.rules import DELETE, GIVEN, ONE_OF_TWO, Clash, Custom, Not, OneOf, Refusal, Rules, Where
-from streamtune.recipe.spec import Count, Text, at_most
+from streamtune.recipe.rules import (
+    DELETE,
+    GIVEN,
+    ONE_OF_TWO,
+    Clash,
+    Count,
+    Custom,
+    Not,
+    OneOf,
+    Refusal,
+    Rules,
+    Text,
+    Where,
+    at_most,
+)
 
 PairedLoss = Literal[
     "sigmoid",

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from streamtune.recipe.rules import DELETE, Clash, Not, Rules
-from streamtune.recipe.spec import Spec
+from streamtune.recipe.rules import DELETE, Clash, Not, Rules, Spec
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "small_sft": {

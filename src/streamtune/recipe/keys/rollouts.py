@@ -12,8 +12,25 @@ from streamtune.recipe.keys.optimizer import ONE_BLOCK
 from streamtune.recipe.keys.policy import UNREAD_WITH_GKD
 from streamtune.recipe.keys.preferences import ROW_RULES
 from streamtune.recipe.keys.run import RunKeys
-from streamtune.recipe.rules import DELETE, GIVEN, KEEP_ONE, Clash, Custom, Not, OneOf, Refusal, Rules, Where
-from streamtune.recipe.spec import Count, NotNegative, Positive, Rows, Steps, Text, UpToOne
+from streamtune.recipe.rules import (
+    DELETE,
+    GIVEN,
+    KEEP_ONE,
+    Clash,
+    Count,
+    Custom,
+    Not,
+    NotNegative,
+    OneOf,
+    Positive,
+    Refusal,
+    Rows,
+    Rules,
+    Steps,
+    Text,
+    UpToOne,
+    Where,
+)
 
 LENGTHS = ("max_prompt_length", "max_completion_length")
 

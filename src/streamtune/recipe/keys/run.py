@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from streamtune.recipe.rules import GIVEN, Clash, Custom, Not, Refusal, Rules, Where
-from streamtune.recipe.spec import Count, Spec, Steps, Text, at_most
+from streamtune.recipe.rules import GIVEN, Clash, Count, Custom, Not, Refusal, Rules, Spec, Steps, Text, Where, at_most
 
 
 class SampleSpec(Spec):

@@ -7,8 +7,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from streamtune.recipe.rules import GIVEN, ONE_OF_TWO, Clash, Custom, Not, OnlyFor, Reads, Refusal, Rules, shown
-from streamtune.recipe.spec import Spec, Text, at_most
+from streamtune.recipe.rules import (
+    GIVEN,
+    ONE_OF_TWO,
+    Clash,
+    Custom,
+    Not,
+    OnlyFor,
+    Reads,
+    Refusal,
+    Rules,
+    Spec,
+    Text,
+    at_most,
+    shown,
+)
 
 RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize")
 """Variables of a chat template that a recipe cannot set."""

@@ -21,7 +21,7 @@ from streamtune.base.model_facts import model_device
 from streamtune.engine import StreamHandle
 from streamtune.ops import TokenLoss
 from streamtune.plan.simulate.scored import Scored
-from streamtune.recipe.grpo import GrpoRecipe
+from streamtune.recipe.schema import GrpoRecipe
 from streamtune.schedule import Schedule
 from streamtune.tasks import rollout
 from streamtune.tasks.grpo.groups import BatchLayout, RewardScorer, load_functions

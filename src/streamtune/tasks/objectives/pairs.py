@@ -9,8 +9,8 @@ A formula takes two scores of P pairs and returns P losses. A score is
 
 of a completion y: the sum over its tokens, or the mean where the loss is defined per token (``per_token``) or the user
 asks for it. Below ``w`` and ``l`` are the scores of the chosen (won) and the rejected (lost) completion, ``sigma`` is
-the logistic function. To add a loss, write a function, a line of the table and its name in ``recipe/dpo.py``; for a
-parameter of its own, a field of :class:`PairKnobs` and a key of the same name.
+the logistic function. To add a loss, write a function, a line of the table and its name in
+``recipe/keys/preferences.py``; for a parameter of its own, a field of :class:`PairKnobs` and a key of the same name.
 
 Nothing is divided here: the caller sums ``losses_P`` and divides by the pairs of the whole optimizer step.
 
