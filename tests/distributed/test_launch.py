@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -20,6 +22,7 @@ from streamtune.distributed.environment import expand_nodes, expand_tasks, read_
 from streamtune.distributed.failure import Failure, RankEnd, first_failure
 from streamtune.distributed.hosts import Host, read_hostfile
 from streamtune.distributed.launcher import _check_devices, launch, without_launch_options
+from streamtune.distributed.remote import AGENT
 from streamtune.errors import ArgumentError, DataError, StreamTuneError
 from tests.distributed.ranks_kit import SRC
 from tests.distributed.running import Running, command
@@ -193,6 +196,13 @@ def test_a_port_that_is_taken(
         assert run("--nproc", "2") == 2
     assert "is taken by another program\nwhere: MASTER_PORT" in capsys.readouterr().err
     assert not (folder / "runs").exists()
+
+
+def test_the_agent_of_another_host_starts_without_a_warning() -> None:
+    command = [sys.executable, "-W", "error", "-m", AGENT]
+    started = subprocess.run(command, input="", capture_output=True, text=True, timeout=100)
+    assert (started.returncode, started.stderr) == (0, "")
+    assert "hello" in json.loads(started.stdout)
 
 
 def test_more_ranks_than_devices() -> None:

@@ -244,7 +244,10 @@ def test_lora_trains_its_adapters_only_and_comes_back_from_disk(tokenizer: Any, 
             if "lora_B" in name:
                 parameter.normal_()
     save_pretrained(model, tokenizer, adapted)
-    assert json.loads((adapted / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    written = json.loads((adapted / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(base)
+    assert len(written["target_modules"]) > 3, "several, so that their order is one of many"
+    assert written["target_modules"] == sorted(written["target_modules"])
     again = load_lora(load_model(str(base)), adapted)
     assert same_weights(again, model)
     assert count_parameters(again) == counts

@@ -29,7 +29,6 @@ from streamtune.distributed.hosts import free_port
 from streamtune.distributed.local_ranks import LocalRanks, count_devices
 from streamtune.errors import StreamTuneError
 
-PING_SECONDS = 2.0
 SILENCE_SECONDS = 20.0
 """Time without a message from the launcher after which the ranks are ended."""
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from streamtune.base.safe_path import safe_environment
-from streamtune.distributed.agent import PING_SECONDS
 from streamtune.distributed.failure import Failure, RankEnd
 from streamtune.distributed.hosts import Host
 from streamtune.errors import DistributedError
@@ -30,6 +29,10 @@ SSH = (
 SSH_VARIABLE = "STREAMTUNE_SSH"
 """Names another command, which is given the host and a line for its shell."""
 AGENT = "streamtune.distributed.agent"
+"""Module that is started on other machines; nothing here imports it, so that ``python -m`` runs it once."""
+
+PING_SECONDS = 2.0
+"""Time between two messages to an agent, which ends its ranks where they stay away."""
 HELLO_SECONDS = 25.0
 NEEDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 """Variables that Python needs to start, so they are written into the command; others go through the connection."""

@@ -114,14 +114,29 @@ def save_pretrained(
         folder.mkdir(parents=True, exist_ok=True)
         config, adapters = written_adapters(model, weights)
         save_file(adapters, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        config.save_pretrained(str(folder))
+        with _names_in_order([config]):
+            config.save_pretrained(str(folder))
     else:
         more: dict[str, Any] = {} if weights is None else {"state_dict": weights}
         # Rows of new tokens are among the adapters: the whole table is not needed.
-        model.save_pretrained(folder, save_embedding_layers=False, **more)
+        with _names_in_order(model.peft_config.values()):
+            model.save_pretrained(folder, save_embedding_layers=False, **more)
         keep_taken(base_of(model), folder)
     _write_generation(model, folder)
     tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _names_in_order(configs: Iterable[Any]) -> Iterator[None]:
+    """Write sets of module names sorted: the order of a set differs from process to process, and so would the file."""
+    sets = [(config, key, value) for config in configs for key, value in vars(config).items() if isinstance(value, set)]
+    for config, key, value in sets:
+        setattr(config, key, sorted(value))
+    try:
+        yield
+    finally:
+        for config, key, value in sets:
+            setattr(config, key, value)
 
 
 def save_architecture(
@@ -222,7 +237,8 @@ def _write(
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if hasattr(model, "peft_config"):
-        model.save_pretrained(folder, state_dict={name: x.contiguous() for name, x in saved})
+        with _names_in_order(model.peft_config.values()):
+            model.save_pretrained(folder, state_dict={name: x.contiguous() for name, x in saved})
         _write_generation(model, folder)
     else:
         write_shards(model, saved, folder, shard_bytes)
