@@ -37,15 +37,11 @@ def build_run(
     """Load or make everything the recipe names. Nothing is written but the reference's log-probs, where asked for.
 
     Args:
-        loaded: The recipe.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
-        allow_change: Keys that may differ from the resumed run, see :func:`start_run`.
         dry_run: Plan a fixed schedule too, and compute no log-probs of the reference.
-        notify: Called with messages for the user, a sentence at a time.
-        doing: Returns a context that shows a message while something takes long.
 
     Raises:
-        UserError: With the line of the recipe that is to blame.
+        UserError: The error has the line of the recipe that is to blame.
         CheckpointError: The checkpoint named by ``resume`` cannot be used.
         OutOfMemoryError: Memory ran out before the first step.
     """

@@ -29,10 +29,10 @@ SPEC = re.compile(r"(?P<target>.+?):(?P<name>[A-Za-z_]\w*)")
 
 
 class Callback(Listener):
-    """One object of the user's own, as a listener.
+    """A user's object as a listener.
 
     Args:
-        name: As the recipe writes it, for messages.
+        name: The name in the recipe, for messages.
         target: An object with some of :data:`EVENTS` as methods.
     """
 
@@ -40,27 +40,18 @@ class Callback(Listener):
         self.name, self.target = name, target
 
     def started(self, facts: RunFacts) -> None:
-        """Call ``on_start`` with the facts of the run."""
         self._call("on_start", {**asdict(facts), "directory": str(facts.directory)})
 
     def step(self, record: dict[str, Any]) -> None:
-        """Call ``on_step``."""
         self._call("on_step", record)
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        """Call ``on_evaluate``."""
         self._call("on_evaluate", record)
 
     def finished(self, outcome: dict[str, Any]) -> None:
-        """Call ``on_end``."""
         self._call("on_end", outcome)
 
     def _call(self, event: str, payload: dict[str, Any]) -> None:
-        """Call a method if there is one.
-
-        Raises:
-            RunError: It raised an error, or left by ``sys.exit``; with the line of its file.
-        """
         method: Callable[[dict[str, Any]], Any] | None = getattr(self.target, event, None)
         if method is None:
             return
@@ -77,16 +68,13 @@ class Callback(Listener):
 
 
 def load_callbacks(specs: Sequence[str], *, allow_code: bool, directory: Path, main: bool) -> list[Listener]:
-    """Import the callbacks of a recipe, and make an object of each class on rank 0.
+    """Import the callbacks of a recipe, and make an object of each class on rank 0; other ranks return no listeners.
 
     Args:
-        specs: Each ``file.py:Name`` or ``module:Name``.
+        specs: ``file.py:Name`` or ``module:Name`` of each callback.
         allow_code: True if code that the recipe names may run.
         directory: Where relative paths start and modules may lie.
-        main: True on rank 0; on other ranks the code is imported and not called, so that all fail alike.
-
-    Returns:
-        The listeners; none on ranks other than 0.
+        main: True on rank 0; other ranks import the code and do not call it, so that all fail alike.
 
     Raises:
         ArgumentError: There is no such class, it has none of the four methods, or code may not run. ``where`` is
@@ -126,11 +114,7 @@ def load_callbacks(specs: Sequence[str], *, allow_code: bool, directory: Path, m
 
 
 def _check_methods(spec: str, target: Any, where: str) -> None:
-    """Refuse what has none of the methods, or one that looks like a slip of the pen.
-
-    Raises:
-        ArgumentError: It names the nearest method.
-    """
+    """Refuse a class with none of the methods, or with a method whose name looks like a typing error."""
     named = [name for name in dir(target) if name.startswith("on_") and callable(getattr(target, name))]
     unknown = [name for name in named if name not in EVENTS]
     if unknown or not named:

@@ -1,4 +1,4 @@
-"""Find the devices that share a recipe's step, for a plan: their number, their nodes, and the engine that joins them.
+"""Describe the ranks that share a recipe's step, for a plan: their number, their nodes, and the engine that joins them.
 
 The command line gives the numbers. The recipe gives what they share, and by which engine: ``deepspeed``, ``fsdp``,
 ``sequence_parallel_size``, ``sequence_parallel``, ``train_batch_size``.
@@ -55,10 +55,8 @@ def cluster_of(recipe: TrainingSettings, model: nn.Module, asked: RanksAsked, li
     """Return the ranks of a recipe.
 
     Args:
-        recipe: The recipe.
-        model: On ``meta``, for its heads.
-        asked: Their number. Without one there are as many as share a sequence.
-        links: The links between them.
+        model: The model on ``meta``, for its heads.
+        asked: The number of ranks. Without one there are as many as share a sequence.
 
     Raises:
         ArgumentError: The ranks cannot be laid out as asked; the error names the key or option.
@@ -87,14 +85,7 @@ def cluster_of(recipe: TrainingSettings, model: nn.Module, asked: RanksAsked, li
 
 
 def cluster_here(recipe: TrainingSettings, model: nn.Module, world: train.World, device: torch.device) -> Cluster:
-    """Return the ranks of this run, by the environment variables of its launcher.
-
-    Args:
-        recipe: The recipe.
-        model: For its heads.
-        world: The ranks.
-        device: This rank's.
-    """
+    """Return the ranks of this run, by the environment variables of its launcher."""
     if world.size == 1:
         return Cluster()
     on_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
@@ -102,16 +93,12 @@ def cluster_here(recipe: TrainingSettings, model: nn.Module, world: train.World,
 
 
 def accumulation_of(recipe: BatchSettings, cluster: Cluster) -> int:
-    """Return the number of micro-batches of a rank in one optimizer step.
-
-    Raises:
-        ArgumentError: The rows of a step are no multiple of those of all ranks' micro-batches.
-    """
+    """Return the number of micro-batches of a rank in one optimizer step."""
     return accumulation(recipe, train.World(0, cluster.ranks, cluster.sequence_size))
 
 
 def links_for(device: Device | None, here: torch.device) -> Links:
-    """Return the links between devices of a kind; for a device at hand, those of the nearest device in the table.
+    """Return the links between devices of a kind; for the local device, those of the nearest device in the table.
 
     CPU ranks communicate by loopback, for which 5 GB/s are assumed, and 1 GB/s between machines.
     """
@@ -128,10 +115,9 @@ def wider_of(
     """Find the longest rows if the ranks of a node shared each sequence, and if all ranks did.
 
     Args:
-        recipe: The recipe.
-        workload: One whose ranks share no sequence.
+        workload: A workload whose ranks share no sequence.
         limits: The memory of a rank.
-        notify: Called before what takes a while, with its name.
+        notify: Called with its name before what takes a while.
     """
     cluster, heads = workload.cluster, heads_of(workload.make_model())
     for size in sorted({cluster.ranks_per_node, cluster.ranks} - {1}):
@@ -143,11 +129,7 @@ def wider_of(
 
 
 def _shared(recipe: TrainingSettings, model: nn.Module, world: train.World) -> Cluster:
-    """Return the engine of a recipe, as a cluster of one rank.
-
-    Raises:
-        ArgumentError: A DeepSpeed configuration that a run would refuse.
-    """
+    """Return the engine of a recipe, as a cluster of one rank."""
     if recipe.fsdp:
         return Cluster(engine="fsdp")
     if recipe.deepspeed is None:

@@ -7,8 +7,8 @@ A fingerprint is taken of what a run reads again each time it is started.
     reference   ref_model_name_or_path
     rewards     the source of the user's own reward functions
 
-A model that is made from ``model.init`` is decided by that key and ``seed``, and what ``tokenizer.train`` makes by the
-data: these are compared as such. A run goes on with the tokenizer of its checkpoint, so a change there is only noted.
+``model.init`` and ``seed`` decide a new model, and the data decides a trained tokenizer: these are compared directly. A
+run goes on with the tokenizer of its checkpoint, so a change there is only noted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def make_tokenizer(
     *,
     template: bool = True,
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer: the checkpoint's, one trained on the rows, or one that is loaded.
+    """Return the tokenizer of the checkpoint, a tokenizer trained on the rows, or a loaded one.
 
     With ``template`` it has the chat template of the recipe, if that gives one.
     """
@@ -120,14 +120,12 @@ def prepare_together(
 
 
 def _tokenizer_name(recipe: ModelKeys) -> str:
-    """Return the name of the tokenizer that a recipe loads."""
     name = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model_name_or_path
     assert name is not None, "the schema asks for a tokenizer where there is no model to take it from"
     return name
 
 
 def _tell_of_new_tokens(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, notify: Callable[[str], None]) -> None:
-    """Notify the user of the tokens that a model gets rows for."""
     new = new_token_ids(recipe, tokenizer)
     if new:
         shown = ", ".join(tokenizer.convert_ids_to_tokens(new[:8])) + (" ..." if len(new) > 8 else "")
@@ -149,7 +147,7 @@ def _tell_of_chatml(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase, notif
 
 
 def new_token_ids(recipe: ModelKeys, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the numbers of the tokens that a recipe adds to the tokenizer of a model that it loads, ascending."""
+    """Return the ids of the tokens that a recipe adds to a loaded model's tokenizer, ascending."""
     special = recipe.special_tokens.model_dump(exclude_defaults=True)
     trains = recipe.tokenizer is not None and recipe.tokenizer.train is not None
     if trains or recipe.model_name_or_path is None or not (special or recipe.added_tokens):
@@ -167,8 +165,8 @@ def make_tokenizer_together(
 ) -> PreTrainedTokenizerBase:
     """Return the same tokenizer on every rank. Called by all ranks.
 
-    Rank 0 trains it, and sends the vocabulary as JSON; or loads it first, and the others after it, each from the files
-    of its own machine. The chat template is rank 0's.
+    A trained tokenizer is made on rank 0 and sent as JSON. A loaded one is read by rank 0 first, then by the others,
+    from the files of their own machines. The chat template is rank 0's.
     """
     made: list[PreTrainedTokenizerBase] = []
     is_trained = checkpoint is None and recipe.tokenizer is not None and recipe.tokenizer.train is not None
@@ -198,14 +196,11 @@ def make_tokenizer_together(
 def fingerprint_inputs(
     task: Task[Any], folder: Path, *, resumed: bool, hubs: bool, times: models.FileTimes
 ) -> dict[str, str]:
-    """Return the fingerprints by the keys of :data:`streamtune.train.FILES`, without those of what is not read.
+    """Return the fingerprints of the files that are read, by the keys of :data:`streamtune.train.FILES`.
 
     Args:
-        task: The task.
-        folder: Where it is.
         resumed: True if the run goes on from a checkpoint.
         hubs: Ask for the commits of models on a hub: once they are loaded, the answer is at hand.
-        times: See :func:`streamtune.models.fingerprint_files`.
 
     Raises:
         ArgumentError: A file cannot be read, or was written to since.
@@ -244,7 +239,10 @@ def fingerprint_tokenizer_files(recipe: ModelKeys) -> str | None:
 
 
 def reads_base(task: Task[Any], *, resumed: bool) -> bool:
-    """Return True if a start reads the base: under adapters, as the reference, or because nothing is trained yet."""
+    """Return True if starting this run loads the base model's weights.
+
+    Only a resumed full fine-tuning run without a base reference does not.
+    """
     if not resumed or task.recipe.finetuning_type != "full":
         return True
     return task.reference_name is None and task.compares

@@ -1,8 +1,4 @@
-"""Make objects of the other packages from a recipe: shared by every command that needs a model or data.
-
-The other packages take explicit arguments and know nothing of recipes; ``build_sft`` and ``build_bench`` join the
-objects.
-"""
+"""Choose the device, prepare the libraries, and put the engine with its schedule into a model."""
 
 from __future__ import annotations
 
@@ -25,11 +21,6 @@ from streamtune.schedule import Schedule
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device for ``auto``, ``cpu`` or ``cuda``.
-
-    Raises:
-        ArgumentError: CUDA is asked for and not there.
-    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ArgumentError(
             "no CUDA device is here", where="device", mend="write device: cpu, or see `streamtune env` for what is"
@@ -38,11 +29,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def check_host_memory(spec: EngineSpec) -> None:
-    """Refuse to run with more of the machine's memory than there is, before anything is loaded.
-
-    Raises:
-        ArgumentError: ``engine.host_memory`` is larger than the machine's memory.
-    """
+    """Refuse to run with more of the machine's memory than there is, before anything is loaded."""
     total = total_host_bytes()
     if spec.host_memory == "auto" or parse_size(spec.host_memory, where="engine.host_memory") <= total:
         return
@@ -55,10 +42,9 @@ def check_host_memory(spec: EngineSpec) -> None:
 
 
 def prepare_libraries(device: torch.device) -> None:
-    """Prepare the libraries of a process that is our own.
+    """Silence the libraries of our own process, and choose the fastest installed flash attention.
 
-    Their progress bars and warnings, which would be drawn over our own line of progress, are turned off, and torch's
-    flash attention is the fastest implementation that is installed.
+    Their progress bars and warnings would be drawn over our own line of progress.
     """
     import transformers
 
@@ -122,13 +108,8 @@ def stream_model(
     """Put the engine into a model, with the router loss that the recipe adds.
 
     Args:
-        recipe: The recipe.
-        model: Changed in place.
         schedule: The planner's choice; None is the recipe's schedule, with defaults.
-        ranks: Those that share each sequence, if any do.
-
-    Raises:
-        UnsupportedModelError: The model cannot be streamed, or has no routers such as the recipe asks to balance.
+        ranks: The ranks that share each sequence, if any do.
     """
     schedule, router_loss = schedule or make_schedule(recipe.engine), make_router_loss(recipe, model)
     handle = stream(model, schedule=schedule, sequence_parallel=ranks)

@@ -49,16 +49,14 @@ class Streamed:
 
 
 def place_weights(start: Start, prepared: PreparedRows, longest: int, notify: Notify) -> Start:
-    """Return the start with the precision of the weights that are trained, and with weights or optimizer on the host
-    where no schedule fits with everything on the device.
+    """Return the start with the precision of trained weights, and weights or optimizer on the host where nothing fits
+    otherwise.
 
-    A run that is resumed keeps what it was started with.
+    A resumed run keeps what it was started with.
 
     Args:
         start: The start of the run; its model is not loaded.
-        prepared: The data.
-        longest: Tokens of its longest row, or of its longest prompt with its completion.
-        notify: See :data:`streamtune.tasks.task.Notify`.
+        longest: Tokens of the longest row, or of the longest prompt with its completion.
     """
     recipe, task, world = start.recipe, start.task, start.world
     begun = start.checkpoint is not None or bool(start.continued)
@@ -125,12 +123,8 @@ def plan_start(
     """Plan the schedule of a run if the recipe asks for one.
 
     Args:
-        start: The start of the run.
-        model: On its device, with its adapters, not yet streamed.
-        longest: The longest micro-batch, and a second model.
-        dry_run: Plan a fixed schedule too: a dry run is there to show what it would hold.
-        notify: See :data:`streamtune.tasks.task.Notify`.
-        doing: See :data:`streamtune.run.start.Doing`.
+        model: The model on its device, with its adapters, not yet streamed.
+        dry_run: Plan a fixed schedule too: a dry run shows what it would hold.
 
     Raises:
         ArgumentError: Nothing fits.
@@ -181,15 +175,8 @@ def stream_start(
     """Put the engine into the model, with the planned schedule or the recipe's, and make its backend.
 
     Args:
-        start: The start of the run.
-        model: On its device, with its adapters; changed in place.
-        planned: The schedule.
+        model: The model on its device, with its adapters; changed in place.
         first: Called with the streamed model, before a backend has it.
-        notify: See :data:`streamtune.tasks.task.Notify`.
-        doing: See :data:`streamtune.run.start.Doing`.
-
-    Raises:
-        UnsupportedModelError: The model does not stream exactly.
     """
     recipe, world = start.recipe, start.world
     handle = stream_model(recipe, model, planned.schedule, sequence_ranks(recipe, world))
@@ -205,11 +192,7 @@ def stream_start(
 
 
 def _check_streams(start: Start, model: Any, handle: StreamHandle, notify: Notify) -> None:
-    """Check the model itself, or a small one of its configuration if its weights are provided later, in parts.
-
-    Raises:
-        UnsupportedModelError: It does not stream exactly.
-    """
+    """Check the model itself, or a small one of its configuration if its weights come later, in parts."""
     recipe = start.recipe
     deferred = models.deferred_of(model)
     if deferred is None:

@@ -27,16 +27,11 @@ def start_from_rows(
 ) -> None:
     """Start the adapters from the gradient of the mean loss of ``lora_ga_rows`` rows, which the seed draws.
 
-    Rank 0 computes it by itself, in the order of layers; the others receive the factors. A row is a micro-batch: it
-    needs the memory of a step, without gradients and states of adapters, and with the gradients of one layer's weights.
+    Rank 0 computes it in the order of layers; the others receive the factors. A row is a micro-batch: it needs the
+    memory of a step, without adapter gradients and states, and with the gradients of one layer's weights.
 
     Args:
-        recipe: The recipe.
-        task: Its task.
-        model: With adapters that change nothing yet, not yet divided or wrapped by a backend.
-        handle: Its own.
-        batches: The task's, of the run's rows.
-        world: The ranks.
+        model: The model with adapters that change nothing yet, not divided or wrapped by a backend.
 
     Raises:
         ArgumentError: The host has no room for the sums of the gradients.
@@ -53,7 +48,6 @@ def start_from_rows(
 
 
 def _start(recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHandle, batches: Any) -> None:
-    """Compute the factors and put them into the model of this rank."""
     count = min(recipe.lora_ga_rows, batches.num_train)
     drawn = np.random.default_rng(recipe.seed).choice(batches.num_train, count, replace=False)
     rows = [batches.training([int(unit)]) for unit in np.sort(drawn)]
@@ -87,11 +81,6 @@ def _start(recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHan
 
 
 def _check_room(recipe: ModelSettings, model: Any) -> None:
-    """Refuse sums of gradients that do not fit the host.
-
-    Raises:
-        ArgumentError: They do not.
-    """
     wanted, given = models.summed_bytes(model), recipe.engine.host_memory
     room = usable_host_bytes() if given == "auto" else parse_size(given, where="engine.host_memory")
     if wanted > room:

@@ -42,7 +42,6 @@ class Inspection:
     """None of trees and prompts, whose batches depend on the model and on what it writes"""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report of the data as one JSON object, with lengths and batches."""
         recipe = self.loaded.recipe
         return {
             **self.prepared.report.to_json(),
@@ -60,16 +59,7 @@ class Inspection:
 def inspect_recipe(
     loaded: LoadedRecipe, notify: Notify = lambda message: None, doing: Doing = nullcontext
 ) -> Inspection:
-    """Read, render and fit the rows of a recipe.
-
-    Args:
-        loaded: The recipe.
-        notify: Called with messages for the user, a sentence at a time.
-        doing: Returns a context that shows a message while something takes long.
-
-    Raises:
-        UserError: As a run raises it, with the line of the recipe that is to blame.
-    """
+    """Read, render and fit the rows of a recipe."""
     recipe, task = loaded.recipe, task_of(loaded.recipe)
     with blame_recipe(loaded):
         prepare_libraries(torch.device("cpu"))

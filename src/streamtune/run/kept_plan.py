@@ -1,9 +1,9 @@
-"""The options of a plan on the command line, and the key of a plan that is kept whole, found without loading torch.
+"""Options of a plan on the command line, and the key of a plan that is kept whole; loads without torch.
 
-A plan depends on the recipe, the options, the configuration of the model, the versions of the libraries and the code of
-StreamTune, and on the memory there is. So it is kept where all of that is known: for a device by name, with the host's
-memory given (and the disk's, where one is used), of a model that is in the recipe or in a folder. Other plans use the
-simulated steps that are kept (``simulate.simulation_cache``).
+A plan depends on recipe, options, model configuration, library versions, the code of StreamTune, and the memory there
+is. It is kept where all of that is known: for a device by name, with the host's memory given (and the disk's, where one
+is used), of a model that is in the recipe or in a folder. Other plans use the simulated steps that are kept
+(``simulate.simulation_cache``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODELS = ("model_name_or_path", "ref_model_name_or_path", "teacher", "adapter_na
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of a plan on the command line; None where one is not given."""
+    """Options of a plan on the command line; None where an option is not given."""
 
     device: str | None = None
     device_memory: str | None = None
@@ -95,11 +95,6 @@ def _describe_deepspeed(recipe: Recipe) -> str | None:
 
 
 def _hash_of(path: Path) -> str:
-    """Return the hash of a file's content.
-
-    Raises:
-        OSError: It cannot be read, or is no plain file by now.
-    """
     with open(path, "rb", opener=open_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{path} is no plain file")

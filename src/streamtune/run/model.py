@@ -44,15 +44,8 @@ def make_model(
     """Make the model with the weights to go on from, and with its adapters if it has any.
 
     Args:
-        recipe: The recipe.
-        tokenizer: The model's.
         checkpoint: The checkpoint that is resumed, if one is.
-        device: The model's device.
-        sharing: The ranks that will share the weights: the base is on ``meta`` then, and its weights are provided
-            later.
-
-    Raises:
-        ArgumentError: The model cannot be made, or the tokenizer is not its own.
+        sharing: The ranks that will share the weights: the base is on ``meta``, and its weights come later.
     """
     if "host" in (recipe.engine.weights, recipe.engine.optimizer):
         _check_host_room(recipe, device)
@@ -99,11 +92,7 @@ def make_reference_model(
     sharing: train.World | None = None,
     change: models.QuantisationChange | None = None,
 ) -> Any:
-    """Make the model as it is when training starts, or the model ``name``; without adapters, and not from a checkpoint.
-
-    Raises:
-        ArgumentError: The model cannot be made.
-    """
+    """Make the model as it is when training starts, or the model ``name``; without adapters or checkpoint."""
     own = name in (None, recipe.model_name_or_path)
     new = new_token_ids(recipe, tokenizer) if own else []
     if new and sharing is not None:
@@ -119,12 +108,7 @@ def make_reference_model(
 
 
 def _check_host_room(recipe: TrainingSettings, device: torch.device) -> None:
-    """Refuse weights that do not fit the host with their optimizer and gradients, or an optimizer that does not, before
-    anything is loaded.
-
-    Raises:
-        ArgumentError: They do not.
-    """
+    """Refuse weights or an optimizer that do not fit the host, before anything is loaded."""
     model = base_of(make_blueprint(recipe, device))
     waits = recipe.engine.weights == "host"
     waiting = waiting_parameters(model, decoder_layers(model)) if waits else []
@@ -164,18 +148,13 @@ def _loaded_on(recipe: ModelSettings, device: torch.device) -> torch.device:
 
 
 def _placed(recipe: ModelSettings, model: Any, device: torch.device) -> Any:
-    """Return the model with the weights that wait in the host's memory, if the recipe says so, and all else there."""
+    """Return the model on the device, with its weights in the host's memory if the recipe says so."""
     if recipe.engine.weights == "host":
         keep_on_host(model, device)
     return model
 
 
 def _refuse_new_tokens(recipe: ModelSettings, tokenizer: PreTrainedTokenizerBase, new: Sequence[int]) -> None:
-    """Raise the error of new tokens where ranks share the weights.
-
-    Raises:
-        ArgumentError: Always.
-    """
     tokens = tokenizer.convert_ids_to_tokens(list(new))
     shown = ", ".join(tokens[:5]) + (f" and {len(tokens) - 5:,} more" if len(tokens) > 5 else "")
     whole = "; or add them on one device: --set max_steps=1 --set learning_rate=0, then name the final/ of that run"
@@ -189,10 +168,7 @@ def _refuse_new_tokens(recipe: ModelSettings, tokenizer: PreTrainedTokenizerBase
 def make_trial_model(recipe: ModelSettings, model: Any, device: torch.device) -> Any:
     """Make a model to check in place of one whose weights come later: same configuration, one layer of each kind.
 
-    Args:
-        recipe: The recipe.
-        model: Not streamed; returned as it is if it has its weights.
-        device: The device of the small one.
+    A model that has its weights is returned as it is. It is not streamed.
     """
     if models.deferred_of(model) is None:
         return model
@@ -200,21 +176,13 @@ def make_trial_model(recipe: ModelSettings, model: Any, device: torch.device) ->
 
 
 def make_model_alone(recipe: ModelSettings, device: torch.device) -> Any:
-    """Make the model without its data. If the recipe trains a tokenizer, its vocabulary has the size that is asked for.
-
-    Raises:
-        ArgumentError: The model cannot be made.
-    """
+    """Make the model without its data. Where a recipe trains a tokenizer, its vocabulary has the size asked for."""
     base = _base_alone(recipe, _loaded_on(recipe, device), recipe.model_name_or_path, _change(recipe))
     return _placed(recipe, _adapted(recipe, base), device)
 
 
 def make_reference_alone(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
-    """Make the reference model, without tokenizer or data: the model ``name``, or a copy of the recipe's model.
-
-    Raises:
-        ArgumentError: The model cannot be made.
-    """
+    """Make the reference model, without tokenizer or data: the model ``name``, or a copy of the recipe's model."""
     model = _base_alone(recipe, _loaded_on(recipe, device), name or recipe.model_name_or_path)
     return _placed(recipe, model, device).requires_grad_(False).eval()
 
@@ -230,24 +198,12 @@ def _base_alone(
 
 
 def make_reference_blueprint(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
-    """Make the reference model on ``meta``: the model ``name``, or the recipe's model.
-
-    Raises:
-        ArgumentError: The model cannot be made.
-    """
+    """Make the reference model on ``meta``: the model ``name``, or the recipe's model."""
     return _blueprint(recipe, device, name).requires_grad_(False)
 
 
 def make_blueprint(recipe: ModelSettings, device: torch.device) -> Any:
-    """Make the model on ``meta``, with its adapters.
-
-    Args:
-        recipe: The recipe.
-        device: The device it is planned for: its quantisation depends on that.
-
-    Raises:
-        ArgumentError: The model cannot be made.
-    """
+    """Make the model on ``meta``, with its adapters; ``device`` decides its quantisation."""
     model = _blueprint(recipe, device, None)
     size, named = model.get_input_embeddings().weight.shape[0], _count_named(recipe)
     new = range(size - named, size) if recipe.model_name_or_path is not None else range(0)
@@ -256,7 +212,6 @@ def make_blueprint(recipe: ModelSettings, device: torch.device) -> Any:
 
 
 def _blueprint(recipe: ModelSettings, device: torch.device, name: str | None) -> Any:
-    """Make the base of a named model, or of the recipe's own, on ``meta``."""
     own: Any = recipe.model.init if recipe.model is not None else recipe.model_name_or_path
     return models.blueprint(
         own if name is None else name,
@@ -275,8 +230,7 @@ def weights_dtype(recipe: ModelSettings, *, frozen: bool = False) -> str:
     """Return the dtype in which the weights of a base are loaded.
 
     Args:
-        recipe: The recipe, with its precision.
-        frozen: The base is another model, which is not trained.
+        frozen: True if the base is another model, which is not trained.
     """
     if recipe.dtype != "mixed":
         return recipe.dtype
@@ -287,8 +241,8 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
     """Make the optimizer of the trainable weights of a model.
 
     Raises:
-        ArgumentError: The learning rate would overflow the weights at once, a library is not installed, or a pattern of
-            ``lr_groups`` matches nothing.
+        ArgumentError: The learning rate overflows the weights, a library is missing, or an ``lr_groups`` pattern
+            matches nothing.
     """
     rates = {"learning_rate": recipe.learning_rate}
     rates |= {f"lr_groups.{number}": group.learning_rate or 0.0 for number, group in enumerate(recipe.lr_groups)}
@@ -333,11 +287,7 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
 
 
 def train_largest(recipe: OptimizerSettings, model: nn.Module) -> None:
-    """Freeze all weights but the block whose step takes the most, where an optimizer trains one block at a time.
-
-    Raises:
-        ArgumentError: There are no such blocks.
-    """
+    """Freeze all weights but the block whose step takes the most, where an optimizer trains one block at a time."""
     if recipe.step_kind.gradients == "block":
         if recipe.finetuning_type == "full":
             model.requires_grad_(True)  # of a run that goes on, one block is trained
@@ -345,11 +295,7 @@ def train_largest(recipe: OptimizerSettings, model: nn.Module) -> None:
 
 
 def choose_quantization(recipe: ModelSettings, device: torch.device) -> str | None:
-    """Return ``nf4`` or ``int8`` for a QLoRA recipe on this device; None for other recipes.
-
-    Raises:
-        ArgumentError: A library that it needs is not installed.
-    """
+    """Return ``nf4`` or ``int8`` for a QLoRA recipe on this device; None for other recipes."""
     if recipe.finetuning_type != "qlora":
         return None
     kind = recipe.quantization
@@ -359,11 +305,7 @@ def choose_quantization(recipe: ModelSettings, device: torch.device) -> str | No
 
 
 def shares_weights(recipe: ModelSettings) -> bool:
-    """Return True if each rank holds a part of the weights, which are whole only while a layer computes.
-
-    Raises:
-        ArgumentError: The DeepSpeed configuration cannot be read.
-    """
+    """Return True if each rank holds a part of the weights, which are whole only while a layer computes."""
     if recipe.deepspeed is None:
         return recipe.fsdp
     from streamtune.distributed.deepspeed_config import read_config, stage_of
@@ -382,7 +324,7 @@ def _base_model(
     change: models.QuantisationChange | None = None,
     frozen: bool = False,
 ) -> Any:
-    """Make the model of that name, or a new one; without adapters. ``frozen`` is another model than the trained one."""
+    """Make the model of that name, or a new one, without adapters; ``frozen``: it is not the trained model."""
     dtype, quantization = weights_dtype(recipe, frozen=frozen), choose_quantization(recipe, device)
     options, remote = models.ModelOptions(dtype, quantization, _rope(recipe), change), recipe.trust_remote_code
     if sharing is not None and quantization is None:
@@ -413,14 +355,13 @@ def _base_model(
 
 
 def _change(recipe: ModelSettings) -> models.QuantisationChange | None:
-    """Return the change of weights before they are quantised that new adapters of this recipe start from."""
+    """Return the change of weights before quantisation that new adapters start from."""
     if not recipe.starts_from_quantisation:
         return None
     return models.loftq_start(_adapters(recipe), iterations=recipe.loftq_iter, seed=recipe.seed)
 
 
 def _rope(recipe: ModelSettings) -> models.RopeChange | None:
-    """Return the change to the model's positions that the recipe asks for."""
     return models.RopeChange.of(recipe.model_dump(include={"rope_scaling", "rope_theta", "max_length"}))
 
 
@@ -429,16 +370,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def _adapted(recipe: ModelSettings, model: Any, new_tokens: Sequence[int] = ()) -> Any:
-    """Add new adapters to the model, unless all of it is trained.
-
-    Args:
-        recipe: The recipe.
-        model: Without adapters.
-        new_tokens: Tokens whose rows are trained beside the adapters.
-
-    Raises:
-        ArgumentError: It came with adapters, or all of it is to be trained and it came quantised.
-    """
+    """Add new adapters to the model, unless all of it is trained; ``new_tokens`` are trained beside them."""
     if recipe.finetuning_type == "full":
         if kind := models.quantization(model):
             raise ArgumentError(
@@ -467,7 +399,6 @@ def _adapted(recipe: ModelSettings, model: Any, new_tokens: Sequence[int] = ()) 
 
 
 def _adapters(recipe: ModelSettings) -> models.AdapterSpec:
-    """Return the adapters that the recipe asks for."""
     return models.AdapterSpec(
         kind=recipe.adapter_type,
         r=recipe.lora_r,
@@ -489,7 +420,7 @@ def _asked_vocabulary(recipe: ModelSettings) -> int | None:
 
 
 def _count_named(recipe: ModelSettings) -> int:
-    """Return the number of tokens that a recipe names: of rows that a plan counts, which has no tokenizer."""
+    """Return how many tokens a recipe names. A plan has no tokenizer to count them with."""
     special = recipe.special_tokens.model_dump(exclude_none=True)
     return len(special) - 1 + len(special["additional_special_tokens"]) + len(recipe.added_tokens)
 

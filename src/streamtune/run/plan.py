@@ -70,21 +70,16 @@ class RecipePlan:
     Attributes:
         loaded: The recipe, with weights or optimizer on the host where nothing fits otherwise.
         model_name: Class of the model.
-        parameters: Its parameter count.
-        dtype: Of its weights.
-        layers: Number of its decoder layers.
+        parameters: Number of parameters.
         length: Tokens of a row, or of a prompt with its longest completion.
-        device_name: The device that was planned for.
-        here: True if that is the device at hand.
-        plan: The schedule, and the memory and time that it takes.
+        here: True if the device is at hand.
         scored: The completions of a micro-batch, where the objective scores completions.
-        cluster: The ranks, of which the plan's bytes are those of one.
-        micro_batches: Of a rank in an optimizer step.
+        cluster: The ranks. The bytes of the plan are those of one rank.
+        micro_batches: Micro-batches of a rank in an optimizer step.
         wider: The rows that more ranks to a sequence would allow, where the recipe leaves that open.
         flops: Operations of a step that the model asks for, of all ranks (``simulate.workload``).
-        peak_flops: FLOP/s of one device by its data sheet, or by the recipe; None where it is not known.
-        select_flops: Operations of a rank by which the rows of a step are chosen; 0 where all that are drawn are
-            trained on.
+        peak_flops: FLOP/s of one device by its data sheet, or by the recipe; None where unknown.
+        select_flops: Operations of a rank by which the rows of a step are chosen; 0 without a choice.
         positions: What to write where rows exceed the positions of the model; None where they do not.
     """
 
@@ -108,27 +103,28 @@ class RecipePlan:
 
     @property
     def select_seconds(self) -> float:
-        """Time in which the rows of a step are chosen, at the rate of the step's own operations."""
+        """Seconds in which the rows of a step are chosen, at the rate of the step's own operations."""
         work = self.plan.simulation.work
         return self.plan.step_seconds * self.select_flops / max(1, work.matmul_flops + work.attention_flops)
 
     @property
     def computed_flops(self) -> int:
-        """Operations of products and attention that a step by the schedule computes, of all ranks: what the model asks
-        for, what is computed again, and forward passes of a reference."""
+        """Operations of products and attention that a step computes, of all ranks: the model's, what is computed again,
+        and forward passes of a reference.
+        """
         work = self.plan.simulation.work
         return self.cluster.ranks * (work.matmul_flops + work.attention_flops)
 
     @property
     def mfu(self) -> float | None:
-        """Part of the devices' FLOP/s that the model's operations are, by the predicted time; None if not known."""
+        """Share of the devices' FLOP/s that the model's operations take in the predicted time; None if unknown."""
         if self.peak_flops is None or not self.plan.step_seconds:
             return None
         return self.flops / self.plan.step_seconds / self.peak_flops / self.cluster.ranks
 
     @property
     def tokens(self) -> int:
-        """Tokens of an optimizer step, of all ranks."""
+        """Number of tokens of an optimizer step, of all ranks."""
         times = self.micro_batches * self.cluster.data_size
         if self.scored is not None:
             return self.scored.rows * self.scored.length * times
@@ -137,12 +133,12 @@ class RecipePlan:
 
 @dataclass(frozen=True)
 class LongestStep:
-    """The longest micro-batch of a run, and a second model that is held beside the one that is trained.
+    """The longest micro-batch of a run, and a second model that is held beside the trained one.
 
     Attributes:
         length: Tokens of the longest row, or of the longest completion with its prompt.
         completions: The completions of a micro-batch, where the objective scores completions.
-        reference_bytes: Bytes of a second model that is held and not trained.
+        reference_bytes: Bytes of the second model.
     """
 
     length: int
@@ -155,12 +151,10 @@ class PlanInputs:
     """Facts that a plan of a run is given besides its recipe and model.
 
     Attributes:
-        cluster: The ranks of the run.
-        keep: The schedule of the run that is resumed: taken again, so that its losses are the same to the last bit, if
-            it still fits and the recipe still allows it.
-        below: A schedule that ran out of memory, contrary to its prediction. The one chosen holds less, even where the
-            recipe fixes the schedule.
-        fixed: Fields of the schedule that are not the planner's to choose, besides those that the recipe writes.
+        keep: The schedule of the resumed run. It is taken again if it fits and the recipe allows it, so that the losses
+            are bit-equal.
+        below: A schedule that ran out of memory. The chosen one holds less, even where the recipe fixes the schedule.
+        fixed: Fields of the schedule that the planner may not choose, besides those that the recipe writes.
     """
 
     cluster: Cluster = field(default_factory=Cluster)
@@ -175,12 +169,10 @@ def plan_recipe(
     """Plan a recipe from its model's configuration; neither weights nor data are read.
 
     Args:
-        loaded: The recipe.
-        options: A device that is not there, budgets, another length.
-        notify: Called before what takes a while, with its name.
+        notify: Called with its name before what takes a while.
 
     Raises:
-        UserError: A name that is not known, or a budget that nothing fits, with the line of the recipe.
+        UserError: A name is unknown, or nothing fits a budget; it has the line of the recipe.
     """
     recipe = loaded.recipe
     with blame_recipe(loaded):
@@ -232,7 +224,7 @@ def plan_recipe(
 
 
 def _select_flops(recipe: BatchKeys, workload: Workload) -> int:
-    """Return the operations by which a rank compares its share of the rows that are drawn for a step."""
+    """Return the operations by which a rank compares its share of the rows drawn for a step."""
     if recipe.select_rows is None:
         return 0
     return recipe.draws * workload.batch_size * workload.micro_batches * sketch_flops(workload)
@@ -245,11 +237,7 @@ def _fastest(
     rates: Rates,
     simulate: Simulate,
 ) -> tuple[Settings, Workload, Plan]:
-    """Return the first of the choices that some schedule fits, its step, and the fastest of these schedules.
-
-    Raises:
-        NothingFitsError: No choice fits by any.
-    """
+    """Return the first of the choices that some schedule fits, its step, and the fastest of these schedules."""
     first, workload = choices[0], workload_of(choices[0])
     if first.engine.schedule == "fixed":
         choice = first_that_fits(choices, workload_of, limits, simulate=simulate)
@@ -280,17 +268,12 @@ def place_recipe(
     Called before the model is loaded, with all of the memory still free.
 
     Args:
-        recipe: The recipe.
         length: Tokens of the longest row, or of the longest completion with its prompt.
-        device: The device of the run.
         completions: Returns the completions of a micro-batch, given the model on ``meta``.
-        sizes: Has the sizes of memory to plan with, if they are not the recipe's.
-        rows: Rows of a micro-batch, if it has not those of the recipe.
+        sizes: Sizes of memory to plan with, if they are not the recipe's.
+        rows: Rows of a micro-batch, if they are not the recipe's.
         begun: The run is resumed, with the precision that the recipe has.
         cluster_of: Returns the ranks of the run, given the model on ``meta``; None for one rank.
-
-    Raises:
-        ArgumentError: The model cannot be made.
     """
     model_of = blueprints(device)
     first = recipe if begun else precise(recipe)
@@ -334,13 +317,10 @@ def plan_model(
     """Plan a run with the model that is loaded, within the memory that is free besides it.
 
     Args:
-        recipe: The recipe.
-        model: On its device, with its adapters, not yet streamed.
-        longest: The longest micro-batch; a second model is there already. A length is that of a whole row, however
-            many ranks share it.
-        device: The device of the model.
+        model: The model on its device, with its adapters, not yet streamed.
+        longest: The longest micro-batch, of whole rows however many ranks share them. Its second model is loaded.
         given: The ranks of the run and an earlier schedule; None is one rank and no schedule.
-        notify: Called before what takes a while, with its name.
+        notify: Called with its name before what takes a while.
 
     Raises:
         ArgumentError: Nothing fits.
@@ -410,11 +390,9 @@ def make_workload(
     """Return the workload of a step of the recipe, for a simulation.
 
     Args:
-        recipe: The recipe.
-        model: On ``meta``, with its adapters.
-        longest: The micro-batch.
+        model: The model on ``meta``, with its adapters.
         device: The device whose kernels are simulated.
-        cluster: The ranks that share it; None is one.
+        cluster: The ranks that share the step; None is one rank.
     """
     train_largest(recipe, model)
     return Workload(
@@ -456,11 +434,7 @@ def _teacher_of(recipe: ModelSettings, device: torch.device) -> TeacherShape | N
 def recipe_workload(
     recipe: TrainingSettings, model: nn.Module, length: int, device: torch.device, *, cluster: Cluster | None = None
 ) -> Workload:
-    """Return the workload of a step in the shape that the recipe's keys give it; arguments as :func:`make_workload`.
-
-    Raises:
-        UnsupportedModelError: The recipe asks for shared prompts, and its model cannot share them.
-    """
+    """Return the workload of a step in the shape that the recipe's keys give it; arguments as :func:`make_workload`."""
     task = task_of(recipe)
     completions = task.completions(share=shares_prompts(task, model, device))
     longest = LongestStep(length, completions, reference_bytes(task, device))
@@ -488,7 +462,7 @@ def shares_prompts(task: Task[Any], model: nn.Module, device: torch.device) -> b
 
 
 def reference_bytes(task: Task[Any], device: torch.device) -> int:
-    """Return the bytes of the weights of a reference model on the device, from its configuration; 0 if none is held."""
+    """Return the bytes of a reference model's weights on the device, from its configuration; 0 if none is held."""
     if not task.holds_reference:
         return 0
     model = make_reference_blueprint(task.recipe, device, task.reference_name)
@@ -500,17 +474,11 @@ def reference_bytes(task: Task[Any], device: torch.device) -> int:
 def device_elsewhere(
     recipe: EngineKeys, name: str | None, device_bytes: int | None, here: torch.device
 ) -> Device | None:
-    """Return the device that is simulated without being there; None for the one at hand.
+    """Return the device that is simulated without being there; None for the device at hand.
 
     Args:
-        recipe: The recipe.
-        name: Its name, if it is asked for by name.
-        device_bytes: The memory that is asked for. Alone, where there is no accelerator, it selects the accelerator
+        device_bytes: The memory that is asked for. Without a name and an accelerator, it selects the accelerator
             nearest to it in the table.
-        here: The device at hand.
-
-    Raises:
-        ArgumentError: The name is not known.
     """
     if name is not None:
         return find_device(name)
@@ -520,7 +488,7 @@ def device_elsewhere(
 
 
 def memory_of(device: Device | None, here: torch.device) -> int:
-    """Return the bytes of a device that is not there, or those that are free on the one at hand."""
+    """Device memory to plan with: the data-sheet size of ``device``, or what is free on the local device."""
     if device is not None:
         return device.memory_bytes
     return usable_host_bytes() if here.type == "cpu" else free_device_bytes(here)
@@ -570,11 +538,7 @@ def _size(option: str | None, key: str, name: str) -> int | None:
 
 
 def rates_here(recipe: EngineKeys, model: Any, device: torch.device, notify: Callable[[str], None]) -> Rates:
-    """Return the rates of the device at hand in the dtype that the recipe computes in, and of its offload directory.
-
-    Raises:
-        ArgumentError: Nothing can be written to that directory.
-    """
+    """Return the rates of the local device in the dtype that the recipe computes in, and of its offload directory."""
     base = base_of(model)
     rates = load_rates(device, torch.bfloat16 if recipe.bf16 else base.dtype, notify=notify)
     directory = recipe.engine.offload_dir

@@ -29,7 +29,7 @@ def precisions(recipe: Settings) -> list[Settings]:
     """Return the recipe with each precision that it leaves open, the best first; the recipe alone where it says one.
 
     Raises:
-        ArgumentError: The checkpoint has no configuration that can be read.
+        ArgumentError: The checkpoint's configuration cannot be read.
     """
     if recipe.dtype != "auto" or recipe.model_name_or_path is None:
         return [recipe]
@@ -56,9 +56,9 @@ def precisions(recipe: Settings) -> list[Settings]:
 
 
 def precise(recipe: Settings) -> Settings:
-    """Return the recipe with the best precision that it leaves open, whatever fits; as it is where that is not known.
+    """Return the recipe with the best precision that it leaves open, whatever fits; as it is where that is unknown.
 
-    What is wrong with a checkpoint is said where it is loaded.
+    Loading the checkpoint reports what is wrong with it.
     """
     try:
         return precisions(recipe)[0]
@@ -75,12 +75,10 @@ def has_choice(recipe: TrainingSettings) -> bool:
 
 
 def as_before(recipe: Settings, before: Mapping[str, Any]) -> Settings:
-    """Return the recipe with the precision of the run that it goes on with, where the recipe leaves it open.
+    """Return the recipe with the precision of the resumed run, where the recipe leaves it open.
 
     Args:
-        recipe: The recipe.
-        before: The compared settings of that run. One that was begun before precision was chosen trains in the
-            checkpoint's dtype.
+        before: The compared settings of that run. Without a precision it trains in the checkpoint's dtype.
     """
     fields = type(recipe).model_fields
     given = {key: before.get(key, fields[key].default) for key in KEYS}
@@ -94,12 +92,11 @@ def choices_made(recipe: TrainingSettings, chosen: TrainingSettings) -> dict[str
 
 
 def describe_precision(recipe: TrainingSettings, chosen: TrainingSettings, model: Any) -> str | None:
-    """Return what was chosen, why, and what it costs; None if nothing was.
+    """Return the chosen precision, its reason and its cost in one line; None if nothing was chosen.
 
     Args:
         recipe: The recipe as it was read.
-        chosen: The recipe with a precision.
-        model: Of the recipe, on ``meta`` or loaded: its trained weights are counted.
+        model: A model of the recipe, on ``meta`` or loaded: its trained weights are counted.
     """
     made = choices_made(recipe, chosen)
     if not made:
@@ -132,12 +129,7 @@ def describe_precision(recipe: TrainingSettings, chosen: TrainingSettings, model
 
 
 def loses_steps(recipe: TrainingSettings, model: Any) -> str | None:
-    """Return a warning if trained weights are bfloat16 and steps are rounded to the nearest number; None if not.
-
-    Args:
-        recipe: The recipe, with its precision.
-        model: Loaded, with its adapters.
-    """
+    """Return a warning if trained weights are bfloat16 and steps are rounded to the nearest number; None if not."""
     keeps_float32 = recipe.deepspeed is not None or recipe.step_kind.gradients == "block"
     if keeps_float32 or recipe.weight_rounding == "stochastic":
         return None
@@ -157,7 +149,7 @@ def _may_round(recipe: TrainingSettings) -> bool:
 
 
 def _more_bytes(recipe: TrainingSettings, model: Any) -> int:
-    """Return the bytes that float32 weights, gradients and states take beyond bfloat16 ones."""
+    """Return how many bytes float32 weights, gradients and states take beyond bfloat16 ones."""
     trained = [p for p in model.parameters() if p.requires_grad]
     more = sum(4 * models.count_weights(p) for p in trained)
     if recipe.optim == "adamw" and recipe.optim_states == "param":

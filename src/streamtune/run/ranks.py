@@ -2,8 +2,6 @@
 
 make_world     which rank this process is; the process group is joined
 check_layout   refuses a number of ranks that does not suit the recipe
-accumulation   rows of an optimizer step -> rows of a micro-batch x micro-batches x ranks
-sequence_ranks the ranks that share a sequence
 make_backend   DDP, FSDP2 or DeepSpeed by the recipe; one device by itself
 """
 
@@ -50,16 +48,7 @@ def leave_ranks() -> None:
 
 
 def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) -> train.World:
-    """Join the ranks of this run, by the environment variables of their launcher; without them the run has one rank.
-
-    Args:
-        recipe: The recipe.
-        device: This rank's.
-        shares_weights: True if each rank holds a part of the weights.
-
-    Raises:
-        ArgumentError: The ranks cannot be laid out as the recipe asks.
-    """
+    """Join the ranks of this run, by the environment variables of their launcher; without them the run has one rank."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(recipe, size, shares_weights=shares_weights)
     if size == 1 and recipe.deepspeed is None and not recipe.fsdp:
@@ -75,16 +64,7 @@ def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) ->
 
 
 def check_layout(recipe: Recipe, size: int, *, shares_weights: bool) -> train.World:
-    """Return rank 0 of ``size`` ranks, after checking that they can be laid out as the recipe asks. Nothing is joined.
-
-    Args:
-        recipe: The recipe.
-        size: The number of ranks.
-        shares_weights: True if each rank holds a part of the weights.
-
-    Raises:
-        ArgumentError: They cannot; it names the key.
-    """
+    """Return rank 0 of ``size`` ranks, after checking that the recipe can be laid out on them. Nothing is joined."""
     together = recipe.sequence_parallel_size
     if size % together:
         raise ArgumentError(
@@ -131,11 +111,8 @@ def make_backend(
     """Make the backend that computes gradients and updates the weights.
 
     Args:
-        recipe: The recipe.
-        model: Streamed already, the same on every rank, or on ``meta`` where its weights are still to come.
-        layers: Its decoder layers.
-        world: The ranks.
-        device: This rank's; that of the weights where they are there.
+        model: The streamed model, the same on every rank, or on ``meta`` where its weights are still to come.
+        device: The device of this rank; None where the weights are there.
 
     Raises:
         ArgumentError: DeepSpeed is not installed or refuses what is asked of it.
@@ -179,7 +156,6 @@ def local_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.
 
 
 def local_backend(recipe: OptimizerSettings, model: nn.Module, optimizer: torch.optim.Optimizer) -> train.Backend:
-    """Return the backend of one device by itself."""
     if isinstance(optimizer, optim.BlockAdamW):
         return train.BlockBackend(model, optimizer)
     if isinstance(optimizer, optim.ZerothOrderSGD):
@@ -199,10 +175,7 @@ def fill_model(
     """Give a model on ``meta`` its weights, a layer at a time; one that has them is left as it is.
 
     Args:
-        model: Streamed already.
-        layers: Its decoder layers.
-        world: The ranks.
-        device: This rank's.
+        model: The streamed model.
         share: Shares the weights of a layer between the ranks.
     """
     source = models.deferred_of(model)
@@ -217,14 +190,7 @@ def fill_model(
 def share_reference(
     recipe: TrainingSettings, model: Any, layers: Iterable[nn.Module], world: train.World, device: torch.device
 ) -> Any:
-    """Give a reference on ``meta`` its weights, shared as those of the trained model are; any other is left as it is.
-
-    Args:
-        recipe: The recipe.
-        model: Streamed, not trained.
-        layers: Its decoder layers.
-        world: The ranks.
-        device: This rank's.
+    """Give a reference on ``meta`` its weights, shared as the trained model's are; any other is left as it is.
 
     Returns:
         The object that gathers its weights, to be kept while it is called and destroyed after; None where hooks do.
@@ -300,7 +266,6 @@ class Setup:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe."""
         return self.loaded.recipe
 
     def with_recipe(self, recipe: Recipe) -> Self:
@@ -314,20 +279,16 @@ class Setup:
 
     @property
     def rows_per_step(self) -> int:
-        """Rows, or what the task's unit says, of an optimizer step on all ranks together."""
+        """Number of the task's units in an optimizer step, of all ranks."""
         return self.recipe.per_device_train_batch_size * self.micro_batches * self.world.data_size
 
 
 def resolve(loaded: LoadedRecipe, notify: Notify) -> Setup:
     """Check the settings of the objective, choose the device, and join the ranks.
 
-    Args:
-        loaded: The recipe.
-        notify: See :data:`streamtune.tasks.task.Notify`.
-
     Raises:
-        ArgumentError: A setting that the objective does not accept, a device that is not there, a library that is not
-            installed, or ranks that cannot be laid out as the recipe asks.
+        ArgumentError: The objective refuses a setting, a device or library is not there, or the ranks cannot be laid
+            out.
         DistributedError: The ranks have other versions or another recipe, or do not reach each other.
     """
     recipe = loaded.recipe
@@ -346,11 +307,7 @@ def resolve(loaded: LoadedRecipe, notify: Notify) -> Setup:
 
 
 def check_start(task: Task[Any]) -> None:
-    """Refuse to compare with the model without its adapters where training starts with adapters that are trained.
-
-    Raises:
-        ArgumentError: It would.
-    """
+    """Refuse to compare with the model without its adapters where training starts with trained adapters."""
     if not task.compares or task.reference_name is not None:
         return
     if task.recipe.starts_from_quantisation:
@@ -372,6 +329,6 @@ def check_start(task: Task[Any]) -> None:
 
 
 def _facts(recipe: Recipe) -> dict[str, str]:
-    """Return the settings of a recipe that must be the same on all ranks: all but the places of files."""
+    """Return the settings that must be the same on all ranks: all but the places of files."""
     settings = recipe.model_dump(mode="json", exclude={"output_dir", "datasets", "eval_datasets"})
     return {f"recipe {name}": json.dumps(value) for name, value in settings.items()}

@@ -35,7 +35,6 @@ def make_sources(loaded: LoadedRecipe, *, evaluated: bool = True) -> list[data.S
     """Return the sources of the rows, each with the line of the recipe that names it.
 
     Args:
-        loaded: The recipe.
         evaluated: Add those of its eval sets, behind the others.
     """
     recipe = loaded.recipe

@@ -45,11 +45,8 @@ def load_reference(
     """Load the reference as a second model; return None if the trained model without its adapters is the reference.
 
     Args:
-        task: The task.
         model: The trained model; None where it is not at hand, and a reference is named.
-        tokenizer: Its tokenizer.
-        device: The reference's device.
-        sharing: The ranks that will share its weights: it is on ``meta`` then, and they are provided later.
+        sharing: The ranks that will share its weights: it is on ``meta``, and they come later.
 
     Raises:
         ArgumentError: There is no such model, or its vocabulary is another.
@@ -74,9 +71,6 @@ def make_reference(
     """Return the reference as objectives call it: ``held``, or the trained model without its adapters; None without.
 
     Args:
-        start: The start of the run.
-        model: The trained model.
-        handle: Its engine.
         held: The second model, from :func:`load_reference`.
         closing: Gets a callback for the engine that gathers the reference's weights, where ranks share them.
     """
@@ -98,18 +92,7 @@ def kept_logps(
     notify: Notify,
     doing: Doing,
 ) -> KeptLogps:
-    """Return the reference's log-probs of every tree: those that are kept from an earlier run, or computed now.
-
-    Args:
-        start: The start of the run.
-        model: The trained model.
-        handle: Its engine.
-        tokenizer: Its tokenizer.
-        batches: The trees.
-        closing: See :func:`make_reference`.
-        notify: See :data:`streamtune.tasks.task.Notify`.
-        doing: See :data:`streamtune.run.start.Doing`.
-    """
+    """Return the reference's log-probs of every tree: kept from an earlier run, or computed now."""
     recipe, world = start.recipe, start.world
     # A run that is resumed says under which key they are kept; its model is no longer the one it started with.
     # A reference that was allowed to change is asked anew.
@@ -148,7 +131,7 @@ def kept_logps(
 
 
 def _share(start: Start, closing: ExitStack) -> Callable[[Any, Any], None]:
-    """Return a function that gives a reference its weights, a part to each rank, if they are provided later."""
+    """Return a function that gives each rank its part of the reference's weights, if they come later."""
 
     def share(model: Any, layers: Any) -> None:
         engine = share_reference(start.recipe, model, layers, start.world, start.device)
@@ -161,13 +144,11 @@ def _share(start: Start, closing: ExitStack) -> Callable[[Any, Any], None]:
 def streamed(
     model: Any, like: StreamHandle, *, temperature: float = 1.0, share: Callable[[Any, Any], None] | None = None
 ) -> train.ModelReference:
-    """Stream a second model by an engine of its own, which cuts and shares sequences as the trained model's does.
+    """Stream a second model by its own engine, which cuts and shares sequences as the trained model's engine does.
 
     Args:
-        model: The reference.
         like: The trained model's engine.
-        temperature: The number that logits are divided by.
-        share: Called with the reference and its decoder layers; gives it its weights if they are provided later.
+        share: Called with the reference and its decoder layers; gives it its weights if they come later.
     """
     own = like.schedule
     chunks = Schedule(chunk_size=own.chunk_size, head_chunk_size=own.head_chunk_size, weights=own.weights)
@@ -187,8 +168,8 @@ def _check_vocabulary(
 ) -> None:
     """Refuse a reference with other token ids: every number would be finite and worth nothing.
 
-    Where the reference comes without a tokenizer only the sizes can be compared. With one, embeddings of different
-    sizes are fine: those of a family are often padded differently.
+    Without a tokenizer of the reference only the sizes can be compared. With one, embeddings may differ in size:
+    families pad them differently.
     """
     key = task.reference_key
     noun = "teacher" if key == "teacher" else "reference"

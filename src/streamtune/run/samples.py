@@ -1,9 +1,9 @@
-"""Complete the sample prompts of a recipe and of held-out rows, while a run trains and at its end; and choose
-the tokens that generation stops at, after those that end trained turns.
+"""Complete the sample prompts of a recipe and of held-out rows, while a run trains and at its end; and choose the
+tokens that generation stops at.
 
 While it trains the model stays streamed: a call without gradients honours its cache. Mode and random state are put
 back, so the steps that follow are, bit for bit, those of a run without samples. Where ranks share the weights all of
-them compute each token together and draw the same; otherwise rank 0 writes alone, and the others wait for it.
+them compute each token together and draw the same. Otherwise rank 0 writes alone, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,7 @@ def write_samples(
 ) -> list[dict[str, Any]] | None:
     """Return the lines of ``samples.jsonl`` for a step; None where ``stop`` was requested. Called by all ranks.
 
-    Args:
-        built: The run; its model and random state are left as they are.
-        recipe: Gives the prompts, and the seed of what is drawn.
-        step: Steps taken.
-        stop: Looked at before each prompt.
+    The model and the random state are left as they are. ``stop`` is looked at before each prompt.
     """
     sample, world, together = recipe.sample, built.world, built.shares_weights
     assert sample is not None
@@ -77,13 +73,12 @@ def write_samples(
 
 
 def _longest(rows: Sequence[data.Example], count: int) -> list[data.Example]:
-    """Return the longest rows that have an answer, the longest first."""
     answered = [row for row in rows if _answer_span(row)[1] > 0]
     return sorted(answered, key=lambda row: -row.num_tokens)[:count]
 
 
 def _answer_span(row: data.Example) -> tuple[int, int]:
-    """Return where the first run of trained tokens begins and ends; 0, 0 for a row without a prompt or an answer."""
+    """Return the bounds of the first run of trained tokens; 0, 0 for a row without a prompt or an answer."""
     labels = np.asarray(row.labels)
     trained = np.flatnonzero(labels != IGNORE_INDEX)
     if len(trained) == 0 or trained[0] == 0:
@@ -93,7 +88,7 @@ def _answer_span(row: data.Example) -> tuple[int, int]:
 
 
 def _answer(model: Any, tokenizer: Any, row: data.Example, *, in_step: bool) -> dict[str, Any]:
-    """Complete the prompt of a row by the likeliest token each time, and compare with the row's answer."""
+    """Complete the prompt of a row greedily, and compare with the row's answer."""
     begin, end = _answer_span(row)
     ids = [int(token) for token in row.input_ids]
     wanted = ids[begin:end]
@@ -117,15 +112,14 @@ def _answer(model: Any, tokenizer: Any, row: data.Example, *, in_step: bool) -> 
 def end_as_trained(
     task: Task[Any], prepared: PreparedRows, tokenizer: PreTrainedTokenizerBase, model: Any
 ) -> list[int]:
-    """Let the model's generation end at the tokens that end trained turns; return those at which it did not before.
+    """Add the tokens that end trained turns to those at which generation stops; return the tokens added.
 
-    They are in its generation config from then on: in checkpoints, in the final model and in exports of it.
+    They are in the generation config from then on: in checkpoints, in the final model and in its exports.
     """
     return models.add_ends(model, task.trained_ends(prepared, tokenizer))
 
 
 def describe_ends(added: list[int], tokenizer: PreTrainedTokenizerBase, model: Any) -> str:
-    """Return in one line at which tokens generation stops, and which of them the model did not stop at before."""
     own = [token for token in models.ends_of(base_of(model).generation_config) if token not in added]
     before = f"besides {_names(own, tokenizer)}" if own else "the model named none"
     return f"{_names(added, tokenizer)}, as the trained turns do; {before} (generation_config.json)"

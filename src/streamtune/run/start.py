@@ -138,7 +138,7 @@ class Start(Setup):
 
         Raises:
             DistributedError: It is not the data of the other ranks.
-            RecipeError: It is not the data of the run that is gone on with.
+            RecipeError: It is not the data of the resumed run.
         """
         before = self._check()
         agree({"data": fingerprint})
@@ -157,7 +157,7 @@ class Start(Setup):
 
         Raises:
             ArgumentError: They changed while they were read, or cannot be read.
-            RecipeError: They are not those of the run that is gone on with.
+            RecipeError: They are not those of the resumed run.
         """
         known = self._check()
         before = self.identity.get("files", {})
@@ -172,7 +172,6 @@ class Start(Setup):
         self._tell(text for text in self._check() if text not in known)
 
     def _tell_tokenizer(self, files: str | None) -> None:
-        """Notify the user if the tokenizer's files have changed: the run goes on with that of its checkpoint."""
         before = self.checkpoint.state["identity"].get("tokenizer_files") if self.checkpoint is not None else None
         if None not in (before, files) and before != files:
             self.notify(
@@ -183,7 +182,7 @@ class Start(Setup):
 
     @property
     def begins_optimizer(self) -> bool:
-        """True if the run goes on with another optimizer, or other options of it, for which the states do not fit."""
+        """True if the run goes on with another optimizer, or other options of it: the saved states do not fit."""
         if self.checkpoint is None:
             return False
         before, now = (each.get("recipe", {}) for each in (self.checkpoint.state["identity"], self.identity))
@@ -191,7 +190,7 @@ class Start(Setup):
         return pairs[0] != pairs[1]
 
     def changed_files(self) -> set[str]:
-        """Return the keys of ``train.FILES`` that differ from those of the resumed run, and are allowed to."""
+        """Return the keys of ``train.FILES`` that differ from the resumed run, and may."""
         now = self.identity.get("files", {})
         return {
             key
@@ -218,8 +217,8 @@ class Start(Setup):
     def _check_rows(self, started_as: Mapping[str, Any], where: Path) -> None:
         """Refuse another number of ranks if their steps have other rows; the error names keys that a user writes.
 
-        The identity has the micro-batches of all ranks as ``gradient_accumulation_steps``, which the recipe need not
-        contain.
+        The identity counts the micro-batches of all ranks as ``gradient_accumulation_steps``; the recipe may lack this
+        key.
         """
         key = "gradient_accumulation_steps"
         ranks = started_as.get("world_size", 1)
@@ -254,23 +253,20 @@ def start_run(
 ) -> Start:
     """Prepare the start of a run, and notify the user of differences from the run that it resumes.
 
-    The directory is made and held before it is read, and removed again where it was made for nothing. Use what is
-    returned as the context of the code that builds the run.
+    The directory is made and held before it is read, and removed again where it was made for nothing. The result is the
+    context of the code that builds the run.
 
     Args:
-        loaded: The recipe.
         resume: ``auto`` (go on where the run in ``output_dir`` stopped), ``never``, or the path of a checkpoint.
-        notify: See :data:`streamtune.tasks.task.Notify`.
         allow_change: Keys that may differ: keys of the recipe, ``data``, and keys of ``train.FILES``.
         dry_run: Write nothing; neither hold the directory nor fail if another process does.
-        doing: See :data:`Doing`.
 
     Raises:
-        ArgumentError: A device that is not there, a quantisation that is not installed, ``allow_change`` names nothing
-            that could be refused, or another process has the directory.
+        ArgumentError: A device or quantisation is not there, ``allow_change`` names an unknown key, or another process
+            has the directory.
         CheckpointError: The checkpoint named by ``resume`` cannot be used, or none of the run in the directory.
         DistributedError: The ranks have other versions or another recipe, or do not reach each other.
-        RecipeError: The run that would be resumed was started under other settings.
+        RecipeError: The resumed run was started under other settings.
     """
     recipe = loaded.recipe
     known = (*type(recipe).model_fields, "data", *train.FILES)
@@ -349,16 +345,7 @@ def start_run(
 
 
 def _refuse_own_inputs(task: Task[Any], folder: Path, output: Path) -> None:
-    """Refuse to move a run aside that the new one reads from.
-
-    Args:
-        task: The task of the new one.
-        folder: The directory of the recipe.
-        output: The directory that would be moved.
-
-    Raises:
-        ArgumentError: With the key that names something in it.
-    """
+    """Refuse to move a run aside that the new one reads from; ``output`` is the directory that would be moved."""
     recipe = task.recipe
     named = {"model_name_or_path": recipe.model_name_or_path}
     named[task.reference_key] = task.reference_name
@@ -385,11 +372,10 @@ def _refuse_own_inputs(task: Task[Any], folder: Path, output: Path) -> None:
 def _identify(setup: Setup, before: Mapping[str, Any] | None, day: str) -> dict[str, Any]:
     """Return the identity of a run: the settings that a resumption must share, and others whose changes are reported.
 
-    The rows of a step are those of all ranks together: on how many they are computed changes nothing but roundings.
+    The rows of a step are counted over all ranks: the number of ranks changes nothing but roundings.
 
     Args:
-        setup: The resolved recipe.
-        before: The identity of the run that is gone on with, if there is one.
+        before: The identity of the resumed run, if there is one.
         day: The date that chat templates print, on whatever day the run is resumed.
     """
     recipe = setup.recipe
@@ -441,7 +427,7 @@ def tell_of_model(model: Any, longest: int, start: Start, notify: Notify) -> Non
 
     Raises:
         ArgumentError: Its table of positions is shorter than the rows, or a file changed while it was read.
-        RecipeError: The model's files are not those of the run that is gone on with.
+        RecipeError: The model's files are not those of the resumed run.
     """
     notes = [models.check_positions(model, longest), models.left_whole(model), loses_steps(start.recipe, model)]
     if start.checkpoint is None:

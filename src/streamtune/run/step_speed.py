@@ -1,11 +1,10 @@
 """Measure the steps of a run: the operations that its model asks for, and the time, compared with the prediction.
 
-Where time and prediction differ by a third, the run says so and the rates are corrected. A step is compared by its
-operations (``simulate.workload``): the plan is of the longest rows, and a step of half as many is predicted at half the
-time. The first step of a session is left out, and so are steps of less than a fourth of the
-planned operations, and short ones, in which the time of an operator is that of Python. Of several steps the fastest
-counts, and on a CPU not more than its processor time, as where the rates are measured: other work on the machine can
-only make a step slower.
+Where time and prediction differ by a third, the run says so and the rates are corrected. The plan is of the longest
+rows, so a step's predicted time is the plan's in proportion to its operations (``simulate.workload``). The first step of a
+session is left out. So are steps of less than a fourth of the planned operations, and short ones, in which the time of
+an operator is Python's. Of several steps the fastest counts, and on a CPU at most its processor time: other work on the
+machine can only make a step slower.
 """
 
 from __future__ import annotations
@@ -38,19 +37,13 @@ SHORTEST = 0.25
 
 
 class StepFlops:
-    """Counts the operations of optimizer steps, as :mod:`streamtune.plan.simulate.workload` defines them.
-
-    Args:
-        model: With its adapters.
-        step: The optimizer step.
-    """
+    """Counts the operations of optimizer steps, as :mod:`streamtune.plan.simulate.workload` defines them."""
 
     def __init__(self, model: Any, step: StepKind = PLAIN_STEP) -> None:
         self.step = step
         self.count = FlopCount.of(model)
 
     def __call__(self, micro_batches: Sequence[train.MicroBatch]) -> int:
-        """Return the operations of some micro-batches, which may be on a device."""
         return self.count.step((span for batch in micro_batches for span in _spans(batch)), self.step)
 
 
@@ -68,7 +61,7 @@ def _spans(batch: train.MicroBatch) -> Iterator[Span]:
 
 
 def peak_of(recipe: EngineKeys, device: torch.device) -> float | None:
-    """Return the FLOP/s that the recipe gives, or those of the device's data sheet; None where neither is known."""
+    """Return the FLOP/s that the recipe gives, or the device's data-sheet value; None where neither is known."""
     if recipe.peak_flops is not None:
         return recipe.peak_flops
     return peak_flops_of(device_name(device)) if device.type == "cuda" else None
@@ -80,7 +73,7 @@ class StepTimes(train.Listener):
 
     Args:
         plan: The plan of the longest rows, with rates measured on the device.
-        device, dtype: What the rates were measured for.
+        device, dtype: The device and dtype of the measured rates.
         say: Called once, if they disagree, with the number of the step, the text, and the figures by name.
     """
 

@@ -1,4 +1,4 @@
-"""Choose where weights and optimizer wait, where a recipe leaves that open: on the device or in the machine's memory.
+"""Choose between device and host for weights and optimizer, where a recipe leaves that open.
 
 A step is fastest with everything on the device, so the host is asked only where no schedule fits otherwise. The states
 of the optimizer go there first, which pass once a step; then weights, which pass with every layer, twice or more. Each
@@ -29,17 +29,14 @@ from streamtune.run.precision import Settings, precisions
 def placements(recipe: Settings, limits: Limits, cluster: Cluster, *, begun: bool = False) -> list[Settings]:
     """Return the recipe as it is, then with the optimizer and then with the weights on the host, in each precision.
 
-    Of these only what the recipe leaves to the planner and does not contradict. Nothing goes to the host where the
+    Only what the recipe leaves to the planner and does not contradict is returned. Nothing goes to the host where the
     device's memory is the machine's, or ranks or DeepSpeed divide the work.
 
     Args:
-        recipe: The recipe.
-        limits: The memory.
-        cluster: The ranks.
-        begun: The recipe has the precision of a run that goes on: no other is asked for.
+        begun: The recipe has the precision of a resumed run: no other is asked for.
 
     Raises:
-        ArgumentError: The checkpoint has no configuration that can be read.
+        ArgumentError: The checkpoint's configuration cannot be read.
     """
     chosen = [recipe] if begun else precisions(recipe)
     moved = [_moved(each, limits, cluster) for each in chosen]
@@ -67,12 +64,9 @@ def _moved(recipe: Settings, limits: Limits, cluster: Cluster) -> list[Settings]
 
 
 def placed_before(recipe: Settings, tiers: Mapping[str, str] | None) -> Settings | None:
-    """Return the recipe with what a run that is resumed was started with on the host.
-
-    None where that is not known, or the recipe says something else now.
+    """Return the recipe with what a resumed run had on the host; None where that is unknown or contradicted.
 
     Args:
-        recipe: The recipe.
         tiers: ``weights`` and ``optimizer`` of the run; None if it left both where they were.
     """
     spec = recipe.engine
@@ -90,15 +84,13 @@ def first_that_fits(
     *,
     simulate: Simulate = simulate,
 ) -> Settings:
-    """Return the first recipe whose step fits by some schedule.
+    """Return the first of some :func:`placements` whose step fits by some schedule.
 
     Where none does, the last that the host has room for: its longest row is the longest of all.
 
     Args:
-        choices: From :func:`placements`.
         workload_of: Makes the step of one of them.
-        limits: The memory.
-        simulate: Simulates a step: that by the schedule of least memory, of each choice.
+        simulate: Simulates a step of each choice, by the schedule of least memory.
     """
     if len(choices) == 1:
         return choices[0]
@@ -123,18 +115,16 @@ def first_that_fits(
 
 
 def is_hopeless(workload: Workload, written: Mapping[str, Any], limits: Limits) -> bool:
-    """Return True if what the device holds of a step, whatever the rows, is more than there is; nothing is simulated.
+    """Return True if what the device holds of a step, whatever the rows, exceeds its memory; nothing is simulated.
 
     Args:
-        workload: The step.
         written: Fields of its schedule that are given.
-        limits: The memory.
     """
     return holdings_of(workload, written.get("weights", "device")).on_device > limits.device
 
 
 def describe_tiers(recipe: TrainingSettings, chosen: TrainingSettings) -> str | None:
-    """Return what was moved to the host, and the key that says so; None if nothing was."""
+    """Return a sentence on what was moved to the host, with its key; None if nothing was."""
     before, now = recipe.engine, chosen.engine
     if now.weights != before.weights:
         key, what = "weights", "weights, and the optimizer of those that are trained,"

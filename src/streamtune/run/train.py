@@ -58,24 +58,19 @@ class Run(Built):
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe."""
         return self.start.recipe
 
     @property
     def backend(self) -> train.Backend:
-        """The backend that computes gradients and updates the weights."""
         return self.streamed.backend
 
     @property
     def checkpoint(self) -> train.Checkpoint | None:
-        """The checkpoint that the run goes on from; None starts at the beginning."""
         return self.start.checkpoint
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """The result of a run."""
-
     progressed: train.Progressed
     finished: bool
     exit_code: int
@@ -97,7 +92,6 @@ class RunOutcome:
 
     @property
     def losses(self) -> list[float]:
-        """The training loss of every step."""
         return [record["loss"] for record in self.records if "loss" in record]
 
     @property
@@ -108,12 +102,7 @@ class RunOutcome:
 
 
 def train_run(run: Run, console: Console, listeners: train.Listeners | None = None) -> RunOutcome:
-    """Train; if the run comes to its end, save the model and let it complete the sample prompt.
-
-    Args:
-        run: Built from its recipe; used once.
-        console: The console that shows progress.
-        listeners: Called by rank 0 with what happens; see :mod:`streamtune.train.progress`.
+    """Train a run, which is used once; at its end, save the model and complete the sample prompt.
 
     Raises:
         RunError: Training failed, or a listener did; the checkpoints saved before are intact.
@@ -201,7 +190,7 @@ def _claimed(run: Run) -> Iterator[Path | None]:
 
 
 def _documents(run: Run) -> dict[Path, Mapping[str, Any]]:
-    """Return what the run directory keeps of the plan and of the data."""
+    """Return the JSON documents of the plan and of the data in the run directory."""
     batches = {} if run.batch_facts is None else {"batches": asdict(run.batch_facts)}
     documents: dict[Path, Mapping[str, Any]] = {run.directory.data: {**run.prepared.report.to_json(), **batches}}
     if run.prepared.bad_rows:
@@ -219,7 +208,6 @@ def _train(
     console: Console,
     listeners: train.Listeners,
 ) -> train.Progressed:
-    """Run the training loop, with the optimizer the recipe asks for."""
     recipe, plan, directory = run.recipe, run.plan, run.directory
     first_step = run.first_step
     world = run.world
@@ -260,7 +248,7 @@ def _train(
 
 
 def _step_times(run: Run, progress: train.Progress) -> StepTimes | None:
-    """Return what compares the time of steps with the plan; None where a step is not what is planned, or not alone."""
+    """Return a listener that compares step times with the plan; None for several ranks, rollouts or chosen rows."""
     plan, recipe = run.streamed.memory, run.recipe
     more = recipe.objective == "grpo" or recipe.select_rows is not None  # a rollout, or a choice of rows
     if plan is None or run.world.size > 1 or more:
@@ -274,12 +262,10 @@ def _step_times(run: Run, progress: train.Progress) -> StepTimes | None:
 
 
 def _shared_out(make: Callable[[], Iterable[train.MicroBatch]], world: train.World) -> Iterator[train.MicroBatch]:
-    """Make batches and yield this rank's."""
     return share_out(make(), world)
 
 
 def _facts(run: Run) -> train.RunFacts:
-    """Return what is known before the first step."""
     memory, directory = run.streamed.memory, run.directory
     plan: dict[str, Any] = {"schedule": asdict(run.handle.schedule)}
     if memory is not None:
@@ -319,7 +305,6 @@ def _skipped_most(run: Run, progressed: train.Progressed) -> NonFiniteError | No
 
 
 def _tell(watchdog: Watchdog) -> Callable[[int, str], None]:
-    """Return a function that passes the activity of a step on to the watchdog of the ranks."""
     return lambda step, doing: watchdog.at(step, doing, patient=doing.startswith(PATIENT))
 
 
@@ -407,14 +392,12 @@ def train_settings(recipe: TrainingSettings, plan: StepPlan, schedule: Schedule)
 
 
 def _least_moved(recipe: OptimizerSettings) -> float:
-    """Return the share of the trained weights that a step should change."""
     if recipe.weight_rounding == "stochastic" or recipe.optim == "badam_ratio":  # few values, and the right ones
         return 0.0
     return 0.1
 
 
 def _greater_is_better(recipe: RunKeys) -> bool:
-    """Return True if a greater metric is better: as asked, or by the metric's name."""
     if recipe.greater_is_better is not None:
         return recipe.greater_is_better
     return not (recipe.metric_for_best_model or "loss").endswith("loss")

@@ -102,7 +102,7 @@ class Dpo(ScoringTask[DpoRecipe]):
         return self._asked(share, ((prompt - 1, branches),) * batch_size)
 
     def own_completions(self, prepared: PreparedRows, longest: int, *, share: bool) -> Completions:
-        """See :meth:`Task.own_completions`: of the largest prompt, or of the longest row where prompts are apart."""
+        """Return trees of the largest prompt, or of the longest row where prompts are apart."""
         tree = prepared.train[int(prepared.train.lengths().argmax())]  # type: ignore[attr-defined]
         common = tree.num_common if share else 0
         trunk = len(tree.prompt) - 1 + common
@@ -111,7 +111,7 @@ class Dpo(ScoringTask[DpoRecipe]):
         return in_proportion(partial(self._asked, share), ((trunk, branches),) * count, longest, (common,) * count)
 
     def _asked(self, share: bool, trees: Trees, common: tuple[int, ...] = ()) -> Scored:
-        """Return the micro-batch with the forwards that the objective computes besides that of the gradient."""
+        """Return the micro-batch with the forwards that the objective computes besides the gradient's."""
         forwards = float(self.compares and not self.precomputes)
         if self.measures:
             forwards += 1 + forwards  # of the mismatched completions: the policy, and the reference
@@ -122,11 +122,7 @@ class Dpo(ScoringTask[DpoRecipe]):
     def batches(
         self, prepared: data.PreparedTrees, tokenizer: PreTrainedTokenizerBase, *, share: bool
     ) -> PreferenceBatches:
-        """See :meth:`Task.batches`.
-
-        Raises:
-            DataError: The loss needs completions of other prompts, and all rows have one.
-        """
+        """Return the batches; a ``DataError`` if the loss needs completions of other prompts, and all rows have one."""
         if self.measures and all(tree.prompt == prepared.train[0].prompt for tree in prepared.train):
             raise DataError(
                 f"all rows to train on have the same prompt, and {self.recipe.loss_type} measures its distance from "
@@ -180,13 +176,12 @@ class Dpo(ScoringTask[DpoRecipe]):
 def in_proportion(
     scored: Callable[[Trees, tuple[int, ...]], Scored], trees: Trees, longest: int, common: tuple[int, ...] = ()
 ) -> Completions:
-    """Return the micro-batch of ``trees`` as a function of the length: with a smaller one every part is in proportion.
+    """Return the micro-batch of ``trees`` as a function of the length: every part shrinks in proportion.
 
     Args:
         scored: Makes a micro-batch of trunks and branches, and of the tokens of each trunk that are scored.
-        trees: At ``longest``.
-        longest: Tokens of the longest completion with its prompt.
-        common: At ``longest``, see :class:`Scored`.
+        trees: Trunks and branches at ``longest``, the tokens of the longest completion with its prompt.
+        common: Scored tokens of each trunk at ``longest``, see :class:`Scored`.
     """
 
     def at(length: int, batch_size: int) -> Scored:

@@ -1,4 +1,4 @@
-"""Make micro-batches of prompts with rated completions, and preference losses of them: join data, engine and formulas.
+"""Micro-batches of prompts with rated completions, and their preference losses: join data, engine and formulas.
 
     data.Tree --collate--> PreferenceBatch --handle.logprobs--> logp_K --objectives.pairs--> a loss for each pair
                                            --reference--------> ref_K  /
@@ -42,7 +42,7 @@ class PreferenceBatch(train.TreeBatch):
     """the prompts with completions of other prompts, where a loss measures its distance from the reference on them"""
 
     def to(self, device: torch.device) -> PreferenceBatch:
-        """Return the same batch on ``device``, except for the mismatched completions, which are not trained on."""
+        """Move all but the mismatched completions, which are not trained on."""
         moved = super().to(device)
         assert isinstance(moved, PreferenceBatch)
         names = ("reference_K", "margin_P", "desirable_N")
@@ -77,7 +77,7 @@ def tree_batch(
 def mismatched(tree: data.Tree, others: Sequence[data.Tree], start: int, max_length: int) -> data.Tree:
     """Return the prompt of a tree with the completions of another: the first from ``start`` on that has another prompt.
 
-    Completions are cut so that the prompt and each of them have ``max_length`` tokens at most.
+    Completions are cut so that each has ``max_length`` tokens at most with the prompt.
     """
     turns = (others[(start + distance) % len(others)] for distance in range(len(others)))
     other = next(candidate for candidate in turns if candidate.prompt != tree.prompt)
@@ -92,9 +92,6 @@ class PreferenceBatches:
     """Makes micro-batches of trees, with the reference's log-probs where these are kept.
 
     Args:
-        prepared: The trees.
-        recipe: The recipe.
-        pad_token_id: For separate rows.
         share: Stream a prompt once for its completions.
         measures: Add mismatched completions.
     """
@@ -119,10 +116,12 @@ class PreferenceBatches:
 
     @property
     def buckets(self) -> None:
-        """See :class:`streamtune.tasks.steps.Trainable`: trees are not cut."""
+        """None: trees are not cut."""
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Return the tokens of each tree, [trees]: its prompt once where it is shared, or once for each completion."""
+        """Return how many tokens each tree has, [trees]: its prompt once where it is shared, or once for each
+        completion.
+        """
         return self._sums[0]
 
     def squares(self) -> npt.NDArray[np.int64]:
@@ -138,7 +137,6 @@ class PreferenceBatches:
 
     @property
     def num_train(self) -> int:
-        """Trees to train on."""
         return len(self.prepared.train)
 
     @property
@@ -146,7 +144,6 @@ class PreferenceBatches:
         return self.prepared.mixture
 
     def training(self, units: Sequence[int]) -> PreferenceBatch:
-        """Return the batch of some training trees."""
         return self._collate(self.prepared.train, units, 0)
 
     def held_out(self, batch_size: int, part: data.EvalSet | None = None) -> Iterator[PreferenceBatch]:
@@ -157,7 +154,7 @@ class PreferenceBatches:
             yield self._collate(self.prepared.validation, units, self.num_train)
 
     def asked(self) -> Iterator[data.Tree]:
-        """Iterate over all trees that a reference scores: those trained on, held out, and then the mismatched ones."""
+        """Iterate over all trees that a reference scores: trained on, held out, and then the mismatched ones."""
         splits = (self.prepared.train, self.prepared.validation)
         for split in splits:
             yield from split
@@ -166,7 +163,6 @@ class PreferenceBatches:
                 yield from (self._mismatched(split, unit) for unit in range(len(split)))
 
     def alone(self, tree: data.Tree) -> train.TreeBatch:
-        """Return a batch of one tree."""
         return train.TreeBatch(**tree_batch([tree], pad_token_id=self.pad_token_id, share=self.share))
 
     def _collate(self, split: Sequence[data.Tree], units: Sequence[int], before: int) -> PreferenceBatch:
@@ -204,13 +200,7 @@ def _policy(handle: StreamHandle, model: nn.Module, batch: train.TreeBatch) -> t
 
 
 class PairObjective:
-    """The mean over the pairs of a step of a loss of ``objectives.pairs``.
-
-    Args:
-        handle: The handle of the streamed model.
-        recipe: The loss and its settings.
-        reference: None where the loss has none.
-    """
+    """The mean over the pairs of a step of a loss of ``objectives.pairs``."""
 
     def __init__(self, handle: StreamHandle, recipe: PreferenceSettings, reference: train.Reference | None) -> None:
         self.handle, self.recipe, self.reference = handle, recipe, reference
@@ -254,15 +244,9 @@ class _UnpairedTotals:
 class UnpairedObjective:
     """The mean over the completions of a step of a loss of ``objectives.unpaired``.
 
-    Where the loss has a baseline, it is the mean log-ratio of the mismatched completions of the whole step, however the
-    step is split: they are scored before its first backward, without gradient and without dropout. In evaluation it is
-    that of each batch.
-
-    Args:
-        handle: The handle of the streamed model.
-        recipe: The loss and its settings.
-        reference: The reference.
-        device: The device of the model.
+    The baseline of a loss is the mean log-ratio of the mismatched completions of the whole step, however it is split.
+    They are scored before its first backward, without gradient and without dropout. In evaluation each batch has its
+    own.
     """
 
     def __init__(
@@ -347,7 +331,6 @@ def pair_knobs(recipe: PreferenceSettings) -> objectives.PairKnobs:
 
 
 def unpaired_knobs(recipe: PreferenceSettings) -> dict[str, float]:
-    """Return the settings of a recipe that losses of single completions read."""
     return {
         "beta": recipe.beta,
         "desirable_weight": recipe.desirable_weight,

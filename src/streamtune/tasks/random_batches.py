@@ -1,6 +1,6 @@
 """Random tokens in the shape of a recipe's micro-batches, with all that its objective reads beside them.
 
-What a step holds and takes hangs on the shape alone: no tokenizer and no row of the data is needed.
+Memory and time of a step depend on the shape alone: no tokenizer and no row of the data is needed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,7 @@ ORIGIN = "random tokens"
 
 
 class RandomTokens:
-    """Draws micro-batches.
-
-    Args:
-        recipe: Whose objective they are for.
-        model: Whose vocabulary they are from.
-        other: Another model that is given the same tokens, and may have fewer.
-    """
+    """Draws micro-batches from the vocabulary of ``model`` that ``other``, which is given the same tokens, has too."""
 
     def __init__(self, recipe: RowSettings, model: Any, other: Any = None) -> None:
         self.recipe = recipe
@@ -43,8 +37,8 @@ class RandomTokens:
     def rows(self, rows: int, length: int) -> train.MicroBatch:
         """Return a batch of ``rows`` rows of ``length`` tokens each, in which every token is trained.
 
-        Where the recipe packs, a sequence holds one row of the full length, with its positions given, as the collator
-        gives them: attention over one row costs the most of all packings of that length.
+        With packing a sequence holds one row of the full length, with its positions given, as the collator gives them.
+        Attention over one row costs the most of all packings of that length.
         """
         positions = torch.arange(length).expand(rows, length) if self.recipe.packing else None
         ids = torch.randint(0, self._vocabulary, (rows, length), generator=self._generator)
@@ -66,12 +60,11 @@ class RandomTokens:
         return batch
 
     def completions(self, recipe: RolloutSettings, scored: Scored) -> PolicyBatch:
-        """Completions of which every second one was better than the others."""
+        """Completions of which every second is better than the others."""
         signs = [1.0 - 2.0 * (number % 2) for number in range(scored.completions)]
         return PolicyBatch(**self._trees(scored), advantages_N=torch.tensor(signs))
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
-        """Prompts of ``length`` tokens."""
         return [self._ids(length) for _ in range(count)]
 
     def _preferences(self, recipe: PreferenceKeys, scored: Scored) -> PreferenceBatch:
@@ -100,18 +93,10 @@ MOST_COMPLETIONS = 4
 
 
 def choose_trees(trees: Sequence[data.Tree], length: int, *, differing: bool) -> tuple[list[data.Tree], bool]:
-    """Return the first trees, cut so that all their rows together have about ``length`` tokens.
+    """Return the first trees, cut so that all their rows together have about ``length`` tokens; and True if they were
+    cut.
 
-    Args:
-        trees: At least one.
-        length: Tokens of all completions, each with its own copy of the prompt.
-        differing: At least two prompts that differ are needed.
-
-    Returns:
-        The trees, and True if something of them was left out.
-
-    Raises:
-        DataError: Prompts have to differ, and all are the same.
+    Each completion counts with its own copy of the prompt. ``differing`` asks for two prompts that differ.
     """
     chosen = [trees[0]]
     for tree in trees[1:] if len(trees) > 1 else []:

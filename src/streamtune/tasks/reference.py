@@ -1,8 +1,8 @@
 """Log-probs of a reference that are computed once and kept on disk.
 
-Their key has three parts: how they are computed (versions, device, precision, temperature), by which configuration, and
-of which weights and rows. A run that is resumed compares the first, and the second where its model has the reference's
-configuration: its weights are no longer those that it began with.
+Their key has three parts: the computation (versions, device, precision, temperature), the configuration, and the
+weights and rows. A resumed run compares the first, and the second where its model has the reference's configuration:
+its weights have changed since it began.
 """
 
 from __future__ import annotations
@@ -46,24 +46,16 @@ class KeptLogps:
 
 
 def computation(device: torch.device, *, bf16: bool, temperature: float) -> str:
-    """Return a hash of how log-probs are computed: versions and code, device, precision, temperature.
-
-    Args:
-        device: The reference's device.
-        bf16: True if it computes under autocast.
-        temperature: The number that logits are divided by.
-    """
+    """Return a hash of how log-probs are computed: versions and code, device, precision, temperature."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     precision = [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, str(torch.version.cuda)]
     return hash_of([versions(), name, precision, bf16, temperature])[:OWN]
 
 
 def configuration(model: nn.Module, *, adapters: bool) -> str:
-    """Return a hash of a model's resolved configuration, its constant tensors, and its code where that is its own.
+    """Return a hash of a model's resolved configuration, its constant tensors, and its own code if it has any.
 
-    Args:
-        model: The model.
-        adapters: Adapters are a part of the reference, see :func:`row_key`: their settings count too.
+    With ``adapters`` they are a part of the reference, see :func:`row_key`: their settings count too.
     """
     config: Any = getattr(model, "config", None)
     settings = {} if config is None else config.to_dict()
@@ -92,8 +84,7 @@ def row_key(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.T
     """Return a hash of the reference's weights and of the rows; reads every weight once.
 
     Args:
-        weights: The reference's by name. None is a weight that another rank hashes.
-        trees: The rows.
+        weights: The reference's weights by name. None is a weight that another rank hashes.
         adapters: Adapters are a part of the reference. They are not where it is the trained model without its own.
     """
     digest = hashlib.blake2b(digest_size=20)
@@ -108,7 +99,7 @@ def row_key(weights: Iterable[tuple[str, Tensor | None]], trees: Iterable[data.T
 
 
 def _add_tensor(update: Callable[[bytes], None], x: Any) -> None:
-    """Hash a tensor's bytes, or the bytes of the tensors that a quantised one is made of."""
+    """Hash a tensor's bytes; for a quantised tensor, hash its components."""
     state = getattr(x, "quant_state", None)  # of bitsandbytes: the scales
     for part in state.as_dict(packed=True).values() if state is not None else ():
         _add_tensor(update, part)
@@ -121,7 +112,6 @@ def _add_tensor(update: Callable[[bytes], None], x: Any) -> None:
 
 
 def cache_directory() -> Path:
-    """Return the directory in which log-probs are kept."""
     return cache_folder() / "reference"
 
 
@@ -151,9 +141,7 @@ def compute_logps(
 
     Args:
         key: The key, of :func:`computation`, :func:`configuration` and :func:`row_key`.
-        reference: The reference.
-        batches: A tree each, all trees in their order.
-        device: The reference's device.
+        batches: Batches of a tree each, all trees in their order.
         bf16: Compute under autocast.
         notify: Called with where they are kept.
     """

@@ -5,8 +5,8 @@
                   rank 0 chooses among all, for all ranks                              (``data.batches.medoids``)
                   the chosen rows are a step like any other, shared between the ranks
 
-The choice is a function of the rows, the weights and the optimizer's state, and nothing of it is kept: a resumed run
-draws the step again and chooses the same rows. ``selected.jsonl`` has the choice of each step.
+The choice is a function of the rows, the weights and the optimizer's state, and is not kept: a resumed run draws the
+step again and chooses the same rows. ``selected.jsonl`` has the choice of each step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class SelectedSteps(Steps):
     Args:
         batches: Makes batches of single rows, and of the chosen ones.
         recipe: As :class:`Steps` reads it; ``select_from`` is how many times the rows of a step are drawn.
-        world: The ranks.
         cost: The predicted time of a row.
         sketch: Computes the sketch of a row.
         bounds: [sources + 1] the first row of each source, and the number of all.
@@ -78,7 +77,7 @@ class SelectedSteps(Steps):
             cut_after_step(self.path, self.taken)
 
     def next_step(self) -> list[train.MicroBatch]:
-        """See :class:`streamtune.train.StepStream`; the last of an epoch is chosen of fewer rows."""
+        """Return a step of chosen rows; the last of an epoch is chosen from fewer rows."""
         drawn = self._draw()
         count = -(-len(drawn) // self.times)
         points = self._sketches(drawn)

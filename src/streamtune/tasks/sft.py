@@ -67,7 +67,7 @@ class Sft(Task[Recipe]):
         *,
         val_size: float | None = None,
     ) -> data.PreparedData:
-        """See :meth:`Task.prepare`; of rows that a run streams the first ones, which no run trains on."""
+        """Prepare the rows; where a run streams them only the first ones, which no run trains on."""
         recipe = self.recipe
         if recipe.streaming:
             notify(f"streaming: true: at most the first {SAMPLED:,} rows of each dataset are read, and stand for all")
@@ -194,7 +194,7 @@ class Sft(Task[Recipe]):
         )
 
     def planned_length(self, longest: int) -> int:
-        """See :meth:`Task.planned_length`: a pack may be as long as the recipe lets it be."""
+        """A pack may be as long as the recipe lets it be."""
         return self.recipe.max_length if self.recipe.packing or self.per_turn else longest
 
     @property
@@ -211,11 +211,7 @@ class Sft(Task[Recipe]):
             value_weights(handle.layers)
 
     def _check_turns(self, handle: StreamHandle) -> None:
-        """Check that rows which share their beginnings are computed as each alone.
-
-        Raises:
-            UnsupportedModelError: They are not.
-        """
+        """Check that rows which share their beginnings are computed as each alone."""
         mend = "write reasoning: keep, which trains all turns in one row"
         limit = longest_unscaled(handle.model.config)
         if limit is not None and limit < self.recipe.max_length:
@@ -230,7 +226,7 @@ class Sft(Task[Recipe]):
     def batches(
         self, prepared: data.PreparedData | StreamedRows, tokenizer: PreTrainedTokenizerBase, *, share: bool
     ) -> Batches:
-        """See :meth:`Task.batches`; of streamed rows those of the held-out ones."""
+        """Return batches of the rows; of the held-out rows where a run streams the others."""
         # Without held-out rows of a stream there is nothing that the batches are of, and none is asked for.
         held: Any = prepared.held_out if isinstance(prepared, StreamedRows) else prepared
         file = self.recipe.teacher_file
@@ -241,7 +237,7 @@ class Sft(Task[Recipe]):
         return Batches(held, tokenizer, taught)
 
     def count_steps(self, batches: Batches, micro_batches: int, world: train.World) -> StepPlan:
-        """See :meth:`Task.count_steps`; of streamed rows it is not known how many there are."""
+        """Count the steps; the number of streamed rows is unknown."""
         recipe = self.recipe
         if not recipe.streaming:
             return super().count_steps(batches, micro_batches, world)
@@ -265,7 +261,7 @@ class Sft(Task[Recipe]):
         return steps
 
     def _selected_steps(self, built: Built) -> SelectedSteps:
-        """Return steps on rows that are chosen among those that are drawn."""
+        """Return steps on rows that are chosen among the rows drawn."""
         recipe, prepared = self.recipe, built.prepared
         mixture = prepared.mixture
         return SelectedSteps(
@@ -290,7 +286,7 @@ class Sft(Task[Recipe]):
         )
 
     def trained_ends(self, prepared: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """See :meth:`Task.trained_ends`; of streamed rows the first ones are looked at."""
+        """Look at the first rows only where they are streamed."""
         rows = prepared.first(STREAMED_LOOKED_AT) if isinstance(prepared, StreamedRows) else prepared.train
         return data.trained_ends(rows, tokenizer, chat_options(self.recipe))
 
@@ -331,7 +327,7 @@ class Sft(Task[Recipe]):
 
     @property
     def compares(self) -> bool:
-        """See :attr:`Task.compares`: with a teacher that is a model, which is the reference here."""
+        """True with a teacher that is a model, which is the reference here."""
         return self.recipe.teacher is not None and self.recipe.teacher_file is None
 
     @property
@@ -390,7 +386,7 @@ class Batches:
 
     @property
     def padded(self) -> bool:
-        """See :class:`streamtune.tasks.steps.Trainable`: padding in a packed sequence is a row by itself."""
+        """True unless packed: padding in a packed sequence is a row by itself."""
         return not self.packed
 
     @property
@@ -410,7 +406,7 @@ class Batches:
 
     @property
     def num_train(self) -> int:
-        """Units to train on: examples, packs or pieces of them."""
+        """Number of units to train on: examples, packs or pieces of them."""
         prepared = self.prepared
         return len(prepared.pieces or prepared.packs or prepared.train)
 
@@ -419,7 +415,6 @@ class Batches:
         return self.prepared.mixture
 
     def training(self, units: Sequence[int]) -> train.MicroBatch:
-        """Return the batch of some training units."""
         prepared = self.prepared
         if prepared.pieces is None:
             sequences = [self._unit(prepared.train, prepared.packs, unit) for unit in units]
@@ -434,11 +429,9 @@ class Batches:
         return self.collate(sequences, packed=self.packed)
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Return the tokens of each training unit, [units]."""
         return self._sums[0]
 
     def squares(self) -> npt.NDArray[np.int64]:
-        """Return the sum of the squares of the lengths of each unit's rows, [units]."""
         return self._sums[1]
 
     @cached_property

@@ -26,9 +26,9 @@ WITHOUT_SCORES = ("linear_attention", "mamba", "conv", "moe", "mlp")
 
 @dataclass(frozen=True)
 class RowCost:
-    """The predicted time of a row, in operations: a term in its tokens, and one in their square.
+    """The predicted time of a row, in operations: a term in its tokens, and a term in their square.
 
-    Operations of a forward, to which those of the backward are in about the same proportion for both terms:
+    Operations of a forward; the backward's are in about the same proportion for both terms:
 
         2 P T               matrix products with P weights of layers and head
         2 sum(H D) T^2      scores and weighted values of causal attention, H heads of D channels in each layer
@@ -40,12 +40,11 @@ class RowCost:
     """of the square of a row's tokens"""
 
     def __call__(self, tokens: int, squares: int) -> float:
-        """Return the cost of a unit, of its tokens and the sum of the squares of its rows' lengths."""
+        """Return the cost of a unit, given its tokens and the sum of the squares of its rows' lengths."""
         return self.per_token * tokens + self.per_square * squares
 
     @classmethod
     def of_model(cls, model: Any) -> RowCost:
-        """Return the cost of rows in a model, from its weights and its configuration."""
         base = base_of(model)
         config = base.config.get_text_config(decoder=True)
         embedding: Any = base.get_input_embeddings()
@@ -68,7 +67,7 @@ class RowCost:
 
 
 def _active(name: str, parameter: nn.Parameter, config: Any) -> float:
-    """Return the weights of a parameter that a token is multiplied with: of experts, those that it goes to."""
+    """Return how many weights of a parameter a token is multiplied with: of experts, only the chosen ones."""
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)
     share = chosen / experts if ".experts." in name and experts and chosen else 1.0
@@ -87,9 +86,7 @@ class Units(Protocol):
     """Numbered units to train on."""
 
     @property
-    def num_train(self) -> int:
-        """Number of units."""
-        ...
+    def num_train(self) -> int: ...
 
 
 class Trainable(Units, Protocol):
@@ -107,11 +104,11 @@ class Trainable(Units, Protocol):
 
     @property
     def buckets(self) -> npt.NDArray[np.int64] | None:
-        """[units] the length of the bucket that each is of; None where units are of any length."""
+        """[units] the bucket length of each; None where units have any length."""
         ...
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Return the number of tokens of each unit, [units]."""
+        """Return how many tokens each unit has, [units]."""
         ...
 
     def squares(self) -> npt.NDArray[np.int64]:
@@ -119,23 +116,19 @@ class Trainable(Units, Protocol):
         ...
 
     def per_sequence(self, unit: int) -> int:
-        """Return the number of units of the same bucket that a sequence of a batch holds."""
+        """Return how many units of the same bucket a sequence of a batch holds."""
         ...
 
-    def training(self, units: Sequence[int]) -> train.MicroBatch:
-        """Return the batch of some units."""
-        ...
+    def training(self, units: Sequence[int]) -> train.MicroBatch: ...
 
 
 class Steps:
     """The training units, in the order of the recipe, as the micro-batches of one optimizer step after the other.
 
     With ``dataloader_num_workers`` so many threads prepare the next steps while one is trained on. The position of the
-    stream is that of the last step returned, not of the last step prepared.
+    stream is behind the last step returned, not the last step prepared.
 
     Args:
-        batches: Makes them.
-        recipe: Gives the size of steps and micro-batches, the seed, and the number of threads.
         world: The ranks that share a step. The units of a step depend on their number only where the recipe counts the
             micro-batches of one rank (``batching: rows`` without ``train_batch_size``).
         cost: The predicted time of a unit, by which units are assigned to ranks.
@@ -159,7 +152,7 @@ class Steps:
         self._position = self.sampler.state_dict()
 
     def next_step(self) -> list[train.MicroBatch]:
-        """See :class:`streamtune.train.StepStream`. No step reaches over the end of an epoch."""
+        """Return this rank's micro-batches. No step reaches over the end of an epoch."""
         if self._pool is None:
             step = self._make(self._draw())
             self._position = self.sampler.state_dict()
@@ -171,7 +164,6 @@ class Steps:
         return prepared.result()
 
     def _draw(self) -> list[int]:
-        """Return the units of the next step, of all ranks."""
         if isinstance(self.sampler, data.StepSampler):
             return self.sampler.next_step()
         while not (step := next(self.sampler.batches(self.step_size), [])):
@@ -179,7 +171,6 @@ class Steps:
         return step
 
     def _make(self, units: Sequence[int]) -> list[train.MicroBatch]:
-        """Return this rank's micro-batches of a step."""
         shares = data.assign_rows(
             units,
             self._cost_of,
@@ -203,14 +194,14 @@ class Steps:
         return self._position
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the position of another stream over the same units."""
+        """Resume from the position saved by ``state_dict``."""
         self._coming.clear()
         self.sampler.load_state_dict(state)
         self._position = self.sampler.state_dict()
 
 
 def make_sampler(batches: Trainable, recipe: BatchSettings) -> data.ResumableSampler | data.StepSampler:
-    """Return the object that chooses the units of each step: single rows, or whole steps where tokens are counted."""
+    """Return the sampler of single rows, or of whole steps where tokens are counted."""
     if batches.buckets is None or recipe.tokens_per_batch is None:
         rows = data.ResumableSampler(
             batches.num_train, seed=recipe.seed, shuffle=recipe.shuffle, mixture=batches.mixture
@@ -224,7 +215,6 @@ def make_sampler(batches: Trainable, recipe: BatchSettings) -> data.ResumableSam
 
 
 def first_epoch(batches: Trainable, recipe: BatchSettings) -> data.EpochSteps:
-    """Return the steps of the first epoch on one rank."""
     sampler = make_sampler(batches, recipe)
     if isinstance(sampler, data.StepSampler):
         return sampler.epoch_steps(0)
@@ -236,7 +226,7 @@ def first_epoch(batches: Trainable, recipe: BatchSettings) -> data.EpochSteps:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The number of optimizer steps, and of those over which the learning rate rises."""
+    """Number of optimizer steps, and of steps over which the learning rate rises."""
 
     total_steps: int
     steps_per_epoch: int | None
@@ -258,12 +248,7 @@ class StepPlan:
 
 
 def scaled_rate(recipe: BatchSettings, world: train.World) -> float:
-    """Return the peak learning rate: the recipe's, scaled by the size of a step where it says so.
-
-    Args:
-        recipe: The recipe.
-        world: The ranks that share a step.
-    """
+    """Return the peak learning rate: the recipe's, scaled by the size of a step where it says so."""
     if recipe.lr_scaling_base is None:
         return recipe.learning_rate
     size = recipe.tokens_per_batch
@@ -276,8 +261,8 @@ def scaled_rate(recipe: BatchSettings, world: train.World) -> float:
 def accumulation(recipe: BatchSettings, world: train.World) -> int:
     """Return the number of micro-batches of a rank in one optimizer step.
 
-    Of a step that is counted in tokens it is the number for rows of ``max_length`` tokens. Shorter rows make more, and
-    so it is two at least, unless they share a sequence: the gradients of the first are there during the second.
+    Where a step is counted in tokens, the number is for rows of ``max_length`` tokens. Shorter rows make more, so it is
+    at least two unless they share a sequence: the gradients of the first are there during the second.
 
     Raises:
         ArgumentError: The rows of a step are no multiple of those of all ranks' micro-batches.

@@ -1,7 +1,7 @@
 """The micro-batches of rows that are streamed: read, rendered and fitted as training goes.
 
-Each rank reads and renders the rows of a whole step and computes its share of them, so that the ranks need not talk
-about rows; on one rank and on several a step has the same ones.
+Each rank reads and renders the rows of a whole step and computes its share of them, so that ranks need not exchange
+rows. A step has the same rows on any number of ranks.
 """
 
 from __future__ import annotations
@@ -39,24 +39,22 @@ class StreamReport:
 
     @property
     def length_percentiles(self) -> dict[str, int]:
-        """The longest row there may be: it is planned for, as the longest there is is not known."""
+        """The longest row there may be: the longest there is is unknown, so this one is planned for."""
         return {"max": self.max_length}
 
     def describe(self) -> str:
-        """Return the report in one line."""
         order = f"shuffled in a buffer of {self.buffer:,} rows" if self.buffer > 1 else "in their order"
         held_out = "" if self.held_out is None else f"; {self.held_out.validation_examples:,} held out"
         return f"streamed from {', '.join(self.paths)}, {order}{held_out}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as one JSON object."""
         held_out = None if self.held_out is None else self.held_out.to_json()
         return {"streamed": list(self.paths), "shuffle_buffer": self.buffer, "held_out": held_out}
 
 
 @dataclass(frozen=True)
 class StreamedRows:
-    """The rows of a run that streams them: a stream to train on, and held-out rows that are prepared as ever."""
+    """The rows of a run that streams them: a stream to train on, and held-out rows that are prepared as usual."""
 
     stream: data.RowStream
     held_out: data.PreparedData | None
@@ -66,12 +64,12 @@ class StreamedRows:
 
     @property
     def bad_rows(self) -> Sequence[Any]:
-        """Faulty rows of the eval sets; those of the stream are written down as they are met."""
+        """Faulty rows of the eval sets; faulty rows of the stream are written down as they are met."""
         return () if self.held_out is None else self.held_out.bad_rows
 
     @property
     def train(self) -> Sequence[data.Example]:
-        """None: they are not known."""
+        """Empty: they are not known."""
         return ()
 
     def first(self, count: int) -> list[data.Example]:
@@ -88,12 +86,10 @@ class StreamedRows:
 
     @property
     def validation(self) -> Sequence[data.Example]:
-        """The held-out rows."""
         return () if self.held_out is None else self.held_out.validation
 
     @property
     def eval_sets(self) -> Sequence[data.EvalSet]:
-        """The named parts of the held-out rows."""
         return () if self.held_out is None else self.held_out.eval_sets
 
 
@@ -101,13 +97,9 @@ class StreamSteps:
     """The examples of a stream as the micro-batches of one optimizer step after the other. None reaches over a pass.
 
     With ``dataloader_num_workers`` one thread prepares so many coming steps while one is trained on. The position is
-    that of the last step returned, not of the last step prepared.
+    behind the last step returned, not the last step prepared.
 
     Args:
-        stream: Gives the examples.
-        collate: Makes a batch of some examples.
-        recipe: Gives the size of steps and micro-batches, and the number of steps prepared ahead.
-        world: The ranks that share a step.
         cost: The predicted time of a row, by which rows are assigned to ranks.
 
     Attributes:
@@ -146,7 +138,7 @@ class StreamSteps:
         self._begun = False
 
     def next_step(self) -> list[train.MicroBatch]:
-        """See :class:`streamtune.train.StepStream`.
+        """Return this rank's micro-batches.
 
         Raises:
             DataError: A row is bad, or a file was replaced, see :meth:`streamtune.data.RowStream.examples`.
@@ -185,7 +177,6 @@ class StreamSteps:
         return batches, self._behind
 
     def _take(self) -> list[data.Example]:
-        """Return the rows of the next step, of all ranks."""
         rows: list[data.Example] = []
         tokens = 0
         while self.budget is not None or len(rows) < self.step_size:
@@ -215,11 +206,7 @@ class StreamSteps:
         return {"seed": self.stream.options.seed, "shuffle_buffer": self.stream.options.shuffle_buffer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the position of another stream of the same rows.
-
-        Raises:
-            CheckpointError: It had another order.
-        """
+        """Resume from the position saved by ``state_dict``, if the rows have the same order."""
         for key, mine in self._order().items():
             if state.get(key) != mine:
                 raise CheckpointError(

@@ -59,12 +59,12 @@ class PreparedRows(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """The hash of all of them, in their order."""
+        """The hash of all rows, in their order."""
         ...
 
     @property
     def report(self) -> Any:
-        """The counts and the lengths of the rows: ``describe()`` and ``length_percentiles``."""
+        """Counts and lengths of the rows: ``describe()`` and ``length_percentiles``."""
         ...
 
     @property
@@ -151,17 +151,12 @@ class TrialStep:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model."""
         device: torch.device = model_device(self.model)
         return device
 
 
 class Task(ABC, Generic[R_co]):
-    """An objective with its recipe. The methods that are not abstract are those of a loss on rows of next tokens.
-
-    Args:
-        recipe: The recipe, whose ``objective`` is the task's.
-    """
+    """An objective with its recipe. Methods that are not abstract suit a loss on rows of next tokens."""
 
     shortest: ClassVar[int] = 2
     """Tokens of the shortest row: of a prompt and a completion, two each, where completions are scored."""
@@ -183,35 +178,22 @@ class Task(ABC, Generic[R_co]):
     def of_run(cls, recipe: Any, folder: Path, notify: Notify) -> Self:
         """Return the task of a run: its settings are checked, and code that the recipe names is loaded.
 
-        Args:
-            recipe: The recipe.
-            folder: The directory of the recipe.
-            notify: See :data:`Notify`.
-
         Raises:
-            ArgumentError: A setting that the loss does not read, or a value that it does not accept.
+            ArgumentError: The loss does not read a setting, or does not accept its value.
         """
         return cls(recipe)
 
     def check_ranks(self, device: torch.device, world: train.World) -> None:
-        """Check that the ranks at hand can compute the objective, before anything is loaded.
-
-        Args:
-            device: The device of a rank.
-            world: The ranks.
-
-        Raises:
-            ArgumentError: They cannot.
-        """
+        """Raise ``ArgumentError`` if the ranks cannot compute the objective, before anything is loaded."""
 
     @property
     def unit(self) -> str:
-        """The name of the unit that ``per_device_train_batch_size`` counts."""
+        """Name of the unit that ``per_device_train_batch_size`` counts."""
         return "row"
 
     @property
     def step_unit(self) -> str:
-        """The name of the unit of which an optimizer step has so many."""
+        """Name of the unit that an optimizer step is counted in."""
         return self.unit
 
     # --- data --------------------------------------------------------------------------------------------------
@@ -228,21 +210,14 @@ class Task(ABC, Generic[R_co]):
         """Return the rows as token ids. Messages are passed on at the end: earlier they would interrupt the live count.
 
         Args:
-            sources: The sources of the rows.
-            tokenizer: The tokenizer.
-            notify: See :data:`Notify`.
-            val_size: The part that is held out; None is the recipe's.
+            val_size: The held-out part; None is the recipe's.
 
         Raises:
             DataError: A row cannot be trained on; it names the file and line.
         """
 
     def data_options(self, val_size: float | None = None) -> data.DataOptions:
-        """Return the options of preparing rows, made of the recipe.
-
-        Args:
-            val_size: The part that is held out; None is the recipe's.
-        """
+        """Return the options of preparing rows; ``val_size`` None is the recipe's."""
         recipe = self.recipe
         return data.DataOptions(
             max_length=recipe.max_length,
@@ -265,11 +240,11 @@ class Task(ABC, Generic[R_co]):
     def prepare_training(
         self, sources: Sequence[data.Source], tokenizer: PreTrainedTokenizerBase, notify: Notify
     ) -> PreparedRows:
-        """Return the rows of a run, see :meth:`prepare`; without those to train on where they are streamed."""
+        """Return the rows of a run; without rows to train on where they are streamed."""
         return self.prepare(sources, tokenizer, notify)
 
     def longest(self, prepared: PreparedRows) -> int:
-        """Return the tokens of the longest row, or of the longest prompt with its completion."""
+        """Return how many tokens the longest row has, or the longest prompt with its completion."""
         return min(prepared.report.length_percentiles["max"], self.recipe.max_length)
 
     @property
@@ -281,13 +256,12 @@ class Task(ABC, Generic[R_co]):
         """Return measures of the batches of the first epoch on one rank; None where they depend on the model.
 
         Args:
-            prepared: From :meth:`prepare`.
             try_packing: Pack rows that are not packed too, which takes some seconds for a million.
         """
         return None
 
     def with_held_out(self, prepared: Any, rows: Sequence[Any]) -> Any:
-        """Return the data of :meth:`prepare` with these rows in place of the held-out ones."""
+        """Return the data of :meth:`prepare` with these rows in place of the held-out rows."""
         return replace(prepared, validation=rows, eval_sets=())
 
     # --- shapes ------------------------------------------------------------------------------------------------
@@ -314,7 +288,7 @@ class Task(ABC, Generic[R_co]):
 
     @property
     def reference_key(self) -> str:
-        """The key that names it."""
+        """The key that names the reference."""
         return "ref_model_name_or_path"
 
     @property
@@ -326,7 +300,7 @@ class Task(ABC, Generic[R_co]):
 
     @property
     def may_share(self) -> bool:
-        """True if there are completions with a prompt in common, and the recipe does not keep them apart."""
+        """True if completions have prompts in common, and the recipe does not keep them apart."""
         return self.share_prefix != "never"
 
     @property
@@ -343,7 +317,7 @@ class Task(ABC, Generic[R_co]):
         """Return True if the recipe allows completions to share their prompts, and a test shows that the model can.
 
         Args:
-            model: On its device, not streamed; left as it is.
+            model: The model on its device, not streamed; left as it is.
             notify: Called with the reason if it cannot.
             beside: A reference that is another model, and is called with the same sequences; None without one.
 
@@ -388,8 +362,7 @@ class Task(ABC, Generic[R_co]):
     def completions(self, *, share: bool = True) -> Completions | None:
         """Return the completions of a micro-batch, by length and batch size; None if the loss is on next tokens.
 
-        Args:
-            share: True if the model can share prompts; the recipe may still say never.
+        ``share``: the model can share prompts. The recipe may still forbid it.
         """
         return None
 
@@ -398,15 +371,11 @@ class Task(ABC, Generic[R_co]):
         return self.completions(share=share)
 
     def planned_length(self, longest: int) -> int:
-        """Return the tokens of the longest sequence of a micro-batch, for rows of at most ``longest``."""
+        """Return how many tokens the longest sequence of a micro-batch has, for rows of at most ``longest``."""
         return longest
 
     def check_model(self, handle: StreamHandle) -> None:
-        """Check what the objective needs of that very model, besides that it streams exactly.
-
-        Raises:
-            UnsupportedModelError: The model does not have it.
-        """
+        """Raise ``UnsupportedModelError`` if the model lacks what the objective needs besides exact streaming."""
 
     # --- training ----------------------------------------------------------------------------------------------
 
@@ -421,18 +390,13 @@ class Task(ABC, Generic[R_co]):
         Args:
             scorer: The handle of the streamed model, or another object that computes log-probs.
             reference: None where the loss has none.
-            device: The device of the model.
         """
 
     def count_steps(self, batches: Any, micro_batches: int, world: train.World) -> StepPlan:
         """Count the optimizer steps; the last of an epoch may have fewer micro-batches, none is left out.
 
-        Where steps are counted in tokens an epoch has more steps than another; ``steps_per_epoch`` is of the first.
-
-        Args:
-            batches: From :meth:`batches`.
-            micro_batches: Micro-batches of a rank in a step.
-            world: The ranks.
+        Where steps are counted in tokens epochs differ in steps; ``steps_per_epoch`` is of the first. ``micro_batches``
+        are those of a rank in a step.
         """
         recipe = self.recipe
         sampler = make_sampler(batches, recipe)
@@ -453,11 +417,10 @@ class Task(ABC, Generic[R_co]):
         return StepPlan(total_steps, steps_per_epoch, warmup_steps)
 
     def make_steps(self, built: Built) -> train.StepStream:
-        """Return the micro-batches of one step after the other."""
         return Steps(built.batches, self.recipe, built.world, RowCost.of_model(built.model))
 
     def trained_ends(self, prepared: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Return the tokens that end trained turns or texts: generation must stop at them."""
+        """Return the ids of the tokens that end trained turns or texts: generation must stop at them."""
         return data.trained_ends(prepared.train, tokenizer, chat_options(self.recipe))
 
     def training(self, built: Built) -> Training:
@@ -484,7 +447,7 @@ class Task(ABC, Generic[R_co]):
 
     @property
     def teacher_top_k(self) -> int:
-        """The number of a teacher's likeliest tokens that a file has of each target; 0 without such a file."""
+        """How many of a teacher's likeliest tokens a file has of each target; 0 without such a file."""
         return 0
 
     # --- trials and comparisons --------------------------------------------------------------------------------
@@ -493,12 +456,11 @@ class Task(ABC, Generic[R_co]):
     def random_step(self, trial: TrialStep) -> RandomStep:
         """Return the objective and the micro-batches of a training step of random tokens, in the recipe's shape.
 
-        Gradients are accumulated over two micro-batches where the recipe does so over several: those of the first are
-        there during the second, and that is all that more of them would add.
+        Gradients are accumulated over two micro-batches where the recipe does so over several. The gradients of the
+        first are there during the second, and more micro-batches add nothing.
         """
 
     def _micro_batches(self) -> range:
-        """Return the micro-batches of a trial's step; see :meth:`random_step`."""
         recipe = self.recipe
         if recipe.tokens_per_batch is not None:
             return range(min(accumulation(recipe, train.World()), 2))
@@ -510,9 +472,7 @@ def held_out_sets(
 ) -> train.HeldOut:
     """Return the makers of held-out batches by the name of their set; none where nothing is held out.
 
-    Args:
-        prepared: The rows.
-        make: Makes the batches of a set; of all held-out rows if that is None.
+    ``make`` makes the batches of a set, or of all held-out rows for None.
     """
     if prepared.eval_sets:
         return {each.name: partial(make, each) for each in prepared.eval_sets}
@@ -541,14 +501,13 @@ class ScoringTask(Task[ScoringR_co]):
         """Return the completions of a micro-batch in the shape that the recipe's keys give it.
 
         Args:
-            share: True if prompts are shared.
             length: Tokens of the longest prompt with its completion.
-            batch_size: The number that ``per_device_train_batch_size`` stands for.
+            batch_size: The value of ``per_device_train_batch_size``.
         """
 
     @abstractmethod
     def compared_trees(self, rows: Sequence[Any], length: int, vocabulary: int) -> tuple[list[data.Tree], bool]:
-        """Return a few trees for a verification, of about ``length`` tokens in all rows; and if they were cut.
+        """Return a few trees for a verification, of about ``length`` tokens in all rows; and True if they were cut.
 
         Raises:
             DataError: Prompts have to differ, and all are the same.
@@ -558,13 +517,11 @@ class ScoringTask(Task[ScoringR_co]):
     def compared_batches(
         self, trees: Sequence[data.Tree], model: nn.Module, plain: Any, *, pad_token_id: int, share: bool
     ) -> tuple[train.TreeBatch, train.TreeBatch]:
-        """Return the same trees as a batch in the recipe's layout, and as one with a row for each completion.
+        """Return the same trees as a batch in the recipe's layout, and as a batch with a row for each completion.
 
         Args:
-            trees: From :meth:`compared_trees`.
-            model: Not streamed.
-            plain: Computes its log-probs from ordinary logits.
-            pad_token_id: For rows apart.
+            plain: Computes log-probs of ``model``, which is not streamed, from ordinary logits.
+            pad_token_id: Token that pads rows of the second.
             share: True if prompts are shared in the first.
         """
 
@@ -574,7 +531,6 @@ class ScoringTask(Task[ScoringR_co]):
 
 
 def chat_options(recipe: TrainedTokenKeys) -> data.ChatOptions:
-    """Return a recipe's options of rendering chats."""
     return data.ChatOptions(
         reasoning=recipe.reasoning,
         on_empty=recipe.on_empty,
@@ -587,7 +543,7 @@ def chat_options(recipe: TrainedTokenKeys) -> data.ChatOptions:
 
 
 def row_cache(recipe: CacheKeys) -> data.RowCache | None:
-    """Return where prepared rows are kept; None where a recipe says that none are."""
+    """Return the cache of prepared rows; None where a recipe keeps none."""
     return data.RowCache(cache_folder() / "rows") if recipe.cache else None
 
 

@@ -7,12 +7,12 @@ It is in the format of safetensors, with four tensors for R rows of N targets to
     ids        int32 [N, k]       the likeliest tokens, the likeliest first
     logprobs   fp32 [N, k + 1]    their log-probabilities, and last that of all other tokens together
 
-and what it is of in its metadata: k, the size of the vocabulary, the number that logits were divided by, the name of
-the teacher, a hash of the tokenizer and one of everything. Rows are written one after the other, and read as they are
-needed: neither holds the file in memory.
+The metadata has k, the size of the vocabulary, the temperature of the logits, the name of the teacher, a hash of the
+tokenizer and a hash of everything. Rows are written one after the other, and read as they are needed: neither holds the
+file in memory.
 
 While it is written it is ``.NAME.writing/rows``, under a lock; it gets its name when it is whole. A start reads all of
-it once and compares the hash, and from then on an error names the file where it changes.
+it once and compares the hash. From then on an error names the file where it changes.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def row_key(row: data.Example) -> bytes:
 
 
 def num_targets(row: data.Example) -> int:
-    """Return the tokens of a row that are predicted and trained on: not its first."""
+    """Return how many tokens of a row are predicted and trained on: not its first."""
     return int((np.asarray(row.labels)[1:] != IGNORE_INDEX).sum())
 
 
 def distinct_rows(rows: Iterable[data.Example]) -> Iterator[int]:
-    """Iterate over the numbers of rows, of equal ones the first."""
+    """Iterate over the numbers of rows, of equal rows the first."""
     seen = set()
     for number, row in enumerate(rows):
         if (key := row_key(row)) not in seen:
@@ -71,18 +71,12 @@ def distinct_rows(rows: Iterable[data.Example]) -> Iterator[int]:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of the tokens and their ids."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class TaughtRows:
-    """A file with the likeliest tokens of a teacher, open for reading.
-
-    Attributes:
-        path: The file.
-        facts: Its metadata.
-    """
+    """A file with the likeliest tokens of a teacher, open for reading."""
 
     path: Path
     facts: dict[str, str]
@@ -92,8 +86,7 @@ class TaughtRows:
         """Open a file.
 
         Args:
-            path: The file.
-            temperature: The number that logits are to have been divided by.
+            temperature: The temperature that its log-probs must have.
 
         Raises:
             ArgumentError: It is not there, is no such file, or was written with another temperature.
@@ -110,7 +103,7 @@ class TaughtRows:
 
     @property
     def k(self) -> int:
-        """Tokens of each target."""
+        """Number of tokens of each target."""
         return int(self.facts["k"])
 
     @cached_property
@@ -137,8 +130,8 @@ class TaughtRows:
         """Check that the file is whole, and of these rows.
 
         Args:
-            rows: All that are trained on.
-            tokenizer: Made their tokens.
+            rows: All rows that are trained on.
+            tokenizer: The tokenizer that made their tokens.
 
         Raises:
             ArgumentError: It does not fit its hash, was written with another tokenizer, or lacks a row.
@@ -201,11 +194,6 @@ def _add_row(digest: Any, key: bytes, ids: npt.NDArray[Any], logprobs: npt.NDArr
 
 
 def _facts(path: Path) -> dict[str, str]:
-    """Return the metadata of a file.
-
-    Raises:
-        ArgumentError: It is not there, or no such file.
-    """
     if not path.is_file():
         raise ArgumentError(f"there is no file {path}", where="teacher", mend="write it with `streamtune teach`")
     try:
@@ -232,7 +220,7 @@ def _facts(path: Path) -> dict[str, str]:
 
 
 def taught_digest(path: Path) -> str:
-    """Return the hash of everything in a file, which is in its metadata.
+    """Return the hash of everything in a file, from its metadata.
 
     Raises:
         ArgumentError: It is not there, or no such file.
@@ -287,11 +275,8 @@ def _locked_folder(folder: Path, path: Path) -> int:
 
 
 def _reserve(path: Path, header: bytes, size: int) -> None:
-    """Make a file of ``size`` bytes that begins with ``header``, all of them on disk: a mapping of others would end the
-    process where the disk is full.
-
-    Raises:
-        StorageError: There is no room for it, or it cannot be written.
+    """Allocate a file of ``size`` bytes that begins with ``header``: a sparse mapping would end the process on a full
+    disk.
     """
     try:
         with path.open("wb") as file:
@@ -314,8 +299,8 @@ class TaughtWriter:
 
     Args:
         path: The file while it is written, see :func:`reserved`.
-        counts: Targets of each row ``[R]``.
-        facts: Metadata: ``k`` among it.
+        counts: Number of targets of each row ``[R]``.
+        facts: Metadata, with ``k``.
     """
 
     def __init__(self, path: Path, counts: Sequence[int], facts: dict[str, str]) -> None:
@@ -370,7 +355,7 @@ class TaughtWriter:
 
     @contextmanager
     def finished(self, path: Path) -> Iterator[TaughtWriter]:
-        """Give the file its name when the context is left without an error, with the hash of all of it.
+        """Context manager: on success write the content hash and rename the partial file.
 
         Raises:
             ArgumentError: Something else has that name by then; it is left alone.

@@ -50,7 +50,7 @@ class Group:
     """The same under the reference."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields, for a checkpoint. They are not copied: groups do not change while a rollout is in use."""
+        """Return all fields, not copied: groups do not change while a rollout is in use."""
         return dict(vars(self))
 
 
@@ -83,7 +83,6 @@ class BatchLayout:
 
 
 def any_gradient(groups: Sequence[Group], layout: BatchLayout) -> bool:
-    """Return True if a completion of a step has a gradient."""
     return not all(layout.silent(group, index) for group in groups for index in range(len(group.completions)))
 
 
@@ -93,10 +92,9 @@ def passing_completion(
     """Return the first completion of a group that passed and is trained on, as a batch; None if there is none.
 
     Args:
-        group: With its advantages.
-        pass_reward: The least reward of one that passes.
-        prompts: All that are trained on.
-        layout: The layout of micro-batches.
+        group: The group, with its advantages.
+        pass_reward: The least reward of a completion that passes.
+        prompts: All prompts that are trained on.
     """
     for index, reward in enumerate(group.rewards):
         if reward is not None and reward >= pass_reward and layout.counts(group, index):
@@ -108,9 +106,8 @@ def micro_batches(groups: Sequence[Group], prompts: Sequence[data.Prompt], layou
     """Return the micro-batches of one optimizer step; none if no completion has a gradient.
 
     Args:
-        groups: Of the step, with their advantages.
-        prompts: All that are trained on.
-        layout: The layout of micro-batches.
+        groups: The groups of the step, with their advantages.
+        prompts: All prompts that are trained on.
     """
     if not any_gradient(groups, layout):
         return []
@@ -134,11 +131,8 @@ def remember_logprobs(
     """Compute ``old`` or ``ref`` of every completion with a gradient, a micro-batch at a time.
 
     Args:
-        name: ``old`` or ``ref``.
         logprobs: Given a number of micro-batches and a function that makes one of them, returns the log-probs of each.
-        groups: The completions.
-        prompts: All that are trained on.
-        layout: The layout of micro-batches.
+        prompts: All prompts that are trained on.
     """
     found: list[list[list[float]]] = [[[] for _ in group.completions] for group in groups]
     parts = _parts(groups, _rows(groups, layout)[1], layout)
@@ -193,7 +187,7 @@ def _tokens(values: Sequence[list[float] | None]) -> torch.Tensor | None:
 def _trees(
     groups: Sequence[Group], prompts: Sequence[data.Prompt], rows: Sequence[Row], layout: BatchLayout
 ) -> Iterator[data.Tree]:
-    """Iterate over the rows as trees: those of one prompt next to each other are one."""
+    """Iterate over the rows as trees: adjacent rows of one prompt are one tree."""
     start = 0
     while start < len(rows):
         place = rows[start][0]
@@ -243,11 +237,7 @@ class RewardScorer:
         self.functions, self.tokenizer = functions, tokenizer
 
     def __call__(self, prompts: Sequence[data.Prompt], completions: Sequence[list[int]]) -> rewards.RewardScores:
-        """Score completions, each for the prompt of the same index.
-
-        Raises:
-            RunError: A function raised, or did not return one finite number or None for each.
-        """
+        """Score completions, each for the prompt of the same index."""
         texts = self.tokenizer.batch_decode(list(completions), skip_special_tokens=True)
         said: list[Any] = [
             text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
@@ -258,26 +248,20 @@ class RewardScorer:
         return self.functions([prompt.prompt for prompt in prompts], said, columns, origins=origins)
 
     def check(self, prompts: Sequence[data.Prompt]) -> None:
-        """Check that the rows have the columns the functions read.
-
-        Raises:
-            ArgumentError: A column is missing.
-        """
+        """Check that the rows have the columns that the functions read."""
         self.functions.check_columns([*data.gather_columns(prompts), "completion_ids"])
 
 
 def load_functions(
     recipe: RewardKeys, folder: Path, notify: Callable[[str], None] = lambda message: None
 ) -> rewards.Rewards:
-    """Load the reward functions of a recipe, or none; modules of the user's own are looked for in ``folder``.
+    """Load the reward functions of a recipe; modules of the user's own are looked for in ``folder``.
 
     Args:
-        recipe: The recipe.
-        folder: The directory of the recipe.
         notify: Called before the recipe's own code runs, with the names of it.
 
     Raises:
-        ArgumentError: One of them does not exist, or is code that is not allowed to run.
+        ArgumentError: A function does not exist, or is code that is not allowed to run.
     """
     if not recipe.reward_funcs:
         return rewards.Rewards({}, ())

@@ -1,7 +1,5 @@
 """The objectives of the training loop on completions: a policy gradient, or the divergence from a teacher.
 
-:func:`completion_loss` returns everything that a run, a plan and a verification ask of the loss of a recipe.
-
 Shape suffixes: N completions of a micro-batch, K their target tokens, B and T as in ``train.objective``.
 """
 
@@ -45,14 +43,13 @@ class PolicyBatch(train.TreeBatch):
     """Of the whole step; carried by its first micro-batch."""
 
     def to(self, device: torch.device) -> PolicyBatch:
-        """Return the same batch on ``device``."""
         moved = super().to(device)
         assert isinstance(moved, PolicyBatch)
         tensors = {name: getattr(self, name) for name in ("advantages_N", "old_K", "ref_K")}
         return replace(moved, **{name: x.to(device) for name, x in tensors.items() if x is not None})
 
     def rows(self, weight: float) -> train.MicroBatch:
-        """Return the same sequences as rows of next tokens, of which the targets of each completion weigh ``weight``.
+        """Return the same sequences as rows of next tokens; the targets of each completion weigh ``weight`` together.
 
         A target that several completions begin with has the sum of their weights.
         """
@@ -74,12 +71,11 @@ class PolicyBatch(train.TreeBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredBatch(train.MicroBatch):
-    """The metrics of held-out prompts that the model has answered: nothing is left to compute."""
+    """Metrics of held-out prompts that the model has answered: nothing is left to compute."""
 
     metrics: Metrics
 
     def to(self, device: torch.device) -> MeasuredBatch:
-        """Return the batch itself: it has no tensor that is read."""
         return self
 
 
@@ -88,7 +84,6 @@ class RolloutObjective(ABC):
 
     Args:
         handle: The handle of the streamed policy; None where it is not streamed.
-        recipe: Gives the loss and its settings.
     """
 
     def __init__(self, handle: StreamHandle | None, recipe: PolicySettings) -> None:
@@ -96,7 +91,9 @@ class RolloutObjective(ABC):
         self.supervised = train.SupervisedObjective(handle)
 
     def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = WORLD) -> StepTotals | float:
-        """Return the step's completions and target tokens, also those without gradient; if supervised, its targets."""
+        """Return how many completions and target tokens the step has, with those without gradient; if supervised, its
+        targets.
+        """
         policy = [batch for batch in train.counted(micro_batches) if isinstance(batch, PolicyBatch)]
         if not world.any(bool(policy)):
             return self.supervised.totals(micro_batches, world)
@@ -116,17 +113,11 @@ class RolloutObjective(ABC):
         return self._score(model, batch, totals)
 
     @abstractmethod
-    def _score(self, model: nn.Module, batch: PolicyBatch, totals: StepTotals | None) -> train.Score:
-        """Score completions; arguments as :meth:`score`."""
+    def _score(self, model: nn.Module, batch: PolicyBatch, totals: StepTotals | None) -> train.Score: ...
 
 
 class PolicyObjective(RolloutObjective):
-    """The policy-gradient loss of ``loss_type``.
-
-    Args:
-        handle: Computes log-probs: the handle of the streamed policy.
-        recipe: Gives the loss and its settings.
-    """
+    """The policy-gradient loss of ``loss_type``."""
 
     def __init__(self, handle: StreamHandle, recipe: PolicySettings) -> None:
         super().__init__(handle, recipe)
@@ -162,14 +153,13 @@ class DistillationObjective(RolloutObjective):
 
         loss = 1 / N  sum_n  1 / |o_n|  sum_t  D(teacher, model)(. | prompt, o_n,<t)
 
-    with D a divergence of the distributions of the next token. No gradient goes through the drawing of completions.
-    The logits of both models exist for a chunk of the head at a time (``ops.head.token_losses``).
+    with D a divergence of the distributions of the next token. No gradient goes through the drawing of completions. The
+    logits of both models exist for a chunk of the head at a time (``ops.head.token_losses``).
 
     Args:
         handle: The handle of the streamed policy; None computes it from ordinary logits.
-        recipe: Gives the settings.
         loss: The divergence, as the loss of a token.
-        teacher: The model that it is from; streamed as the policy is.
+        teacher: The teacher, streamed as the policy is.
     """
 
     def __init__(
@@ -179,7 +169,7 @@ class DistillationObjective(RolloutObjective):
         self.of_tokens = train.SupervisedObjective(handle, loss, teacher)
 
     def _score(self, model: nn.Module, batch: PolicyBatch, totals: StepTotals | None) -> train.Score:
-        """Score completions; those of held-out prompts by their mean divergence."""
+        """Score completions; held-out completions by their mean divergence."""
         completions = 1 if totals is None else totals.completions
         score = self.of_tokens.score(model, batch.rows(1 / completions), 1.0)
         if totals is not None:
@@ -188,11 +178,7 @@ class DistillationObjective(RolloutObjective):
 
 
 class CompletionLoss(ABC):
-    """A kind of loss on completions, and what it asks of a run.
-
-    Args:
-        recipe: Gives the loss and its settings.
-    """
+    """A kind of loss on completions, and everything that a run, a plan and a verification ask of it."""
 
     reference_key: ClassVar[str]
     """Key that names the reference."""
@@ -228,7 +214,6 @@ class CompletionLoss(ABC):
 
     @property
     def token_loss(self) -> TokenLoss:
-        """The loss of a target token."""
         return TokenLoss()
 
     @property
@@ -338,7 +323,6 @@ class TeacherLoss(CompletionLoss):
 
 
 def completion_loss(recipe: PolicySettings) -> CompletionLoss:
-    """Return the loss that ``loss_type`` names."""
     return (TeacherLoss if recipe.distils else RewardLoss)(recipe)
 
 

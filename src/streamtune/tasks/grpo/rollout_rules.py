@@ -73,7 +73,7 @@ class RolloutTools:
         )
 
     def part(self, groups: Sequence[T], part: int) -> list[T]:
-        """Return the groups, or values of each, of one of the optimizer steps that go through a rollout."""
+        """Return the groups, or values of each, of one optimizer step of a rollout."""
         parts = self.recipe.steps_per_rollout
         return list(groups[len(groups) * part // parts : len(groups) * (part + 1) // parts])
 
@@ -84,7 +84,7 @@ class RolloutTools:
     def write(
         self, prompts: Sequence[data.Prompt], count: int | Sequence[int], sampling: rollout.Sampling
     ) -> list[list[rollout.Completion]]:
-        """Return ``count`` completions of each prompt: the same number, or one for each.
+        """Return ``count`` completions of each prompt: the same number, or one number for each.
 
         Raises:
             OutOfMemoryError: Their keys and values do not fit.
@@ -104,11 +104,10 @@ class RolloutTools:
             ) from error
 
     def write_greedy(self, prompts: Sequence[data.Prompt]) -> list[rollout.Completion]:
-        """Return the greedy completion of each prompt."""
         return [group[0] for group in self.write(prompts, 1, replace(self.sampling, temperature=0.0))]
 
     def remember_logprobs(self, groups: Sequence[Group], *, old: bool) -> None:
-        """Put log-probs that are not there yet into the groups: the reference's, and with ``old`` the policy's."""
+        """Put missing log-probs into the groups: the reference's, and with ``old`` the policy's."""
         wanted = {"old": self.policy if old else None, "ref": self.reference}
         for name, model in wanted.items():
             if model is None or all(getattr(group, name) is not None for group in groups):
@@ -142,7 +141,7 @@ class ScoredRollout:
         return self.of_completions(torch.arange(len(self.groups)))
 
     def of_completions(self, values_G: Tensor) -> Tensor:
-        """Return a value of each group as one of each of its completions ``[N]``."""
+        """Repeat a value of each group for each of its completions ``[N]``."""
         return values_G.repeat_interleave(torch.tensor([len(group.completions) for group in self.groups]))
 
     def split(self, values_N: Tensor) -> Iterator[Tensor]:
@@ -151,11 +150,7 @@ class ScoredRollout:
 
 
 class RolloutRule(ABC):
-    """A method's part in a rollout; what is not overridden changes nothing.
-
-    Args:
-        tools: Write, score and measure completions.
-    """
+    """A method's part in a rollout; what is not overridden changes nothing."""
 
     reads_pass_rates: ClassVar[bool] = False
     """True if pass rates of prompts are to be kept for it."""
@@ -170,11 +165,7 @@ class RolloutRule(ABC):
 
     @classmethod  # noqa: B027 (most rules read nothing of it)
     def check_model(cls, handle: StreamHandle) -> None:
-        """Check that the model has what the rule reads of it.
-
-        Raises:
-            UnsupportedModelError: It does not.
-        """
+        """Check that the model has what the rule reads of it; raise ``UnsupportedModelError`` if not."""
 
     def counts(self, numbers: Sequence[int], counts: list[int], rates: rollout.PassRates) -> list[int]:
         """Return the number of completions of each prompt of an optimizer step; their sum stays.
@@ -182,7 +173,6 @@ class RolloutRule(ABC):
         Args:
             numbers: Number of each prompt among those that are trained on.
             counts: Number of completions so far.
-            rates: Pass rates of prompts.
         """
         return counts
 
@@ -221,7 +211,7 @@ class KlInReward(RolloutRule):
 
 
 class GreedyBaseline(RolloutRule):
-    """Score the greedy completion of each prompt, which the advantages of ``remax`` are measured from."""
+    """Score the greedy completion of each prompt, the baseline of ``remax``."""
 
     @classmethod
     def applies(cls, recipe: RolloutSettings) -> bool:
@@ -303,7 +293,7 @@ class Allocation(RolloutRule):
         self._observe(scored.groups)
 
     def _observe(self, groups: Sequence[Group]) -> None:
-        """Measure the gradient norm of a completion of each prompt that has one which passed."""
+        """Measure the gradient norm of one passing completion of each prompt that has one."""
         tools, norm = self.tools, self.tools.gradient
         found = [passing_completion(g, tools.recipe.pass_reward, tools.prompts.train, tools.layout) for g in groups]
         passed = [(group, batch) for group, batch in zip(groups, found, strict=True) if batch is not None]

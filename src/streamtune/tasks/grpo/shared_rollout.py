@@ -96,7 +96,6 @@ class SharedRewards:
         self.score, self.world = score, world
 
     def __call__(self, prompts: Sequence[data.Prompt], completions: Sequence[list[int]]) -> RewardScores:
-        """Score completions, each for the prompt of the same index."""
         if self.world.size == 1:
             return self.score(prompts, completions)
 

@@ -6,14 +6,11 @@
     a rollout     prompts -> completions -> rewards -> rules, in order -> old and reference log-probs
                   in steps_per_rollout parts, gone through num_iterations times
 
-A rollout from which nothing is to be learnt is counted and drawn anew. Everything is in :meth:`GrpoSteps.state_dict`,
-the completions of the current rollout with their log-probs included, so that a run can be resumed in the middle of its
-inner epochs.
+A rollout that teaches nothing is counted and drawn anew. The state has the current rollout with its log-probs, so that
+a run can be resumed in the middle of its inner epochs.
 
-The supervised steps before the first rollout: on the rows of the training prompts, with their own answers.
-
-A policy learns from completions that are better than others, so some of them must be good: a model that never solves a
-task cannot learn it from rewards. Held-out prompts are not used.
+The supervised steps train on the rows of the training prompts, with their own answers: a model that never solves a task
+cannot learn it from rewards. Held-out prompts are not used.
 """
 
 from __future__ import annotations
@@ -50,8 +47,6 @@ OF_GROUPS = ("reward_std", "frac_reward_zero_std")
 
 @dataclass
 class _Rollout:
-    """The groups of completions that the next steps train on."""
-
     groups: list[Group]
     next_part: int = 0
     """Parts handed out so far, those without a gradient included; over all iterations."""
@@ -60,12 +55,10 @@ class _Rollout:
 
 
 class GrpoSteps:
-    """The :class:`streamtune.train.StepStream` of a grpo run; see the module.
+    """The :class:`streamtune.train.StepStream` of a grpo run.
 
     Args:
-        tools: Write, score and measure completions. Each rank gets its share of every step.
-        warm: The supervised steps before; None where there are none.
-        log: Writes samples of the completions.
+        warm: The supervised steps before the first rollout; None where there are none.
     """
 
     def __init__(self, tools: RolloutTools, *, warm: train.StepStream | None, log: CompletionLog) -> None:
@@ -88,10 +81,10 @@ class GrpoSteps:
     # --- steps -------------------------------------------------------------------------------------------------
 
     def next_step(self) -> Sequence[train.MicroBatch]:
-        """See :class:`streamtune.train.StepStream`. The step is empty if writing was stopped early: the run is to stop.
+        """Return this rank's micro-batches; none if writing was stopped early: the run is to stop.
 
         Raises:
-            RunError: Nothing could be learnt from ``skip_limit`` rollouts in a row.
+            RunError: ``skip_limit`` rollouts in a row taught nothing.
         """
         try:
             return list(share_out(self._next_step(), self.tools.world))
@@ -119,7 +112,7 @@ class GrpoSteps:
                 return batches
 
     def held_out(self, part: data.EvalSet | None = None) -> Iterator[train.MicroBatch]:
-        """Measure the likeliest completion of each held-out prompt, or of those of a set, a batch at a time.
+        """Measure the greedy completion of each held-out prompt, or of each prompt of a set, a batch at a time.
 
         With a teacher they are micro-batches, whose divergence is the held-out loss.
         """
@@ -148,7 +141,7 @@ class GrpoSteps:
     def _held_out_completions(
         self, numbers: range, written: Sequence[rollout.Completion], scores: rewards.RewardScores
     ) -> Iterator[PolicyBatch]:
-        """Return the micro-batches of a completion of each of some held-out prompts, with their metrics."""
+        """Return micro-batches of one completion of each held-out prompt, with their metrics."""
         groups = [
             Group(
                 prompt=number,
@@ -180,7 +173,6 @@ class GrpoSteps:
         )
 
     def _write_and_score(self) -> list[Group]:
-        """Write and score completions of the next prompts; return their groups, with advantages."""
         tools, numbers = self.tools, self.picker.next(self.recipe.prompts_per_generation)
         prompts = [self.prompts.train[number] for number in numbers]
         counts = self._counts(numbers)
@@ -198,11 +190,7 @@ class GrpoSteps:
         return groups
 
     def _counts(self, numbers: Sequence[int]) -> list[int]:
-        """Return the completions of each prompt. Those of an optimizer step are as many together as if all were equal.
-
-        Args:
-            numbers: Number of each prompt.
-        """
+        """Return the number of completions of each prompt; an optimizer step has as many as if all were equal."""
         found = []
         for part in self.tools.parts(numbers):
             counts = [self.recipe.num_generations] * len(part)
@@ -250,11 +238,7 @@ class GrpoSteps:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the position of another stream over the same prompts.
-
-        Raises:
-            CheckpointError: The number of steps is no count.
-        """
+        """Resume from the position saved by ``state_dict``."""
         if type(state["taken"]) is not int or state["taken"] < 0:
             raise CheckpointError(f"the checkpoint has taken {state['taken']} steps", mend="use another checkpoint")
         self.taken = state["taken"]
@@ -272,7 +256,7 @@ class GrpoSteps:
 
 @dataclass(frozen=True)
 class CompletionLog:
-    """Writes a few completions of each rollout, with what they were given for."""
+    """Writes a few completions of each rollout, with their rewards."""
 
     run: train.RunDirectory
     tokenizer: PreTrainedTokenizerBase
@@ -283,7 +267,6 @@ class CompletionLog:
 
     @property
     def path(self) -> Path:
-        """One JSON object a line."""
         return self.run.path / "completions.jsonl"
 
     def wrote(self, step: int, groups: Sequence[Group], prompts: Sequence[data.Prompt]) -> None:
@@ -298,12 +281,11 @@ class CompletionLog:
         append_records(self.path, [self._record(step, groups[place], prompts[place], index) for place, index in kept])
 
     def skipped(self, step: int, why: str) -> None:
-        """Note that a rollout taught nothing and is drawn anew."""
         if self.writes:
             train.append_event(self.run.events, "skip", step=step, why=why)
 
     def cut(self, step: int) -> None:
-        """Forget what was kept after ``step``: those steps are taken again."""
+        """Remove what was kept after ``step``: those steps are taken again."""
         if self.writes:
             cut_rotated(self.path, step)
 
@@ -350,16 +332,13 @@ class WarmSteps:
         return train.MicroBatch(**batch, origins=tuple(example.origin for example in examples))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the sampler."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the position of another stream over the same prompts."""
         self.sampler.load_state_dict(state)
 
 
 def _demonstration(prompt: data.Prompt, render: RowRenderer, max_length: int) -> data.Example:
-    """Return the row of a prompt as an example of supervised training."""
     row = Row(prompt.origin, {"prompt": prompt.prompt, **prompt.columns})
     if "completion" not in row.columns and "messages" not in row.columns:
         raise DataError(

@@ -66,7 +66,6 @@ class GrpoData(data.PreparedPrompts):
 
     @property
     def num_train(self) -> int:
-        """Number of prompts to train on."""
         return len(self.train)
 
 
@@ -74,7 +73,6 @@ class Grpo(ScoringTask[GrpoRecipe]):
     """The task of ``objective: grpo``.
 
     Args:
-        recipe: The recipe.
         functions: The reward functions of a run; None where nothing is scored.
     """
 
@@ -110,11 +108,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         *,
         val_size: float | None = None,
     ) -> GrpoData:
-        """See :meth:`Task.prepare`. In a run the columns that rewards read, and supervised steps, are checked.
-
-        Raises:
-            ArgumentError: The rows do not have a column that a reward function reads.
-        """
+        """Prepare the prompts. In a run the columns that rewards read, and supervised steps, are checked."""
         recipe = self.recipe
         with held_back(notify) as notify_later:
             prompts = data.prepare_prompts(sources, tokenizer, self.data_options(val_size), notify_later)
@@ -139,12 +133,11 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
     @property
     def loss(self) -> CompletionLoss:
-        """The loss that the recipe names."""
         return completion_loss(self.recipe)
 
     @property
     def compares(self) -> bool:
-        """See :class:`Task`: with a teacher too, which is the reference here."""
+        """True with a teacher too, which is the reference here."""
         return self.loss.compares
 
     @property
@@ -191,11 +184,10 @@ class Grpo(ScoringTask[GrpoRecipe]):
     # --- training ----------------------------------------------------------------------------------------------
 
     def batches(self, prepared: GrpoData, tokenizer: PreTrainedTokenizerBase, *, share: bool) -> GrpoData:
-        """See :meth:`Task.batches`: the prompts, which rollouts make micro-batches of."""
         return prepared
 
     def objective(self, scorer: Any, reference: train.Reference | None, device: torch.device) -> train.Objective:
-        """See :meth:`Task.objective`. The reference's log-probs are in the batches; a teacher is called."""
+        """Return the loss. The reference's log-probs are in the batches; a teacher is called."""
         return self.loss.objective(scorer, reference)
 
     def count_steps(self, batches: GrpoData, micro_batches: int, world: train.World) -> StepPlan:
@@ -261,10 +253,10 @@ class Grpo(ScoringTask[GrpoRecipe]):
     # --- trials and comparisons --------------------------------------------------------------------------------
 
     def random_step(self, trial: TrialStep) -> RandomStep:
-        """See :meth:`Task.random_step`. It begins with a rollout that is as large as any, and short.
+        """Return a step that begins with a rollout as large as any, and short.
 
-        As many completions are written as are written together in a run, a few tokens each, of prompts so long that
-        their keys and values come to the length of the trial. With ``use_vllm`` nothing is written.
+        As many completions are written as are written together in a run, a few tokens each. Their prompts are so long
+        that keys and values come to the length of the trial. With ``use_vllm`` nothing is written.
         """
         recipe, device = self.recipe, trial.device
         teacher = trial.reference.model if isinstance(trial.reference, train.ModelReference) else None
@@ -293,7 +285,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return self.objective(trial.scorer, trial.reference, device), batches
 
     def _random_rollout(self, trial: TrialStep, draw: RandomTokens) -> Callable[[], None]:
-        """Return a function that writes the last tokens of completions that come to the length of the trial."""
+        """Return a function that writes the last tokens of completions of the trial's length."""
         recipe, group = self.recipe, self.recipe.num_generations
         if recipe.use_vllm:
             return lambda: None
@@ -316,13 +308,13 @@ class Grpo(ScoringTask[GrpoRecipe]):
         return write
 
     def compared_trees(self, rows: Sequence[data.Prompt], length: int, vocabulary: int) -> tuple[list[data.Tree], bool]:
-        """See :meth:`Task.compared_trees`: random completions; nothing is generated."""
+        """Return prompts with random completions; nothing is generated."""
         return random_completions(self.recipe, rows, length, vocabulary), False
 
     def compared_batches(
         self, trees: Sequence[data.Tree], model: nn.Module, plain: Any, *, pad_token_id: int, share: bool
     ) -> tuple[PolicyBatch, PolicyBatch]:
-        """See :meth:`Task.compared_batches`: with random advantages and log-ratios; no reward is computed."""
+        """Return batches with random advantages and log-ratios; no reward is computed."""
         device = model_device(model)
         draw = torch.Generator().manual_seed(self.recipe.seed)
         advantages_N = torch.randn(sum(len(tree.completions) for tree in trees), generator=draw)
@@ -342,7 +334,7 @@ class Grpo(ScoringTask[GrpoRecipe]):
 
 
 def _learning_rate(recipe: GrpoRecipe, plan: StepPlan, world: train.World) -> Callable[[int], float]:
-    """Return the learning rate by step: that of the supervised steps, then the recipe's schedule over the others."""
+    """Return the learning rate by step: first of the supervised steps, then the recipe's schedule over the others."""
     before = optim.build_schedule(
         "cosine",
         learning_rate=recipe.learning_rate if recipe.sft_learning_rate is None else recipe.sft_learning_rate,
@@ -360,7 +352,6 @@ def _learning_rate(recipe: GrpoRecipe, plan: StepPlan, world: train.World) -> Ca
 
 
 def _make_writer(recipe: GrpoRecipe, built: Built) -> rollout.Writer:
-    """Return the object that writes completions: vLLM, or the model itself."""
     ends = models.end_tokens(built.model, built.tokenizer)
 
     @contextmanager

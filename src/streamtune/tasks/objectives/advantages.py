@@ -81,7 +81,6 @@ class _Groups:
 
 
 def _less_mean(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
-    """Return ``R - mean of the group``."""
     return torch.where(groups.equal_N, 0.0, groups.rewards_N - groups.mean_N)
 
 
@@ -101,8 +100,6 @@ def _less_greedy(groups: _Groups, greedy_N: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class _Kind:
-    """One line of :data:`ADVANTAGES`."""
-
     baseline: Callable[[_Groups, Tensor | None], Tensor]
     scale: str
     """``scale_rewards`` where the user names none"""
@@ -141,9 +138,9 @@ def group_advantages(
         name: A key of :data:`ADVANTAGES`, the name of the policy loss.
         rewards_N: Rewards ``[N]``, floating; NaN where a completion has none.
         group_N: Number of each completion's prompt, int64 ``[N]``; any numbers, in any order.
-        scale_rewards: Divide by the standard deviation of the ``group``, of the whole ``batch``, or by ``none``. None
-            takes the published choice of the loss.
-        greedy_N: remax: reward of the greedy completion of each completion's prompt ``[N]``.
+        scale_rewards: ``group``, ``batch`` or ``none``: the standard deviation to divide by. None takes the loss's
+            published choice.
+        greedy_N: Reward of the greedy completion of each completion's prompt ``[N]``, for remax.
 
     Raises:
         ArgumentError: An unknown name or scale, a scale the loss does not have, or no greedy rewards for remax.
@@ -191,11 +188,9 @@ def reward_with_kl(
     rloo and remax have their KL here (arXiv 2402.14740, section 2; TRL's RLOO), on the log-probs of the rollout.
 
     Args:
-        rewards_N: Rewards ``[N]``.
         old_K: Log-probs of the tokens under the model that drew them ``[K]``.
-        ref_K: The same under the reference.
+        ref_K: Log-probs under the reference ``[K]``.
         row_K: The completion of each token, int64 ``[K]``.
-        beta: Weight of the KL.
 
     Returns:
         The rewards in their dtype ``[N]``, and the log-ratio of each completion, float64 ``[N]``. No gradient.

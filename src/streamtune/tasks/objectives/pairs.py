@@ -172,8 +172,6 @@ def _log1mexp(x_P: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """One loss of :data:`PREFERENCE_LOSSES`."""
-
     formula: Callable[[Tensor, Tensor, PairKnobs], Tensor]
     """(scores of chosen ``[P]``, of rejected ``[P]``, knobs) -> losses ``[P]``"""
     reads: frozenset[str]
@@ -222,11 +220,11 @@ class PairLogps:
 
     @classmethod
     def of(cls, logp_K: Tensor, row_K: Tensor, num_rows: int) -> PairLogps:
-        """Sum per-token log-probs; rows lie pair after pair, the chosen one first: row ``2 p``, then ``2 p + 1``.
+        """Sum per-token log-probs ``[K]``; rows lie pair after pair, the chosen one first: row ``2 p``, then ``2 p +
+        1``.
 
         Args:
-            logp_K: Log-prob of each target token ``[K]``.
-            row_K: The completion it belongs to ``[K]``, int64.
+            row_K: The completion of each token ``[K]``, int64.
             num_rows: N, an even number.
         """
         assert num_rows % 2 == 0, f"{num_rows} completions are no pairs"
@@ -234,7 +232,7 @@ class PairLogps:
         return cls(logp_N[0::2], logp_N[1::2], tokens_N[0::2], tokens_N[1::2])
 
     def per_token(self) -> PairLogps:
-        """Return the same with means over tokens in place of sums."""
+        """Return means over tokens in place of sums."""
         return PairLogps(
             self.chosen_P / self.chosen_tokens_P.clamp(min=1),
             self.rejected_P / self.rejected_tokens_P.clamp(min=1),
@@ -283,16 +281,13 @@ def preference_loss(
 ) -> PreferenceTerms:
     """Compute one loss for each pair: the formula of :data:`PREFERENCE_LOSSES`, plus NLL terms.
 
-    The NLL is the mean over the tokens of the chosen completion, pair by pair, so that it does not depend on which
-    pairs share a micro-batch. orpo adds it with weight 1, cpo with ``cpo_alpha``, and ``rpo_alpha`` adds it to any loss
-    (arXiv 2404.19733, eq. 1).
+    The NLL is the mean over the tokens of the chosen completion, pair by pair: it does not depend on which pairs share
+    a micro-batch. orpo adds it with weight 1, cpo with ``cpo_alpha``, and ``rpo_alpha`` adds it to any loss (arXiv
+    2404.19733, eq. 1).
 
     Args:
-        name: A key of :data:`PREFERENCE_LOSSES`.
-        policy: Log-probs under the model that is trained.
         reference: Log-probs under the reference; None where the loss needs none. Not differentiated.
-        knobs: Parameters of the formula.
-        scores: (of the chosen ``[P]``, of the rejected ``[P]``) rewards for copg; None reads +1/4 and -1/4.
+        scores: Rewards for copg (chosen ``[P]``, rejected ``[P]``); None reads +1/4 and -1/4.
 
     Raises:
         ArgumentError: An unknown name, a value out of range, a value the loss would not read, or no reference.
@@ -334,13 +329,9 @@ def _terms(loss: PreferenceLoss, policy: PairLogps, reference: PairLogps | None,
 
 
 def check_preference(name: str, knobs: PairKnobs = PairKnobs()) -> PreferenceLoss:
-    """Return the loss of this name, after checking that it can be computed with these values and reads all of them.
+    """Return the loss of this name if it can be computed with these values and reads all of them, else raise.
 
-    A value that differs from its default and that the loss would not read is an error: it would change nothing, and its
-    user expects that it does.
-
-    Raises:
-        ArgumentError: A value is not allowed; ``where`` names its key.
+    A value that the loss would not read is an error unless it is the default: it would change nothing.
     """
     loss = look_up(name, PREFERENCE_LOSSES, "loss of preference pairs", where="loss_type")
     _check_ranges(knobs)
@@ -355,7 +346,6 @@ def check_preference(name: str, knobs: PairKnobs = PairKnobs()) -> PreferenceLos
 
 
 def _check_ranges(knobs: PairKnobs) -> None:
-    """Refuse numbers that are not finite or out of range."""
     for field in fields(knobs):
         value = getattr(knobs, field.name)
         if isinstance(value, float) and not math.isfinite(value):

@@ -227,11 +227,7 @@ def check_policy(
     importance_level: str | None = None,
     max_completion_length: int = 1,
 ) -> PolicyLoss:
-    """Return the loss of this name, after checking that it can be computed with these values.
-
-    Raises:
-        ArgumentError: A value is not allowed; ``where`` names its key.
-    """
+    """Return the loss of this name if it can be computed with these values, else raise with the key in ``where``."""
     loss = look_up(name, POLICY_LOSSES, "policy loss", where="loss_type")
     if not 0 < epsilon_low <= 1:
         raise ArgumentError(f"epsilon is {epsilon_low}: it must be in (0, 1]", where="epsilon", mend="0.2 is usual")

@@ -21,13 +21,7 @@ from torch import Tensor
 def sum_by_row(values_K: Tensor, row_K: Tensor, num_rows: int) -> Tensor:
     """Add up the tokens of each row: ``sum_N[n] = sum of values_K[k] with row_K[k] == n``.
 
-    Args:
-        values_K: One number a token ``[K]``, any floating dtype, or boolean.
-        row_K: The row of each token ``[K]``, int64 in ``[0, num_rows)``.
-        num_rows: N; rows without a token sum to 0.
-
-    Returns:
-        float64 ``[N]``, differentiable in ``values_K``.
+    Float64 ``[N]``, differentiable; rows without a token sum to 0. ``row_K`` is int64 in ``[0, num_rows)``.
     """
     assert values_K.shape == row_K.shape, f"{tuple(values_K.shape)} values in {tuple(row_K.shape)} rows"
     zeros_N = torch.zeros(num_rows, dtype=torch.float64, device=values_K.device)

@@ -38,7 +38,7 @@ class RowLogps:
         return cls(sum_by_row(logp_K, row_K, num_rows), counts(row_K, num_rows))
 
     def per_token(self) -> RowLogps:
-        """Return the same with means over tokens in place of sums."""
+        """Return means over tokens in place of sums."""
         return RowLogps(self.logp_N / self.tokens_N.clamp(min=1), self.tokens_N)
 
 
@@ -85,8 +85,6 @@ def _apo_zero_unpaired(logratio_N: Tensor, desirable_N: Tensor, baseline: Tensor
 
 @dataclass(frozen=True)
 class UnpairedLoss:
-    """One loss of :data:`UNPAIRED_LOSSES`."""
-
     formula: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     """(log-ratios ``[N]``, desirable ``[N]``, baseline scalar, beta) -> losses ``[N]`` before weights"""
     needs_reference: bool = True
@@ -104,12 +102,7 @@ UNPAIRED_LOSSES: dict[str, UnpairedLoss] = {
 def kto_baseline(policy: RowLogps, reference: RowLogps) -> Tensor:
     """Estimate the KL to the reference from mismatched completions: ``z0 = max(0, mean(log pi - log pi_ref))``.
 
-    Args:
-        policy: Log-probs of M mismatched completions under the model that is trained.
-        reference: The same under the reference. Average both per token first where the loss does.
-
-    Returns:
-        A float64 scalar without gradient, as in the paper: the baseline is not trained through.
+    A float64 scalar without gradient, as in the paper. Average both per token first where the loss does.
     """
     return (policy.logp_N - reference.logp_N).detach().mean().clamp(min=0)
 
@@ -130,14 +123,13 @@ def unpaired_loss(
 
     Args:
         name: A key of :data:`UNPAIRED_LOSSES`.
-        policy: Log-probs of N completions under the model that is trained.
-        reference: The same under the reference. Not differentiated.
-        desirable_N: True for a completion that is wanted: bool ``[N]``.
+        reference: Log-probs under the reference. Not differentiated.
+        desirable_N: True for a desirable completion: bool ``[N]``.
         baseline: The result of :func:`kto_baseline`, for the losses with ``needs_baseline``.
         beta: Strength of the pull to the reference.
         desirable_weight: Factor of the losses of desirable completions.
-        undesirable_weight: Factor of the others. The paper wants
-            ``desirable_weight * desirable rows : undesirable_weight * undesirable rows`` between 1:1 and 4:3.
+        undesirable_weight: Factor of the others. The paper wants ``desirable_weight * desirable rows :
+            undesirable_weight * undesirable rows`` between 1:1 and 4:3.
         length_normalization: Read log-probs per token.
 
     Raises:
@@ -162,11 +154,7 @@ def unpaired_loss(
 def check_unpaired(
     name: str, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
 ) -> UnpairedLoss:
-    """Return the loss of this name, after checking that it can be computed with these values.
-
-    Raises:
-        ArgumentError: A value is not allowed; ``where`` names its key.
-    """
+    """Return the loss of this name if it can be computed with these values, else raise with the key in ``where``."""
     loss = look_up(name, UNPAIRED_LOSSES, "loss of unpaired rows", where="loss_type")
     values = {"beta": beta, "desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
     for key, value in values.items():

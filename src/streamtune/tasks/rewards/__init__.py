@@ -1,11 +1,4 @@
-"""Rewards: functions that score completions, those of the user and those that are built in.
-
-spec        "module:function", "path.py:function" or a name, with options -> a function
-sources     the files that functions are written in
-scoring     functions with weights -> checked scores
-builtin     exact_match, numeric_answer, regex_match, format_tags, json_schema, unit_tests
-unit_tests  runs a completion's code in a subprocess with limits
-"""
+"""Rewards: functions that score completions, built in or the user's own."""
 
 from __future__ import annotations
 

@@ -46,10 +46,9 @@ def exact_match(completion: str, answer: Any, *, ignore_case: bool = False, tag:
     """Return 1 where the completion is the answer, white space around it aside.
 
     Args:
-        completion: What the model wrote.
-        answer: What it should be; a list holds several right answers.
+        answer: The right answer, or a list of several.
         ignore_case: Compare without regard to case.
-        tag: Compare what stands in the last ``<tag>...</tag>`` of the completion, not the whole of it.
+        tag: Compare the text in the last ``<tag>...</tag>`` of the completion.
     """
     if tag is not None:
         before, closed, _ = completion.rpartition(f"</{tag}>")
@@ -79,7 +78,6 @@ def numeric_answer(completion: str, answer: Any, *, tolerance: float = 1e-6) -> 
     passed over. The answer is read in the same way, so that worked solutions may stand in the column.
 
     Args:
-        completion: What the model wrote.
         answer: A number, or text that holds one.
         tolerance: Numbers within ``tolerance * max(1, |answer|)`` are equal.
 
@@ -124,12 +122,11 @@ def regex_match(completion: str, pattern: Any, *, whole: bool = False) -> float:
     """Return 1 where the pattern matches somewhere in the completion.
 
     Args:
-        completion: What the model wrote.
         pattern: A regular expression of Python's ``re``.
         whole: It has to match the whole completion, white space around it aside.
 
     Raises:
-        ValueError: The pattern is no regular expression, or takes more than two seconds on this completion.
+        ValueError: The pattern is malformed, or takes more than two seconds on this completion.
     """
     return float(is_found(str(pattern), completion.strip() if whole else completion, whole=whole))
 
@@ -138,10 +135,6 @@ def format_tags(completion: str, *, tags: Sequence[str] = ("think", "answer")) -
     """Return 1 where the completion is ``<think>...</think> <answer>...</answer>``.
 
     Every tag opens and closes once, in this order, with something in it and nothing but white space outside.
-
-    Args:
-        completion: What the model wrote.
-        tags: The tags, in order.
     """
     position = 0
     for tag in tags:
@@ -156,13 +149,9 @@ def format_tags(completion: str, *, tags: Sequence[str] = ("think", "answer")) -
 
 
 def json_schema(completion: str, schema: Any) -> float:
-    """Return 1 where the completion is a JSON document that conforms to the schema.
+    """Return 1 where the completion is a JSON document that conforms to the schema, an object or JSON text.
 
     The document may stand in one fence (three backticks). :mod:`json_check` lists the keywords that are read.
-
-    Args:
-        completion: What the model wrote.
-        schema: The schema, as an object or as JSON text.
 
     Raises:
         ValueError: The schema is malformed or uses what is not read, or its pattern takes too long on a text.
@@ -197,11 +186,9 @@ def unit_tests(
 ) -> float:
     """Return 1 where the completion's code passes all tests.
 
-    The code is the last fenced block of the completion (three backticks), or all of it where there is none. It runs in
-    a subprocess: :mod:`unit_tests`.
+    The code is the last fenced block of the completion (three backticks), or all of it. It runs in a subprocess.
 
     Args:
-        completion: What the model wrote.
         tests: Python that raises where the code is wrong (``assert add(1, 2) == 3``), or a list of such texts, each of
             which is run after the code.
         timeout: Seconds for code and tests together.
@@ -221,8 +208,6 @@ def unit_tests(
 
 @dataclass(frozen=True)
 class Builtin:
-    """One reward of the table."""
-
     function: Callable[..., float]
     """of a completion's text, then the value of its row, if any; options by keyword"""
     reads: str | None = None
@@ -232,7 +217,6 @@ class Builtin:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Names of its options."""
         parameters = tuple(inspect.signature(self.function).parameters)[1:]
         return (*parameters, "column") if self.reads else parameters
 
@@ -252,7 +236,7 @@ def bind(builtin: Builtin, options: Mapping[str, Any]) -> tuple[Callable[..., li
     """Return the reward as a function of (prompts, completions, columns), and the columns it needs.
 
     Raises:
-        ArgumentError: The options give the value and name a column as well, or a value is none the reward can use.
+        ArgumentError: The options give the value and name a column as well, or the reward cannot use a value.
     """
     rest = dict(options)
     column = rest.pop("column", builtin.reads)
@@ -286,7 +270,6 @@ def bind(builtin: Builtin, options: Mapping[str, Any]) -> tuple[Callable[..., li
 
 
 def _check_types(builtin: Builtin, options: Mapping[str, Any]) -> None:
-    """Raise ``ArgumentError`` unless every option has the type of its default."""
     wider: dict[type, tuple[type, ...]] = {float: (int, float), tuple: (list, tuple), type(None): (str,)}
     for key, value in options.items():
         kind = type(inspect.signature(builtin.function).parameters[key].default)
@@ -327,10 +310,6 @@ def count_passed(code: str, tests: Sequence[str], limits: CodeLimits) -> int:
     """Run the code, then each test in a copy of what the code left behind, and count the tests that did not raise.
 
     The count is 0 where the code itself raises, exits, or takes too long. Never raises for what the code does.
-
-    Raises:
-        ValueError: The limits are no limits.
-        OSError: No process can be started.
     """
     if not (math.isfinite(limits.seconds) and limits.seconds > 0 and limits.memory_mib > 0):
         raise ValueError(f"a timeout of {limits.seconds} s and {limits.memory_mib} MiB are no limits")

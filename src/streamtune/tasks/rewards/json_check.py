@@ -48,7 +48,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _properties(value: dict[str, Any], schema: dict[str, Any]) -> bool:
-    """Return True if ``properties``, ``required`` and ``additionalProperties`` are met, which depend on each other."""
+    """Check ``properties``, ``required`` and ``additionalProperties`` together: they depend on each other."""
     known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
     return all(key in value for key in schema.get("required", ())) and all(
         conforms(item, known.get(key, others)) for key, item in value.items()
@@ -104,11 +104,7 @@ BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipl
 
 
 def check_schema(schema: Any, path: str = "the schema") -> None:
-    """Check that a schema is well formed and that all of it is read.
-
-    Raises:
-        ValueError: It is not; the message names the place.
-    """
+    """Check that a schema is well formed and that all of it is read; a ``ValueError`` names the place."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):

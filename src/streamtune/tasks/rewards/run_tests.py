@@ -61,7 +61,6 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _run(request: dict[str, Any], secret: str, writing: int) -> None:
-    """Run code and tests in this process, which ends here."""
     try:
         _prctl(SET_PDEATHSIG, signal.SIGKILL)
         nowhere = os.open(os.devnull, os.O_RDWR)
@@ -147,7 +146,6 @@ def _kill_descendants() -> None:
 
 
 def _descendants() -> list[int]:
-    """Return every process that descends from this one."""
     parents: dict[int, int] = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

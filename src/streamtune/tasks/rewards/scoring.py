@@ -44,14 +44,14 @@ def load_rewards(
     """Load reward functions by name.
 
     Args:
-        specs: Each ``module:function``, ``path/to/file.py:function`` or a name of :data:`BUILTINS`, and after it
-            options in parentheses, if any: ``regex_match(pattern="^[0-9]+$")``.
-        weights: One a function; None: all 1.
+        specs: ``module:function``, ``path/to/file.py:function`` or a name of :data:`BUILTINS` for each, with options in
+            parentheses, if any: ``regex_match(pattern="^[0-9]+$")``.
+        weights: One weight a function; None: all 1.
         allow_code: Whether rewards may run code that a model wrote (``unit_tests``).
         directory: Where relative paths start and modules may lie; None: the current directory.
 
     Raises:
-        ArgumentError: Something in a spec or the weights is wrong, or a reward would run code and may not.
+        ArgumentError: A spec or the weights are wrong, or a reward would run code and may not.
     """
     if not specs:
         raise ArgumentError("there is no reward function", where="reward_funcs", mend="name at least one")
@@ -87,11 +87,7 @@ class Rewards:
     weights: tuple[float, ...]
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Check before a run that the rows have the columns that the functions read.
-
-        Raises:
-            ArgumentError: A function needs a column that there is not.
-        """
+        """Check before a run that the rows have the columns that the functions read."""
         in_rows = ", ".join(column for column in columns if column != COMPLETION_IDS) or "no other columns"
         for name, function in self.functions.items():
             for column in sorted(function.needs - set(columns)):
@@ -139,15 +135,12 @@ def _weighted(scores: Sequence[float | None], weights: Sequence[float]) -> float
 
 @dataclass(frozen=True)
 class _Batch:
-    """The completions that one call scores."""
-
     prompts: Sequence[Any]
     completions: Sequence[Any]
     columns: Mapping[str, Sequence[Any]]
     origins: Sequence[str] | None
 
     def row(self, number: int) -> _Batch:
-        """Return one completion alone."""
         own = slice(number, number + 1)
         columns = {name: values[own] for name, values in self.columns.items()}
         return _Batch(self.prompts[own], self.completions[own], columns, self.origins and self.origins[own])
@@ -158,7 +151,6 @@ class _Batch:
 
 
 def _scores(name: str, function: RewardFunction, batch: _Batch) -> list[float | None]:
-    """Call one function and check what it returns."""
     count = len(batch.completions)
     try:
         returned = _call(function, batch)
@@ -225,7 +217,7 @@ def _culprit(function: RewardFunction, batch: _Batch) -> str:
 
 
 def _call(function: RewardFunction, batch: _Batch) -> Any:
-    """Call a function with copies of its arguments, as its changes would reach the training and the next function."""
+    """Call a function with copies of its arguments: its changes must not reach the training and the next function."""
     prompts, completions, columns = copy.deepcopy((batch.prompts, batch.completions, dict(batch.columns)))
     with shielded():
         return function.call(prompts, completions, columns)

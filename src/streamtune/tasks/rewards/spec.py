@@ -42,8 +42,6 @@ OWN = re.compile(r"(?P<target>.+?):(?P<name>[A-Za-z_]\w*)\s*(?P<options>\(.*\))?
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """One loaded function."""
-
     name: str
     """as it is logged"""
     call: Call
@@ -59,7 +57,6 @@ def load_reward(spec: str, *, allow_code: bool, directory: Path) -> RewardFuncti
     """Load one reward function.
 
     Args:
-        spec: See the module.
         allow_code: Whether it may run code that a model wrote.
         directory: Where relative paths start and modules may lie.
 
@@ -128,7 +125,6 @@ def _check_options(name: str, options: Iterable[str], accepted: Sequence[str], s
 
 
 def _own(target: str, name: str, directory: Path) -> Callable[..., Any]:
-    """Return the user's own function."""
     module = import_target(target, directory)
     found = getattr(module, name, None)
     if found is None:
@@ -150,11 +146,7 @@ def _own(target: str, name: str, directory: Path) -> Callable[..., Any]:
 
 
 def import_target(target: str, directory: Path) -> ModuleType:
-    """Import ``path.py`` or ``package.module``; only once, even if the file has changed since.
-
-    Raises:
-        ArgumentError: It is not there, or raises an error.
-    """
+    """Import ``path.py`` or ``package.module``; only once, even if the file has changed since."""
     return _file(target, directory) if target.endswith(".py") else _module(target, directory)
 
 
@@ -248,16 +240,10 @@ INSTALLED = ("site-packages", "dist-packages")
 
 
 def reward_sources(specs: list[str], directory: Path) -> dict[str, Path]:
-    """Return the files that functions of the user's own are written in, and those these import from beside them.
+    """Return the files of the user's own functions, and those these import from beside them.
 
-    What is installed is not followed, nor is what a function imports only when it is called, or reads.
-
-    Args:
-        specs: What the recipe writes in ``reward_funcs``; built-in functions have no file.
-        directory: Where relative paths start and modules may lie.
-
-    Returns:
-        Names that do not change where the folder is moved, and where each file is.
+    What is installed is not followed, nor is what a function imports only when it is called, or reads. The names do not
+    change where the folder is moved.
     """
     found: dict[str, Path] = {}
     for spec in specs:
@@ -315,10 +301,10 @@ def _file_of(module: ModuleType | None) -> Path | None:
 def shielded() -> Iterator[None]:
     """Put back torch's generators, grad mode and default dtype, the working directory and the standard streams.
 
-    A function that calls ``torch.manual_seed`` to be repeatable itself would have every rollout draw the same numbers.
-    Within, torch's generators start from a number that is drawn of the state outside: what a function draws is another
-    stream than what the rollouts draw, and the same in a run that was resumed. The generators of ``random`` and numpy
-    are the functions' own: no step of training draws from them while it rolls out.
+    A function that calls ``torch.manual_seed`` would have every rollout draw the same numbers. Within, torch's
+    generators start from a number drawn of the state outside. So a function draws from another stream than the
+    rollouts, and the same after a resumption. The generators of ``random`` and numpy are the functions' own: no
+    training step draws from them during a rollout.
     """
     streams, folder = (sys.stdout, sys.stderr), _working_directory()
     with _own_generators():

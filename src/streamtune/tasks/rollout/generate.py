@@ -34,16 +34,14 @@ class TransformersWriter:
 
     Args:
         model: The policy. It is in evaluation mode while it writes and in its own mode afterwards.
-        end_token_ids: Tokens that end a completion.
         pad_token_id: Fills rows that are shorter or done; never in what is returned.
         prefill_chunk_size: Tokens of prompts read at a time.
         max_rows: Completions written at a time: their keys and values are in memory together.
         computing: A context for everything the model computes, such as autocast.
         stop: Called before each token; True stops the writing early, as completions may take minutes.
-        streamer: Gets the tokens of a single row as they are written, as ``generate`` hands them to one.
-        longest: Where ranks share the weights and each token is computed by all of them in step: the largest of a
-            number over the ranks, called by all together. They have as many prompts each. None where each rank writes
-            by itself.
+        streamer: Gets the tokens of a single row as they are written, as ``generate`` passes them.
+        longest: The largest of a number over the ranks, where ranks share the weights. All ranks call it together and
+            have as many prompts each. None where each rank writes by itself.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class TransformersWriter:
     def write(
         self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
     ) -> list[list[Completion]]:
-        """See :class:`streamtune.tasks.rollout.Writer`. Bit for bit the same on the CPU from the same random state."""
+        """Return ``count`` completions of each prompt. Bit for bit the same on the CPU from the same random state."""
         written: list[list[Completion]] = [[] for _ in prompts]
         counts = [count] * len(prompts) if isinstance(count, int) else list(count)
         # A penalty on what stands in a row already would count its padding.
@@ -85,7 +83,7 @@ class TransformersWriter:
         return written
 
     def _rows(self, model: PreTrainedModel, prompts: Sequence[list[int]], repeats: Sequence[int]) -> list[Completion]:
-        """Return so many completions of each prompt, those of one prompt next to each other."""
+        """Return so many completions of each prompt, completions of one prompt next to each other."""
         ids_PT, mask_PT = self._padded(prompts)
         cache = self._read(ids_PT, mask_PT) if self.shares_prompts and ids_PT.shape[1] > 1 else None
         given: dict[str, Any] = {}
@@ -122,13 +120,8 @@ class TransformersWriter:
         """Return a cache with the keys and values of all tokens but the last.
 
         Args:
-            ids_PT: Token ids.
-            mask_PT: 0 where they are padding.
-            cache: A cache that has the first ``done`` of them; None makes one.
-            done: Tokens that need not be read.
-
-        Raises:
-            WritingStopped: A stop was requested between two chunks.
+            mask_PT: 0 at padding.
+            cache: A cache that has the first ``done`` tokens; None makes one.
         """
         decoder: Any = getattr(self.model, self.model.base_model_prefix)
         takes_positions = "position_ids" in inspect.signature(type(decoder).forward).parameters
@@ -180,8 +173,6 @@ class TransformersWriter:
 
 
 class _WhenAsked(StoppingCriteria):
-    """Ends all rows when ``stop`` returns True."""
-
     def __init__(self, stop: Callable[[], bool]) -> None:
         self.stop = stop
 
@@ -194,8 +185,8 @@ def _batches(
 ) -> Iterator[list[tuple[int, int]]]:
     """Yield batches of at most ``max_rows`` rows: numbers of prompts, each with how many of its completions.
 
-    The longest prompts come first; those of a batch are of one length unless ``padded``, and no more than fit where all
-    have the mean of the counts. Completions of a prompt that are more than a batch are in several.
+    The longest prompts come first. Prompts of a batch have one length unless ``padded``, and there are no more than fit
+    if all have the mean count. A prompt may be in several batches.
     """
     batch: list[tuple[int, int]] = []
     at_a_time = max(1, max_rows * len(prompts) // max(1, sum(counts)))
@@ -211,7 +202,6 @@ def _batches(
 
 
 def _parts(count: int, at_most: int) -> Iterator[int]:
-    """Split ``count`` into parts of ``at_most`` and a rest."""
     for start in range(0, count, at_most):
         yield min(at_most, count - start)
 

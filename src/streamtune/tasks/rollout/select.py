@@ -1,34 +1,32 @@
 """Choose the prompts that the policy completes next, and divide the completions of a batch among them.
 
-Prompts: each in turn, or more often those that the policy solves now and then.
+Prompts: each in turn, or more often those that the policy solves now and then. The choice depends on the seed, the
+number of prompts drawn so far and, except for ``uniform``, the pass rates.
 
 ``uniform``     every prompt once an epoch, in a shuffled order
 ``pass_rate``   drawn with a weight of ``p (1 - p)``, p the prompt's running pass rate. Where all completions pass, or
-                none does, a group's advantages are zero and nothing is learnt from it; the weight is the variance of a
-                pass, which is what a group's gradient grows with. A floor lets every prompt be drawn, as one
-                that was too hard may no longer be.
+                none does, a group's advantages are zero and teach nothing. The weight is the variance of a pass, which
+                a group's gradient grows with. A floor lets every prompt be drawn: it may no longer be too hard.
 ``middle``      drawn evenly from those with a pass rate of 1/4 to 3/4, and with a small weight from the others: the
                 variance of a pass is at least three quarters of the largest there (arXiv 2504.03380)
 
-All depend on nothing but the seed, the number of prompts drawn so far and, but for the first, the rates.
-
-Completions: so that the gradient made of them varies least. Of a prompt with pass rate p and gradient norm G, n
-completions have n p that pass, and the mean gradient of these has a variance of about ``G^2 / (n p)``. The sum of all,
-in which prompts that hardly any completion solves count less,
+Completions: so that their gradient varies least. Of n completions of a prompt with pass rate p and gradient norm G, n p
+pass, and their mean gradient has a variance of about ``G^2 / (n p)``. The sum
 
     sum  G^2 / (n p) / (1 + alpha / p^beta)
 
-is least for a given sum of all n (GVM, arXiv 2505.02391) at
+in which prompts that hardly any completion solves count less, is least for a given sum of all n (GVM, arXiv 2505.02391)
+at
 
     n  proportional to  G / sqrt(p + alpha / p^(beta - 1))           gvm; 0 where none has passed
 
-That is of completions that pass. Of n advantages from which the mean of their group is subtracted the variance is about
-``G^2 p (1 - p) / n`` where the group is large, and its sum is least, by Neyman's rule (1934), at
+With advantages, from which the mean of a large group is subtracted, the variance is about ``G^2 p (1 - p) / n``. Its
+sum is least, by Neyman's rule (1934), at
 
     n  proportional to  G sqrt(p (1 - p))                            neyman
 
-G is the norm of the gradient of ``-log p`` of a completion that passed. Both are running estimates here, of the
-completions that a run writes anyway: a prompt that was not asked yet counts as one of p = 1/2 and the mean G.
+G is the norm of the gradient of ``-log p`` of a completion that passed. G and p are running estimates from the
+completions that a run writes anyway. A prompt that was not asked yet counts as p = 1/2 and the mean G.
 """
 
 from __future__ import annotations
@@ -61,36 +59,30 @@ class PassRates:
         self._counts: dict[int, tuple[float, float]] = {}
 
     def rate(self, prompt: int) -> float:
-        """Return the estimate for a prompt by its number; 1/2 for one not seen yet."""
+        """Return the estimate for a prompt by its number; 1/2 for a prompt not seen yet."""
         passed, tried = self._counts.get(prompt, (0.0, 0.0))
         return (passed + 1.0) / (tried + 2.0)
 
     def passed(self, prompt: int) -> float | None:
-        """Return the part of a prompt's completions that passed, without the pass and failure that a rate begins with.
-
-        None for one not seen yet.
-        """
+        """Return the share of a prompt's completions that passed, without the prior of a rate; None if not seen yet."""
         passed, tried = self._counts.get(prompt, (0.0, 0.0))
         return passed / tried if tried else None
 
     def weight(self, prompt: int, *, middle: bool = False) -> float:
-        """Return the weight with which a prompt is drawn; with ``middle`` one for all rates in the middle."""
+        """Return the weight with which a prompt is drawn; with ``middle`` the same for all rates in the middle."""
         rate = self.rate(prompt)
         if middle:
             return 0.25 if MIDDLE[0] <= rate <= MIDDLE[1] else FLOOR
         return rate * (1.0 - rate) + FLOOR
 
     def observe(self, prompt: int, *, passed: int, tried: int) -> None:
-        """Add the results of one visit: ``passed`` of ``tried`` completions."""
         before_passed, before_tried = self._counts.get(prompt, (0.0, 0.0))
         self._counts[prompt] = (MEMORY * before_passed + passed, MEMORY * before_tried + tried)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts, as plain JSON values."""
         return {str(prompt): list(counts) for prompt, counts in self._counts.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the counts of another one."""
         self._counts = {int(prompt): (counts[0], counts[1]) for prompt, counts in state.items()}
 
 
@@ -98,9 +90,7 @@ class PromptPicker:
     """Chooses the next prompts, without end.
 
     Args:
-        num_prompts: Number of prompts.
         choice: ``uniform``, ``pass_rate`` or ``middle``.
-        seed: Seed of the draws.
         counts: Keep pass rates where the choice does not read them, too.
     """
 
@@ -119,7 +109,6 @@ class PromptPicker:
         return picked
 
     def observe(self, prompt: int, *, passed: int, tried: int) -> None:
-        """Add the results of a prompt's completions, where pass rates are kept."""
         if self.counts:
             self.rates.observe(prompt, passed=passed, tried=tried)
 
@@ -147,7 +136,6 @@ class PromptPicker:
         return [order[index % self.num_prompts] for index in range(count)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, as plain JSON values."""
         return {
             "num_prompts": self.num_prompts,
             "choice": self.choice,
@@ -157,11 +145,7 @@ class PromptPicker:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the state of another one over the same prompts.
-
-        Raises:
-            CheckpointError: That one had other prompts or another order.
-        """
+        """Resume from the state saved by ``state_dict``, over the same prompts."""
         mine = self.state_dict()
         for key in ("num_prompts", "choice", "seed"):
             if state[key] != mine[key]:
@@ -174,13 +158,7 @@ class PromptPicker:
 
 
 def variance_score(rate: float, norm: float, rule: str = "gvm") -> float:
-    """Return the number that completions of a prompt are proportional to.
-
-    Args:
-        rate: Its pass rate.
-        norm: Its gradient norm.
-        rule: ``gvm`` or ``neyman``.
-    """
+    """Return the number that completions of a prompt are proportional to; ``rule`` is ``gvm`` or ``neyman``."""
     if rate <= 0:
         return 0.0
     if rule == "neyman":
@@ -192,9 +170,8 @@ def allocate(scores: Sequence[float], total: int, least: int = LEAST) -> list[in
     """Divide ``total`` in proportion to scores, none below ``least``; the remainder by the largest fractions.
 
     Args:
-        scores: Of each prompt, at least 0; where all are 0 they count as equal.
+        scores: Score of each prompt, at least 0; where all are 0 they count as equal.
         total: At least ``least`` for each.
-        least: The smallest part.
     """
     places = range(len(scores))
     assert total >= least * len(scores), "each has the least"
@@ -217,26 +194,22 @@ def allocate(scores: Sequence[float], total: int, least: int = LEAST) -> list[in
 
 
 class GradientNorms:
-    """The running gradient norm of each prompt."""
-
     def __init__(self) -> None:
         self._norms: dict[int, float] = {}
 
     def norm(self, prompt: int) -> float:
-        """Return the estimate for a prompt by its number; the mean of all for one that has none, 1 without any."""
+        """Return the running norm of a prompt; the mean of all for an unseen prompt, 1 without any."""
         if prompt in self._norms:
             return self._norms[prompt]
         return math.fsum(self._norms.values()) / len(self._norms) if self._norms else 1.0
 
     def observe(self, prompt: int, norm: float) -> None:
-        """Add the norm of one completion; one that is not finite is left out."""
+        """Add the norm of one completion, unless it is not finite."""
         if math.isfinite(norm):
             self._norms[prompt] = MEMORY * self._norms.get(prompt, norm) + (1 - MEMORY) * norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the norms, as plain JSON values."""
         return {str(prompt): norm for prompt, norm in self._norms.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the norms of another one."""
         self._norms = {int(prompt): float(norm) for prompt, norm in state.items()}

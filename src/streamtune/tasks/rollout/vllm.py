@@ -1,7 +1,7 @@
 """Completions by vLLM, in this process and on this device, with the policy's weights handed over before each batch.
 
-vLLM keeps its own copy of the model and is optional: it is imported where it is asked for, and nowhere else. How it
-rounds is not how the policy does, so a token's old log-prob is never taken from it; the trainer computes its own.
+vLLM keeps its own copy of the model and is optional: it is imported only where it is asked for. It rounds differently
+from the policy, so a token's old log-prob is never taken from it; the trainer computes its own.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ from streamtune.tasks.rollout.writer import Completion, Sampling, ended
 
 
 def check_vllm(device: torch.device) -> None:
-    """Refuse where vLLM cannot write.
-
-    Raises:
-        ArgumentError: It is not installed, or there is no accelerator for it.
-    """
+    """Refuse where vLLM is not installed, or there is no accelerator for it."""
     if find_spec("vllm") is None:
         raise ArgumentError(
             "'use_vllm: true' needs vLLM, which is not installed",
@@ -45,9 +41,8 @@ class VllmWriter:
     """Writes with vLLM.
 
     Args:
-        model: The policy; its weights, with adapters merged into a copy of them, are handed over at each call.
-        folder: Configuration and tokenizer in Hugging Face format; positions are those of the configuration.
-        end_token_ids: Tokens that end a completion.
+        model: The policy; its weights, with adapters merged into a copy, are handed over at each call.
+        folder: Configuration and tokenizer in Hugging Face format; positions are the configuration's.
         max_length: Tokens of a prompt and its completion together.
         memory_fraction: Part of the device's memory that vLLM may take; the rest is for training.
 
@@ -75,7 +70,7 @@ class VllmWriter:
     def write(
         self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
     ) -> list[list[Completion]]:
-        """See :class:`streamtune.tasks.rollout.Writer`. The seed comes from torch's generator."""
+        """Return ``count`` completions of each prompt. The seed comes from torch's generator."""
         with torch.no_grad():
             weights = policy_weights(self.model)
             self._engine.apply_model(lambda module: module.load_weights(weights) and None)

@@ -49,9 +49,9 @@ class Writer(Protocol):
 
         Args:
             prompts: Token ids, each at least one.
-            count: Completions of each prompt: the same number, or one for each.
-            sampling: How to draw. Random numbers come from torch's global generators, so that a run that goes on from
-                a checkpoint draws the same.
+            count: Completions of each prompt: the same number, or one number for each.
+            sampling: Settings for drawing. Random numbers come from torch's global generators: a resumed run draws the
+                same.
 
         Raises:
             WritingStopped: A stop was requested before the last token.
