@@ -11,7 +11,7 @@ from torch import distributed
 from streamtune import train
 from streamtune.errors import StreamTuneError
 from streamtune.tasks import rollout
-from streamtune.tasks.grpo.shared_rollout import SharedRewards, SharedWriter
+from streamtune.tasks.grpo.groups import SharedRewards, SharedWriter
 from streamtune.tasks.rewards import RewardScores
 
 

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from streamtune import Schedule, data, stream
 from streamtune.recipe.schema import GrpoRecipe
-from streamtune.tasks.grpo.groups import BatchLayout, Group, micro_batches, remember_logprobs
+from streamtune.tasks.grpo.groups import BatchLayout, Group, SharedLogprobs, micro_batches, remember_logprobs
 from streamtune.tasks.grpo.objective import PolicyObjective
-from streamtune.tasks.grpo.shared_rollout import SharedLogprobs
 from streamtune.train import ModelReference, World
 from tests.exactness.families import VOCAB, build, gradients
 from tests.precision_kit import Float64, assert_as_precise, in_float64, reference_of

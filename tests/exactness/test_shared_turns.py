@@ -18,9 +18,8 @@ import torch
 from streamtune import Schedule, data, stream
 from streamtune.data import Tree
 from streamtune.data.batches import collate as batching
-from streamtune.tasks.grpo.groups import Group, micro_batches, remember_logprobs
+from streamtune.tasks.grpo.groups import Group, SharedLogprobs, micro_batches, remember_logprobs
 from streamtune.tasks.grpo.objective import PolicyObjective
-from streamtune.tasks.grpo.shared_rollout import SharedLogprobs
 from streamtune.tasks.preference import tree_batch
 from streamtune.train import ModelReference, World
 from tests.conformance.reducer import build as build_any

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from streamtune.errors import ArgumentError
-from streamtune.run.callbacks import load_callbacks
+from streamtune.run.listeners import load_callbacks
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
 
 SOURCE = """

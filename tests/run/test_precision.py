@@ -18,8 +18,8 @@ from streamtune.recipe.keys.engine import EngineSpec
 from streamtune.run.engine import place_weights
 from streamtune.run.model import make_blueprint, weights_dtype
 from streamtune.run.plan import place_recipe
-from streamtune.run.precision import as_before, loses_steps, precise, precisions
 from streamtune.run.start import start_run
+from streamtune.run.weight_choices import as_before, loses_steps, precise, precisions
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows
 
 CUDA = torch.device("cuda")
@@ -199,8 +199,7 @@ def test_a_schedule_that_is_fixed_takes_what_fits(folder: Path):
 
 
 def placed(folder: Path, recipe: Mapping[str, Any], said: list[str]) -> Any:
-    from streamtune.run.data import make_tokenizer_together, prepare_together
-    from streamtune.run.recipe_lines import make_sources
+    from streamtune.run.data import make_sources, make_tokenizer_together, prepare_together
 
     write_recipe(folder, dict(recipe))
     with start_run(load_recipe("tiny.yaml"), "auto", said.append, dry_run=True) as start:

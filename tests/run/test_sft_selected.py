@@ -14,7 +14,7 @@ import torch
 from streamtune.data import choose_rows, collate, small_sources
 from streamtune.recipe import load_recipe
 from streamtune.run.build import build_run
-from streamtune.tasks.selected import SelectedSteps
+from streamtune.tasks.steps import SelectedSteps
 from streamtune.train.sketch import adam_step
 from tests.distributed.running import command
 from tests.sft_kit import FIXED, RECIPE, run, write_recipe, write_rows

@@ -16,7 +16,7 @@ from streamtune.plan.planner import Plan
 from streamtune.plan.rates import Rates
 from streamtune.plan.simulate.simulate import Simulation, Work
 from streamtune.plan.traffic import Traffic
-from streamtune.run.step_speed import StepTimes
+from streamtune.run.listeners import StepTimes
 from streamtune.schedule import Schedule
 
 CPU, AWAY = torch.device("cpu"), torch.device("cuda")

@@ -12,10 +12,9 @@ import torch
 
 from streamtune import train
 from streamtune.recipe import load_recipe
-from streamtune.run.data import make_tokenizer_together, prepare_together
+from streamtune.run.data import make_sources, make_tokenizer_together, prepare_together
 from streamtune.run.engine import place_weights
 from streamtune.run.plan import place_recipe
-from streamtune.run.recipe_lines import make_sources
 from streamtune.run.start import Start, start_run
 from tests.sft_kit import RECIPE, run, write_recipe, write_rows
 

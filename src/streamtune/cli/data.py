@@ -17,7 +17,7 @@ from .programs import PARTS, load
 
 if TYPE_CHECKING:
     from streamtune.data.inspect_rows import RowView, TokenGap, TokenRun
-    from streamtune.run.inspect import Inspection
+    from streamtune.run.build import Inspection
 
 SHOWN_TOKENS = 320
 """Tokens of a row that are shown unless it is asked for by itself; a longer one has gaps."""
@@ -83,7 +83,7 @@ def data(
         raise ArgumentError("the ids of one row are shown", where="--ids", mend="say which, with --row")
     with loading_libraries():
         from streamtune.cli.data_screen import print_inspection, print_view
-        from streamtune.run.inspect import inspect_recipe
+        from streamtune.run.build import inspect_recipe
     for note in loaded.notes:
         print_note(note)
     found = inspect_recipe(loaded, notify=print_note, doing=err.status)

@@ -19,7 +19,7 @@ from .plan_screen import bar
 
 if TYPE_CHECKING:
     from streamtune.data import BatchFacts
-    from streamtune.run.inspect import Inspection
+    from streamtune.run.build import Inspection
 
 WIDE = 110
 """Columns of a terminal with room for all percentiles beside the names of datasets."""

@@ -84,8 +84,8 @@ def _train(loaded: LoadedRecipe, resume: str, allow_change: Sequence[str], dry_r
     try:
         with loading_libraries():
             from streamtune.run.build import build_run
+            from streamtune.run.data import blame_recipe
             from streamtune.run.ranks import leave_ranks
-            from streamtune.run.recipe_lines import blame_recipe
             from streamtune.run.train import train_run
         for note in loaded.notes:
             _note(note)
@@ -135,7 +135,7 @@ def _load_callbacks(loaded: LoadedRecipe, main: bool) -> list[Listener]:
     recipe = loaded.recipe
     if not recipe.callbacks:
         return []
-    from streamtune.run.callbacks import load_callbacks
+    from streamtune.run.listeners import load_callbacks
 
     if recipe.allow_code and main:
         _note(f"running the code of {', '.join(recipe.callbacks)}")

@@ -1,28 +1,48 @@
-"""Build a run from a recipe, for any objective: load or make everything that the recipe names."""
+"""Build a run from a recipe, for any objective; or only prepare and measure its rows, without a model."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, distributed
 
 from streamtune import models, train
+from streamtune.base.model_facts import model_device
+from streamtune.base.text import parse_size, show_size
+from streamtune.data import BatchFacts
+from streamtune.data.fit import Prepared
+from streamtune.data.inspect_rows import RowInspector
+from streamtune.data.length_measures import LengthBin, LengthChoice, choose_lengths, histogram
 from streamtune.data.templates import fix_date
 from streamtune.engine import StreamHandle
+from streamtune.engine.memory.host import usable_host_bytes
+from streamtune.errors import ArgumentError
 from streamtune.plan.simulate.memory import device_held_bytes
 from streamtune.recipe.loader import LoadedRecipe
-from streamtune.run.data import make_tokenizer_together, prepare_together
-from streamtune.run.device import check_host_memory
+from streamtune.recipe.settings import ModelSettings
+from streamtune.run.data import blame_recipe, make_sources, make_tokenizer, make_tokenizer_together, prepare_together
+from streamtune.run.device import check_host_memory, prepare_libraries
 from streamtune.run.engine import place_weights, plan_start, stream_start
-from streamtune.run.first_factors import start_from_rows
 from streamtune.run.model import make_model, make_trial_model
 from streamtune.run.plan import LongestStep
-from streamtune.run.recipe_lines import blame_recipe, make_sources
 from streamtune.run.reference import kept_logps, load_reference, make_reference
 from streamtune.run.samples import end_as_trained
 from streamtune.run.start import Doing, start_run, tell_of_model
 from streamtune.run.train import Run
+from streamtune.tasks import Task, task_of
+from streamtune.tasks.grpo.task import GrpoData
 from streamtune.tasks.preference import GivenReference, PreferenceBatches
 from streamtune.tasks.task import Notify
+from streamtune.train.step import explain_out_of_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def build_run(
@@ -124,4 +144,143 @@ def build_run(
             plan=plan,
             closing=closing.pop_all(),
             added_ends=added_ends,
+        )
+
+
+def start_from_rows(
+    recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHandle, batches: Any, world: train.World
+) -> None:
+    """Start the adapters from the gradient of the mean loss of ``lora_ga_rows`` rows, which the seed draws.
+
+    Rank 0 computes it in the order of layers; the others receive the factors. A row is a micro-batch: it needs the
+    memory of a step, without adapter gradients and states, and with the gradients of one layer's weights.
+
+    Args:
+        model: The model with adapters that change nothing yet, not divided or wrapped by a backend.
+
+    Raises:
+        ArgumentError: The host has no room for the sums of the gradients.
+        NonFiniteError: A gradient is not finite.
+        OutOfMemoryError: A row does not fit.
+    """
+    world.main(partial(_start, recipe, task, model, handle, batches))
+    if world.size > 1:
+        with torch.no_grad():
+            for values in models.started_values(model):
+                sent = values.detach().cpu()
+                distributed.broadcast(sent, src=0, group=world.group)
+                values.copy_(sent)
+
+
+def _start(recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHandle, batches: Any) -> None:
+    count = min(recipe.lora_ga_rows, batches.num_train)
+    drawn = np.random.default_rng(recipe.seed).choice(batches.num_train, count, replace=False)
+    rows = [batches.training([int(unit)]) for unit in np.sort(drawn)]
+    if len(rows) > 1:
+        _check_room(recipe, model)
+    device, alone = model_device(model), train.World()
+    objective = task.objective(handle, None, device)
+    totals = objective.totals(rows, alone)
+
+    def loss_of(batch: train.MicroBatch) -> Tensor:
+        with train.autocast(device, bool(recipe.bf16)):
+            return objective.score(model, batch.to(device), totals).minimised
+
+    schedule, training = handle.schedule, model.training
+    if schedule.order == "chunk":  # which has the gradients of all layers at its end
+        handle.reschedule(replace(schedule, order="layer"))
+    model.train()
+    mend = "write a smaller max_length, or adapter_type: lora"
+    try:
+        with (
+            explain_out_of_memory("the gradient that adapters start from", rows, mend),
+            handle.routers.silenced(),
+        ):
+            losses: list[Callable[[], Tensor]] = [partial(loss_of, batch) for batch in rows]
+            factors = models.first_factors(model, losses, gamma=recipe.lora_ga_gamma, seed=recipe.seed)
+    finally:
+        model.train(training)
+        if handle.schedule != schedule:
+            handle.reschedule(schedule)
+    models.start_from_factors(model, factors)
+
+
+def _check_room(recipe: ModelSettings, model: Any) -> None:
+    wanted, given = models.summed_bytes(model), recipe.engine.host_memory
+    room = usable_host_bytes() if given == "auto" else parse_size(given, where="engine.host_memory")
+    if wanted > room:
+        raise ArgumentError(
+            f"gradients of {recipe.lora_ga_rows:,} rows are summed on the host, {show_size(wanted)} of them, and "
+            f"{show_size(room)} are usable",
+            where="lora_ga_rows",
+            mend="write lora_ga_rows: 1, whose gradients are not summed, or adapter_type: lora",
+        )
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The rows of a recipe as token ids, with everything that is counted of them."""
+
+    loaded: LoadedRecipe
+    tokenizer: PreTrainedTokenizerBase
+    prepared: Prepared[Any, Any]
+    rows: RowInspector
+    limit: int
+    """tokens: the recipe's ``max_length``, or ``max_prompt_length`` of prompts"""
+    limit_name: str
+    histogram: list[LengthBin]
+    choices: list[LengthChoice]
+    batches: BatchFacts | None
+    """None of trees and prompts, whose batches depend on the model and on what it writes"""
+
+    def to_json(self) -> dict[str, Any]:
+        recipe = self.loaded.recipe
+        return {
+            **self.prepared.report.to_json(),
+            "recipe": str(self.loaded.path),
+            "objective": recipe.objective,
+            "overlength": recipe.overlength,
+            self.limit_name: self.limit,
+            "vocabulary": len(self.tokenizer),
+            "histogram": [asdict(each) for each in self.histogram],
+            "lengths": [asdict(each) for each in self.choices],
+            "batches": None if self.batches is None else asdict(self.batches),
+        }
+
+
+def inspect_recipe(
+    loaded: LoadedRecipe, notify: Notify = lambda message: None, doing: Doing = nullcontext
+) -> Inspection:
+    """Read, render and fit the rows of a recipe."""
+    recipe, task = loaded.recipe, task_of(loaded.recipe)
+    with blame_recipe(loaded):
+        prepare_libraries(torch.device("cpu"))
+        sources = make_sources(loaded)
+        with doing("making the tokenizer"):
+            tokenizer = make_tokenizer(recipe, sources, None, notify)
+        prepared: Prepared[Any, Any] = task.prepare(sources, tokenizer, notify)  # type: ignore[assignment]
+    trees = task.scores and not isinstance(prepared, GrpoData)
+    limit_name, limit = task.row_limit
+    kinds = tuple(prepared.report.completion_lengths) if trees else ()
+    unpaired = "desirable" in kinds or "undesirable" in kinds
+    with doing("measuring the rows"):
+        return Inspection(
+            loaded=loaded,
+            tokenizer=tokenizer,
+            prepared=prepared,
+            rows=RowInspector(
+                prepared, tokenizer, ("desirable", "undesirable") if unpaired else ("chosen", "rejected")
+            ),
+            limit=limit,
+            limit_name=limit_name,
+            histogram=histogram(prepared.measured.lengths, limit),
+            choices=choose_lengths(
+                prepared.measured,
+                limit,
+                task.data_options(),
+                batch_size=None if task.scores else recipe.per_device_train_batch_size,
+                shuffle=recipe.shuffle,
+                cuts_trees=trees,
+            ),
+            batches=task.batch_facts(prepared),
         )

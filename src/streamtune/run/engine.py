@@ -23,10 +23,16 @@ from streamtune.run.cluster import cluster_here
 from streamtune.run.device import stream_model
 from streamtune.run.model import make_blueprint, make_trial_model
 from streamtune.run.plan import LongestStep, PlanInputs, make_workload, place_recipe, plan_model, shares_prompts
-from streamtune.run.precision import choices_made, describe_precision, has_choice, precise
 from streamtune.run.ranks import make_backend, sequence_ranks
 from streamtune.run.start import Doing, Start
-from streamtune.run.tiers import describe_tiers, placed_before
+from streamtune.run.weight_choices import (
+    choices_made,
+    describe_precision,
+    describe_tiers,
+    has_choice,
+    placed_before,
+    precise,
+)
 from streamtune.schedule import Schedule
 from streamtune.tasks.task import Notify, PreparedRows
 

@@ -24,8 +24,8 @@ from streamtune.errors import ArgumentError, RecipeError, did_you_mean
 from streamtune.recipe.keys.adapters import ADAPTER_KEYS
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.run.data import fingerprint_inputs, fingerprint_tokenizer_files
-from streamtune.run.precision import as_before, loses_steps
 from streamtune.run.ranks import Setup, resolve
+from streamtune.run.weight_choices import as_before, loses_steps
 from streamtune.tasks import Task
 from streamtune.tasks.task import Notify
 

@@ -28,8 +28,8 @@ from streamtune.recipe.schema import Recipe
 from streamtune.recipe.settings import OptimizerSettings, TrainingSettings
 from streamtune.recipe.yaml import dump_recipe
 from streamtune.run.engine import Streamed
+from streamtune.run.listeners import StepFlops, StepTimes, peak_of
 from streamtune.run.samples import write_samples
-from streamtune.run.step_speed import StepFlops, StepTimes, peak_of
 from streamtune.schedule import Schedule
 from streamtune.tasks.steps import StepPlan, share_out
 from streamtune.tasks.task import Built, Training

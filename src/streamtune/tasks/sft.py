@@ -25,8 +25,7 @@ from streamtune.ops import Divergence, TokenLoss
 from streamtune.recipe.keys.batching import BucketSpec
 from streamtune.recipe.schema import Recipe
 from streamtune.tasks.random_batches import RandomTokens
-from streamtune.tasks.selected import SKETCH, SelectedSteps
-from streamtune.tasks.steps import RowCost, StepPlan, first_epoch
+from streamtune.tasks.steps import SKETCH, RowCost, SelectedSteps, StepPlan, first_epoch
 from streamtune.tasks.streamed import SAMPLED, StreamedRows, StreamReport, StreamSteps, record_bad_rows
 from streamtune.tasks.task import (
     Built,
@@ -194,7 +193,7 @@ class Sft(Task[Recipe]):
         )
 
     def planned_length(self, longest: int) -> int:
-        """A pack may be as long as the recipe lets it be."""
+        """Return ``max_length`` for packs, which may be as long as the recipe lets them be."""
         return self.recipe.max_length if self.recipe.packing or self.per_turn else longest
 
     @property

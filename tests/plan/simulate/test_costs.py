@@ -17,7 +17,7 @@ from streamtune.plan.rates import DEVICES, peak_flops_of
 from streamtune.plan.simulate import Workload, simulate
 from streamtune.plan.simulate.costs import BALANCE, copies_itself, product_flops, waiting_bytes
 from streamtune.plan.simulate.workload import FlopCount
-from streamtune.run.step_speed import StepFlops
+from streamtune.run.listeners import StepFlops
 from streamtune.schedule import Schedule
 from streamtune.train import MicroBatch
 from tests.plan.simulate.cluster_kit import CONFIG

@@ -16,7 +16,7 @@ from streamtune.data.reading.sources import read_rows
 from streamtune.errors import ArgumentError, RecipeError
 from streamtune.programs.imports.importing import ImportedRecipe, import_recipe
 from streamtune.recipe import load_recipe
-from streamtune.run.recipe_lines import make_sources
+from streamtune.run.data import make_sources
 
 AXOLOTL = """
 base_model: own/base-1b

@@ -28,7 +28,7 @@ from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.models.tokenizer import set_chat_template
 from streamtune.programs.imports.importing import import_recipe
 from streamtune.recipe import load_recipe
-from streamtune.run.recipe_lines import make_sources
+from streamtune.run.data import make_sources
 from streamtune.tasks import task_of
 from tests.data.trained_tokenizers import read_template, train_bpe, wrap
 from tests.programs.imports.peer_schemas import PEERS

@@ -16,7 +16,7 @@ from streamtune import stream
 from streamtune.errors import ArgumentError
 from streamtune.models import RopeChange, add_lora, save_architecture
 from streamtune.tasks.rollout import Sampling, TransformersWriter, WritingStopped
-from streamtune.tasks.rollout.vllm import check_vllm, policy_weights
+from streamtune.tasks.rollout.writers import check_vllm, policy_weights
 from tests.exactness.families import VOCAB, build
 
 END, PAD = 2, 0

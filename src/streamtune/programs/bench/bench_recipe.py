@@ -19,11 +19,11 @@ from streamtune.programs.bench.subject import Job
 from streamtune.programs.bench.table_rows import TableName, TableReport
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
+from streamtune.run.data import blame_recipe
 from streamtune.run.device import choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import make_blueprint, make_model_alone
 from streamtune.run.plan import shares_prompts
-from streamtune.run.precision import precise
-from streamtune.run.recipe_lines import blame_recipe
+from streamtune.run.weight_choices import precise
 from streamtune.tasks import task_of
 
 SCORING: tuple[Mode, ...] = ("plain", "checkpoint", "checkpoint-offload", "stream", "stream-keep-attention")

@@ -39,7 +39,7 @@ from streamtune.recipe.settings import TrainingSettings
 from streamtune.run.device import choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import make_blueprint
 from streamtune.run.plan import recipe_workload
-from streamtune.run.precision import precise
+from streamtune.run.weight_choices import precise
 from streamtune.schedule import Schedule
 from streamtune.tasks import task_of
 

@@ -31,9 +31,9 @@ from streamtune.programs.evaluate.needle import NeedleOptions, default_lengths, 
 from streamtune.programs.export.source import TrainedModel
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
+from streamtune.run.data import blame_recipe, make_sources
 from streamtune.run.device import choose_device, prepare_libraries, stream_model
-from streamtune.run.precision import as_before
-from streamtune.run.recipe_lines import blame_recipe, make_sources
+from streamtune.run.weight_choices import as_before
 from streamtune.tasks import TASKS, Task
 from streamtune.tasks.task import Built, chat_options
 

@@ -19,9 +19,8 @@ from streamtune.ops.head.sweep import TargetRows
 from streamtune.programs.evaluate.evaluate import Feedback
 from streamtune.programs.evaluate.model import plan_evaluation
 from streamtune.recipe.loader import LoadedRecipe
-from streamtune.run.data import make_tokenizer
+from streamtune.run.data import blame_recipe, make_sources, make_tokenizer
 from streamtune.run.device import choose_device, prepare_libraries, stream_model
-from streamtune.run.recipe_lines import blame_recipe, make_sources
 from streamtune.run.reference import load_reference
 from streamtune.tasks import task_of
 from streamtune.tasks.taught import TaughtWriter, distinct_rows, num_targets, reserved, tokenizer_hash

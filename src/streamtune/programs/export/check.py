@@ -39,7 +39,7 @@ from streamtune.models import with_generation
 from streamtune.programs.export.merge import Rounding, widened
 from streamtune.programs.export.source import TrainedModel
 from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
-from streamtune.run.recipe_lines import make_sources
+from streamtune.run.data import make_sources
 from streamtune.tasks import task_of
 from streamtune.tasks.task import chat_options
 

@@ -1,6 +1,6 @@
 """Generation from a trained model, loaded as in training: adapters on their base, with the same quantisation.
 
-Long prompts are prefilled in chunks (:mod:`streamtune.tasks.rollout.generate`). A conversation reuses the KV cache of
+Long prompts are prefilled in chunks (:mod:`streamtune.tasks.rollout.writers`). A conversation reuses the KV cache of
 the longest common prefix, unless a layer with a window has dropped a part of it.
 """
 

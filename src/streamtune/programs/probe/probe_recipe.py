@@ -23,11 +23,11 @@ from streamtune.programs.probe.trial import Outcome
 from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.schema import Recipe
 from streamtune.run.cluster import RanksAsked
+from streamtune.run.data import blame_recipe
 from streamtune.run.device import choose_device, make_schedule, prepare_libraries
 from streamtune.run.model import choose_quantization, make_blueprint
 from streamtune.run.plan import device_elsewhere, memory_of, rates_here
-from streamtune.run.precision import precise
-from streamtune.run.recipe_lines import blame_recipe
+from streamtune.run.weight_choices import precise
 from streamtune.tasks import task_of
 
 BASELINES: tuple[Mode, ...] = ("checkpoint", "plain")

@@ -49,10 +49,9 @@ from streamtune.run.plan import (
     recipe_workload,
     shares_prompts,
 )
-from streamtune.run.precision import precise
 from streamtune.run.ranks import local_backend, local_optimizer
 from streamtune.run.reference import streamed
-from streamtune.run.tiers import is_hopeless, placements
+from streamtune.run.weight_choices import is_hopeless, placements, precise
 from streamtune.schedule import Schedule
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.preference import GivenReference

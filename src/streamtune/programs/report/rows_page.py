@@ -11,7 +11,7 @@ from typing import Any
 from streamtune.base.privacy import plain
 from streamtune.data.data_report import EPOCH_COLUMNS, SourceReport, epoch_table
 from streamtune.data.inspect_rows import RowPart, RowView, TokenGap
-from streamtune.run.inspect import Inspection
+from streamtune.run.build import Inspection
 
 MOST_TOKENS = 600
 """Tokens shown of a row; longer rows have gaps."""

@@ -33,7 +33,7 @@ from streamtune.programs.verify.compared_rows import (
 from streamtune.programs.verify.report import VerifyReport
 from streamtune.programs.verify.verify import Comparison, compare_gradients, verify_schedules
 from streamtune.recipe.loader import LoadedRecipe
-from streamtune.run.data import make_tokenizer
+from streamtune.run.data import blame_recipe, make_sources, make_tokenizer
 from streamtune.run.device import (
     choose_device,
     make_router_loss,
@@ -42,9 +42,8 @@ from streamtune.run.device import (
     stream_model,
 )
 from streamtune.run.model import make_model
-from streamtune.run.precision import precise
-from streamtune.run.recipe_lines import blame_recipe, make_sources
 from streamtune.run.reference import load_reference
+from streamtune.run.weight_choices import precise
 from streamtune.schedule import Schedule
 from streamtune.tasks import Task, task_of
 from streamtune.tasks.random_batches import RandomTokens

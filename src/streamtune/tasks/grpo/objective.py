@@ -18,7 +18,7 @@ from streamtune.engine import StreamHandle
 from streamtune.ops import Divergence, TokenLoss
 from streamtune.recipe.settings import PolicySettings
 from streamtune.tasks.objectives import POLICY_LOSSES, StepTotals, check_policy, group_advantages, policy_loss
-from streamtune.tasks.objectives.ragged import counts
+from streamtune.tasks.objectives.advantages import counts
 
 Metrics = Mapping[str, tuple[float, float]]
 WORLD = train.World()

@@ -24,8 +24,14 @@ from streamtune.engine import StreamHandle
 from streamtune.errors import OutOfMemoryError
 from streamtune.recipe.settings import RolloutSettings
 from streamtune.tasks import rollout
-from streamtune.tasks.grpo.groups import BatchLayout, Group, ScoreCompletions, passing_completion, remember_logprobs
-from streamtune.tasks.grpo.shared_rollout import SharedLogprobs
+from streamtune.tasks.grpo.groups import (
+    BatchLayout,
+    Group,
+    ScoreCompletions,
+    SharedLogprobs,
+    passing_completion,
+    remember_logprobs,
+)
 from streamtune.tasks.objectives import POLICY_LOSSES, Advantages, group_advantages, reward_with_kl
 from streamtune.train.objective import autocast
 from streamtune.train.sketch import value_weights

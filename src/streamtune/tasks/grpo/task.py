@@ -24,10 +24,16 @@ from streamtune.plan.simulate.scored import Scored
 from streamtune.recipe.schema import GrpoRecipe
 from streamtune.schedule import Schedule
 from streamtune.tasks import rollout
-from streamtune.tasks.grpo.groups import BatchLayout, RewardScorer, load_functions
+from streamtune.tasks.grpo.groups import (
+    BatchLayout,
+    RewardScorer,
+    SharedRewards,
+    SharedWriter,
+    load_functions,
+    of_all_ranks,
+)
 from streamtune.tasks.grpo.objective import CompletionLoss, PolicyBatch, completion_loss
 from streamtune.tasks.grpo.rollout_rules import RolloutTools, rules_of
-from streamtune.tasks.grpo.shared_rollout import SharedRewards, SharedWriter, of_all_ranks
 from streamtune.tasks.grpo.stream import CompletionLog, GrpoSteps, WarmSteps
 from streamtune.tasks.preference import tree_batch
 from streamtune.tasks.random_batches import RandomTokens, random_completions

@@ -1,14 +1,22 @@
 """Objectives: pure functions of per-token log-probs, however these were computed.
 
-ragged      sums over the tokens of a completion
+advantages  sums over the tokens of a completion, and rewards of a group -> advantages
 pairs       losses of preference pairs
 unpaired    KTO: single labelled completions
-policy      policy-gradient losses                     advantages   rewards of a group -> advantages
+policy      policy-gradient losses
 """
 
 from __future__ import annotations
 
-from streamtune.tasks.objectives.advantages import ADVANTAGES, Advantages, group_advantages, reward_with_kl
+from streamtune.tasks.objectives.advantages import (
+    ADVANTAGES,
+    Advantages,
+    counts,
+    group_advantages,
+    mean_by_row,
+    reward_with_kl,
+    sum_by_row,
+)
 from streamtune.tasks.objectives.pairs import (
     PREFERENCE_LOSSES,
     PairKnobs,
@@ -27,7 +35,6 @@ from streamtune.tasks.objectives.policy import (
     kl_estimate,
     policy_loss,
 )
-from streamtune.tasks.objectives.ragged import counts, mean_by_row, sum_by_row
 from streamtune.tasks.objectives.unpaired import (
     UNPAIRED_LOSSES,
     RowLogps,

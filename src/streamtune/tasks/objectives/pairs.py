@@ -29,7 +29,7 @@ from torch.nn.functional import logsigmoid
 
 from streamtune.base.text import look_up
 from streamtune.errors import ArgumentError
-from streamtune.tasks.objectives.ragged import counts, sum_by_row
+from streamtune.tasks.objectives.advantages import counts, sum_by_row
 
 
 @dataclass(frozen=True)

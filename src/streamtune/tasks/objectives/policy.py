@@ -21,7 +21,7 @@ from torch import Tensor
 
 from streamtune.base.text import look_up
 from streamtune.errors import ArgumentError, did_you_mean
-from streamtune.tasks.objectives.ragged import counts, mean_by_row, sum_by_row
+from streamtune.tasks.objectives.advantages import counts, mean_by_row, sum_by_row
 
 LEVELS = ("token", "sequence")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from streamtune.base.text import look_up
 from streamtune.errors import ArgumentError
-from streamtune.tasks.objectives.ragged import counts, sum_by_row
+from streamtune.tasks.objectives.advantages import counts, sum_by_row
 
 
 @dataclass(frozen=True)

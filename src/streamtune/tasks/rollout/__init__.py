@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from streamtune.tasks.rollout.generate import TransformersWriter
 from streamtune.tasks.rollout.select import (
     LEAST,
     PROMPT_CHOICES,
@@ -12,8 +11,15 @@ from streamtune.tasks.rollout.select import (
     allocate,
     variance_score,
 )
-from streamtune.tasks.rollout.vllm import VllmWriter, check_vllm
-from streamtune.tasks.rollout.writer import Completion, Sampling, Writer, WritingStopped
+from streamtune.tasks.rollout.writers import (
+    Completion,
+    Sampling,
+    TransformersWriter,
+    VllmWriter,
+    Writer,
+    WritingStopped,
+    check_vllm,
+)
 
 __all__ = [
     "LEAST",

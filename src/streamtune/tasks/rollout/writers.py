@@ -1,22 +1,30 @@
-"""Completions by ``transformers``' ``generate``, each prompt read once for all of its completions.
+"""Writers complete prompts: the interface, ``generate`` of ``transformers``, and vLLM.
 
-A prompt's trunk, ``prompt[:-1]``, goes through the decoder once, ``prefill_chunk_size`` tokens at a time and without
-the head. Its keys and values are then repeated for the G completions, and ``generate`` goes on from the prompt's last
-token.
+With ``transformers`` a prompt is read once for all of its completions. Its trunk, ``prompt[:-1]``, goes through the
+decoder once, ``prefill_chunk_size`` tokens at a time and without the head. Its keys and values are then repeated for
+the G completions, and ``generate`` goes on from the prompt's last token.
 
-Layers that keep a state instead of keys and values do not allow that: their caches cannot be repeated, and
-many of them lose the state where a second chunk has more than one token. There the prompt is repeated, in batches of
-one length, because padding would run through the state.
+Layers that keep a state instead of keys and values do not allow that: their caches cannot be repeated, and many of them
+lose the state where a second chunk has more than one token. There the prompt is repeated, in batches of one length,
+because padding would run through the state.
+
+vLLM runs in this process and on this device, with the policy's weights handed over before each batch. It keeps its own
+copy of the model and is optional: it is imported only where it is asked for. It rounds differently from the policy, so
+a token's old log-prob is never taken from it; the trainer computes its own.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +33,68 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Stoppi
 from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import model_device
 from streamtune.engine.hf_names import LINEAR_CACHE, cache_by_name, inside, is_stateful
+from streamtune.errors import ArgumentError
 from streamtune.models.generation import with_generation
-from streamtune.tasks.rollout.writer import Completion, Sampling, WritingStopped, ended
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings for drawing the next token. The defaults draw from the model's own distribution."""
+
+    max_completion_length: int
+    """Tokens of a completion at most, its end token included."""
+    temperature: float = 1.0
+    """Logits are divided by it; 0 takes the likeliest token each time."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that have this probability together; 1 is all of them."""
+    top_k: int = 0
+    """Draw from this many of the likeliest tokens; 0 is all of them."""
+    min_p: float = 0.0
+    """Leave out tokens less likely than this fraction of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens seen before, in prompt or completion, are divided by it (multiplied where negative)."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The tokens written after a prompt."""
+
+    token_ids: list[int]
+    """At least one; the end token, where one was written, is the last."""
+    truncated: bool
+    """True if it was cut off at the longest length allowed: no end token was written."""
+
+
+class WritingStopped(Exception):  # noqa: N818 (nothing is wrong: somebody asked for it)
+    """Writing was stopped early, on request."""
+
+
+class Writer(Protocol):
+    """Completes prompts with the model as it is now."""
+
+    def write(
+        self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
+    ) -> list[list[Completion]]:
+        """Return ``count`` completions of each prompt.
+
+        Args:
+            prompts: Token ids, each at least one.
+            count: Completions of each prompt: the same number, or one number for each.
+            sampling: Settings for drawing. Random numbers come from torch's global generators: a resumed run draws the
+                same.
+
+        Raises:
+            WritingStopped: A stop was requested before the last token.
+        """
+        ...
+
+
+def ended(token_ids: Sequence[int], end_token_ids: frozenset[int]) -> Completion:
+    """Return the completion up to its first end token. All tokens after that are padding."""
+    for index, token in enumerate(token_ids):
+        if token in end_token_ids:
+            return Completion(list(token_ids[: index + 1]), truncated=False)
+    return Completion(list(token_ids), truncated=True)
 
 
 class TransformersWriter:
@@ -214,3 +282,100 @@ def _keeps_only_keys(model: PreTrainedModel) -> bool:
     return all(
         hasattr(layer, "batch_repeat_interleave") and not isinstance(layer, inside(LINEAR_CACHE)) for layer in layers
     )
+
+
+def check_vllm(device: torch.device) -> None:
+    """Refuse where vLLM is not installed, or there is no accelerator for it."""
+    if find_spec("vllm") is None:
+        raise ArgumentError(
+            "'use_vllm: true' needs vLLM, which is not installed",
+            where="use_vllm",
+            mend="pip install vllm, or delete the line: transformers writes the completions then",
+        )
+    if device.type != "cuda":
+        raise ArgumentError(
+            f"'use_vllm: true' needs a CUDA device, and this run is on {device.type}",
+            where="use_vllm",
+            mend="delete the line: transformers writes the completions then",
+        )
+
+
+class VllmWriter:
+    """Writes with vLLM.
+
+    Args:
+        model: The policy; its weights, with adapters merged into a copy, are handed over at each call.
+        folder: Configuration and tokenizer in Hugging Face format; positions are the configuration's.
+        max_length: Tokens of a prompt and its completion together.
+        memory_fraction: Part of the device's memory that vLLM may take; the rest is for training.
+
+    Raises:
+        ArgumentError: vLLM is not installed, or there is no accelerator.
+    """
+
+    def __init__(
+        self, model: nn.Module, folder: Path, *, end_token_ids: Sequence[int], max_length: int, memory_fraction: float
+    ) -> None:
+        check_vllm(model_device(model))
+        # Otherwise the engine runs in a process of its own, which the weights would have to be copied to by hand.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        import vllm  # type: ignore[import-not-found, unused-ignore]
+
+        self.model, self.end_token_ids = model, frozenset(end_token_ids)
+        self._parameters = vllm.SamplingParams
+        self._engine: Any = vllm.LLM(
+            model=str(folder),
+            load_format="dummy",  # the weights are handed over before each use
+            max_model_len=max_length,
+            gpu_memory_utilization=memory_fraction,
+        )
+
+    def write(
+        self, prompts: Sequence[list[int]], count: int | Sequence[int], sampling: Sampling
+    ) -> list[list[Completion]]:
+        """Return ``count`` completions of each prompt. The seed comes from torch's generator."""
+        with torch.no_grad():
+            weights = policy_weights(self.model)
+            self._engine.apply_model(lambda module: module.load_weights(weights) and None)
+        self._engine.reset_prefix_cache()  # what it remembers of prompts is of the weights before
+        common: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "max_tokens": sampling.max_completion_length,
+            "stop_token_ids": sorted(self.end_token_ids),
+            "seed": int(torch.randint(2**31 - 1, ())),
+        }
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        each = (
+            self._parameters(n=count, **common)
+            if isinstance(count, int)
+            else [self._parameters(n=own, **common) for own in count]
+        )
+        answers = self._engine.generate(asked, each, use_tqdm=False)
+        return [[ended(list(one.token_ids), self.end_token_ids) for one in answer.outputs] for answer in answers]
+
+
+def policy_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names as in a checkpoint, and weights with the adapters' update added to a copy; the model is left as it is.
+
+    Merging in place and taking it back would leave the frozen weights rounded.
+    """
+    base: nn.Module = base_of(model)
+    adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
+    for name, parameter in base.named_parameters():
+        inside = next((prefix for prefix in adapted if name.startswith(f"{prefix}.")), None)
+        if inside is None:
+            yield name, parameter.detach()
+            continue
+        rest = name.removeprefix(f"{inside}.")
+        if not rest.startswith("base_layer."):
+            continue  # the adapter itself
+        layer: Any = adapted[inside]
+        weight = parameter.detach()
+        if rest == "base_layer.weight":
+            for adapter in layer.active_adapters:
+                weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)
+        yield f"{inside}.{rest.removeprefix('base_layer.')}", weight
