@@ -447,7 +447,7 @@ class Task(ABC, Generic[R_co]):
 
     @property
     def teacher_top_k(self) -> int:
-        """How many of a teacher's likeliest tokens a file has of each target; 0 without such a file."""
+        """Number of a teacher's likeliest tokens that a file has of each target; 0 without such a file."""
         return 0
 
     # --- trials and comparisons --------------------------------------------------------------------------------
