@@ -12,10 +12,10 @@ Each method is optional and gets one dictionary, a copy. Random state, grad mode
 are put back after each call.
 
 Where time and prediction of a step differ by a third, the run says so and the rates are corrected. The plan is of the
-longest rows, so a step is predicted at the time of the plan in proportion to its operations (``simulate.workload``). The
-first step of a session is left out. So are steps of less than a fourth of the planned operations, and short ones, in which
-the time of an operator is Python's. Of several steps the fastest counts, and on a CPU at most its processor time: other
-work on the machine can only make a step slower.
+longest rows, so a step is predicted at the time of the plan in proportion to its operations (``simulate.workload``).
+The first step of a session is left out. So are steps of less than a fourth of the planned operations, and short ones,
+in which the time of an operator is Python's. Of several steps the fastest counts, and on a CPU at most its processor
+time: other work on the machine can only make a step slower.
 """
 
 from __future__ import annotations
