@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import streamtune
@@ -206,3 +207,36 @@ def test_importing_the_package_loads_no_heavy_library() -> None:
     program = f"import sys, streamtune; print(sorted({HEAVY!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def names_of(module: Path) -> set[str]:
+    """The names that a module has at its top level, as far as its text says."""
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    found = {path.stem for path in module.parent.iterdir()} if module.name == "__init__.py" else set()
+    for node in ast.walk(tree):  # also below `if TYPE_CHECKING` and `try`
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)  # names that a module gives on demand
+    return found
+
+
+def test_imports_of_tests_and_tools_resolve() -> None:
+    """Types are checked in ``src/`` alone: a name that moved would be found by the one test that reads it."""
+    roots = {"streamtune": PACKAGE, **{name: PACKAGE.parents[1] / name for name in ("tests", "tools", "benchmarks")}}
+    wrong, names = [], cache(names_of)
+    for file in [path for name, root in roots.items() if name != "streamtune" for path in root.rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or node.level or str(node.module).partition(".")[0] not in roots:
+                continue
+            root, *parts = str(node.module).split(".")
+            place = roots[root].joinpath(*parts)
+            module = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+            missing = [alias.name for alias in node.names if not module.is_file() or alias.name not in names(module)]
+            if missing and (module.is_file() or not place.is_dir()):
+                wrong.append(f"{file.relative_to(PACKAGE.parents[1])}:{node.lineno}: {node.module} has no {missing}")
+    assert wrong == []

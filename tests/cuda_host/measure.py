@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 import streamtune
 from streamtune import Schedule
 from streamtune.engine import fused as engine_fused
-from streamtune.engine import model_call, norms
+from streamtune.engine import model_call, outside_layers
 from streamtune.ops import fused
 from streamtune.ops.attention import kernels, view_kernels
 from streamtune.ops.devices import known_host_copy, with_host_copy
@@ -112,7 +112,7 @@ def decide_without_values() -> None:
     view_kernels._band_is_faster = lambda *_: True  # type: ignore[assignment]
     cross_entropy.TargetRows = AllTargets  # type: ignore[misc]
     cross_entropy.head_kernel = lambda *_, **__: None
-    norms.StreamedNorm._is_pointwise = lambda *_: True  # type: ignore[method-assign,assignment]
+    outside_layers.StreamedNorm._is_pointwise = lambda *_: True  # type: ignore[method-assign,assignment]
     model_call.forget_host_copies = lambda: None  # what they are copies of cannot be read
     found = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda ids: None if known_host_copy(ids) is None else found(ids)
