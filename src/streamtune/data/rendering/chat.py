@@ -8,12 +8,13 @@ reasoning does.
 All turns are positions in **one** rendering, that of the whole conversation, because that is what is trained on. The
 first of these methods that applies finds them:
 
-1. Marks. The template marks turns itself, with ``{% generation %}``. 2. Prefixes. The messages before a turn, the
-messages up to it, and all messages are rendered. If each rendering is a prefix of the next, the turn is the difference
-of the first two. 3. Changes. Templates that rewrite history (they drop the reasoning of earlier turns, or end the last
-turn with another token) break the prefixes. Then each message is replaced by a character that occurs nowhere, and the
-full rendering changes where that message stands. The header before it and the terminator after it come from renderings
-that stop at the turn. A turn may touch no text of another message; otherwise the row is refused.
+1. Marks. The template marks turns itself, with ``{% generation %}``.
+2. Prefixes. The messages before a turn, the messages up to it, and all messages are rendered. If each rendering is a
+   prefix of the next, the turn is the difference of the first two.
+3. Changes. Templates that rewrite history (they drop the reasoning of earlier turns, or end the last turn with another
+   token) break the prefixes. Then each message is replaced by a character that occurs nowhere, and the full rendering
+   changes where that message stands. The header before it and the terminator after it come from renderings that stop at
+   the turn. A turn may touch no text of another message; otherwise the row is refused.
 
 Messages of users, tools and the system are trained if ``roles_to_train`` names their role: their text, as changes find
 it, and the terminator right behind it if answers end with it too.

@@ -10,11 +10,11 @@ tokenised as in the whole. It lies between words:
 Three kinds of tokenizers allow that; other ones get the text whole.
 
 1. Byte-level BPE, whose pre-tokenizer splits text into words before anything is merged. Each alternative of its
-splitting expressions is one of :data:`ALTERNATIVES`: no match of these continues over such a border, none ends
-elsewhere because the text ends there, and none looks back. 2. Words split at blanks: WordPiece with BERT's
-pre-tokenizer, and models over ``▁`` with ``Metaspace``. 3. BPE over ``▁`` without a pre-tokenizer, as in Llama 2 and
-Gemma. A border is exact if no token of the vocabulary holds a letter with ``▁`` behind it: then nothing merges over the
-border. It is cut at blanks alone.
+   splitting expressions is one of :data:`ALTERNATIVES`: no match of these continues over such a border, none ends
+   elsewhere because the text ends there, and none looks back.
+2. Words split at blanks: WordPiece with BERT's pre-tokenizer, and models over ``▁`` with ``Metaspace``.
+3. BPE over ``▁`` without a pre-tokenizer, as in Llama 2 and Gemma. A border is exact if no token of the vocabulary
+   holds a letter with ``▁`` behind it: then nothing merges over the border. It is cut at blanks alone.
 
 In all three the normaliser changes characters one by one or composes them, and no line break or blank composes with
 anything; no added token holds a blank, and added tokens that take blanks at their sides begin and end with a sign.
