@@ -119,9 +119,7 @@ def build_run(
         if task.precomputes and not dry_run:
             assert isinstance(batches, PreferenceBatches), "only preferences have log-probs that are kept"
             reference = GivenReference()
-            batches.kept = kept_logps(
-                start, model, streamed.handle, tokenizer, batches, closing, notify=notify, doing=doing
-            )
+            batches.kept = kept_logps(start, model, streamed.handle, tokenizer, batches, closing, doing)
         else:
             reference = make_reference(start, model, streamed.handle, held, closing)
         return Run(

@@ -28,7 +28,6 @@ from streamtune.schedule import Schedule
 from streamtune.tasks import Task
 from streamtune.tasks.preference import PreferenceBatches
 from streamtune.tasks.reference import KeptLogps, computation, compute_logps, configuration, read_logps, row_key
-from streamtune.tasks.task import Notify
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,12 +87,10 @@ def kept_logps(
     tokenizer: PreTrainedTokenizerBase,
     batches: PreferenceBatches,
     closing: ExitStack,
-    *,
-    notify: Notify,
     doing: Doing,
 ) -> KeptLogps:
     """Return the reference's log-probs of every tree: kept from an earlier run, or computed now."""
-    recipe, world = start.recipe, start.world
+    recipe, world, notify = start.recipe, start.world, start.notify
     # A run that is resumed says under which key they are kept; its model is no longer the one it started with.
     # A reference that was allowed to change is asked anew.
     same = start.checkpoint is not None and not start.changed_files() & {"base", "adapter", "reference"}

@@ -27,7 +27,7 @@ from streamtune.tasks.preference import (
     UnpairedObjective,
     mismatched,
     pair_knobs,
-    tree_batch,
+    preference_batch,
     unpaired_knobs,
 )
 from streamtune.tasks.random_batches import RandomTokens, choose_trees
@@ -50,7 +50,7 @@ class Dpo(ScoringTask[DpoRecipe]):
     @classmethod
     def of_run(cls, recipe: DpoRecipe, folder: Path, notify: Notify) -> Self:
         if recipe.unpaired:
-            objectives.check_unpaired(recipe.loss_type, **unpaired_knobs(recipe))
+            objectives.check_unpaired(recipe.loss_type, unpaired_knobs(recipe))
         else:
             objectives.check_preference(recipe.loss_type, pair_knobs(recipe))
         return cls(recipe)
@@ -159,18 +159,13 @@ class Dpo(ScoringTask[DpoRecipe]):
 
     def _compared(self, trees: Sequence[data.Tree], pad_token_id: int, share: bool) -> PreferenceBatch:
         """Make a batch as ``PreferenceBatches`` does, but without log-probs of the reference computed in advance."""
-        margins = [tree.margin for tree in trees if tree.margin is not None]
-        labels = [label for tree in trees for label in tree.labels or []]
+        make = partial(preference_batch, pad_token_id=pad_token_id, share=share)
         others = None
         if self.measures:
-            turned = [mismatched(tree, trees, number + 1, self.recipe.max_length) for number, tree in enumerate(trees)]
-            others = PreferenceBatch(**tree_batch(turned, pad_token_id=pad_token_id, share=share))
-        return PreferenceBatch(
-            **tree_batch(trees, pad_token_id=pad_token_id, share=share),
-            margin_P=torch.tensor(margins, dtype=torch.float64) if len(margins) == len(trees) else None,
-            desirable_N=torch.tensor(labels) if labels else None,
-            mismatched=others,
-        )
+            others = make(
+                [mismatched(tree, trees, place, self.recipe.max_length) for place, tree in enumerate(trees, 1)]
+            )
+        return replace(make(trees), mismatched=others)
 
 
 def in_proportion(

@@ -74,6 +74,17 @@ def tree_batch(
     return {**collated, "branches": None if nodes is None else Branches.of_nodes(nodes)}
 
 
+def preference_batch(trees: Sequence[data.Tree], *, pad_token_id: int, share: bool) -> PreferenceBatch:
+    """Return a batch of trees with their ratings."""
+    margins = [tree.margin for tree in trees if tree.margin is not None]
+    labels = [label for tree in trees for label in tree.labels or []]
+    return PreferenceBatch(
+        **tree_batch(trees, pad_token_id=pad_token_id, share=share),
+        margin_P=torch.tensor(margins, dtype=torch.float64) if len(margins) == len(trees) else None,
+        desirable_N=torch.tensor(labels) if labels else None,
+    )
+
+
 def mismatched(tree: data.Tree, others: Sequence[data.Tree], start: int, max_length: int) -> data.Tree:
     """Return the prompt of a tree with the completions of another: the first from ``start`` on that has another prompt.
 
@@ -175,22 +186,15 @@ class PreferenceBatches:
         trees = [split[unit] for unit in units]
         return replace(self._batch(trees, self._kept(units, before)), mismatched=beside)
 
+    def _batch(self, trees: Sequence[data.Tree], reference_K: Tensor | None) -> PreferenceBatch:
+        batch = preference_batch(trees, pad_token_id=self.pad_token_id, share=self.share)
+        return replace(batch, reference_K=reference_K)
+
     def _mismatched(self, split: Sequence[data.Tree], unit: int) -> data.Tree:
         return mismatched(split[unit], self.prepared.train, unit + 1, self.recipe.max_length)
 
     def _kept(self, units: Sequence[int], before: int) -> Tensor | None:
         return None if self.kept is None else self.kept.of(before + unit for unit in units)
-
-    def _batch(self, trees: Sequence[data.Tree], reference_K: Tensor | None) -> PreferenceBatch:
-        margins = [tree.margin for tree in trees]
-        known = [margin for margin in margins if margin is not None]
-        labels = [label for tree in trees for label in tree.labels or []]
-        return PreferenceBatch(
-            **tree_batch(trees, pad_token_id=self.pad_token_id, share=self.share),
-            reference_K=reference_K,
-            margin_P=torch.tensor(known, dtype=torch.float64) if len(known) == len(margins) else None,
-            desirable_N=torch.tensor(labels) if labels else None,
-        )
 
 
 def _policy(handle: StreamHandle, model: nn.Module, batch: train.TreeBatch) -> tuple[Tensor, Tensor | None]:
@@ -253,7 +257,7 @@ class UnpairedObjective:
         self, handle: StreamHandle, recipe: PreferenceSettings, reference: train.Reference, device: torch.device
     ) -> None:
         self.handle, self.recipe, self.reference, self.device = handle, recipe, reference, device
-        self.loss = objectives.check_unpaired(recipe.loss_type, **unpaired_knobs(recipe))
+        self.loss = objectives.check_unpaired(recipe.loss_type, unpaired_knobs(recipe))
 
     def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = WORLD) -> _UnpairedTotals:
         """Return the number of completions of the step, and its baseline."""
@@ -274,9 +278,8 @@ class UnpairedObjective:
             objectives.RowLogps.of(logp_K, row_K, rows),
             objectives.RowLogps.of(ref_K, row_K, rows),
             batch.desirable_N,
+            unpaired_knobs(recipe),
             baseline=baseline,
-            length_normalization=recipe.length_normalization,
-            **unpaired_knobs(recipe),
         )
         summed = terms.losses_N.sum()
         threshold = 0.0 if baseline is None else recipe.beta * baseline.item()
@@ -330,12 +333,10 @@ def pair_knobs(recipe: PreferenceSettings) -> objectives.PairKnobs:
     return objectives.PairKnobs(**{key: getattr(recipe, key) for key in keys})
 
 
-def unpaired_knobs(recipe: PreferenceSettings) -> dict[str, float]:
-    return {
-        "beta": recipe.beta,
-        "desirable_weight": recipe.desirable_weight,
-        "undesirable_weight": recipe.undesirable_weight,
-    }
+def unpaired_knobs(recipe: PreferenceSettings) -> objectives.UnpairedKnobs:
+    return objectives.UnpairedKnobs(
+        recipe.beta, recipe.desirable_weight, recipe.undesirable_weight, recipe.length_normalization
+    )
 
 
 def _tree(batch: train.MicroBatch) -> PreferenceBatch:

@@ -10,7 +10,14 @@ from ragged_kit import Rows, make_rows
 from torch import Tensor
 
 from streamtune.errors import ArgumentError
-from streamtune.tasks.objectives import UNPAIRED_LOSSES, RowLogps, check_unpaired, kto_baseline, unpaired_loss
+from streamtune.tasks.objectives import (
+    UNPAIRED_LOSSES,
+    RowLogps,
+    UnpairedKnobs,
+    check_unpaired,
+    kto_baseline,
+    unpaired_loss,
+)
 
 BETA = 0.2
 DESIRABLE = torch.tensor([True, False, False, True, True, True, False, False])
@@ -39,11 +46,8 @@ def test_losses_and_gradients_are_those_of_the_formula(name: str, shift: float, 
         row_logps(rows, rows.logp_NL),
         row_logps(rows, ref_NL),
         DESIRABLE,
+        UnpairedKnobs(BETA, 1.33, 0.7, average),
         baseline=z0,
-        beta=BETA,
-        desirable_weight=1.33,
-        undesirable_weight=0.7,
-        length_normalization=average,
     )
 
     def ratios(policy_NL: Tensor, reference_NL: Tensor, mask_NL: Tensor) -> Tensor:
@@ -68,7 +72,7 @@ def test_losses_and_gradients_are_those_of_the_formula(name: str, shift: float, 
 def test_metrics_of_desirable_and_undesirable_rows() -> None:
     rows = make_rows()
     policy, reference = row_logps(rows, rows.logp_NL), row_logps(rows, rows.other(seed=1))
-    metrics = unpaired_loss("apo_zero_unpaired", policy, reference, DESIRABLE, beta=BETA).metrics()
+    metrics = unpaired_loss("apo_zero_unpaired", policy, reference, DESIRABLE, UnpairedKnobs(BETA)).metrics()
     ratio_N = BETA * (policy.logp_N - reference.logp_N)
     assert metrics["rewards/chosen"] == (pytest.approx(ratio_N[DESIRABLE].sum().item()), 4.0)
     assert metrics["logps/rejected"] == (pytest.approx(policy.logp_N[~DESIRABLE].sum().item()), 4.0)
@@ -92,5 +96,5 @@ def test_wrong_arguments() -> None:
     for key in ("beta", "desirable_weight", "undesirable_weight"):
         for value in (0.0, math.inf):
             with pytest.raises(ArgumentError, match="positive and finite") as error:
-                check_unpaired("kto", **{key: value})
+                check_unpaired("kto", UnpairedKnobs(**{key: value}))
             assert error.value.where == key

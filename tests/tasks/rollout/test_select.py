@@ -1,14 +1,19 @@
-"""Which prompts come next, and that a picker goes on where another one stood."""
+"""Which prompts come next, a picker that goes on, and completions divided among prompts with the least variance."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
+from itertools import product
+from random import Random
 
 import pytest
 
 from streamtune.errors import CheckpointError
-from streamtune.tasks.rollout import PassRates, PromptPicker
+from streamtune.tasks.rollout import LEAST, GradientNorms, PassRates, PromptPicker, allocate, variance_score
+
+ALPHA, BETA = 1e-3, 2.0
 
 
 def picker(choice: str, num_prompts: int = 10, seed: int = 3) -> PromptPicker:
@@ -78,3 +83,82 @@ def test_it_goes_on_where_another_one_stood(choice: str) -> None:
 def test_it_does_not_go_on_over_other_prompts() -> None:
     with pytest.raises(CheckpointError, match="num_prompts = 10, this run with 9"):
         picker("uniform", num_prompts=9).load_state_dict(picker("uniform").state_dict())
+
+
+def variance(counts: tuple[int, ...] | list[int], rates: list[float], norms: list[float]) -> float:
+    """The sum of the variances of the prompts' mean gradients, in which prompts that are hardly solved count less."""
+    parts = zip(counts, rates, norms, strict=True)
+    return sum(norm**2 / (count * rate) / (1 + ALPHA / rate**BETA) for count, rate, norm in parts)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_other_division_has_less_variance(seed: int) -> None:
+    """But for the rounding to whole numbers, by which one completion may be elsewhere."""
+    draw = Random(seed)
+    rates, norms = [draw.uniform(0.02, 1.0) for _ in range(4)], [draw.uniform(0.2, 3.0) for _ in range(4)]
+    total = 24
+    found = allocate([variance_score(rate, norm) for rate, norm in zip(rates, norms, strict=True)], total)
+    assert sum(found) == total
+    assert min(found) >= LEAST
+    others = (c for c in product(range(LEAST, total), repeat=4) if sum(c) == total)
+    best = min(others, key=lambda counts: variance(counts, rates, norms))
+    assert variance(found, rates, norms) <= 1.02 * variance(best, rates, norms)
+    assert sum(abs(ours - theirs) for ours, theirs in zip(found, best, strict=True)) <= 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_other_division_of_advantages_has_less_variance(seed: int) -> None:
+    draw = Random(seed)
+    rates, norms = [draw.uniform(0.02, 0.98) for _ in range(4)], [draw.uniform(0.2, 3.0) for _ in range(4)]
+
+    def of_advantages(counts: tuple[int, ...] | list[int]) -> float:
+        return sum(g * g * p * (1 - p) / n for n, p, g in zip(counts, rates, norms, strict=True))
+
+    found = allocate([variance_score(rate, norm, "neyman") for rate, norm in zip(rates, norms, strict=True)], 24)
+    best = min((c for c in product(range(LEAST, 24), repeat=4) if sum(c) == 24), key=of_advantages)
+    assert of_advantages(found) <= 1.02 * of_advantages(best)
+    assert variance_score(0.5, 1.0, "neyman") == 0.5
+    assert variance_score(1.0, 1.0, "neyman") == variance_score(0.0, 1.0, "neyman") == 0.0
+
+
+def test_hard_prompts_get_more_until_they_are_hopeless() -> None:
+    scores = [variance_score(rate, 1.0) for rate in (1.0, 0.5, 0.1, 0.03, 0.005, 0.0)]
+    assert scores[:4] == sorted(scores[:4])
+    assert scores[4] < scores[3]
+    assert scores[5] == 0
+    assert variance_score(0.5, 2.0) == pytest.approx(2 / math.sqrt(0.5 + 1e-3 / 0.5))
+    assert allocate([1.0, 0.0, 1.0], 12) == [5, 2, 5]
+
+
+def test_equal_scores_are_divided_equally_and_the_remainder_from_the_first() -> None:
+    assert allocate([3.0] * 4, 32) == [8] * 4
+    assert allocate([0.0] * 3, 9) == [3] * 3
+    assert allocate([1.0] * 3, 11) == [4, 4, 3]
+    assert allocate([100.0, 1.0, 1.0], 6) == [2, 2, 2]
+    assert allocate([1e-30, 1.0], 100) == [2, 98]
+    assert allocate([5.0], 7) == [7]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_are_given_and_none_has_too_few(seed: int) -> None:
+    draw = Random(seed)
+    scores = [draw.choice([0.0, draw.random(), 100 * draw.random()]) for _ in range(draw.randint(1, 12))]
+    total = LEAST * len(scores) + draw.randint(0, 40)
+    found = allocate(scores, total)
+    assert sum(found) == total
+    assert min(found) >= LEAST
+    for one, other in product(range(len(scores)), repeat=2):
+        assert scores[one] <= scores[other] or found[one] >= found[other] - 1
+
+
+def test_norms_follow_the_policy_and_go_on_where_others_stood() -> None:
+    norms = GradientNorms()
+    assert norms.norm(3) == 1.0
+    norms.observe(3, 4.0)
+    norms.observe(3, 2.0)
+    norms.observe(5, 1.0)
+    norms.observe(5, math.nan)
+    assert (norms.norm(3), norms.norm(5), norms.norm(9)) == (3.0, 1.0, 2.0)
+    other = GradientNorms()
+    other.load_state_dict(json.loads(json.dumps(norms.state_dict())))
+    assert [other.norm(prompt) for prompt in (3, 5, 9)] == [3.0, 1.0, 2.0]

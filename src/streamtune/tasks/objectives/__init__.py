@@ -38,6 +38,7 @@ from streamtune.tasks.objectives.policy import (
 from streamtune.tasks.objectives.unpaired import (
     UNPAIRED_LOSSES,
     RowLogps,
+    UnpairedKnobs,
     UnpairedLoss,
     UnpairedTerms,
     check_unpaired,
@@ -59,6 +60,7 @@ __all__ = [
     "PreferenceTerms",
     "RowLogps",
     "StepTotals",
+    "UnpairedKnobs",
     "UnpairedLoss",
     "UnpairedTerms",
     "check_policy",

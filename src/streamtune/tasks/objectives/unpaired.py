@@ -24,6 +24,21 @@ from streamtune.tasks.objectives.advantages import counts, sum_by_row
 
 
 @dataclass(frozen=True)
+class UnpairedKnobs:
+    """Parameters of the losses, each a key of the recipe."""
+
+    beta: float = 0.1
+    """strength of the pull to the reference"""
+    desirable_weight: float = 1.0
+    """factor of the losses of desirable completions"""
+    undesirable_weight: float = 1.0
+    """factor of the others. The paper wants ``desirable_weight * desirable rows : undesirable_weight * undesirable
+    rows`` between 1:1 and 4:3"""
+    length_normalization: bool = False
+    """log-probs per token"""
+
+
+@dataclass(frozen=True)
 class RowLogps:
     """Log-probs of N completions under one model."""
 
@@ -112,12 +127,9 @@ def unpaired_loss(
     policy: RowLogps,
     reference: RowLogps,
     desirable_N: Tensor,
+    knobs: UnpairedKnobs = UnpairedKnobs(),
     *,
     baseline: Tensor | None = None,
-    beta: float = 0.1,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-    length_normalization: bool = False,
 ) -> UnpairedTerms:
     """Compute one loss for each completion.
 
@@ -126,38 +138,31 @@ def unpaired_loss(
         reference: Log-probs under the reference. Not differentiated.
         desirable_N: True for a desirable completion: bool ``[N]``.
         baseline: The result of :func:`kto_baseline`, for the losses with ``needs_baseline``.
-        beta: Strength of the pull to the reference.
-        desirable_weight: Factor of the losses of desirable completions.
-        undesirable_weight: Factor of the others. The paper wants ``desirable_weight * desirable rows :
-            undesirable_weight * undesirable rows`` between 1:1 and 4:3.
-        length_normalization: Read log-probs per token.
 
     Raises:
         ArgumentError: An unknown name, a value out of range, or a missing baseline.
     """
-    loss = check_unpaired(name, beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+    loss = check_unpaired(name, knobs)
     if loss.needs_baseline and baseline is None:
         raise ArgumentError(
             f"the loss '{name}' compares with a KL baseline, and there is none",
             where="loss_type",
             mend="give the log-probs of mismatched completions to kto_baseline",
         )
-    if length_normalization:
+    if knobs.length_normalization:
         policy, reference = policy.per_token(), reference.per_token()
     logratio_N = policy.logp_N - reference.logp_N.detach()
     zero = logratio_N.new_zeros(())
-    losses_N = loss.formula(logratio_N, desirable_N, zero if baseline is None else baseline.to(zero), beta)
-    losses_N = torch.where(desirable_N, desirable_weight * losses_N, undesirable_weight * losses_N)
-    return UnpairedTerms(losses_N, beta * logratio_N.detach(), policy.logp_N.detach(), desirable_N)
+    losses_N = loss.formula(logratio_N, desirable_N, zero if baseline is None else baseline.to(zero), knobs.beta)
+    losses_N = torch.where(desirable_N, knobs.desirable_weight * losses_N, knobs.undesirable_weight * losses_N)
+    return UnpairedTerms(losses_N, knobs.beta * logratio_N.detach(), policy.logp_N.detach(), desirable_N)
 
 
-def check_unpaired(
-    name: str, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
-) -> UnpairedLoss:
+def check_unpaired(name: str, knobs: UnpairedKnobs = UnpairedKnobs()) -> UnpairedLoss:
     """Return the loss of this name if it can be computed with these values, else raise with the key in ``where``."""
     loss = look_up(name, UNPAIRED_LOSSES, "loss of unpaired rows", where="loss_type")
-    values = {"beta": beta, "desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
-    for key, value in values.items():
+    for key in ("beta", "desirable_weight", "undesirable_weight"):
+        value = getattr(knobs, key)
         if not (math.isfinite(value) and value > 0):
             raise ArgumentError(f"{key} is {value}: it must be positive and finite", where=key)
     return loss
