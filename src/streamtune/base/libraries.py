@@ -89,7 +89,7 @@ LOGGERS = (*QUANTISERS, "torch.utils._pytree")
 
 
 def quiet_imports() -> None:
-    """Let the loggers of libraries that peft and transformers import log errors only."""
+    """Silence everything below ERROR from libraries that peft and transformers import."""
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 

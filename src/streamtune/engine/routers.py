@@ -160,7 +160,7 @@ class RouterWatch:
         self.mask_BT = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def close(self) -> RouterSums | None:
-        """End the call; return the sums of its layers, None if there are none."""
+        """End the call; return the sums of its layers, or None if no layer reported any."""
         self.active, found, self.found = False, self.found, None
         return found
 

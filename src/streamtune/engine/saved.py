@@ -135,7 +135,7 @@ class KeptKV:
         self._fill(self.blocks, before, self.kv.pairs)
 
     def release(self) -> None:
-        """Free the memory of the buffers; the tensors stay, which the graph of a chunk has saved."""
+        """Free the memory of the buffers. Keep the tensor objects, because the graph of a chunk refers to them."""
         for pair in self.kv.pairs:
             for x in pair:
                 _resize(x, 0)

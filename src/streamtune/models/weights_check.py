@@ -105,7 +105,7 @@ def check_dtypes(name_or_path: str, config: Any) -> None:
 
 
 def check_layers(name_or_path: str, model: Any, unused: Collection[str]) -> None:
-    """Refuse a checkpoint with more decoder layers than its configuration says: they would be left out."""
+    """Refuse a checkpoint with more decoder layers than its configuration says: the others would not be loaded."""
     text = model.config.get_text_config(decoder=True)
     count = getattr(text, "num_hidden_layers", None)
     drafts = [getattr(text, key, None) for key in DRAFT_LAYERS]

@@ -116,7 +116,7 @@ class Reads:
     mend: str = ""
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
-        """Yield the mistake if the key is given and the other has another value."""
+        """Yield a refusal if ``key`` is given and ``other`` is not ``value``."""
         found = value_of(spec, self.other)
         if is_given(spec, self.key) and found != self.value:
             setting = f"{self.other}: {shown(self.value)}"

@@ -34,7 +34,7 @@ from streamtune.recipe.keys.trained_tokens import TrainedTokenKeys
 
 
 class RowSettings(RunKeys, BatchKeys, TrainedTokenKeys, CacheKeys, DataKeys):
-    """Settings of reading, rendering and fitting rows."""
+    """Settings of rows. ``data/`` reads no recipe: it gets the ``DataOptions`` that ``Task.data_options`` makes."""
 
 
 class TokenizerSettings(CacheKeys, DataKeys, ModelKeys):

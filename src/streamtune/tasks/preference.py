@@ -246,7 +246,7 @@ class _UnpairedTotals:
 
 
 class UnpairedObjective:
-    """The mean over the completions of a step of a loss of ``objectives.unpaired``.
+    """A loss of ``objectives.unpaired``, averaged over the completions of a step.
 
     The baseline of a loss is the mean log-ratio of the mismatched completions of the whole step, however it is split.
     They are scored before its first backward, without gradient and without dropout. In evaluation each batch has its

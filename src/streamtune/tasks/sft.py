@@ -66,7 +66,7 @@ class Sft(Task[Recipe]):
         *,
         val_size: float | None = None,
     ) -> data.PreparedData:
-        """Prepare the rows; where a run streams them only the first ones, which no run trains on."""
+        """Prepare the rows; with ``streaming: true`` only a sample of them, which is not trained on."""
         recipe = self.recipe
         if recipe.streaming:
             notify(f"streaming: true: at most the first {SAMPLED:,} rows of each dataset are read, and stand for all")

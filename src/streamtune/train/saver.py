@@ -310,7 +310,7 @@ def _write_model(writer: ModelWriter, folder: Path, world: World, explained: Con
 
 
 def _write_own(staged: Path, world: World, content: Content) -> list[Entry]:
-    """Write the state that this rank holds to disk, and return its entries of the index."""
+    """Write to disk the state that this rank holds; return its entries of the index."""
     entries = write_slices(staged, content.slices, world.rank, whole=content.whole)
     name = rng_name(world.rank)
     save_file(content.rng.tensors, staged / f"{name}.safetensors")

@@ -35,7 +35,7 @@ NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 
 
 class OpenFolder:
-    """A directory that is opened once: names are looked up in it, even if its path leads elsewhere by then.
+    """A directory held open, so that names resolve in it even if its path leads elsewhere later.
 
     Its path may lead through a link; its entries may not be links.
     """

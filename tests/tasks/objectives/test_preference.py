@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -13,7 +14,16 @@ from tests.precision_kit import assert_as_precise
 from torch import Tensor
 
 from streamtune.errors import ArgumentError
-from streamtune.tasks.objectives import PREFERENCE_LOSSES, PairKnobs, PairLogps, check_preference, preference_loss
+from streamtune.recipe import DpoRecipe
+from streamtune.recipe.keys.preferences import OF_PAIRS, OF_SINGLE_COMPLETIONS
+from streamtune.tasks.objectives import (
+    PREFERENCE_LOSSES,
+    PairKnobs,
+    PairLogps,
+    UnpairedKnobs,
+    check_preference,
+    preference_loss,
+)
 
 BETA = 0.3
 
@@ -251,3 +261,12 @@ def test_a_missing_reference_and_scores_nobody_reads_are_errors() -> None:
         preference_loss("sigmoid", pairs, None)
     with pytest.raises(ArgumentError, match="does not read scores"):
         preference_loss("sigmoid", pairs, pairs, scores=SCORES)
+
+
+def test_a_key_of_one_kind_of_loss_is_refused_with_the_other() -> None:
+    """``recipe/`` knows no losses, so it lists the keys that one kind alone reads."""
+    pairs, single = (
+        {field.name for field in fields(knobs)} & set(DpoRecipe.model_fields) for knobs in (PairKnobs, UnpairedKnobs)
+    )
+    assert set(OF_PAIRS) == pairs - single
+    assert set(OF_SINGLE_COMPLETIONS) == single - pairs

@@ -70,7 +70,7 @@ class Mixture:
         return units[np.argsort(np.concatenate(places), kind="stable")]
 
     def _part(self, source: int, epoch: int, seed: int, shuffle: bool) -> Numbers:
-        """Return the units of a source in an epoch: ``visits`` of them, from where the last epoch stopped."""
+        """Return ``visits`` units of a source in an epoch, continuing where the previous epoch stopped."""
         first, size = self.bounds[source], self.bounds[source + 1] - self.bounds[source]
         start, count = epoch * self.visits[source], self.visits[source]
         if not count:

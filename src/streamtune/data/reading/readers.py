@@ -320,7 +320,7 @@ def _read_arrow(file: DataFile, bad: BadRows) -> Iterator[Row]:
 
 
 def _slices(batches: Any) -> Iterator[Any]:
-    """Yield the rows of batches, 64 at a time: as Python values they take much more memory."""
+    """Yield the rows of batches, 64 at a time, because rows as Python values take much more memory."""
     for batch in batches:
         batch.validate(full=True)  # offsets of a damaged file lead out of its memory
         for start in range(0, batch.num_rows, 64):

@@ -172,7 +172,7 @@ class RowRenderer:
         variables = self._variables(content.variables, content.tools, origin)
         chat = self._chat.render(
             ChatRequest(content.messages, content.tools, variables=variables),
-            trained if self._train_on != "all" else off,
+            trained if self._train_on != "all" else off,  # `all` marks what is not trained, and inverts the mask below
             origin,
             reasoned=[index for index in trained if index in answers],
             find_exchanges=self._policy is not None and self._policy.splits_at_turns,
@@ -268,7 +268,7 @@ class RowRenderer:
         ]
 
     def _trained(self, content: Conversation) -> list[int]:
-        """Return the indices of the trained messages; with ``train_on: all`` of those that could be."""
+        """Return the indices of the messages that may be trained; ``train_on: all`` does not use them as a mask."""
         found = self.trainable(content)
         last = self._train_on == "last" or (self._train_on == "completion" and content.first_answer == 0)
         return found[-1:] if last else found

@@ -118,5 +118,5 @@ class Tiers:
         return Tiers, (self.schedule,)  # a copy has its own memory
 
     def close(self) -> None:
-        """Drop memory and file; a call whose backward is still to come keeps its own."""
+        """Drop memory and file; a call whose backward is still to come keeps what it has stored."""
         self._made, self.arena = {}, Arena(self.host)

@@ -89,7 +89,7 @@ class Axis:
 
     @property
     def beyond(self) -> int:
-        """Number of items that the whole step has more than the shorter one."""
+        """How many more items the whole step has than the shorter one."""
         return 0 if self.base is None else self.count - self.base
 
 

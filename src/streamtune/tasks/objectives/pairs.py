@@ -9,8 +9,11 @@ A formula takes two scores of P pairs and returns P losses. A score is
 
 of a completion y: the sum over its tokens, or the mean where the loss is defined per token (``per_token``) or the user
 asks for it. Below ``w`` and ``l`` are the scores of the chosen (won) and the rejected (lost) completion, ``sigma`` is
-the logistic function. To add a loss, write a function, a line of the table and its name in
-``recipe/keys/preferences.py``; for a parameter of its own, a field of :class:`PairKnobs` and a key of the same name.
+the logistic function.
+
+To add a loss, write a function, a line of the table and its name in ``recipe/keys/preferences.py``; for a parameter of
+its own, a field of :class:`PairKnobs` and a key of the same name there, which ``OF_PAIRS`` lists too. Then add its
+formula to docs/objectives.md and a case to tests/tasks/objectives/test_preference.py, and run ``make docs``.
 
 Nothing is divided here: the caller sums ``losses_P`` and divides by the pairs of the whole optimizer step.
 
@@ -172,10 +175,12 @@ def _log1mexp(x_P: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
+    """A loss of pairs: its formula, and what it asks of a recipe and of the scores."""
+
     formula: Callable[[Tensor, Tensor, PairKnobs], Tensor]
     """(scores of chosen ``[P]``, of rejected ``[P]``, knobs) -> losses ``[P]``"""
     reads: frozenset[str]
-    """knobs that some losses read and that this one reads too; ``scores`` are rewards of the completions"""
+    """knobs that this loss reads and some others do not: never ``beta``; ``scores`` are rewards of the completions"""
     needs_reference: bool = True
     per_token: bool = False
     """scores are means over tokens, as published"""
@@ -220,8 +225,7 @@ class PairLogps:
 
     @classmethod
     def of(cls, logp_K: Tensor, row_K: Tensor, num_rows: int) -> PairLogps:
-        """Sum per-token log-probs ``[K]``; rows lie pair after pair, the chosen one first: row ``2 p``, then ``2 p +
-        1``.
+        """Sum per-token log-probs ``[K]``. Rows ``2 p`` and ``2 p + 1`` are pair p, the chosen one first.
 
         Args:
             row_K: The completion of each token ``[K]``, int64.

@@ -285,7 +285,7 @@ def _keeps_only_keys(model: PreTrainedModel) -> bool:
 
 
 def check_vllm(device: torch.device) -> None:
-    """Refuse where vLLM is not installed, or there is no accelerator for it."""
+    """Raise an error if vLLM is not installed or has no accelerator."""
     if find_spec("vllm") is None:
         raise ArgumentError(
             "'use_vllm: true' needs vLLM, which is not installed",
