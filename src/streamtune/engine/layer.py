@@ -1,8 +1,9 @@
 """A decoder layer that streams: the forward chunk by chunk, and an autograd node whose backward is the paper's sum.
 
-The node takes the place of ``torch.utils.checkpoint``: it saves the layer's inputs, the random state,
-recurrent states, and what the schedule keeps; the rest is computed again. It takes the layer's parameters as inputs and returns the gradient of each **once**, so hooks on parameters (DDP, ZeRO, FSDP, an
-optimizer in the backward) fire once per layer and step, whatever the number of chunks.
+The node takes the place of ``torch.utils.checkpoint``: it saves the layer's inputs, the random state, recurrent states
+and what the schedule keeps; the rest is computed again. It takes the layer's parameters as inputs and returns the
+gradient of each **once**, so hooks on parameters (DDP, ZeRO, FSDP, an optimizer in the backward) fire once per layer
+and step, whatever the number of chunks.
 """
 
 from __future__ import annotations
