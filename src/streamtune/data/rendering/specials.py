@@ -100,7 +100,7 @@ class SpecialText:
         return replace(made, ids=array("i", (copy.numbers.get(number, number) for number in made.ids)))
 
     def _spelled(self, text: str) -> str:
-        """Return the text with the template's special tokens spelled as in the copy, and names in place of stand-ins."""
+        """Return the text with the template's special tokens as the copy spells them, and names for stand-ins."""
         text = self._all.sub(lambda match: self._copy.written[match.group()], text)
         for place, name in enumerate(self._names):
             text = text.replace(chr(_STAND_IN + place) * len(name), name)
