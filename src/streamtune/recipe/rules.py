@@ -280,6 +280,7 @@ class Spec(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
         protected_namespaces=(),
+        defer_build=True,  # of the classes that `--help` imports most never check a value
     )
 
     @model_validator(mode="after")
