@@ -36,7 +36,6 @@ from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.data.record_table import Example, Stored
 from streamtune.errors import CheckpointError
 
-
 Numbers = npt.NDArray[np.int64]
 
 
