@@ -35,10 +35,11 @@ fmt: $(STAMP)  ## format and sort imports
 	$(BIN)/ruff format src tests benchmarks tools
 	$(BIN)/ruff check --fix src tests benchmarks tools
 
-check: $(STAMP)  ## ruff and mypy --strict
+check: $(STAMP)  ## ruff, mypy --strict, and words that may only become fewer (tools/words.py)
 	$(BIN)/ruff format --check src tests benchmarks tools
 	$(BIN)/ruff check src tests benchmarks tools
 	$(BIN)/mypy
+	$(BIN)/python -m tools.words
 
 golden: $(STAMP)  ## what users see of this commit, into build/golden: help, refusals, documents, files of runs, plans
 	$(BIN)/python -m tools.golden build/golden
