@@ -68,8 +68,8 @@ class Schedule:
         offload: Memory that stores the layer inputs for the backward: C e L bytes.
         offload_dir: Directory of the file, for ``offload="disk"``. The open file has no name, so it goes with the
             process, however that ends.
-        device_layers: With ``offload`` to host or disk: number of layer inputs that stay on the device, those that the
-            backward needs first.
+        device_layers: Number of layer inputs that stay on the device with ``offload`` to host or disk: the inputs that
+            the backward needs first.
         levels: 1 stores the input of every layer. 2 stores the input of every ``segment_size``-th layer and computes
             the others again, a segment at a time, for one more forward.
         segment_size: Layers of a segment at two levels; None is the size that stores fewest.

@@ -64,7 +64,7 @@ def print_view(found: Inspection, view: RowView, most: int | None, *, reason: st
         found: The rows of a recipe.
         view: The row.
         most: Tokens to show, about; None shows all.
-        reason: For which it was chosen.
+        reason: Reason why the row is shown.
         ids: Print every token on a line of its own, with its id.
     """
     out.print()

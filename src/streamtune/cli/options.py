@@ -84,7 +84,7 @@ def read_recipe(
     Args:
         path: The file.
         settings: Overrides of the recipe, each ``key=value``.
-        objective: What the command trains for; a recipe of another objective is refused.
+        objective: Objective of the command; a recipe of another objective is refused.
         connects: The command may use the hub although the recipe names none.
 
     Raises:

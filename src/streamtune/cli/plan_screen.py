@@ -258,7 +258,7 @@ def traffic_table(traffic: dict[str, Any]) -> Table:
     """Return a table of the bytes one device sends in a step, with one row for each kind of message.
 
     Args:
-        traffic: As ``--json`` has it.
+        traffic: The object ``traffic`` of ``--json``.
     """
     names = ("collectives", traffic["node_link"], traffic["network_link"], "seconds")
     table = make_table(Column(no_wrap=True), *names, header="dim")

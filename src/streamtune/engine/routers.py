@@ -114,7 +114,7 @@ class RouterWatch:
     """Collects a model's router logits while a call is streamed, and computes the losses to add to its loss.
 
     Args:
-        layers: Its decoder layers.
+        layers: Decoder layers of the model.
         loss: Losses to add; None takes the balance coefficient of the model's own configuration, and only if a call or
             the configuration says ``output_router_logits``.
     """

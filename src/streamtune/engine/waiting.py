@@ -167,7 +167,7 @@ class WaitingWeights:
     Args:
         model: Model of ``transformers``, without wrappers. Its weights are moved (:func:`keep_on_host`), and stay on
             the host when the stream is removed.
-        layers: Its decoder layers.
+        layers: Decoder layers of the model.
         tiers: Counts the bytes that are copied.
         dtype: Dtype of copies; None is the dtype of each weight.
     """

@@ -204,9 +204,9 @@ def _largest_size(low: int, fits: Found, high: int, exceeds: Found | None, limit
 
     Args:
         low: A size that fits.
-        fits: Its step.
+        fits: Step of the size ``low``.
         high: A larger size that does not fit.
-        exceeds: Its step; None if the model does not allow that size, which says nothing of the sizes between.
+        exceeds: Step of the size ``high``; None if the model does not allow that size, which says nothing of the sizes between.
         limits: The memory.
     """
     found = float(high)

@@ -233,7 +233,7 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
 
     Args:
         tree: The recipe as read; its top level is changed.
-        marks: Where its keys stand; changed with it.
+        marks: Lines of the keys; changed with the tree.
 
     Returns:
         Notes on the names taken, and the mistakes: a key under two names, a key or a value with no equal here. A key

@@ -46,7 +46,7 @@ class LoadedRecipe:
         recipe: The checked recipe, defaults filled in, local paths found.
         path: The file it was read from, as given.
         notes: Messages for the user: other trainers' names taken, keys without effect.
-        marks: Where each key was written.
+        marks: Lines of the keys.
     """
 
     recipe: Recipe
@@ -259,7 +259,7 @@ def names_a_hub(recipe: Recipe) -> bool:
     """Return True if a recipe names a model, tokenizer or dataset that is not here, and so may be on a hub.
 
     Args:
-        recipe: As :func:`load_recipe` returns it: local paths are found.
+        recipe: Recipe from :func:`load_recipe`, with local paths found.
     """
     names = [recipe.model_name_or_path, getattr(recipe, "ref_model_name_or_path", None), recipe.teacher]
     names += [recipe.tokenizer.path if recipe.tokenizer else None]

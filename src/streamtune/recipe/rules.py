@@ -82,7 +82,7 @@ class Clash:
     Args:
         when: The settings.
         what: Sentence of the error.
-        mend: How to mend it.
+        mend: Fix.
         key: Key whose line is reported; empty for the first of ``when``.
     """
 
@@ -104,9 +104,9 @@ class Reads:
     Args:
         key: The key that is read.
         other: The other key.
-        value: Its value.
-        why: What the key does with it, where the sentence says more than "is read with".
-        mend: How to mend it, where it differs.
+        value: Value of the other key.
+        why: Verb in place of "is read with", where the sentence says more.
+        mend: Fix, where it differs from the usual.
     """
 
     key: str
@@ -132,7 +132,7 @@ class OnlyFor:
     """Keys that only one objective reads.
 
     Args:
-        objective: That objective.
+        objective: The objective that reads the keys.
         keys: The keys.
         what: Sentence of the error, with ``{key}`` and ``{objective}``.
     """

@@ -25,10 +25,10 @@ class ShippedRecipe:
     """A recipe that comes with StreamTune.
 
     Args:
-        name: What ``streamtune recipes show`` calls it: its path below the folder of recipes, without the suffix.
-        summary: Its first comment line.
-        path: Its file.
-        text: Its content.
+        name: Name in ``streamtune recipes show``: the path below the folder of recipes, without the suffix.
+        summary: First comment line of the file.
+        path: Path of the file.
+        text: Content of the file.
     """
 
     name: str

@@ -49,8 +49,8 @@ class Mistake:
 
     Args:
         path: The key it is about; longer than any marked path for a key that is missing.
-        what: What is wrong.
-        mend: How to mend it; may be empty.
+        what: Sentence of the error.
+        mend: Fix; may be empty.
         line: Line in the file, where the path alone does not give it (a duplicate key).
     """
 
@@ -140,7 +140,7 @@ def read_yaml(text: str, file: str) -> tuple[Any, Marks, list[Mistake]]:
 
     Args:
         text: The document.
-        file: Its name for error messages.
+        file: Name of the document in error messages.
 
     Returns:
         The values (``dict``, ``list``, ``str``, ``int``, ``float``, ``bool``, ``None``; ``None`` for an empty
@@ -275,7 +275,7 @@ def dump_recipe(recipe: Recipe, *, comment: str = "") -> str:
     """Return the recipe as YAML, with every default written out.
 
     Args:
-        recipe: What to write; keys without a value are left out.
+        recipe: The recipe; keys without a value are left out.
         comment: Lines to put above it.
 
     Returns:

@@ -92,7 +92,7 @@ def load_callbacks(specs: Sequence[str], *, allow_code: bool, directory: Path, m
     Args:
         specs: ``file.py:Name`` or ``module:Name`` of each callback.
         allow_code: True if code that the recipe names may run.
-        directory: Where relative paths start and modules may lie.
+        directory: Folder of relative paths and of modules.
         main: True on rank 0; other ranks import the code and do not call it, so that all fail alike.
 
     Raises:

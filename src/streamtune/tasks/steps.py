@@ -311,7 +311,7 @@ class SelectedSteps(Steps):
 
     Args:
         batches: Makes batches of single rows, and of the chosen ones.
-        recipe: As :class:`Steps` reads it; ``select_from`` is how many times the rows of a step are drawn.
+        recipe: Settings of :class:`Steps`; the rows of ``select_from`` steps are drawn for each step.
         cost: The predicted time of a row.
         sketch: Computes the sketch of a row.
         bounds: [sources + 1] the first row of each source, and the number of all.

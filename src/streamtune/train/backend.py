@@ -312,7 +312,7 @@ class ForwardBackend(TorchBackend):
     Args:
         module: The streamed model.
         optimizer: Optimizer over its parameters.
-        layers: Its decoder layers.
+        layers: Decoder layers of the model.
         world: The ranks that share the step.
 
     Raises:

@@ -89,7 +89,7 @@ def train(
 
     Args:
         job: Everything that the run gives.
-        settings: How long, how often, how.
+        settings: Numbers and intervals of the run.
         progress: Output to the user.
         stop: Checked after each micro-batch. A step broken off half-way is not in the checkpoint.
         listeners: Called by rank 0. An error of a listener stops the run, as ``stop`` does.

@@ -200,7 +200,7 @@ class ModelReference:
 
     Args:
         model: The model that is called: with adapters the trained model itself, else another one.
-        handle: Its handle.
+        handle: Handle of the model.
         temperature: Divisor of the logits.
         adapters: Leave its adapters on.
     """

@@ -77,7 +77,7 @@ class RowSketch:
 
     Args:
         model: The streamed model that is called.
-        handle: Its handle.
+        handle: Handle of the model.
         objective: Loss of a row.
         device: Device of the model.
         size: Numbers of a sketch.

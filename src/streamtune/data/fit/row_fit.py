@@ -160,7 +160,7 @@ class RowFit(LengthFit[Example, DataReport]):
         """Fit a row to the length, and write the examples made of it.
 
         Args:
-            origin: Its place, ``file:line``.
+            origin: Place of the row, ``file:line``.
             group: Hash; rows with the same hash are held out together. None hashes the examples.
         """
         self._group = group

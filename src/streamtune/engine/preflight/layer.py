@@ -61,7 +61,7 @@ class LayerCheck:
 
     Args:
         model: Model named in errors.
-        layers: Its decoder layers.
+        layers: Decoder layers of the model.
         names: Attention that the model's configs name.
         reference: Names that they have in the plain model.
         own: Attention of layers that compute it themselves.

@@ -72,7 +72,7 @@ class Cluster:
         nodes: Number of machines, each with the same number of devices.
         engine: The engine that divides weights, gradients and optimizer state between them.
         sequence_size: Number of devices that share a sequence, SP.
-        form: How they share it: ``ulysses`` exchanges heads for tokens, ``ring`` passes keys and values around.
+        form: Way of sharing a sequence: ``ulysses`` exchanges heads for tokens, ``ring`` passes keys and values around.
         links: The links between them.
         buckets: Sizes of the engine's buffers for its collectives.
         optimizer_offload, weights_offload: ZeRO's offload of either to the host; ``zero3_offload`` has both.

@@ -286,7 +286,7 @@ def layout_of(model: Any, schedule: Schedule, length: int, *, streamed: bool, la
 
     Args:
         model: The model.
-        schedule: Its schedule.
+        schedule: Schedule of the step.
         length: Tokens of a row.
         streamed: True if the step has chunks.
         layers: True if layers may be left out.

@@ -36,7 +36,7 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         model: The model that is run.
-        layers: Its decoder layers.
+        layers: Decoder layers of the model.
         count_cpu: Count host memory; None counts it if the model is there.
         beside: Another model that is run and not trained, whose weights are not counted either.
 

@@ -121,8 +121,8 @@ class Workload:
         teacher: Head of the teacher that the loss has a divergence from; its weights are in ``reference_bytes``.
         teacher_top_k: Number of a teacher's top-k tokens that a file has of each target, on the host; 0 without.
         reference_bytes: Bytes of weights that are held besides the model's and not trained.
-        step: What the optimizer step computes of each micro-batch, the gradients that exist at once, and where states
-            are.
+        step: Kind of the optimizer step: passes over each micro-batch, gradients that exist at once, place of the
+            states.
         keep: Cache simulations on disk.
 
     Raises:

@@ -211,7 +211,7 @@ def lengths_report(
 
     Args:
         recipe: The recipe; the rows of other schedules change what their labels name.
-        job: Its model, to measure.
+        job: Model of the recipe, to measure.
         options: Options of the command line.
         asked: Settings that the figures depend on, as JSON values.
         notify: Called with the current trial.

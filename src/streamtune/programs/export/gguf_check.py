@@ -290,7 +290,7 @@ class GgufFile:
         """Return a weight in the model's order, and the largest rounding of each number; fp32.
 
         Args:
-            name: Of the model, with at least one place.
+            name: Name of the model, with at least one place.
 
         Raises:
             ValueError: Its type is none that the converter writes.

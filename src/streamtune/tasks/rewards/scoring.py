@@ -48,7 +48,7 @@ def load_rewards(
             parentheses, if any: ``regex_match(pattern="^[0-9]+$")``.
         weights: One weight a function; None: all 1.
         allow_code: Whether rewards may run code that a model wrote (``unit_tests``).
-        directory: Where relative paths start and modules may lie; None: the current directory.
+        directory: Folder of relative paths and of modules; None is the current one.
 
     Raises:
         ArgumentError: A spec or the weights are wrong, or a reward would run code and may not.

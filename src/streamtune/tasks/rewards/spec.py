@@ -58,7 +58,7 @@ def load_reward(spec: str, *, allow_code: bool, directory: Path) -> RewardFuncti
 
     Args:
         allow_code: Whether it may run code that a model wrote.
-        directory: Where relative paths start and modules may lie.
+        directory: Folder of relative paths and of modules.
 
     Raises:
         ArgumentError: There is no such function, its options are wrong, or it would run code and may not.
