@@ -51,8 +51,8 @@ def stream(
     Args:
         model: Causal language model of ``transformers``, with or without peft adapters.
         chunk_size: Tokens of a chunk; shorthand for ``schedule=Schedule(chunk_size=...)``.
-        schedule: Choices of a streamed step. By default ``Schedule()``; a call of at most 4,096 tokens is then one chunk
-            that keeps its attention outputs, which costs no more than checkpointing.
+        schedule: Choices of a streamed step. By default ``Schedule()``; a call of at most 4,096 tokens is then one
+            chunk that keeps its attention outputs, which costs no more than checkpointing.
         head: True streams the language-model head as well. A call with ``labels`` then returns the loss and no logits;
             in evaluation (``model.eval()`` and ``torch.no_grad()``) logits are computed when they are read. A model
             without a language-model head (a classifier, a reward model) keeps its own.

@@ -206,7 +206,8 @@ def _largest_size(low: int, fits: Found, high: int, exceeds: Found | None, limit
         low: A size that fits.
         fits: Step of the size ``low``.
         high: A larger size that does not fit.
-        exceeds: Step of the size ``high``; None if the model does not allow that size, which says nothing of the sizes between.
+        exceeds: Step of the size ``high``; None if the model does not allow that size, which says nothing of the sizes
+            between.
         limits: The memory.
     """
     found = float(high)
