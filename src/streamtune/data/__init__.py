@@ -7,8 +7,8 @@
     inspect_rows, length_measures: prepared rows as text; what other lengths would lose  (streamtune data)
     texts: the texts alone, for training a tokenizer
 
-The fault of a file or a row is a ``DataError`` wherever it is found; ``faults`` collects those of rows. ``counts``
-holds what rendering finds in sound rows. Import order is that of the arrows, right to left; nothing here knows a model
+The fault of a file or a row is a ``DataError`` wherever it is found; ``faults`` collects the faults of rows. ``counts``
+holds what rendering finds in sound rows. Imports follow the arrows, right to left; nothing here knows a model
 or a recipe.
 """
 

@@ -138,7 +138,7 @@ def fit_rows(
         make: Makes an empty fit, given the writer of its records.
         fill: Reads, renders and fits every row; its second argument takes messages for the user.
         cache: Cache of prepared rows; None keeps nothing.
-        notify: Called with messages for the user; loaded rows repeat those of their preparation.
+        notify: Called with messages for the user; loaded rows repeat the messages of their preparation.
 
     Returns:
         The fit, and the table of the records.
@@ -271,7 +271,7 @@ def _keep(
 
 
 def _describe(path: Path, checksum: str | None) -> tuple[int, str]:
-    """Return the size and the checksum of a file; a known checksum is that of what was to be written."""
+    """Return the size and the checksum of a file; a known checksum is of what was to be written."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size, checksum or checksum_of(file)
 
@@ -299,7 +299,7 @@ class SourceContents:
     def moved(self, notify: Notify) -> bool:
         """Return True and notify the user if a file changed since, also if it was changed back.
 
-        Its rows may have been read in between, and are not those of :attr:`name`.
+        Its rows may have been read in between, and then differ from the rows of :attr:`name`.
         """
         touched = self._hashes.touched()
         if not touched and self._hash(self._sources, self._hashes) == self.name:

@@ -95,7 +95,7 @@ def _mean_where_all_is_hidden(out: Tensor, value: Tensor, mask: Tensor) -> Tenso
     """Return the output ``[B, H, T, D]`` with the mean of all values for a query whose keys are all hidden.
 
     Softmax gives that where the lowest finite number was added to all scores. Only a caller's own dense mask
-    ``[B, 1, T, S]`` covers all keys: that of a cross attention outside the decoder layers.
+    ``[B, 1, T, S]`` covers all keys: the mask of a cross attention outside the decoder layers.
     """
     hidden = (mask <= torch.finfo(mask.dtype).min).all(-1, keepdim=True) & mask.isfinite().all(-1, keepdim=True)
     if not bool(hidden.any()):

@@ -278,7 +278,7 @@ class StreamedCalls(StreamedModel):
         return output
 
     def _check_hidden_states(self, output: Any) -> None:
-        """Make recorded hidden states plain tensors; refuse those of layers inside a layer, a chunk each (zamba)."""
+        """Make recorded hidden states plain tensors; refuse states of layers inside a layer, a chunk each (zamba)."""
         states = getattr(self._with_plain_states(output), "hidden_states", None)
         pieces = [x for x in states or () if isinstance(x, Tensor) and x.dim() > 2 and x.shape[-2] < self._length]
         if pieces:

@@ -14,7 +14,7 @@ from streamtune.errors import UnsupportedModelError
 
 
 class LayerOutputs:
-    """Splits the output of each chunk into tensors, and joins those of the whole sequence in the layer's own form."""
+    """Splits the output of each chunk into tensors, and joins all chunks' tensors in the layer's own form."""
 
     def __init__(self, name: str, hidden_along: Along) -> None:
         self.name, self.hidden_along = name, hidden_along

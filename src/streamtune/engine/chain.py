@@ -13,7 +13,7 @@ values (``saved``) or the states at chunk borders, with their gradients. If the 
 used elsewhere too, the node that returned them runs as well, on the layers up to there, and autograd adds what both
 return: the gradient is exact, and these layers are computed twice.
 
-At one level the graphs of all layers of a chunk exist at once. At two, those of a segment of layers do: a pass without
+At one level the graphs of all layers of a chunk exist at once. At two, only one segment's do: a pass without
 a graph keeps the input of each segment first, for one more forward.
 """
 

@@ -80,7 +80,7 @@ class StreamedHead:
         self._check_loss(model.__dict__.get(LOSS))
 
     def _check_loss(self, function: Any) -> None:
-        """Refuse another loss than that of causal language models (None), the only one that ours replaces."""
+        """Refuse another loss than the causal language model's (None), the only one that ours replaces."""
         if function is not None and function not in (_causal_loss, self.loss):
             name = getattr(function, "__name__", type(function).__name__)
             raise UnsupportedModelError(
@@ -176,7 +176,7 @@ class StreamedHead:
         Args:
             logits: Lazy logits.
             labels: ``[B, T]``, unshifted; -100 where nothing is trained.
-            num_items_in_batch: Target tokens of the whole global step; None counts those of this call.
+            num_items_in_batch: Target tokens of the whole global step; None counts this call's.
             shift_labels: ``[B, T]`` already shifted; takes precedence over ``labels``.
         """
         known = _LOSSES.get(getattr(self.model, "loss_type", None))

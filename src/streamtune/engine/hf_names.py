@@ -245,7 +245,7 @@ def replace_inside(name: str, function: Callable[..., Any]) -> None:
 
 @lru_cache(maxsize=512)
 def parameters_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function; for a wrapper that takes old names too, those of the function inside."""
+    """Return the parameters of a function; for a wrapper that takes old names too, the wrapped function's."""
     return inspect.signature(forward).parameters
 
 

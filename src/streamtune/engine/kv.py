@@ -28,7 +28,7 @@ class KeysAndValues:
     """K, V and dK, dV of one layer call, ``[B, G, length, D]`` each, one pair for every ``update`` the layer makes.
 
     Args:
-        length: Tokens T of the sequence, those of ``past`` included.
+        length: Tokens T of the sequence, the tokens of ``past`` included.
         widen: Sum dK, dV in fp32 where K, V are narrower.
         past: Keys and values of tokens before the sequence.
     """
@@ -225,7 +225,7 @@ class States:
         """Note the leaf that stands for a state in the graph of a chunk."""
 
     def hand_back(self, chunk: slice, after: int | None, position: int, parts: dict[StateKey, Tensor | None]) -> None:
-        """Add gradients ``parts`` to those of the states after ``after`` tokens, with which a chunk began."""
+        """Add gradients ``parts`` to the gradients of the states after ``after`` tokens, with which a chunk began."""
         if after is None:
             return
         totals = self.grads.setdefault(after, {})

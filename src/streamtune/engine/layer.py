@@ -122,7 +122,7 @@ class StreamedForward(StreamedLayer):
         return LayerCall.bind(self.layer, tuple(map(added, args)), named, OwnAttention("eager"), self.configs)
 
     def _follow_cache(self, call: LayerCall) -> None:
-        """Let the call's tokens follow those of the cache that was passed, if it holds any."""
+        """Let the call's tokens follow the tokens in the cache that was passed, if it holds any."""
         if call.cache_name == STATE:
             refuse_past("the layer is handed a state", self.name)
         try:

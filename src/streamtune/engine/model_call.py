@@ -130,7 +130,7 @@ class ModelCall:
 def mark_read(call: ModelCall) -> None:
     """Mark the cache that a call with gradients reads and does not write to.
 
-    The plain model writes to it, so a later call would take its keys for those of all tokens so far.
+    The plain model writes to it, so a later call would take its keys for the keys of all tokens so far.
     """
     cache = call.cache
     if getattr(cache, READ, False):

@@ -114,7 +114,7 @@ class Modes:
 
 
 def function_modes() -> tuple[TorchFunctionMode, ...]:
-    """Return the modes that intercept torch's functions, without those of a default or a simulated device."""
+    """Return the modes that intercept torch's functions, except for a default or a simulated device."""
     ignored = (DeviceContext, DeviceFunctions)
     return tuple(mode for mode in _get_current_function_mode_stack() if not isinstance(mode, ignored))
 
@@ -144,7 +144,7 @@ def attribute_as(owner: object, name: str, value: Any) -> Iterator[None]:
 
 
 def restore_forward(module: nn.Module, before: Any) -> None:
-    """Restore the ``forward`` that an instance had before; None is that of its class."""
+    """Restore the ``forward`` that an instance had before; None is the ``forward`` of its class."""
     if before is None:
         del module.forward
     else:

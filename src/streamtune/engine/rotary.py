@@ -5,8 +5,8 @@ takes another base for each length. ``transformers`` reads the length from the p
 another length, which this module gives:
 
     packed rows, shared beginnings    each row has the frequencies of its own length, as alone
-    ranks that share a sequence       every rank has those of the whole sequence, of which it has a part
-    a call after a longer one         has those of its own length (``dynamic`` keeps the longest of all calls so far)
+    ranks that share a sequence       every rank has the whole sequence's frequencies
+    a call after a longer one         has its own length's frequencies (``dynamic``: of the longest call so far)
 
 A batch of padded rows has the frequencies of its longest row, as without streaming.
 

@@ -194,7 +194,7 @@ class RouterWatch:
         return [] if found is None else found.parts
 
     def add(self, parts: Sequence[Tensor]) -> None:
-        """Add the sums of a layer's whole sequence to those of the call."""
+        """Add the sums of a layer's whole sequence to the sums of the call."""
         if parts:
             sums = RouterSums(*parts)
             self.found = sums if self.found is None else self.found + sums

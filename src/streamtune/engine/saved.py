@@ -176,7 +176,7 @@ class KeptKV:
         self.kv.pairs, self.kv.grads, self.kv.offset = [], [], 0
 
     def free_sums(self) -> None:
-        """Free the gradients, such as those of an interrupted backward."""
+        """Free the gradients, such as what an interrupted backward left."""
         for block in self.sums.values():
             block.free()
         self.sums.clear()

@@ -66,7 +66,7 @@ class StreamedLayer:
         self.carries_states = False
         """True if its chunks end where packed rows do: states must not pass from one to the next."""
         self.narrow_states = False
-        """True if its last call passed on a state in a narrower dtype than that of its hidden states."""
+        """True if its last call passed on a state in a narrower dtype than its hidden states."""
         self.leaves_checked = self.attention_known = self.removed = False
         configs: list[Any] = [getattr(module, "config", None) for module in layer.modules()]
         self.configs = list({id(config): config for config in configs if names_attention(config)}.values())

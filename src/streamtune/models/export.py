@@ -1,9 +1,9 @@
 """Write a model in Hugging Face format, safetensors only.
 
 A sharded model is written one parameter after another, in files of bounded size. Ranks go through the parameters
-together; each is gathered on rank 0, which writes it, before the next one. The files are those of ``save_pretrained``:
-the same names (experts unstacked, fused projections split as in the checkpoint), tied weights once, adapters in peft's
-format.
+together; each is gathered on rank 0, which writes it, before the next one. The files are as ``save_pretrained`` writes
+them: the same names (experts unstacked, fused projections split as in the checkpoint), tied weights once, adapters in
+peft's format.
 """
 
 from __future__ import annotations

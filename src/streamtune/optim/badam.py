@@ -180,7 +180,7 @@ class BlockAdamW(EachWeight):
 
     @property
     def every_parameter(self) -> list[nn.Parameter]:
-        """All parameters that it was built over, also those of no block."""
+        """All parameters that it was built over, also parameters outside of the blocks."""
         return [parameter for group in self._everything for _, parameter in group]
 
     def train_together(self) -> None:

@@ -44,7 +44,7 @@ from streamtune.optim.weight_step import ADAMW, EachWeight
 Projection = Literal["svd", "randomized", "dct"]
 """The way in which a projection is made."""
 ProjType = Literal["std", "full"]
-"""The sides of a gradient that are projected: the shorter one, or both. Names are those of ``galore-torch``."""
+"""The sides of a gradient that are projected: the shorter one, or both. The names are ``galore-torch``'s."""
 
 OVERSAMPLED = 8
 """Columns of a random sketch beyond the rank."""
@@ -148,7 +148,7 @@ class GaLoreAdamW(EachWeight):
         if kind == "randomized":
             seed = 0 if grad.is_meta else (state.get("seed", 0) << 32) + int(state["step"])
             return randomized_columns(grad, rank, seed)
-        # Signs of singular vectors are arbitrary, and moments are kept: those of the matrix as it is, not transposed.
+        # Signs of singular vectors are arbitrary, and moments are kept: take the matrix as it is, not transposed.
         if wide:
             left, _, _ = torch.linalg.svd(grad.T.float(), full_matrices=False)
             return left[:, :rank].to(grad.dtype).contiguous()

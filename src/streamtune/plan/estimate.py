@@ -208,7 +208,7 @@ class Estimator:
 
 
 def _most_held(schedule: Schedule, layers: int) -> int:
-    """Return the number of layer inputs held at a time: those stored in the forward, and those of one segment."""
+    """Return the number of layer inputs held at a time: inputs stored in the forward, and one segment's inputs."""
     places = place_layers(schedule, layers)
     stored = sum(place.begins and not place.whole for place in places)
     longest = current = 0

@@ -453,7 +453,7 @@ def plan_step(
     schedule: Schedule | None = None,
     **fixed: Any,
 ) -> Plan:
-    """Plan a step of a model, with its simulation; the arguments are those of :meth:`streamtune.Schedule.plan`.
+    """Plan a step of a model, with its simulation; takes the arguments of :meth:`streamtune.Schedule.plan`.
 
     Args:
         schedule: A given schedule: it is simulated, and no other is looked for.

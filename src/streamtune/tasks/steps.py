@@ -282,7 +282,7 @@ def accumulation(recipe: BatchSettings, world: train.World) -> int:
     at least two unless they share a sequence: the gradients of the first are there during the second.
 
     Raises:
-        ArgumentError: The rows of a step are no multiple of those of all ranks' micro-batches.
+        ArgumentError: The rows of a step are not a multiple of the rows of all ranks' micro-batches.
     """
     if recipe.tokens_per_batch is not None:
         at_once = recipe.per_device_train_batch_size * recipe.max_length * world.data_size

@@ -44,7 +44,7 @@ class Backend(ABC):
     """
 
     whole = False
-    """True if this rank alone holds everything: its slices are whole tensors, and so are those of a checkpoint."""
+    """True if this rank alone holds everything: its slices are whole tensors, and so are a checkpoint's slices."""
 
     clipped_by: float | None = None
     """Norm that this step's gradient is clipped by, where that may differ from its own norm."""

@@ -132,7 +132,7 @@ class StepGuard:
     def attempt(self, take: Callable[[], Taken], undo: Callable[[], None], step: int) -> Taken:
         """Compute the gradients of ``step``; if memory runs out, repeat it with another schedule if asked to.
 
-        The gradient is exact under every schedule. Random numbers are those of the first attempt, as far as the
+        The gradient is exact under every schedule. Random numbers repeat the first attempt's, as far as the
         schedule does not decide how they are drawn. ``undo`` frees the gradients of an attempt.
 
         Raises:

@@ -10,7 +10,7 @@ With Adam's moments m, v of the weight it is the step that Adam would take for t
     ((b1 m + (1 - b1) g) / (1 - b1^t))  /  (sqrt((b2 v + (1 - b2) g^2) / (1 - b2^t)) + eps)
 
 The result is projected by a count sketch: its n entries are put into k groups at random, and each group is summed with
-random signs. Products and distances of two sketches have those of the gradients as their mean over the draws.
+random signs. The mean over the draws of a product or distance of two sketches is that between the gradients.
 """
 
 from __future__ import annotations

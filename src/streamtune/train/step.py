@@ -123,7 +123,7 @@ class _Means:
 def accumulate_gradients(
     context: StepContext, micro_batches: Sequence[MicroBatch], step: int, stop: StopRequest
 ) -> StepScore | None:
-    """Add the gradients of all micro-batches to those of the backend and return the step's loss, without the routers'.
+    """Add the gradients of all micro-batches to the backend's and return the step's loss, without the routers'.
 
     Args:
         context: The model, the objective and the ranks that share the step.

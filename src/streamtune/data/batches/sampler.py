@@ -110,7 +110,7 @@ def mix(weights: Sequence[float], bounds: Sequence[int], sizes: Numbers) -> Mixt
 class ResumableSampler:
     """Visits every row once an epoch, in an order that depends only on the seed and the epoch.
 
-    The position counts all rows handed out, those of the last batch included: save the state after the batch was
+    The position counts all rows handed out, the last batch included: save the state after the batch was
     trained on, and a sampler that loads it continues with the next.
 
     Args:

@@ -74,7 +74,7 @@ def is_data_name(name: str) -> bool:
 def choose_files(
     names: Iterable[str], read: Callable[[str], str], *, split: str, config: str | None, shown: str, where: str
 ) -> Chosen:
-    """Choose the files of a split among those of a folder.
+    """Choose the files of a split among the files of a folder.
 
     Args:
         names: All files below the folder, relative to it, with ``/``.

@@ -5,7 +5,7 @@ end of the turn's terminator (``<|im_end|>``, ``<|eot_id|>``, the end-of-text to
 most templates put behind it. A ``<think>`` that the generation prompt opens belongs to the turn, as the rest of the
 reasoning does.
 
-All turns are positions in **one** rendering, that of the whole conversation, because that is what is trained on. The
+All turns are positions in **one** rendering of the whole conversation, because this text is trained on. The
 first of these methods that applies finds them:
 
 1. Marks. The template marks turns itself, with ``{% generation %}``.

@@ -6,7 +6,7 @@ A tokenizer takes them for the tokens that the chat template writes. With ``spli
 
 A stand-in has the length of its token, so trained characters stay in place. Before tokenising, the stand-ins become
 text again, and the template's special tokens are spelled in characters that a copy of the tokenizer takes for them. So
-the ids are those of one text that is tokenised whole.
+the ids are as if one text were tokenised whole.
 """
 
 from __future__ import annotations

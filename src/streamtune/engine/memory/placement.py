@@ -2,7 +2,7 @@
 
 With one level every layer stores its input. With two, layers 0, k, 2k ... do; the backward of a segment first runs the
 layers between forward once more and stores their inputs. In the order of chunks only the first layer's is stored: the
-levels are those of a chunk's layers (``engine.chain``). At most ceil(L / k) + k - 1 inputs are held at a time, fewest
+levels divide a chunk's layers (``engine.chain``). At most ceil(L / k) + k - 1 inputs are held at a time, fewest
 for k near the square root of L (Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv 1604.06174).
 """
 

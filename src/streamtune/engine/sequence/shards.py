@@ -283,7 +283,7 @@ class ChunkExchange:
         return None if sinks_H is None else sinks_H.chunk(self.shards.size)[self.shards.rank]
 
     def attended(self, out_BhTD: Tensor) -> Tensor:
-        """Exchange the attention's output for that of all heads ``[B, H, L, D]`` of this rank's tokens."""
+        """Exchange the attention's output for the output of all heads ``[B, H, L, D]`` of this rank's tokens."""
         return to_shards(out_BhTD, self.shards.group, self.lengths)
 
     @property
@@ -331,7 +331,7 @@ class SequenceParallel:
         group: Process group of ``torch.distributed``; None is all ranks. They make all calls together, with the same
             rows.
         form: ``ulysses`` exchanges heads for shards in every chunk, ``ring`` sends keys and values around. ``auto`` is
-            ``ulysses`` if the number of ranks divides that of query heads, and ``ring`` otherwise.
+            ``ulysses`` if the number of ranks divides the number of query heads, and ``ring`` otherwise.
 
     Raises:
         ArgumentError: The form is unknown, or there are no process groups yet.

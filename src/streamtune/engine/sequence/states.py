@@ -256,7 +256,7 @@ class SharedStates(States):
         self._outgoing(maker).put(_number(key), total)
 
     def hand_back(self, chunk: slice, after: int | None, position: int, parts: dict[StateKey, Tensor | None]) -> None:
-        """Add gradients to those of the state that a piece began with; end the messages of its backward."""
+        """Add gradients to the gradient of the state that a piece began with; end the messages of its backward."""
         if after is not None:
             super().hand_back(
                 chunk, after, position, {key: part for key, part in parts.items() if (after, key) not in self._given}

@@ -238,7 +238,7 @@ def masked_score(dtype: torch.dtype) -> float:
 
 
 class LazyMask(MaskRules):
-    """An attention mask that is never built as a whole; its arguments are those of :class:`MaskRules`."""
+    """An attention mask that is never built as a whole; takes the arguments of :class:`MaskRules`."""
 
     def branched(self, table: BranchTable) -> LazyMask:
         """Return the mask under which each row of ``table`` sees the same keys as alone under this mask.

@@ -1,4 +1,4 @@
-"""Compute the figures of a long and deep step from those of short and shallow ones, exactly.
+"""Compute the figures of a long and deep step from short and shallow steps, exactly.
 
 At a fixed chunk size everything a step holds is a tensor of a fixed size, of a chunk, of the prefix or of the sequence,
 for each layer or for one. So at each moment of layer l of L on chunk c of D, the bytes of each kind are a polynomial of

@@ -341,7 +341,7 @@ def _optimizer_step(
 ) -> tuple[int, int, int]:
     """Return the bytes of state, of temporaries, and bytes touched, of a second step, when the state exists.
 
-    An optimizer in the backward steps a weight at a time: its temporaries are those of the weight that needs most.
+    An optimizer in the backward steps a weight at a time: its temporaries are what the neediest weight takes.
     ``stepped`` are the weights that have a gradient; None is all that are trained.
     """
     if workload.make_optimizer is None:

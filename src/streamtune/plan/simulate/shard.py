@@ -1,6 +1,6 @@
 """A rank's part of a step whose sequences several ranks share, as a step that the engine can run on one rank.
 
-The schedule cuts a rank's own T / SP tokens into chunks; those of all ranks together are a chunk of the sequence, and
+The schedule cuts a rank's own T / SP tokens into chunks. All ranks' chunks together are a chunk of the sequence, and
 each rank's part of it is its shard. Everything but attention is computed by the rank that has the token; for attention
 a rank has all tokens on heads / SP (ulysses), or receives the keys of all of them one part after another (ring). In
 bytes and operations that is the step of a sequence SP times shorter, with windows SP times narrower, except for this:

@@ -1,7 +1,7 @@
 """A step of training, apart from its schedule; the modes of computing its gradient; and the FLOPs that its model needs,
 by which the use of a device is measured.
 
-A token passes N weights: those of the linear layers and of the head, of experts as many as a router picks. Embeddings
+A token passes N weights: the linear layers and the head, and of experts as many as a router picks. Embeddings
 are looked up, and norms are negligible. Training on n tokens takes
 
     2 N n          forward

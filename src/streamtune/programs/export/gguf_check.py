@@ -311,7 +311,7 @@ class GgufFile:
         return torch.from_numpy(ends[0]).float(), torch.from_numpy(width).float()
 
     def _in_order(self, values: np.ndarray, place: str) -> np.ndarray:
-        """Return the values in the order of the model; those of experts are in it."""
+        """Return the values in the order of the model; values of experts are in that order already."""
         if "_exps." in place:
             return values
         apart: dict[str, Any] = {"tensors": {}}

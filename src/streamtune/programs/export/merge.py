@@ -196,7 +196,7 @@ def must_untie(model: nn.Module) -> bool:
     """Return True if adapters made two tied weights differ, so that the merged model needs both.
 
     Raises:
-        ArgumentError: The tied weights are not those of embedding and head, which alone can be untied.
+        ArgumentError: Other weights than embedding and head are tied; these alone can be untied.
     """
     base = base_of(model)
     adapted = set(adapted_modules(model)) if hasattr(base, "peft_config") or base is not model else set()

@@ -87,7 +87,7 @@ class TrainedModel:
 
 def find_trained(given: str, *, checkpoint: str | None = None, hub: bool = False,
                  notify: Notify = lambda text: None) -> TrainedModel:  # fmt: skip
-    """Find a trained model without reading weights; those of a checkpoint are hashed.
+    """Find a trained model without reading weights; the weights of a checkpoint are hashed.
 
     Args:
         given: Run directory, checkpoint, folder with a model or adapters, or name on the hub.

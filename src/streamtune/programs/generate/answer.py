@@ -319,7 +319,7 @@ def _ends(base: Any, positions: Any) -> bool:
 
 
 def _sampling(configured: Any, options: GenerateOptions) -> Sampling:
-    """Return the sampling settings: the user's, else those of a generation config that samples."""
+    """Return the sampling settings: the user's, else a generation config's if it samples."""
     draws = bool(getattr(configured, "do_sample", False))
 
     def chosen(asked: Any, name: str, otherwise: Any) -> Any:

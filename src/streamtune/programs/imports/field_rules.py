@@ -162,7 +162,7 @@ OTHER_STEPS = {
     "adopt_adamw": "write optim: adopt, and compare its betas",
     "came_pytorch": "write optim: came, and compare its betas",
 }
-"""Optimizers of other trainers that are not those of ours with that name."""
+"""Optimizers of other trainers that differ from ours of the same name."""
 
 
 def split_names(value: Any) -> Any:

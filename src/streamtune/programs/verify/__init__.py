@@ -1,1 +1,1 @@
-"""Compare a streamed gradient with that of plain autograd, and both with a float64 one."""
+"""Compare a streamed gradient with plain autograd's, and both with a float64 gradient."""

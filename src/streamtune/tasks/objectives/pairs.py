@@ -56,7 +56,7 @@ class PairKnobs:
     reference_free: bool = False
     """take the reference as uniform: scores are log-probs"""
     reward_gap_P: Tensor | float = 0.5  # noqa: N815
-    """copg: reward of the chosen less that of the rejected completion"""
+    """copg: reward of the chosen completion minus the rejected completion's"""
 
 
 def _sigmoid(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
@@ -158,7 +158,7 @@ def _orpo(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
 def _simpo(w_P: Tensor, l_P: Tensor, knobs: PairKnobs) -> Tensor:
     """Return ``-log sigma(beta (w - l) - gamma)``, scores per token: SimPO (arXiv 2405.14734, eq. 6).
 
-    Label smoothing is that of ``sigmoid``, as in TRL.
+    Labels are smoothed as in ``sigmoid``, as TRL does.
     """
     logits_P, smoothing = knobs.beta * (w_P - l_P) - knobs.simpo_gamma, knobs.label_smoothing
     return -(1 - smoothing) * logsigmoid(logits_P) - smoothing * logsigmoid(-logits_P)

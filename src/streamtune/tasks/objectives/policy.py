@@ -4,7 +4,7 @@
     term   = -min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A) + beta KL      for every token
     loss   = sum of the terms, weighted as the loss has it                       (aggregation)
 
-Divisors are those of the whole optimizer step and come in as arguments, so that the losses of its micro-batches add up
+Divisors count the whole optimizer step and come in as arguments, so that the losses of its micro-batches add up
 to the loss of the step, however it is split.
 
 Shape suffixes: K target tokens, N completions.
