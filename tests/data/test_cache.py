@@ -24,7 +24,7 @@ from streamtune.data.reading import contents
 from streamtune.data.reading.contents import FileHashes
 from streamtune.data.templates import fix_date
 from streamtune.errors import DataError, StorageError
-from streamtune.models.tokenizer import train_tokenizer
+from streamtune.models.tokenizer import load_tokenizer, train_tokenizer
 
 TEXTS = [f"the {n} quick brown foxes jump over {n * n} lazy dogs" for n in range(40)]
 
@@ -114,6 +114,21 @@ def test_a_second_start_gives_the_same_and_renders_nothing(
     assert second.hit
     assert same(plain, found)
     assert second.shared() == first.shared(), "what a user was told the first time is told again"
+
+
+def test_a_checkpoints_tokenizer_finds_the_rows_of_its_run(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, cache: RowCache
+) -> None:
+    """A tokenizer names the folder that it was loaded from: a resumed run has its checkpoint's, `eval` has `final`."""
+    source = write(tmp_path / "rows.jsonl", chats())
+    found, loaded = Notes(), tokenizer
+    prepare([source], loaded, max_length=100, cache=cache)
+    for folder in ("checkpoint", "final"):
+        loaded.save_pretrained(tmp_path / folder)
+        loaded = load_tokenizer(str(tmp_path / folder), trust_remote_code=False)
+        prepare([source], loaded, max_length=100, cache=cache, notify=found.append)
+        assert found.hit
+        found.clear()
 
 
 CHANGES: dict[str, dict[str, Any]] = {

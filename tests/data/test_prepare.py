@@ -255,6 +255,25 @@ def test_texts_for_a_tokenizer(write: Write) -> None:
     assert list(iter_texts([Source(path) for path in paths])) == ["one?", "two", "three four", "five"]
 
 
+def test_a_tokenizer_is_trained_on_tools_and_calls_too(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "quince"}}}
+    messages = [
+        {"role": "user", "content": "find it"},
+        {"role": "assistant", "content": "", "reasoning_content": "a fruit?", "tool_calls": [call]},
+        {"role": "tool", "content": "found"},
+        {"role": "assistant", "content": "done"},
+    ]
+    path = tmp_path / "tools.jsonl"
+    path.write_text(json.dumps({"messages": messages, "tools": [tool]}) + "\n")
+    source = Source(str(path))
+    assert list(iter_texts([source])) == ["find it", "found", "done"]
+    more = list(iter_texts([source], calls=True))[3:]
+    assert [
+        word for word in ("a fruit?", "quince", "look_up", "properties") if not any(word in text for text in more)
+    ] == []
+
+
 def test_stdlib_end_to_end(tokenizer: PreTrainedTokenizerFast) -> None:
     data = prepare(
         [Source("python-stdlib", max_rows=40)], tokenizer, max_length=4096, overlength="truncate", val_size=2

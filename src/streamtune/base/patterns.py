@@ -81,7 +81,7 @@ def find_matches(
     whole = [form.replace("{}", pattern) for pattern in patterns]
     if all(PLAIN.fullmatch(pattern) for pattern in patterns):
         return [[number for number, name in enumerate(names) if getattr(re, how)(one, name)] for one in whole]
-    output, ended = _run_python("-I", "-S", "-c", PROGRAM, message=[how, whole, list(names)])
+    output, ended = _run([sys.executable, "-I", "-S", "-c", PROGRAM], [how, whole, list(names)])
     answers = output.splitlines()
     if not ended:
         raise ArgumentError(
@@ -93,11 +93,11 @@ def find_matches(
     return [json.loads(answer) for answer in answers]
 
 
-def _run_python(*arguments: str, message: object, env: Mapping[str, str] | None = None) -> tuple[str, bool]:
-    """Run Python with a message as its input; return its output, and True if it ended by itself without an error."""
+def _run(command: Sequence[str], message: object, env: Mapping[str, str] | None = None) -> tuple[str, bool]:
+    """Run a command with a message as its input; return its output, and True if it ended by itself without an error."""
     try:
         done = subprocess.run(
-            [sys.executable, *arguments],
+            command,
             input=json.dumps(message),
             capture_output=True,
             text=True,
@@ -141,7 +141,7 @@ def check_splits(patterns: Sequence[str], *, where: str) -> None:
     if not tried:
         return
     environment = {**safe_environment(), "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
-    output, ended = _run_python("-P", "-c", SPLITS, message=[tried, TRIED], env=environment)
+    output, ended = _run([sys.executable, "-P", "-c", SPLITS], [tried, TRIED], env=environment)
     if not ended:
         pattern = tried[output.count("\n")]
         raise ArgumentError(

@@ -179,7 +179,7 @@ def print_outcome(run: Run, outcome: RunOutcome) -> None:
         rows.append(("skipped", f"{state.skipped:,} of {state.step:,} steps, which were not finite: see events.jsonl"))
     if outcome.tokens > 0:
         rate = f"{outcome.tokens / outcome.seconds:,.0f} tokens/s"
-        rows.append(("speed", f"{outcome.tokens:,} tokens in {outcome.seconds:.0f} s, {rate}, all of the run included"))
+        rows.append(("speed", f"{outcome.tokens:,} tokens in {outcome.seconds:.0f} s, {rate}, since this start"))
     if outcome.moved_aside is not None:
         rows.append(("before", f"the run that was here is now in {outcome.moved_aside}"))
     names = ("report.html", "loss.png", "metrics.jsonl")

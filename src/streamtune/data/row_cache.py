@@ -331,6 +331,10 @@ def fingerprint_stream(
     return name, unknown, StreamedFiles(hashes)
 
 
+_PLACES = ("name_or_path", "is_local", "local_files_only", "model_max_length", "_commit_hash")
+"""Options of a tokenizer that say where it was loaded from, or that no row is cut by: a checkpoint's has others."""
+
+
 def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
     """Return all that decides the tokens of a text and the text of a chat; None for a tokenizer with its own code."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
@@ -341,7 +345,9 @@ def _tokenizer_facts(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
     prints_date = "strftime_now" in json.dumps(template)
     today = fixed_date() or time.strftime("%Y-%m-%d")
     options = {
-        name: value for name, value in tokenizer.init_kwargs.items() if isinstance(value, str | bool | int | None)
+        name: value
+        for name, value in tokenizer.init_kwargs.items()
+        if isinstance(value, str | bool | int | None) and not (name in _PLACES or name.endswith(("_file", "_token")))
     }
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return [

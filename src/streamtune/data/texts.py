@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -35,8 +36,11 @@ def iter_texts(
     on_bad_row: str = "error",
     max_bad_rows: int = 100,
     notify: Callable[[str], None] = lambda message: None,
+    calls: bool = False,
 ) -> Iterator[str]:
     """Yield the texts of all rows: contents of messages, prompts, completions, documents; without a chat template.
+
+    With ``calls`` also the tools of conversations, tool calls and reasoning, as JSON: close to what a template writes.
 
     Raises:
         DataError: A file is missing, or a row is malformed.
@@ -47,6 +51,8 @@ def iter_texts(
         texts: list[str] = []
         with bad:
             texts = _texts(row, row_type)
+            if calls:
+                texts += _calls(row, row_type)
         yield from texts
     bad.check()
 
@@ -122,3 +128,12 @@ def _texts(row: Row, row_type: str) -> list[str]:
     if isinstance(content, Conversation):
         return texts_of(content.messages)
     return [content.prompt + content.completion] if isinstance(content, PromptCompletion) else [content.text]
+
+
+def _calls(row: Row, row_type: str) -> list[str]:
+    """Return tools, tool calls and reasoning of a conversation; of other rows nothing."""
+    content = None if row_type in (*PREFERENCE_TYPES, "prompts") else normalise(row, row_type)
+    if not isinstance(content, Conversation):
+        return []
+    parts = [message.get(name) for message in content.messages for name in ("reasoning_content", "tool_calls")]
+    return [part if isinstance(part, str) else json.dumps(part) for part in (*parts, content.tools) if part]

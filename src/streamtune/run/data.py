@@ -89,7 +89,7 @@ def _train_tokenizer(
     made: list[PreTrainedTokenizerBase] = []
 
     def train_it() -> str:
-        texts = data.iter_texts(sources, on_bad_row=recipe.on_bad_row, max_bad_rows=recipe.max_bad_rows)
+        texts = data.iter_texts(sources, on_bad_row=recipe.on_bad_row, max_bad_rows=recipe.max_bad_rows, calls=True)
         made.append(models.train_tokenizer(texts, vocab_size=vocab_size))
         backend: Any = made[0].backend_tokenizer
         text: str = backend.to_str()

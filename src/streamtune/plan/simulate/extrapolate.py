@@ -89,7 +89,7 @@ class Axis:
 
     @property
     def beyond(self) -> int:
-        """How many more items the whole step has than the shorter one."""
+        """Number of items that the shorter step lacks."""
         return 0 if self.base is None else self.count - self.base
 
 
