@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import streamtune
+from streamtune.cli.programs import COMMANDS
 
 PACKAGE = Path(streamtune.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -184,6 +185,7 @@ def test_the_command_line_starts_without_heavy_libraries(tmp_path: Path) -> None
     program = f"""
 import json, sys
 from streamtune.cli import main
+from streamtune.cli.programs import COMMANDS
 for command in {(*LIGHT, f"validate {recipe}")!r}:
     try:
         main(command.split())
@@ -240,3 +242,22 @@ def test_imports_of_tests_and_tools_resolve() -> None:
             if missing and (module.is_file() or not place.is_dir()):
                 wrong.append(f"{file.relative_to(PACKAGE.parents[1])}:{node.lineno}: {node.module} has no {missing}")
     assert wrong == []
+
+
+IMPORT_FIRST = """
+import os, sys
+for module in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        __import__(module)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print(module)
+"""
+
+
+def test_any_command_may_be_imported_first() -> None:
+    """`streamtune` loads all commands, and they load parts of `streamtune.cli`: none may load the others."""
+    modules = sorted({entry.partition(":")[0] for _, _, entry in COMMANDS})
+    done = subprocess.run([sys.executable, "-c", IMPORT_FIRST, *modules], capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

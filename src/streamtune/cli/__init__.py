@@ -12,14 +12,13 @@ from streamtune.base.libraries import pip_install, quiet_imports, untested
 from streamtune.base.patterns import of_tokenizer
 from streamtune.base.privacy import go_offline, is_offline, keep_private
 from streamtune.base.streams import keep_streams, lost_output, reader_is_gone
-from streamtune.cli.app import app
 from streamtune.cli.console import is_needed, need_output, print_note
 from streamtune.cli.machine import check_directory, error_of_machine, grow_segments, name_locale, some_home
 from streamtune.cli.rank_process import note_failure, remember_arguments, report_failure
 from streamtune.distributed.local_ranks import die_with_launcher
 from streamtune.errors import RunError, StreamTuneError
 
-__all__ = ["app", "main"]
+__all__ = ["main"]
 
 WITHOUT = ("--version", "doctor", "env", "optim", "recipes", "report", "schema", "validate")
 """Commands that compute nothing with torch or transformers, and the one that says itself which are untested."""
@@ -58,6 +57,8 @@ def _run(given: list[str]) -> None:
         check_directory()
         _note_versions(arguments)
         try:
+            from streamtune.cli.app import app  # loads all commands, which import this package
+
             app(arguments, prog_name="streamtune")
         except SystemExit as left:
             if not left.code:

@@ -43,6 +43,7 @@ VALUES: dict[str, Any] = {
 """Values of fields that have to be right for a recipe to be read at all."""
 
 TOGETHER = """
+optim optimizer
 rl stage rlhf_type datasets dataset pretraining_dataset dataset_name dataset_train_split dataset_dir max_samples adapter
 load_in_4bit load_in_8bit lora_target_linear lora_target_modules lora_target target_modules quant_bits quantization_bit
 use_peft train_on_inputs mask_history chat_template template warmup_steps warmup_ratio report_to wandb_project

@@ -476,7 +476,7 @@ def autocast_on_meta() -> Iterator[None]:
 class MetaAutocast:
     """Casts arguments as autocast would, if it is enabled.
 
-    Autocast counts as enabled if it is for the kind of device that :func:`~streamtune.ops.simulated.autocast_kind`
+    Autocast counts as enabled if it is for the kind of device that :func:`~streamtune.ops.devices.autocast_kind`
     returns for ``meta``; ``device`` is the kind of device that is simulated.
     """
 

@@ -143,7 +143,7 @@ def one_of(values: dict[Any, Any], why: str = "") -> Callable[[Any], Any]:
 
 def optimizer(value: Any) -> Any:
     """Return the name of an optimizer; refuse an optimizer of our name with other steps."""
-    if value in OTHER_STEPS:
+    if isinstance(value, str) and value in OTHER_STEPS:
         raise UnconvertedError(OTHER_STEPS[value])
     return value
 
