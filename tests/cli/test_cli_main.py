@@ -94,7 +94,7 @@ def test_a_defect_is_told_as_one(capsys, monkeypatch):
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(streamtune.cli, "app", broken)
+    monkeypatch.setattr("streamtune.cli.app.app", broken)
     with pytest.raises(SystemExit) as caught:
         main(["env"])
     assert caught.value.code == 1
