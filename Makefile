@@ -47,7 +47,7 @@ golden: $(STAMP)  ## what users see of this commit, into build/golden: help, ref
 canary: $(STAMP)  ## about 150 quick tests with the newest releases that the index has, in build/canary; three minutes
 	$(BIN)/python -m tests.canary
 
-test: $(STAMP)  ## the quick tests: a case of every feature (tests/conftest.py); about 12 minutes on 2 cores
+test: $(STAMP)  ## the quick tests: a case of every feature (tests/conftest.py); about 9 minutes on 2 cores
 	$(PYTEST) -m 'not slow and not full'
 
 test-all: test  ## `make test`, then more cases and long tests; about an hour on 2 cores; STREAMTUNE_CUDA=1 as cuda-host
