@@ -6,7 +6,7 @@
 
 ``step``: gradient checkpointing and streaming, in seconds, peak memory and kernels. The model has the layers of
 Qwen3-8B, fewer of them, with random weights in bf16, made on the device. A step is forward and backward of one row into
-existing gradients, as with accumulation; there is no optimizer.
+existing gradients, as with accumulation, without an optimizer.
 
 ``longest``: the longest row of each mode, with the same model. Each mode doubles the length until a row does not fit,
 then tries three quarters of that. All modes share the seconds: a row that is expected to take longer than what is left

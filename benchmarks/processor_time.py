@@ -116,7 +116,7 @@ def short_rows(lengths: Sequence[int], pairs: int, out: Path | None) -> None:
 
 PAGE = """# Short rows
 
-Processor time of a step by `stream(model)` over that of gradient checkpointing, medians of {pairs} pairs, one thread;
+Processor time of a step by `stream(model)`, relative to gradient checkpointing, medians of {pairs} pairs, one thread;
 {versions}. `python -m benchmarks.processor_time short-rows --out docs/benchmarks/short-rows.md` makes this page.
 
 {table}

@@ -28,11 +28,11 @@ MEANING = """
   **streaming**: `streamtune.stream` with D chunks a sequence. **naive**: D times forward and backward of the whole
   model, each with the loss of a D-th of the tokens, with gradient checkpointing: chunks without a node of their own.
 - All modes of an engine compute the same gradient of the same rows; its norm was compared (1e-5).
-- A cell is *collective calls, MiB* (or B), of one optimizer step after two others, on one rank. Bytes are those of the
-  whole tensor a call is about: all that is gathered, all that is reduced. Calls are counted at the operators of
-  `torch.distributed`, where those of DeepSpeed, DDP, FSDP2 and DTensor all end up. That DDP reduces exactly the bytes
-  of its gradients, and ZeRO-3 gathers exactly those of its weights, is checked each time.
-- **to plain**, **to ordinary**: bytes of the step to those of that row. Streaming must not be above 1.01 of either
+- A cell is *collective calls, MiB* (or B), of one optimizer step after two others, on one rank. Bytes are of the
+  whole tensor of a call: everything gathered, everything reduced. Calls are counted at the operators of
+  `torch.distributed`, where the calls of DeepSpeed, DDP, FSDP2 and DTensor all end up. That DDP reduces exactly the bytes
+  of its gradients, and ZeRO-3 gathers exactly the bytes of its weights, is checked each time.
+- **to plain**, **to ordinary**: bytes of the step relative to that row. Streaming must not be above 1.01 of either
   (LoRA: of ordinary), and its calls and bytes must be the same on any number of chunks; the command fails otherwise.
 - ZeRO-3 gathers weights a second time in the backward, and most of them a third time under gradient checkpointing,
   whose recomputation lets go of what each module gathered. Streaming does not: hooks around a layer's call hold its
@@ -42,7 +42,7 @@ MEANING = """
 - A small model hides what a large one does. Unless a table says otherwise, reduction buckets hold a fourth of what is
   trained and ZeRO-3 keeps nothing gathered between forward and backward, in all modes alike: persistence threshold 0,
   prefetch 0, `stage3_max_live_parameters` 0, `stage3_max_reuse_distance` 0.
-- DDP's broadcast is that of the model's buffers. In *step* are the gradient's norm and, under ZeRO-1 and 2, the new
+- DDP broadcasts the model's buffers. In *step* are the gradient's norm and, under ZeRO-1 and 2, the new
   weights.
 """
 

@@ -9,8 +9,8 @@ Modes:
 All modes have the same gradient; its norm is returned to show it.
 
 Collectives are counted at the operators of ``torch.distributed``. DeepSpeed and DDP call ``c10d``, DTensor calls the
-functional collectives; a dispatch mode sees both, from Python or C++. Bytes are those of the whole tensor of a
-collective, as one rank has it: all that is reduced, gathered or sent. What a network carries depends on the algorithm;
+functional collectives; a dispatch mode sees both, from Python or C++. Bytes are of the whole tensor of a
+collective, as one rank has it: everything reduced, gathered or sent. What a network carries depends on the algorithm;
 :func:`wire_bytes` reads that.
 """
 

@@ -1,4 +1,4 @@
-"""Which prompts come next, a picker that goes on, and completions divided among prompts with the least variance."""
+"""The choice of the next prompts; completions divided among prompts with the least variance."""
 
 from __future__ import annotations
 

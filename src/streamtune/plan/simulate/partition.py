@@ -204,7 +204,7 @@ def moved_again(model: nn.Module, workload: Workload, forwards: int) -> int:
 
 
 NORM_TOUCHED = 3
-"""How many times a gradient is touched by its norm (read) and by clipping (read and written)."""
+"""Passes over a gradient by its norm (read) and by clipping (read and written)."""
 
 
 def _with_waiting_weights(model: Any, workload: Workload) -> Holdings:

@@ -96,7 +96,7 @@ class ProbeReport:
     limits: dict[Mode, Limit] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
     positions: str | None = None
-    """How to extend the model's positions, if the longest length exceeds them."""
+    """Key and value that extend the model's positions, if the longest length exceeds them."""
 
     @property
     def complete(self) -> bool:
