@@ -30,8 +30,8 @@ MEANING = """
 - All modes of an engine compute the same gradient of the same rows; its norm was compared (1e-5).
 - A cell is *collective calls, MiB* (or B), of one optimizer step after two others, on one rank. Bytes are of the
   whole tensor of a call: everything gathered, everything reduced. Calls are counted at the operators of
-  `torch.distributed`, where the calls of DeepSpeed, DDP, FSDP2 and DTensor all end up. That DDP reduces exactly the bytes
-  of its gradients, and ZeRO-3 gathers exactly the bytes of its weights, is checked each time.
+  `torch.distributed`, where the calls of DeepSpeed, DDP, FSDP2 and DTensor all end up. Each run checks that DDP
+  reduces exactly the bytes of its gradients, and that ZeRO-3 gathers exactly the bytes of its weights.
 - **to plain**, **to ordinary**: bytes of the step relative to that row. Streaming must not be above 1.01 of either
   (LoRA: of ordinary), and its calls and bytes must be the same on any number of chunks; the command fails otherwise.
 - ZeRO-3 gathers weights a second time in the backward, and most of them a third time under gradient checkpointing,
