@@ -185,7 +185,6 @@ def test_the_command_line_starts_without_heavy_libraries(tmp_path: Path) -> None
     program = f"""
 import json, sys
 from streamtune.cli import main
-from streamtune.cli.programs import COMMANDS
 for command in {(*LIGHT, f"validate {recipe}")!r}:
     try:
         main(command.split())

@@ -169,7 +169,7 @@ class Schedule:
     def describe(self, layers: int | None = None) -> str:
         """Return one line for people: sizes, then the choices that are not the default.
 
-        ``layers`` is the model's number of layers, if known: where all are kept whole, the line says only that.
+        ``layers`` is the model's number of layers, if known. If all are kept whole, the line ends after saying so.
         """
         words = [f"chunks of {self.chunk_size:,} tokens, head {self.head_chunk_size:,}"]
         if layers is not None and self.keep_layers >= layers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from preparing import prepare
 from transformers import PreTrainedTokenizerFast
@@ -257,7 +260,7 @@ def test_texts_for_a_tokenizer(write: Write) -> None:
 
 def test_a_tokenizer_is_trained_on_tools_and_calls_too(tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
-    call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "quince"}}}
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "Quitte in Köln"}}}
     messages = [
         {"role": "user", "content": "find it"},
         {"role": "assistant", "content": "", "reasoning_content": "a fruit?", "tool_calls": [call]},
@@ -270,8 +273,21 @@ def test_a_tokenizer_is_trained_on_tools_and_calls_too(tmp_path: Path) -> None:
     assert list(iter_texts([source])) == ["find it", "found", "done"]
     more = list(iter_texts([source], calls=True))[3:]
     assert [
-        word for word in ("a fruit?", "quince", "look_up", "properties") if not any(word in text for text in more)
+        word for word in ("a fruit?", "Köln", "look_up", "properties") if not any(word in text for text in more)
     ] == []
+
+
+def test_a_call_that_no_json_holds_is_a_faulty_row(tmp_path: Path) -> None:
+    def row(day: datetime.date | None) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "look_up", "arguments": {"day": day}}}
+        return {"messages": [{"role": "user", "content": "find"}, {"role": "assistant", "tool_calls": [call]}]}
+
+    path = tmp_path / "days.parquet"
+    pq.write_table(pa.Table.from_pylist([row(datetime.date(2026, 1, 2)), row(None)]), path)
+    source = Source(str(path))
+    with pytest.raises(DataError, match="a tool or a call is not JSON"):
+        list(iter_texts([source], calls=True))
+    assert len(list(iter_texts([source], calls=True, on_bad_row="skip"))) >= 2
 
 
 def test_stdlib_end_to_end(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -117,5 +117,4 @@ def _wrapped(engine: str, model: Any) -> Any:
         "zero_allow_untested_optimizer": True,
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    # The group is there. Were DeepSpeed to open its own, it would compile an operator for shared memory first.
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]

@@ -73,9 +73,6 @@ COMMANDS = [
     ("dpo", "pairs.yaml"),
     ("grpo", "rewarded.yaml", "--allow-code"),
 ]
-FEW = ("sft", "bench", "generate", "export", "report", "doctor", "grpo")
-"""Commands that differ most in what they import and start; they are tried in `make test-all`, and all of them by
-`make faults`."""
 
 
 def hostile(folder: Path) -> Path:
@@ -106,21 +103,15 @@ def test_processes_that_prepare_rows_import_nothing_from_the_working_directory(t
     assert (done.returncode, ran(mark)) == (0, ""), done.stderr
 
 
-@pytest.mark.parametrize(
-    "commands",
-    [
-        pytest.param([command for command in COMMANDS if command[0] in FEW], marks=pytest.mark.full, id="few"),
-        pytest.param(COMMANDS, marks=pytest.mark.slow, id="all"),
-    ],
-)
-def test_no_command_runs_what_lies_in_its_folder(commands: list[tuple[str, ...]], tmp_path: Path) -> None:
+@pytest.mark.full
+def test_no_command_runs_what_lies_in_its_folder(tmp_path: Path) -> None:
     mark = hostile(tmp_path)
     (tmp_path / "pairs.yaml").write_text(DPO)
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1", "chosen": "=2", "rejected": "=3"}\n' * 4)
     (tmp_path / "rewarded.yaml").write_text(GRPO)
     (tmp_path / "rewards.py").write_text("def score(completions, **columns):\n    return [*range(len(completions))]\n")
     wrong = {}
-    for command in commands:
+    for command in COMMANDS:
         done = start(tmp_path, SCRIPT, *command)
         if done.returncode != 0 or mark.exists():
             wrong[command] = (done.returncode, ran(mark), done.stderr[-800:])

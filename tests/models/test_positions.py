@@ -140,7 +140,7 @@ def test_what_transformers_refuses() -> None:
         RopeChange(SCALINGS["yarn"]).apply(AutoConfig.for_model("phi3"))
 
 
-@pytest.mark.quick("llama-yarn", "gemma3_text-llama3", "qwen3-linear")
+@pytest.mark.quick("yarn-llama", "llama3-gemma3_text", "linear-qwen3")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "mistral", "gpt_oss"])
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_streamed_gradients_are_those_of_the_scaled_model(kind: str, family: str) -> None:

@@ -21,7 +21,7 @@ from streamtune.train.objective import StepScore
 from tests.exactness.families import build
 from tests.precision_kit import Float64, in_float64
 
-RATE, DECAY, EPS, STEPS = 5e-6, 0.1, 1e-3, 20
+RATE, DECAY, EPS, STEPS = 5e-6, 0.1, 1e-3, 50
 
 
 def tokens(seed: int) -> Tensor:

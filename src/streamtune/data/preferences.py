@@ -58,7 +58,7 @@ class Answers:
     labels: tuple[bool, ...] | None = None
     """True for desirable answers of unpaired rows"""
     margin: float | None = None
-    """score of the first answer minus the second's, if the row has it"""
+    """margin of the row, or chosen score minus rejected score; None if it has neither"""
     identical: bool = False
     """True if both answers are the same"""
     tools: list[dict[str, Any]] | None = None
@@ -87,7 +87,7 @@ def detect_preference_type(row: Row) -> str:
 
 
 def preference_columns_read(row_type: str, answers: Answers) -> tuple[str, ...]:
-    """Return the source columns needed to build this row type."""
+    """Return the columns that are read for this row type, optional ones too."""
     columns = ("prompt", *_REQUIRED[row_type])
     if row_type == "preference":
         columns = (*columns, *(name for names in _SCORES for name in names), "margin")
@@ -223,7 +223,7 @@ def _prompt_messages(row: Row, prompt: str, answers: dict[str, TextOrMessages]) 
 
 
 def _margin(row: Row) -> float | None:
-    """Return the score of the chosen answer minus the rejected one's; None if the row does not say."""
+    """Return the margin of the row, or its chosen score minus its rejected score; None if it has neither."""
     for names in _SCORES:
         if any(_is_given(row, name) for name in names):
             chosen, rejected = (_number(row, name) for name in names)

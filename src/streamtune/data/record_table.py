@@ -339,7 +339,7 @@ class Tree:
     labels: list[bool] | None = None
     """True for desirable completions; None unless the data is unpaired"""
     margin: float | None = None
-    """score of the first completion of a pair minus the second's, if the data has it"""
+    """margin of a pair, or score of the first completion minus score of the second; None if the data has neither"""
 
     def __post_init__(self) -> None:
         assert self.prompt, "a prompt has at least one token: it predicts the first of a completion"

@@ -242,7 +242,7 @@ _OF_TYPE: dict[str, tuple[str, ...]] = {
 
 
 def columns_read(row_type: str, content: Content) -> tuple[str, ...]:
-    """Return the source columns needed to build this row type."""
+    """Return the columns that are read for this row type, optional ones too."""
     of_chats = ("tools", "system", "chat_template_kwargs") if isinstance(content, Conversation) else ()
     return (*_OF_TYPE[row_type], WEIGHT, *of_chats)
 

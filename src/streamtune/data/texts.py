@@ -15,6 +15,7 @@ from streamtune.data.preferences import PREFERENCE_TYPES, normalise_preference
 from streamtune.data.reading.cells import TextOrMessages, has_system, texts_of, tools_of, variables_of
 from streamtune.data.reading.readers import Row
 from streamtune.data.reading.sources import Source, typed_rows
+from streamtune.data.rendering.renderings import REASONING_FIELDS
 from streamtune.data.row_types import (
     PROMPT_TYPES,
     ROW_TYPES,
@@ -131,9 +132,18 @@ def _texts(row: Row, row_type: str) -> list[str]:
 
 
 def _calls(row: Row, row_type: str) -> list[str]:
-    """Return tools, tool calls and reasoning of a conversation; of other rows nothing."""
+    """Return reasoning, tool calls and tools of a conversation, as templates write them; of other rows nothing.
+
+    Raises:
+        DataError: A call or a tool holds a value that JSON has not, such as a date.
+    """
     content = None if row_type in (*PREFERENCE_TYPES, "prompts") else normalise(row, row_type)
     if not isinstance(content, Conversation):
         return []
-    parts = [message.get(name) for message in content.messages for name in ("reasoning_content", "tool_calls")]
-    return [part if isinstance(part, str) else json.dumps(part) for part in (*parts, content.tools) if part]
+    texts = [message[name] for message in content.messages for name in REASONING_FIELDS if message.get(name)]
+    try:
+        calls = [message.get("tool_calls") for message in content.messages]
+        texts += [json.dumps(each, ensure_ascii=False) for each in (*calls, content.tools) if each]
+    except (TypeError, ValueError) as error:
+        raise DataError(f"a tool or a call is not JSON: {error}", where=row.origin) from error
+    return [text for text in texts if isinstance(text, str)]

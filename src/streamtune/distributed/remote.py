@@ -32,7 +32,7 @@ AGENT = "streamtune.distributed.agent"
 """Module that is started on other machines; nothing here imports it, so that ``python -m`` runs it once."""
 
 PING_SECONDS = 2.0
-"""Time between two messages to an agent, which ends its ranks where they stay away."""
+"""Time between two messages to an agent, which ends its ranks if none comes."""
 HELLO_SECONDS = 25.0
 NEEDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 """Variables that Python needs to start, so they are written into the command; others go through the connection."""

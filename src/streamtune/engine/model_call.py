@@ -114,7 +114,7 @@ class ModelCall:
         return isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
 
     def labels_padding(self, targets: Tensor | None) -> bool:
-        """Return True if a token of padding has a target ``[B, T]``; without targets the call's labels are read."""
+        """Return True if padding has a shifted target ``[B, T]``; without targets the call's labels are read."""
         targets = self.kwargs.get("shift_labels") if targets is None else targets
         labels, mask = self.get("labels"), self.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2 and self.cache is not None:

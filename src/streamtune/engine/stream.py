@@ -51,8 +51,9 @@ def stream(
     Args:
         model: Causal language model of ``transformers``, with or without peft adapters.
         chunk_size: Tokens of a chunk; shorthand for ``schedule=Schedule(chunk_size=...)``.
-        schedule: Choices of a streamed step. By default ``Schedule()``; a call of at most 4,096 tokens is then one
-            chunk that keeps its attention outputs, which costs no more than checkpointing.
+        schedule: Choices of a streamed step. If neither ``chunk_size`` nor ``schedule`` is given, ``Schedule()``; a
+            call of at most 4,096 tokens is then one chunk that keeps its attention outputs, which costs no more than
+            checkpointing.
         head: True streams the language-model head as well. A call with ``labels`` then returns the loss and no logits;
             in evaluation (``model.eval()`` and ``torch.no_grad()``) logits are computed when they are read. A model
             without a language-model head (a classifier, a reward model) keeps its own.
@@ -88,12 +89,20 @@ def stream(
 class StreamHandle(StreamedCalls):
     """The handle of a streamed model, with methods to use and to remove the streaming; also a context manager."""
 
-    def __init__(self, model: nn.Module, schedule: Schedule, head: bool, *parts: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: Schedule,
+        head: bool,
+        router_loss: RouterLoss | None = None,
+        sequence_parallel: SequenceParallel | None = None,
+        short: Schedule | None = None,
+    ) -> None:
         check_names()
         if text := untested():
             warnings.warn(text, stacklevel=3)
         with blamed():
-            super().__init__(model, schedule, head, *parts, **options)
+            super().__init__(model, schedule, head, router_loss, sequence_parallel, short)
 
     def logprobs(
         self,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ def streamed_vjp(
         sums: Gradient accumulators of the layer's trainable parameters; fused linears add to them directly.
         widen: Sum the gradients of inputs over chunks in fp32 where the tensors are narrower.
     """
-    parameters = [p for total in sums if isinstance(p := total.owner, Tensor)]
+    parameters = [cast(Tensor, total.owner) for total in sums]
     wholes = [_whole_gradient(each) for each in inputs]
     input_sums = [GradientSum(each.x, widen) for each in inputs]
     for chunk in reversed(chunks):

@@ -62,15 +62,20 @@ def wanted_vocabulary(config: Mapping[str, Any], smallest: int) -> int:
 
 @contextmanager
 def loading(name_or_path: str) -> Iterator[None]:
-    """Report whatever a damaged file makes of transformers, torch and others as an error of the checkpoint."""
+    """Report whatever a damaged file makes of transformers, torch and others as an error of the checkpoint.
+
+    Errors of ours too, such as a connection that ``--offline`` forbids: they do not name the checkpoint.
+    """
     try:
         yield
-    except StreamTuneError:
-        raise
     except Exception as error:
         if is_memory_error(error):
             raise
         raise loading_error("model", name_or_path, error) from error
+
+
+class NotRecordedError(Exception):
+    """A tensor was made by more than in-place operations on an empty one."""
 
 
 @contextmanager
@@ -78,7 +83,7 @@ def making_model(keys: Mapping[str, Any]) -> Iterator[None]:
     """Report a model that cannot be made as an error of its configuration, ``keys`` as the recipe has them."""
     try:
         yield
-    except StreamTuneError:
+    except (StreamTuneError, NotRecordedError):
         raise
     except Exception as error:  # classes of models check little of what they are given
         if is_memory_error(error):
@@ -263,7 +268,7 @@ SIZES = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size",
 )  # fmt: skip
-"""Keys of which a model has at least one. Configurations with other names for them map them to these."""
+"""Keys whose value is at least 1. Configurations with other names for them map them to these."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LARGEST = {"num_hidden_layers": 10_000}
 """Most layers: more would be built one by one until the memory is full."""

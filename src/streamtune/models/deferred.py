@@ -27,9 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streamtune.base.adapters import base_of
-from streamtune.errors import ArgumentError
 from streamtune.models.checkpoint_files import CheckpointFiles
-from streamtune.models.config import build_config, loading, making_model, wanted_vocabulary
+from streamtune.models.config import NotRecordedError, build_config, loading, making_model, wanted_vocabulary
 from streamtune.models.load import DEFAULTS, ModelOptions, read_plain_config
 
 ATTRIBUTE = "_streamtune_deferred"
@@ -204,9 +203,7 @@ def defer_init(
             model = make()
         replayed = _Replayed(model, recorded)
         Deferred(model, lambda: replayed)
-    except ArgumentError as error:
-        if not isinstance(error.__cause__, NotRecordedError):
-            raise
+    except NotRecordedError:
         with RecordedInit(draw=False), making_model(config):
             model = make()
         note = f"{type(model).__name__} draws its weights in a way of its own: rank 0 makes it whole, on the host"
@@ -234,10 +231,6 @@ class _Whole:
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         return {name: self._left.pop(name) for name in names}
-
-
-class NotRecordedError(Exception):
-    """A tensor was made by more than in-place operations on an empty one."""
 
 
 @dataclass

@@ -184,6 +184,7 @@ def assign_rows(
 
     Args:
         rows: Row numbers in the order of the sampler; at least one.
+        cost: Predicted time of a row, in any unit.
         padded: True if a batch is padded, so that each row takes as long as the longest.
 
     Returns:

@@ -1,7 +1,7 @@
 """Built-in data sets: demos with a rule or an answer to check, logs with a pass key, and the standard library.
 
-All but the last are drawn from a seed and need no file. Their vocabularies have a few dozen words, so that a model with
-random weights learns them in minutes on a CPU.
+All but the last are drawn from a seed and need no file. The demos have a few dozen words, so that a model with random
+weights learns them in minutes on a CPU.
 
 **demo-preferences** (type ``preference``). Somebody asks where a thing is; no prompt occurs twice::
 
@@ -247,7 +247,7 @@ LONG_EVERY = 12
 """One row in so many is a whole module, also with ``max_rows``."""
 
 SPARE = 3
-"""With ``max_rows``, short rows are drawn from so many times as many: parsing the whole library takes seconds."""
+"""With ``max_rows``, so many times the short rows needed are parsed: parsing the whole library takes seconds."""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 

@@ -381,7 +381,15 @@ def common_prefix(first: str, second: str) -> int:
 
 
 def _common_suffix(first: str, second: str, limit: int) -> int:
-    return common_prefix(first[len(first) - limit :][::-1], second[len(second) - limit :][::-1])
+    """Return the length of the longest common suffix, ``limit`` at most; by bisection too: no text is reversed."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[len(first) - middle : len(first) - low] == second[len(second) - middle : len(second) - low]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 # ---------------------------------------------------------------------------------------------------------- reasoning

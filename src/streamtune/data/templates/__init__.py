@@ -207,7 +207,7 @@ _GIVEN = {"messages", "tools", "add_generation_prompt", "continue_final_message"
 
 
 class TemplateVariables:
-    """Variables of the chat template, such as ``enable_thinking``: the recipe's (``shared``), then a row's own."""
+    """Variables of the chat template, such as ``enable_thinking``: the recipe's; a row's own take precedence."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, shared: Mapping[str, Any]) -> None:
         self._tokenizer, self._shared = tokenizer, shared

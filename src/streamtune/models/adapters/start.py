@@ -11,8 +11,8 @@ LoRA-GA (Wang et al., arXiv 2407.05000), of the gradient ``G = U S V'`` of a wei
 
 The first step of ``A`` and ``B`` by a small rate then moves the weight along ``B0 B0' G + G A0' A0``, which is ``c^2``
 times the best approximation of ``G`` by rank 2r (Theorem 3.1). LoRA moves it along ``G A' A`` of a random ``A``. A
-gradient is decomposed and freed when the backward hands it over. Over several micro-batches gradients are summed on the
-host in fp32.
+gradient is decomposed and freed when the backward hands it over: at most one layer's exist. Over several micro-batches
+gradients are summed on the host in fp32.
 
 LoftQ (Li et al., arXiv 2310.08659), for a quantised layer with an adapter of rank r, scaled by s, alternates from
 ``A = B = 0`` (Algorithm 1):
