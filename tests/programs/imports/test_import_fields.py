@@ -191,14 +191,14 @@ def test_every_key_of_a_package_that_is_here_is_classed(trainer: str) -> None:
     assert [name for name in keys if TRAINERS[trainer].rule(name) is None] == []
 
 
-VALUES = (True, -3, 0.5, "a,b", "", [], ["a"], [1, {"a": 2}], {"a": 1}, "train[:10%]")
+KINDS_OF_VALUES = (True, -3, 0.5, "a,b", "", [], ["a"], [1, {"a": 2}], {"a": 1}, "train[:10%]")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_values_of_any_kind_are_answered_or_refused(trainer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fields that are converted together: nothing but an error of ours leaves the importer."""
-    for name, value in itertools.product(TOGETHER.split(), VALUES):
+    for name, value in itertools.product(TOGETHER.split(), KINDS_OF_VALUES):
         fields = {"model": "m", "model_name_or_path": "m", "base_model": "m", name: value}
         file = PeerFile(fields, Marks("r.yaml"), Path("r.yaml"))
         monkeypatch.setattr(importing, "read_peer_file", lambda path, file=file: file)
