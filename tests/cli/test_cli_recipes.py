@@ -62,6 +62,17 @@ def test_validate_says_what_a_recipe_does(tmp_path, capsys):
     ]
 
 
+def test_validate_names_data_files_that_are_not_here(tmp_path, capsys):
+    (tmp_path / "here.jsonl").write_text("{}\n")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model_name_or_path: a/b\ndatasets: [{path: here.jsonl}, {path: gone.jsonl, max_rows: 5}, {path: a/b.c}]\n"
+    )
+    assert call("validate", str(recipe)) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  data"))
+    assert line.endswith("here.jsonl, gone.jsonl (5 rows at most, no such file here), a/b.c")
+
+
 def test_validate_json(tmp_path, capsys):
     path = tmp_path / "my.yaml"
     path.write_text("model_name_or_path: a\ndatasets: [{path: b}]\ncutoff_len: 64\n")

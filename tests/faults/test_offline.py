@@ -96,6 +96,17 @@ def test_offline_is_one_clear_error(folder: Path) -> None:
     assert not (folder / "connections").exists()
 
 
+def test_a_hub_without_an_address_is_asked_once(folder: Path) -> None:
+    """Its libraries would try six times each, a minute in all, and print every attempt."""
+    (folder / "model.yaml").write_text("model_name_or_path: somebody/a-model\ndatasets: [{path: rows.jsonl}]\n")
+    done = run(folder, "sft", "model.yaml", HF_ENDPOINT="https://hub.invalid", no_proxy="*")
+    assert done.returncode == 2, done.stderr
+    assert "cannot load the" in done.stderr
+    assert "Retrying" not in done.stderr
+    noted = (folder / "connections").read_text().splitlines()
+    assert len([line for line in noted if "hub.invalid" in line]) == 1, noted
+
+
 def test_the_guard_holds_in_children_and_lets_this_machine_through(folder: Path) -> None:
     program = """
 import socket, subprocess, sys

@@ -59,7 +59,13 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize(
     ("name", "found"),
-    [("h100-80gb", "h100-80gb"), ("H100", "h100-80gb"), ("RTX 4090", "rtx-4090-24gb"), ("a100-40gb", "a100-40gb")],
+    [
+        ("h100-80gb", "h100-80gb"),
+        ("H100", "h100-80gb"),
+        ("RTX 4090", "rtx-4090-24gb"),
+        ("4090", "rtx-4090-24gb"),
+        ("a100-40gb", "a100-40gb"),
+    ],
 )
 def test_by_name(name: str, found: str):
     assert find_device(name).name == found

@@ -4,7 +4,8 @@ Recognised secrets are the forms that services give their tokens, credentials in
 variables that are named like secrets. A removed secret is replaced by its kind: ``[a Hugging Face token]``.
 
 There is no telemetry, and no kernel is loaded from a hub. Libraries read their environment when they are imported, so
-:func:`keep_private`, :func:`stay_off_the_hub` and :func:`go_offline` are called before. Nothing heavy is imported here.
+:func:`keep_private`, :func:`stay_off_the_hub`, :func:`leave_an_unreachable_hub` and :func:`go_offline` are called
+before. Nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from streamtune.errors import RunError
 
@@ -181,6 +184,22 @@ def keep_private() -> None:
 def stay_off_the_hub() -> None:
     """Let the hub's libraries read only their caches, for a recipe that names nothing on a hub."""
     os.environ.update(_OFF_THE_HUB)
+
+
+def leave_an_unreachable_hub() -> None:
+    """Let the hub's libraries read only their caches where the hub's name has no address: they retry for a minute.
+
+    Behind a proxy names are looked up elsewhere, and the libraries try.
+    """
+    from urllib.request import getproxies  # 50 ms
+
+    if os.environ.get("HF_HUB_OFFLINE") or {"https", "all"} & getproxies().keys():
+        return
+    host = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror:
+        stay_off_the_hub()
 
 
 def go_offline() -> None:

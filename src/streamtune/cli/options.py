@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from streamtune.base.privacy import stay_off_the_hub
+from streamtune.base.privacy import leave_an_unreachable_hub, stay_off_the_hub
 from streamtune.recipe import LoadedRecipe, load_recipe, names_a_hub
 
 
@@ -91,7 +91,9 @@ def read_recipe(
         RecipeError: Anything wrong with the file or the settings.
     """
     loaded = load_recipe(path, settings or [], objective)
-    if not connects and not names_a_hub(loaded.recipe):
+    if connects or names_a_hub(loaded.recipe):
+        leave_an_unreachable_hub()
+    else:
         stay_off_the_hub()
     wait_passively()
     return loaded

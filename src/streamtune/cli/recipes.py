@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -237,8 +238,15 @@ def _training(recipe: Recipe) -> str:
     return f"{kind}; weights in {weights}" + ("; computed in bfloat16" if recipe.bf16 else "")
 
 
+DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
+
+
 def _dataset(path: str, max_rows: int | None) -> str:
-    return path if max_rows is None else f"{path} ({max_rows:,} rows at most)"
+    remarks = [f"{max_rows:,} rows at most"] if max_rows is not None else []
+    file = Path(path).expanduser()
+    if not file.exists() and file.suffix in DATA_FILES and not re.search(r"[*?\[]|://", path):
+        remarks.append("no such file here")
+    return f"{path} ({', '.join(remarks)})" if remarks else path
 
 
 def _batch(recipe: Recipe) -> str:

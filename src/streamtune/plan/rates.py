@@ -92,17 +92,17 @@ DEVICES: dict[str, Device] = {
 
 
 def find_device(name: str) -> Device:
-    """Return a device by its name, or by the part before the memory (``h100``) if only one device has it."""
+    """Return a device by its name, or by a part of it (``h100``, ``4090``) if only one device has it."""
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     if wanted in DEVICES:
         return DEVICES[wanted]
-    starts = [device for device in DEVICES.values() if device.name.startswith(f"{wanted}-")]
-    if len(starts) == 1:
-        return starts[0]
+    named = [device for device in DEVICES.values() if f"-{wanted}-" in f"-{device.name}"]
+    if len(named) == 1:
+        return named[0]
     known = ", ".join(DEVICES)
-    if starts:
-        several = " or ".join(device.name for device in starts)
-        raise ArgumentError(f"'{name}' could be {several}", where="--device", mend=f"write --device {starts[0].name}")
+    if named:
+        several = " or ".join(device.name for device in named)
+        raise ArgumentError(f"'{name}' could be {several}", where="--device", mend=f"write --device {named[0].name}")
     nearest = did_you_mean(wanted, DEVICES)
     raise ArgumentError(
         f"no device is called '{name}'",

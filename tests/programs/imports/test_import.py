@@ -269,6 +269,17 @@ def test_json(theirs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> No
     assert {"theirs": "scale_rewards: false", "where": "t.yaml:13", "ours": "scale_rewards: none"} in document["mapped"]
 
 
+def test_to_stdout(theirs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe alone, so that it can be piped; the account, with the tracker's project, goes to stderr."""
+    assert call("recipes", "import", str(theirs["axolotl"]), "-") == 0
+    printed = capsys.readouterr()
+    assert not Path("-").exists()
+    (tmp_path / "piped.yaml").write_text(printed.out)
+    assert load_recipe(tmp_path / "piped.yaml").recipe.max_length == 4096
+    assert "set WANDB_PROJECT=mine" in printed.err
+    assert call("recipes", "import", str(theirs["axolotl"]), "-", "--json") == 2
+
+
 def test_a_file_is_never_overwritten(theirs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     Path("ours.yaml").write_text("mine")
     assert call("recipes", "import", str(theirs["trl"]), "ours.yaml") == 2

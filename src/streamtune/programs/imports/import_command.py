@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
+from streamtune.base.interrupts import temporary_directory
 from streamtune.base.privacy import plain
 from streamtune.cli.console import err, out, print_json, print_note, print_rows
 from streamtune.cli.options import JsonOption, option
 from streamtune.cli.recipes import is_there, write_new
-from streamtune.errors import RecipeError
+from streamtune.errors import ArgumentError, RecipeError
 from streamtune.programs.imports.conversion import FieldFinding
 from streamtune.programs.imports.importing import TRAINERS, ImportedRecipe
 from streamtune.programs.imports.importing import import_recipe as convert
@@ -24,7 +27,8 @@ def import_recipe(
         Path, typer.Argument(metavar="FILE", help="Their recipe: YAML, JSON or a shell script.", show_default=False)
     ],
     dest: Annotated[
-        Path | None, typer.Argument(metavar="[OUT]", help="Ours; FILE-streamtune.yaml without it.", show_default=False)
+        Path | None,
+        typer.Argument(metavar="[OUT]", help="Ours, or `-` for stdout; else FILE-streamtune.yaml.", show_default=False),
     ] = None,
     trainer: Annotated[
         str | None, option("TRAINER", f"Whose recipe it is: {', '.join(TRAINERS)}. Else its fields show it.", "--from")
@@ -39,21 +43,25 @@ def import_recipe(
 ) -> None:
     """Convert a recipe of axolotl, LLaMA-Factory, TRL or ms-swift to ours, and account for each of its fields."""
     dest = dest or Path(f"{file.stem}-streamtune.yaml")
+    piped, other = dest == Path("-"), f"`streamtune recipes import {file} OTHER.yaml`"
+    if piped and json:
+        raise ArgumentError("--json and OUT '-' both print a document on stdout", mend=f"{other[:-1]} --json`")
     if dest.is_dir():
         dest /= f"{file.stem}-streamtune.yaml"
-    if dest.exists():
-        raise is_there(dest, f"`streamtune recipes import {file} OTHER.yaml`")
+    if dest.exists() and not piped:
+        raise is_there(dest, other)
     imported = convert(file, trainer, objective)
     if not json:
-        _print_imported(file, imported)
+        with redirect_stdout(sys.stderr) if piped else nullcontext():
+            _print_imported(file, imported)
     changed = imported.changes_training
     if not (strict and changed):
-        write_new(dest, imported.text, f"`streamtune recipes import {file} OTHER.yaml`")
-        try:
-            load_recipe(dest)
-        except RecipeError:
-            dest.unlink()
-            raise
+        if piped:
+            with temporary_directory() as folder:
+                _write_checked(Path(folder) / "recipe.yaml", imported.text, other)
+            print(imported.text, end="")
+        else:
+            _write_checked(dest, imported.text, other)
     if json:
         print_json({**_imported_json(file, imported), "path": None if strict and changed else str(dest)})
     for note in imported.notes:
@@ -65,8 +73,19 @@ def import_recipe(
             where=str(file),
             mend="leave out --strict to write the recipe without them",
         )
-    train = Text.assemble("wrote ", (str(dest), "bold"), f"; train with `streamtune {imported.objective} {dest}`")
-    err.print(train, soft_wrap=True)
+    if not piped:
+        train = Text.assemble("wrote ", (str(dest), "bold"), f"; train with `streamtune {imported.objective} {dest}`")
+        err.print(train, soft_wrap=True)
+
+
+def _write_checked(dest: Path, text: str, mend: str) -> None:
+    """Write a recipe that can be loaded; leave none that cannot."""
+    write_new(dest, text, mend)
+    try:
+        load_recipe(dest)
+    except RecipeError:
+        dest.unlink()
+        raise
 
 
 SECTIONS = {

@@ -194,9 +194,13 @@ def take_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
         names = conversion.ours.get("report_to", [])
     for name, tracker in settings.items():
         if name in conversion.file.fields:
-            if conversion.take(name) in (None, "", False) or tracker in names:
-                conversion.unneeded(name, why="no value" if tracker not in names else f"'{tracker}' is named already")
-            elif conversion.put("report_to", [*names, tracker], name, trains=False):
+            value = conversion.take(name)
+            variable = f"set {name.upper()}={value}" if not name.startswith("use_") else ""
+            if value in (None, "", False):
+                conversion.unneeded(name, why="no value")
+            elif tracker in names:
+                conversion.unneeded(name, why=variable or f"'{tracker}' is named already")
+            elif conversion.put("report_to", [*names, tracker], name, note=variable, trains=False):
                 names = conversion.ours["report_to"]
 
 
