@@ -100,6 +100,7 @@ def run(objective: str, *arguments: str) -> int:
     return int(left.value.code or 0)
 
 
+@pytest.mark.full
 def test_the_page_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == made()[1], "make docs"
 

@@ -38,7 +38,7 @@ REPRESENTATIVE = {
 FAMILIES = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
 
 
-@pytest.mark.quick("glm_moe_dsa", "mpt", "prophetnet", "xlm")
+@pytest.mark.quick("mpt", "prophetnet", "xlm")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in REPRESENTATIVE else pytest.mark.slow) for name in NAMES]
 )

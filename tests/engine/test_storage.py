@@ -438,6 +438,7 @@ print(status)
     assert done.stdout.strip() == "0", done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_forked_child_trains_beside_its_parent(tmp_path: Path) -> None:
     """On a CPU: with host memory that was mapped before the fork, both compute the gradient at the same time."""

@@ -50,6 +50,10 @@ SUITES = {
     "secrets": "tests/faults/test_secrets.py",
     "offline": "tests/faults/test_offline.py",
     "attacks": "tests/faults/test_attacks.py",
+    "strangers": "tests/faults/test_strangers.py",
+    "patterns": "tests/faults/test_patterns.py",
+    "misuse": "tests/faults/test_misuse.py",
+    "one_error": "tests/faults/test_one_error.py",
     "saving": "tests/faults/bench_saving.py",
 }
 

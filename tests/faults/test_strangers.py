@@ -73,6 +73,8 @@ COMMANDS = [
     ("dpo", "pairs.yaml"),
     ("grpo", "rewarded.yaml", "--allow-code"),
 ]
+FEW = ("sft", "bench", "generate", "export", "report", "doctor", "grpo")
+"""Commands that differ most in what they import and start: `make test-all` tries them, and `make faults` all."""
 
 
 def hostile(folder: Path) -> Path:
@@ -103,15 +105,21 @@ def test_processes_that_prepare_rows_import_nothing_from_the_working_directory(t
     assert (done.returncode, ran(mark)) == (0, ""), done.stderr
 
 
-@pytest.mark.full
-def test_no_command_runs_what_lies_in_its_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "commands",
+    [
+        pytest.param([command for command in COMMANDS if command[0] in FEW], marks=pytest.mark.full, id="few"),
+        pytest.param(COMMANDS, marks=pytest.mark.slow, id="all"),
+    ],
+)
+def test_no_command_runs_what_lies_in_its_folder(commands: list[tuple[str, ...]], tmp_path: Path) -> None:
     mark = hostile(tmp_path)
     (tmp_path / "pairs.yaml").write_text(DPO)
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1", "chosen": "=2", "rejected": "=3"}\n' * 4)
     (tmp_path / "rewarded.yaml").write_text(GRPO)
     (tmp_path / "rewards.py").write_text("def score(completions, **columns):\n    return [*range(len(completions))]\n")
     wrong = {}
-    for command in COMMANDS:
+    for command in commands:
         done = start(tmp_path, SCRIPT, *command)
         if done.returncode != 0 or mark.exists():
             wrong[command] = (done.returncode, ran(mark), done.stderr[-800:])
@@ -217,10 +225,11 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.quick("validate")
 @pytest.mark.parametrize(
     "command",
-    [("data", "tiny.yaml"), pytest.param(("sft", "tiny.yaml", "--nproc", "2"), marks=pytest.mark.full)],
-    ids=["data", "sft"],
+    [("validate", "tiny.yaml"), ("data", "tiny.yaml"), ("sft", "tiny.yaml", "--nproc", "2")],
+    ids=lambda command: command[0],
 )
 def test_without_a_home_nothing_is_kept_and_nothing_is_left(command: tuple[str, ...], tmp_path: Path) -> None:
     """As in a container with a user id that no table has."""

@@ -115,7 +115,9 @@ def relative(a: nn.Module, b: nn.Module) -> dict[str, float]:
 @pytest.mark.parametrize(
     "directions", [pytest.param(1, id="one direction"), pytest.param(3, id="three directions", marks=pytest.mark.full)]
 )
-@pytest.mark.parametrize("adapted", [pytest.param(False, id="all weights"), pytest.param(True, id="adapters")])
+@pytest.mark.parametrize(
+    "adapted", [pytest.param(False, id="all weights"), pytest.param(True, id="adapters", marks=pytest.mark.full)]
+)
 def test_steps_are_those_of_the_paper(adapted: bool, directions: int) -> None:
     """In fp32, streamed, beside the algorithm on the plain model in fp64 and in fp32."""
     model, plain = make(torch.float32, adapted), make(torch.float32, adapted)

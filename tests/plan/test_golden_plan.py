@@ -84,6 +84,7 @@ def imported(recipe: dict[str, object], folder: Path) -> set[str]:
     return {name.partition(".")[0] for name in names if "." in name} & set(QUANTISERS)
 
 
+@pytest.mark.full
 def test_a_plan_imports_no_quantiser_that_it_does_not_need(tmp_path: Path) -> None:
     assert imported(ADAPTERS, tmp_path) == set()
 

@@ -79,6 +79,7 @@ def test_trained_resumed_and_exported(folder: Path, kind: str) -> None:
     assert run("--output-dir", "run", "--set", "adapter_type=lora") == 2
 
 
+@pytest.mark.full
 def test_lora_ga_moves_faster_at_first(folder: Path) -> None:
     """From the gradient of all rows, steps of SGD go further down than those of LoRA at the same rate and scale."""
     more = {

@@ -35,6 +35,7 @@ def make_teacher(folder: Path, **changes: Any) -> None:
     assert run(command="grpo") == 0
 
 
+@pytest.mark.full
 def test_learns_from_a_teacher_without_a_reward(folder: Path) -> None:
     make_teacher(folder)
     more = {"max_steps": 12, "learning_rate": 3e-2, "lr_scheduler_type": "constant", "val_size": 6, "eval_steps": 6}

@@ -39,6 +39,7 @@ def test_a_dry_run_shows_the_plan(folder: Path, capfd: pytest.CaptureFixture[str
     assert " predicted; about " in out
 
 
+@pytest.mark.full
 def test_a_fixed_schedule_is_planned_in_a_dry_run_alone(folder: Path):
     loaded = load_recipe("tiny.yaml", ["engine.schedule=fixed", "chunk_size=64"])
     assert build_run(loaded).streamed.memory is None

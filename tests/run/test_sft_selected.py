@@ -176,6 +176,7 @@ def test_a_stop_while_rows_are_chosen_takes_no_step(folder: Path) -> None:
     built.start.release()
 
 
+@pytest.mark.full
 def test_the_plan_tells_the_time_of_choosing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Twice the rows take twice the time; a forward of three rows is less than the step of one, three times over."""
     write_recipe(folder, COMMON)

@@ -63,6 +63,7 @@ def outcomes(folder: Path, streamed: bool) -> Path:
     return told
 
 
+@pytest.mark.full
 def test_outcomes_of_tests_that_run_plain_and_streamed(tmp_path: Path) -> None:
     found = Outcomes.read(outcomes(tmp_path, False), outcomes(tmp_path, True))
     assert found is not None
