@@ -324,7 +324,9 @@ def render_whole(found: Document) -> list[str]:
     share = found["flops"] / min(found["step_seconds"]) / 1e12
     size = f"{found['parameters']:,} parameters, a row of {found['length']:,} tokens"
     lines = [f"{size}; {share:.0f} TFLOP/s of the operations that the model asks for."]
-    command = f"python -m benchmarks.gpu_whole {' '.join(FULL)} --length {found['length']} --repeats 2 --json FILE"
+    command = (
+        f"python -m benchmarks.gpu_pieces whole {' '.join(FULL)} --length {found['length']} --repeats 2 --json FILE"
+    )
     lines += ["", "```", command, "```"]
     lines += ["", "| a step | measured | planned | |", "|---|---:|---:|---:|"]
     for name, (ours, planned, form) in rows.items():

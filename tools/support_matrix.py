@@ -79,7 +79,7 @@ def ask(objective: str, options: Iterable[Option]) -> Refusal | None:
 
 
 def _set_up(recipe: Recipe, ranks: int) -> None:
-    """Run the checks before data or weights are read, except for those of the machine.
+    """Run the checks before data or weights are read, without the checks of the machine.
 
     Raises:
         UserError: The run would be refused.
@@ -100,7 +100,7 @@ def _set_up(recipe: Recipe, ranks: int) -> None:
 
 
 def _is_own(kind: type[Recipe], key: str) -> bool:
-    """Return True if an objective adds a key to those of every recipe, or gives it other values."""
+    """Return True if a key is of this objective alone, or has other values in it."""
     own, common = kind.model_fields[key], Recipe.model_fields.get(key)
     return common is None or (own.annotation, own.default) != (common.annotation, common.default)
 

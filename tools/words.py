@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
     found = {path.relative_to(ROOT).as_posix(): Counter(kind for _, kind, _ in places(path)) for path in texts()}
     if write:
         kept = {
-            name: {kind: min(count, allowed[name].get(kind, count)) if name in allowed else count for kind, count in by}
+            name: {kind: min(count, allowed[name].get(kind, 0)) if name in allowed else count for kind, count in by}
             for name, by in sorted((name, sorted(counts.items())) for name, counts in found.items())
             if by
         }

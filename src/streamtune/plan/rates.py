@@ -60,14 +60,14 @@ class Device:
 def _device(
     name: str,
     title: str,
-    sizes: tuple[float, float, float],
+    gib: float,
+    teraflops: float,
+    gigabytes_per_s: float,
     host_bandwidth: float,
     link: tuple[str, float] | None,
     network_gigabits: float,
 ) -> Device:
-    """Return a device by its ``sizes``: GiB of memory, TFLOP/s, and GB/s of its memory."""
     link_name, link_bandwidth = link or ("PCIe", host_bandwidth)
-    gib, teraflops, gigabytes_per_s = sizes
     rates = (teraflops * 1e12, gigabytes_per_s * 1e9, host_bandwidth)
     return Device(name, title, int(gib * GIB), *rates, link_name, link_bandwidth, network_gigabits * 1e9 / 8)
 
@@ -75,18 +75,18 @@ def _device(
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        _device("a100-40gb", "NVIDIA A100 40GB", (39.4, 312, 1555), PCIE_4, NVLINK_3, 200),
-        _device("a100-80gb", "NVIDIA A100 80GB", (79.1, 312, 2039), PCIE_4, NVLINK_3, 200),
-        _device("h100-80gb", "NVIDIA H100 SXM", (79.1, 989, 3350), PCIE_5, NVLINK_4, 400),
-        _device("h200-141gb", "NVIDIA H200", (139, 989, 4800), PCIE_5, NVLINK_4, 400),
-        _device("b200-192gb", "NVIDIA B200", (178, 2250, 8000), PCIE_5, NVLINK_5, 400),
-        _device("l4-24gb", "NVIDIA L4", (22.0, 121, 300), PCIE_4, None, 100),
-        _device("l40s-48gb", "NVIDIA L40S", (44.4, 362, 864), PCIE_4, None, 100),
-        _device("rtx-a6000-48gb", "NVIDIA RTX A6000", (47.4, 155, 768), PCIE_4, None, 10),
-        _device("rtx-3090-24gb", "NVIDIA RTX 3090", (23.6, 71, 936), PCIE_4, None, 10),
-        _device("rtx-4090-24gb", "NVIDIA RTX 4090", (23.6, 165, 1008), PCIE_4, None, 10),
-        _device("rtx-5090-32gb", "NVIDIA RTX 5090", (31.3, 209, 1792), PCIE_5, None, 10),
-        _device("mi300x-192gb", "AMD MI300X", (191, 1307, 5300), PCIE_5, INFINITY, 400),
+        _device("a100-40gb", "NVIDIA A100 40GB", 39.4, 312, 1555, PCIE_4, NVLINK_3, 200),
+        _device("a100-80gb", "NVIDIA A100 80GB", 79.1, 312, 2039, PCIE_4, NVLINK_3, 200),
+        _device("h100-80gb", "NVIDIA H100 SXM", 79.1, 989, 3350, PCIE_5, NVLINK_4, 400),
+        _device("h200-141gb", "NVIDIA H200", 139, 989, 4800, PCIE_5, NVLINK_4, 400),
+        _device("b200-192gb", "NVIDIA B200", 178, 2250, 8000, PCIE_5, NVLINK_5, 400),
+        _device("l4-24gb", "NVIDIA L4", 22.0, 121, 300, PCIE_4, None, 100),
+        _device("l40s-48gb", "NVIDIA L40S", 44.4, 362, 864, PCIE_4, None, 100),
+        _device("rtx-a6000-48gb", "NVIDIA RTX A6000", 47.4, 155, 768, PCIE_4, None, 10),
+        _device("rtx-3090-24gb", "NVIDIA RTX 3090", 23.6, 71, 936, PCIE_4, None, 10),
+        _device("rtx-4090-24gb", "NVIDIA RTX 4090", 23.6, 165, 1008, PCIE_4, None, 10),
+        _device("rtx-5090-32gb", "NVIDIA RTX 5090", 31.3, 209, 1792, PCIE_5, None, 10),
+        _device("mi300x-192gb", "AMD MI300X", 191, 1307, 5300, PCIE_5, INFINITY, 400),
     )
 }
 

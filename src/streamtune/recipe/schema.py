@@ -1,7 +1,8 @@
 """The recipes of all objectives: the topics of their keys, the order of their rules, and their JSON schema.
 
-A recipe is flat where the Hugging Face Trainer is flat and uses its names. The text under each field in ``keys/`` is
-the only place a key is described: the JSON schema, the editor's hover text and the documentation are made from it.
+A recipe is flat where the Hugging Face Trainer is flat and uses its names. The text under each field, here and in
+``keys/``, is the only description of a key. The JSON schema, the editor's hover text and the documentation are made of
+it.
 
 The types are strict (``"1e-5"`` is not a number, ``yes`` is not a boolean), frozen, and refuse unknown keys.
 Nothing here reads a file or touches a device; ``streamtune.recipe.loader`` adds the file and the line to an error.

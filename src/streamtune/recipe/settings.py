@@ -11,7 +11,7 @@
     RolloutSettings    these completions and their rewards, besides
 
 Each class inherits from the topics in ``keys/`` and adds no key, so a key is written down once. A recipe is an instance
-of every class here; ``mypy`` refuses a function that reads a key beyond its annotation.
+of every class for its objective; ``mypy`` refuses a function that reads a key beyond its annotation.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def _start(recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHan
     rows = [batches.training([int(unit)]) for unit in np.sort(drawn)]
     if len(rows) > 1:
         _check_room(recipe, model)
-    device, alone = model_device(model), train.World()
+    device, alone = model_device(model), train.WORLD
     objective = task.objective(handle, None, device)
     totals = objective.totals(rows, alone)
 

@@ -84,7 +84,7 @@ def _train_tokenizer(
         "vocab_size": vocab_size,
         "on_bad_row": recipe.on_bad_row,
         "max_bad_rows": recipe.max_bad_rows,
-        "code": inspect.getsource(sys.modules[models.train_tokenizer.__module__]),
+        "code": [inspect.getsource(sys.modules[each.__module__]) for each in (models.train_tokenizer, data.iter_texts)],
     }
     made: list[PreTrainedTokenizerBase] = []
 

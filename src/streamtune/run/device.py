@@ -14,7 +14,9 @@ from streamtune.base.text import parse_size, show_size
 from streamtune.engine import RouterLoss, SequenceParallel, StreamHandle, balance_coefficient, balances_itself, stream
 from streamtune.engine.memory.host import total_host_bytes
 from streamtune.errors import ArgumentError, UnsupportedModelError
-from streamtune.recipe.keys.engine import EngineSpec
+from streamtune.plan.budget import device_name
+from streamtune.plan.rates import peak_flops_of
+from streamtune.recipe.keys.engine import EngineKeys, EngineSpec
 from streamtune.recipe.keys.loss import RouterKeys
 from streamtune.recipe.settings import ModelSettings
 from streamtune.schedule import Schedule
@@ -123,3 +125,10 @@ def stream_model(
         if keys:
             error.where, error.mend = keys[0], f"delete {' and '.join(keys)}; the model trains without"
         raise
+
+
+def peak_of(recipe: EngineKeys, device: torch.device) -> float | None:
+    """Return the FLOP/s that the recipe gives, or the device's data-sheet value; None where neither is known."""
+    if recipe.peak_flops is not None:
+        return recipe.peak_flops
+    return peak_flops_of(device_name(device)) if device.type == "cuda" else None

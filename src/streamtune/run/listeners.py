@@ -34,12 +34,9 @@ import torch
 from streamtune import train
 from streamtune.base.optimizer_table import PLAIN_STEP, StepKind
 from streamtune.errors import ArgumentError, RunError, did_you_mean
-from streamtune.plan.budget import device_name
 from streamtune.plan.calibrate import correct_rates
 from streamtune.plan.planner import Plan
-from streamtune.plan.rates import peak_flops_of
 from streamtune.plan.simulate.workload import FlopCount, Span
-from streamtune.recipe.keys.engine import EngineKeys
 from streamtune.tasks.rewards.spec import import_target, shielded
 from streamtune.train.progress import Listener, RunFacts
 
@@ -196,13 +193,6 @@ def _spans(batch: train.MicroBatch) -> Iterator[Span]:
         for mask, positions in zip(batch.attention_mask, batch.position_ids, strict=True):
             starts = [*(positions[mask.bool()] == 0).nonzero()[:, 0].tolist(), int(mask.sum())]
             yield from ((0, stop - start) for start, stop in pairwise(starts))
-
-
-def peak_of(recipe: EngineKeys, device: torch.device) -> float | None:
-    """Return the FLOP/s that the recipe gives, or the device's data-sheet value; None where neither is known."""
-    if recipe.peak_flops is not None:
-        return recipe.peak_flops
-    return peak_flops_of(device_name(device)) if device.type == "cuda" else None
 
 
 @dataclass

@@ -42,9 +42,8 @@ from streamtune.recipe.loader import LoadedRecipe
 from streamtune.recipe.settings import ModelSettings, TrainingSettings
 from streamtune.run.cluster import RanksAsked, Wider, accumulation_of, cluster_of, links_for, wider_of
 from streamtune.run.data import blame_recipe
-from streamtune.run.device import choose_device, make_schedule, prepare_libraries
+from streamtune.run.device import choose_device, make_schedule, peak_of, prepare_libraries
 from streamtune.run.kept_plan import PlanOptions
-from streamtune.run.listeners import peak_of
 from streamtune.run.model import make_blueprint, make_optimizer, make_reference_blueprint, train_largest
 from streamtune.run.weight_choices import Settings, first_that_fits, placements, precise
 from streamtune.schedule import GIVEN, Schedule

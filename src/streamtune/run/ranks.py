@@ -52,7 +52,7 @@ def make_world(recipe: Recipe, device: torch.device, *, shares_weights: bool) ->
     size = int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(recipe, size, shares_weights=shares_weights)
     if size == 1 and recipe.deepspeed is None and not recipe.fsdp:
-        return train.World()
+        return train.WORLD
     from streamtune.distributed.pytorch import join
 
     if size == 1:  # DeepSpeed on one device: its host offload

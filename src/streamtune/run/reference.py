@@ -21,6 +21,7 @@ import torch
 from streamtune import models, train
 from streamtune.engine import StreamHandle, stream
 from streamtune.errors import ArgumentError, StreamTuneError, UserError
+from streamtune.plan.simulate.scored import PlainScores
 from streamtune.run.model import make_reference_model
 from streamtune.run.ranks import share_reference, whole_weights
 from streamtune.run.start import Doing, Start
@@ -75,9 +76,22 @@ def make_reference(
     """
     if not start.task.compares:
         return None
-    if held is None:
-        return train.ModelReference(model, handle, temperature=start.task.temperature)
-    return streamed(held, handle, temperature=start.task.temperature, share=_share(start, closing))
+    return reference_model(start.task, model, handle, held, _share(start, closing) if held is not None else None)
+
+
+def reference_model(
+    task: Task[Any],
+    model: Any,
+    handle: StreamHandle | None,
+    held: Any | None,
+    share: Callable[[Any, Any], None] | None = None,
+) -> train.ModelReference:
+    """Return the reference that runs: ``held``, or the model without its adapters; streamed if the model is."""
+    if handle is not None and held is not None:
+        return streamed(held, handle, temperature=task.temperature, share=share)
+    called = model if held is None else held
+    scorer: Any = PlainScores(called) if handle is None else handle
+    return train.ModelReference(called, scorer, temperature=task.temperature)
 
 
 def kept_logps(

@@ -27,8 +27,9 @@ from streamtune.recipe.keys.run import RunKeys
 from streamtune.recipe.schema import Recipe
 from streamtune.recipe.settings import OptimizerSettings, TrainingSettings
 from streamtune.recipe.yaml import dump_recipe
+from streamtune.run.device import peak_of
 from streamtune.run.engine import Streamed
-from streamtune.run.listeners import StepFlops, StepTimes, peak_of
+from streamtune.run.listeners import StepFlops, StepTimes
 from streamtune.run.samples import write_samples
 from streamtune.schedule import Schedule
 from streamtune.tasks.steps import StepPlan, share_out

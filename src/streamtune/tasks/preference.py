@@ -25,8 +25,6 @@ from streamtune.recipe.settings import PreferenceSettings
 from streamtune.tasks import objectives
 from streamtune.tasks.reference import KeptLogps
 
-WORLD = train.World()
-
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceBatch(train.TreeBatch):
@@ -209,7 +207,7 @@ class PairObjective:
     def __init__(self, handle: StreamHandle, recipe: PreferenceSettings, reference: train.Reference | None) -> None:
         self.handle, self.recipe, self.reference = handle, recipe, reference
 
-    def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = WORLD) -> int:
+    def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> int:
         """Return the number of pairs of the step."""
         return world.count(sum(_tree(batch).num_rows // 2 for batch in train.counted(micro_batches)))
 
@@ -259,7 +257,7 @@ class UnpairedObjective:
         self.handle, self.recipe, self.reference, self.device = handle, recipe, reference, device
         self.loss = objectives.check_unpaired(recipe.loss_type, unpaired_knobs(recipe))
 
-    def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = WORLD) -> _UnpairedTotals:
+    def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> _UnpairedTotals:
         """Return the number of completions of the step, and its baseline."""
         batches = [_tree(batch) for batch in micro_batches]
         with self._autocast():
@@ -292,7 +290,7 @@ class UnpairedObjective:
         return train.Score(summed / totals.rows, router_loss=router_loss, metrics=metrics)
 
     @torch.no_grad()
-    def _baseline(self, batches: Sequence[PreferenceBatch], world: train.World = WORLD) -> Tensor | None:
+    def _baseline(self, batches: Sequence[PreferenceBatch], world: train.World = train.WORLD) -> Tensor | None:
         """Return the baseline, a scalar, of the batches of all ranks; None if the loss has none."""
         if not self.loss.needs_baseline:
             return None

@@ -155,7 +155,7 @@ class Steps:
         self,
         batches: Trainable,
         recipe: BatchSettings,
-        world: train.World = train.World(),  # noqa: B008 (frozen)
+        world: train.World = train.WORLD,
         cost: RowCost = RowCost(),
     ) -> None:
         self.batches, self.world, self.cost = batches, world, cost

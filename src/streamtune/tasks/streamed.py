@@ -111,7 +111,7 @@ class StreamSteps:
         stream: data.RowStream,
         collate: Callable[[Sequence[data.Example]], train.MicroBatch],
         recipe: BatchSettings,
-        world: train.World = train.World(),  # noqa: B008 (frozen)
+        world: train.World = train.WORLD,
         cost: RowCost = RowCost(),  # noqa: B008 (frozen)
     ) -> None:
         self.stream, self.collate, self.world, self.cost = stream, collate, world, cost

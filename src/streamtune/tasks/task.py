@@ -463,7 +463,7 @@ class Task(ABC, Generic[R_co]):
     def _micro_batches(self) -> range:
         recipe = self.recipe
         if recipe.tokens_per_batch is not None:
-            return range(min(accumulation(recipe, train.World()), 2))
+            return range(min(accumulation(recipe, train.WORLD), 2))
         return range(min(recipe.gradient_accumulation_steps, 2))
 
 

@@ -49,15 +49,15 @@ from streamtune.train.step import (
     HeldOut,
     StepContext,
     TrainSettings,
-    accumulate_gradients,
     is_out_of_memory,
     peak_memory_bytes,
 )
-from streamtune.train.world import World
+from streamtune.train.world import WORLD, World
 
 __all__ = [
     "FILES",
     "GIB",
+    "WORLD",
     "Backend",
     "BlockBackend",
     "Checkpoint",
@@ -89,7 +89,6 @@ __all__ = [
     "TrainSettings",
     "TreeBatch",
     "World",
-    "accumulate_gradients",
     "append_event",
     "append_records",
     "autocast",

@@ -109,8 +109,9 @@ class Backend(ABC):
 
     @abstractmethod
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor | None]]:
-        """Iterate over the parameters (or ``names``), each whole on rank 0 and None elsewhere. All ranks iterate to the
-        end.
+        """Iterate over the parameters (or ``names``), each whole on rank 0 and None elsewhere.
+
+        A tensor is valid until the next one. All ranks iterate to the end.
         """
 
     def called_directly(self) -> AbstractContextManager[Any]:

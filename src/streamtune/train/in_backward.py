@@ -143,7 +143,7 @@ class InBackwardBackend(LocalBackend):
 
     def reset_optimizer(self) -> None:
         super().reset_optimizer()
-        self._norm_before = None
+        self._norm_before = None  # the gradients that come are clipped by norms of their own
 
     def state(self) -> dict[str, Any]:
         return {} if self._norm_before is None else {"norm_before": self._norm_before}

@@ -1,4 +1,4 @@
-"""The gradient of one row, in a few hundred numbers, by which rows are compared (``tasks.selected``).
+"""The gradient of one row, in a few hundred numbers, by which rows are compared (``tasks.steps``).
 
 It is the gradient of the row's mean loss with respect to the value projection of the last layer that has one (CoLM,
 arXiv 2407.19580, section 4.3, which estimates it from two forwards). Only that weight asks for a gradient: the layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -78,8 +79,8 @@ def bench(
     loaded = read_recipe(recipe, set_)
     folder = output_dir or Path(loaded.recipe.output_dir)
     if not table:
-        asked = {"lengths": _numbers(lengths or LENGTHS[""]), "modes": _names(modes or THREE), "repeats": repeats}
-        _bench(loaded, {**asked, "packed_rows": packed_rows}, folder, as_json)
+        compared = _names(modes or THREE)
+        _bench(loaded, _numbers(lengths or LENGTHS[""]), compared, repeats, packed_rows, folder, as_json)
         return
     if packed_rows:
         raise ArgumentError("--packed-rows is no part of a table", mend="leave out --table, or --packed-rows")
@@ -125,14 +126,25 @@ def bench(
     out.print(f"Written to {written}", style="dim", soft_wrap=True)
 
 
-def _bench(loaded: LoadedRecipe, asked: dict[str, Any], folder: Path, as_json: bool) -> None:
+def _bench(
+    loaded: LoadedRecipe,
+    lengths: Sequence[int],
+    modes: Sequence[Mode],
+    repeats: int,
+    packed_rows: int,
+    folder: Path,
+    as_json: bool,
+) -> None:
     with err.status("loading libraries") as status:
         from streamtune.programs.bench.bench_recipe import bench_recipe
         from streamtune.programs.bench.plots import draw_bench
         from streamtune.train.staging import check_outputs, write_output
 
         check_outputs(folder, ["bench.json", "bench.png"])
-        report = bench_recipe(loaded, **asked, notify=status.update if err.is_terminal else err.print)
+        notify = status.update if err.is_terminal else err.print
+        report = bench_recipe(
+            loaded, lengths=lengths, modes=modes, repeats=repeats, packed_rows=packed_rows, notify=notify
+        )
     document = report.to_json()
     write_output(folder / "bench.json", f"{json.dumps(document, indent=2)}\n".encode())
     write_output(folder / "bench.png", draw_bench(report, title=describe_bench(report)))

@@ -57,7 +57,7 @@ class TableOptions:
         repeats: Timed steps of each row; the rows of a group alternate.
         folder: Directory of its files; it exists.
         command: Command line that measures the table again.
-        method: How the longest sequence is found: ``measure`` or ``simulate``.
+        method: Search for the longest sequence: ``measure`` or ``simulate``.
         sizes: Budget of the longest sequence on device, host and disk in bytes; None if not given.
     """
 

@@ -77,7 +77,7 @@ class Table:
         groups: Returns the rows to measure, in groups whose steps alternate; None for a search over lengths.
         rows: Heading of the column of names.
         lengths: Heading of the column of lengths; empty to leave it out if there is only one length.
-        compares_modes: Its rows are modes, some of which may not run here; notes explain the peers.
+        compares_modes: Rows are modes, some of which may not run here; notes explain the peers.
         timed: Steps are timed.
         memory: The memory of a step is measured.
     """

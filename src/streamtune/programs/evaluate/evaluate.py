@@ -130,7 +130,7 @@ def evaluate_model(
             chunk_size = handle.schedule.chunk_size
             needle = None
             if options.needle is not None:
-                # Training holds the keys and values of one layer at a time, generation those of all layers.
+                # Training holds the keys and values of one layer at a time, generation of all layers.
                 with _explained("needles were asked for", "give shorter --needle-lengths"):
                     needle = evaluation.needles(sources, options.needle, lengths)
         harness = None
@@ -194,7 +194,7 @@ class _Evaluation:
         """Return the parts of a run with these rows held out. Nothing is written into its directory."""
         prepared = self.task.with_held_out(self.prepared, rows)
         batches = self.task.batches(prepared, self.tokenizer, share=self.share)
-        world = train.World()
+        world = train.WORLD
         return Built(
             device=self.device,
             world=world,

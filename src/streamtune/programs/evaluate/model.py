@@ -23,7 +23,7 @@ from streamtune.recipe.keys.model_and_tokenizer import ModelKeys
 from streamtune.recipe.settings import ModelSettings, TrainingSettings
 from streamtune.run.model import choose_quantization, make_reference_model
 from streamtune.run.plan import LongestStep, plan_model
-from streamtune.run.reference import load_reference, streamed
+from streamtune.run.reference import load_reference, reference_model
 from streamtune.schedule import Schedule
 from streamtune.tasks import Task
 
@@ -146,9 +146,7 @@ def make_scored_reference(
     """Return the reference in the form that objectives call; None if the loss has none."""
     if not task.compares or not task.scores:  # of sft it is a teacher, which evaluations do not ask
         return None
-    if held is None:
-        return train.ModelReference(model, handle, temperature=task.temperature)
-    return streamed(held, handle, temperature=task.temperature)
+    return reference_model(task, model, handle, held)
 
 
 # --- schedule -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Generation from a trained model, loaded as in training: adapters on their base, with the same quantisation.
 
 Long prompts are prefilled in chunks (:mod:`streamtune.tasks.rollout.writers`). A conversation reuses the KV cache of
-the longest common prefix, unless a layer with a window has dropped a part of it.
+the longest common prefix if every layer attends to all tokens: the cache of a window or a state cannot be cut.
 """
 
 from __future__ import annotations

@@ -275,8 +275,6 @@ ALPACA = {
 }
 UNSAID = ("prompt", "query", "response")
 """Columns of alpaca rows that are read for an entry without columns."""
-SHAREGPT = {"messages": "conversations", "system": "system", "tools": "tools"}
-PREFERENCE = {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
 OPENAI_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 SHAREGPT_TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}
 

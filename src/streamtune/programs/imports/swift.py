@@ -258,8 +258,10 @@ def _special(conversion: Conversion) -> None:
         conversion.unneeded("rlhf_type", why="no value")
     elif str(kind) in OBJECTIVES and "loss_type" not in conversion.file.fields:
         conversion.put("loss_type", OBJECTIVES[str(kind)][1], "rlhf_type")
-    elif kind is not None:
+    elif str(kind) in OBJECTIVES:
         conversion.unneeded("rlhf_type", why=f"objective: {conversion.objective}")
+    elif kind is not None:
+        conversion.lose("rlhf_type", why=f"no such objective here; --objective {conversion.objective} was given")
     use_hf = conversion.get("use_hf")
     conversion.dismiss("use_hf", why="names are looked up on the Hugging Face hub")
     for name in ("model", "model_id_or_path"):

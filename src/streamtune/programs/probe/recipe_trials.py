@@ -50,7 +50,7 @@ from streamtune.run.plan import (
     shares_prompts,
 )
 from streamtune.run.ranks import local_backend, local_optimizer
-from streamtune.run.reference import streamed
+from streamtune.run.reference import reference_model
 from streamtune.run.weight_choices import is_hopeless, placements, precise
 from streamtune.schedule import Schedule
 from streamtune.tasks import Task, task_of
@@ -116,15 +116,6 @@ def make_reference(
     if task.precomputes:
         return GivenReference()
     return reference_model(task, model, handle, held)
-
-
-def reference_model(task: Task[Any], model: Any, handle: StreamHandle | None, held: Any | None) -> train.ModelReference:
-    """Return the reference that runs: ``held``, or the model without its adapters; streamed if the model is."""
-    if handle is not None and held is not None:
-        return streamed(held, handle, temperature=task.temperature)
-    called = model if held is None else held
-    scorer: Any = PlainScores(called) if handle is None else handle
-    return train.ModelReference(called, scorer, temperature=task.temperature)
 
 
 def _placed(task: Task[Any], shape: Shape, budget: Budget, device: torch.device) -> TrainingSettings:

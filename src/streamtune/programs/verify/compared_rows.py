@@ -41,9 +41,8 @@ from streamtune.errors import DataError
 from streamtune.ops import TokenLoss, token_loss_reference
 from streamtune.plan.simulate.memory import LiveBytes
 from streamtune.plan.simulate.scored import PlainScores
-from streamtune.programs.probe.recipe_trials import reference_model
 from streamtune.programs.verify.restore import cast
-from streamtune.run.reference import streamed
+from streamtune.run.reference import reference_model, streamed
 from streamtune.tasks.task import ScoringTask
 from streamtune.train.objective import autocast, loss_of, output_of
 

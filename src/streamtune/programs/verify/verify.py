@@ -69,7 +69,7 @@ class Comparison:
 
     Attributes:
         model: A causal language model, with or without adapters, not streamed.
-        losses: Its loss on the batch.
+        losses: Losses of the batch.
         schedules: Schedules to stream with, one after another.
         dtype: Widen the weights to this dtype first; None takes them as they are.
         bf16: Train under bfloat16 autocast.

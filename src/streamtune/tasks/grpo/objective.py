@@ -21,7 +21,6 @@ from streamtune.tasks.objectives import POLICY_LOSSES, StepTotals, check_policy,
 from streamtune.tasks.objectives.advantages import counts
 
 Metrics = Mapping[str, tuple[float, float]]
-WORLD = train.World()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +89,7 @@ class RolloutObjective(ABC):
         self.recipe = recipe
         self.supervised = train.SupervisedObjective(handle)
 
-    def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = WORLD) -> StepTotals | float:
+    def totals(self, micro_batches: Sequence[train.MicroBatch], world: train.World = train.WORLD) -> StepTotals | float:
         """Return how many completions and target tokens the step has, with those without gradient; if supervised, its
         targets.
         """
