@@ -337,6 +337,30 @@ def test_preferences_of_axolotl(rl: str, loss: str, tmp_path: Path) -> None:
     assert any(found.theirs == "sample_packing: true" for found in imported.of_kind("not_needed"))
 
 
+@pytest.mark.parametrize(
+    ("fields", "ours", "starred"),
+    [
+        ("beta: 0.2", {"loss_type": "sigmoid"}, set()),
+        ("loss_type: ipo", {"loss_type": "ipo"}, set()),
+        ("loss_type: orpo", {"loss_type": "orpo"}, {"loss_type"}),
+        ("desirable_weight: 1.5", {"loss_type": "kto", "desirable_weight": 1.5}, set()),
+        ("cpo_alpha: 0.5", {"loss_type": "cpo", "cpo_alpha": 0.5}, {"loss_type"}),
+        ("cpo_alpha: 0.5\nloss_type: sigmoid", {"loss_type": "cpo"}, {"loss_type"}),
+        ("cpo_alpha: 0.0\nloss_type: simpo", {"loss_type": "simpo"}, set()),
+        ("simpo_gamma: 0.4\nloss_type: simpo", {"loss_type": "simpo", "rpo_alpha": 1.0}, {"rpo_alpha"}),
+        ("cpo_alpha: 0.5\nloss_type: hinge", {"loss_type": "cpo"}, {"loss_type"}),
+    ],
+)
+def test_losses_of_preferences_of_trl(fields: str, ours: dict[str, Any], starred: set[str], tmp_path: Path) -> None:
+    """By the fields of a configuration alone, which does not name its trainer."""
+    imported = convert(tmp_path, f"model_name_or_path: a\ndataset_name: own/a\n{fields}\n", trainer="trl")
+    assert imported.objective == "dpo"
+    (tmp_path / "ours.yaml").write_text(imported.text)
+    found = load_recipe(tmp_path / "ours.yaml").recipe
+    assert {key: getattr(found, key) for key in ours} == ours
+    assert lost(imported) == starred
+
+
 def test_yaml_json_and_command_of_swift_are_the_same(tmp_path: Path) -> None:
     values = {"model": "own/m", "train_type": "full", "dataset": ["r.jsonl"], "max_length": 64, "learning_rate": 1e-5}
     command = "swift sft " + " ".join(

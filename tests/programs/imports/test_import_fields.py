@@ -144,8 +144,8 @@ WRITTEN = {
     "swift": """adam_beta2 beta bf16 finetuning_type learning_rate lora_alpha lora_dropout lora_r num_train_epochs
     overlength per_device_train_batch_size reasoning simpo_gamma split_at temperature top_k top_p train_batch_size
     train_on truncate_side weight_decay""",
-    "trl": """bf16 dtype learning_rate lora_alpha lora_dropout lr_scheduler_type max_length num_train_epochs
-    overlength per_device_train_batch_size reasoning split_at train_on truncate_side""",
+    "trl": """bf16 dtype learning_rate lora_alpha lora_dropout loss_type lr_scheduler_type max_length num_train_epochs
+    overlength per_device_train_batch_size reasoning rpo_alpha split_at train_on truncate_side""",
 }
 """Keys of ours that are written where the trainer's default differs."""
 

@@ -30,6 +30,7 @@ from .trainer_arguments import (
     TRAINER_FIELDS,
     default_cut,
     one_loss,
+    report_nll,
     say_targets,
     take_bits,
     take_trackers,
@@ -426,6 +427,7 @@ def _defaults(conversion: Conversion) -> None:
         conversion.default("bf16", True, "where the device has it")
         conversion.default("dtype", "bfloat16", "weights are loaded in the precision of the computation")
     say_targets(conversion)
+    report_nll(conversion)
 
 
 AXOLOTL = PeerTrainer(

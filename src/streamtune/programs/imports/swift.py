@@ -28,6 +28,7 @@ from .trainer_arguments import (
     KERNELS,
     TRAINER_FIELDS,
     default_cut,
+    report_nll,
     take_thinking,
     take_trackers,
     take_warmup,
@@ -391,6 +392,7 @@ def _defaults(conversion: Conversion) -> None:
     if {"numeric_answer", "format_tags"} & set(ours.get("reward_funcs", [])) or unknown:
         why = "of our own rewards the nearest is written; compare `docs/rewards.md`"
         conversion.missing("reward_funcs", why + (f"; write a file with {', '.join(unknown)}" if unknown else ""))
+    report_nll(conversion)
 
 
 SWIFT = PeerTrainer(

@@ -186,6 +186,17 @@ def default_cut(conversion: Conversion) -> None:
         conversion.default("split_at", "token")
 
 
+def report_nll(conversion: Conversion) -> None:
+    """Report where TRL's classes average the negative log-likelihood of a loss of pairs over other tokens."""
+    loss = conversion.ours.get("loss_type")
+    if loss == "orpo":
+        there = "its NLL is of prompt and answer there, a mean over the tokens of a micro-batch"
+        conversion.missing("loss_type: orpo", f"{there}; here of the answer, a mean over pairs")
+    elif loss == "cpo" or conversion.ours.get("rpo_alpha"):
+        name = "loss_type: cpo" if loss == "cpo" else "rpo_alpha"
+        conversion.missing(name, "its NLL is a mean over the tokens of a micro-batch there, here over pairs")
+
+
 def take_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
     """Convert ``report_to``, and add the trackers that other fields name, such as ``wandb_project``."""
     names: list[str] = []

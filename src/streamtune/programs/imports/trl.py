@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, get_args
+
+from streamtune.recipe.keys.policy import PolicyLossName
+from streamtune.recipe.keys.preferences import PairedLoss, UnpairedLoss
 
 from .conversion import Conversion, PeerTrainer
 from .field_rules import (
@@ -37,6 +40,7 @@ from .trainer_arguments import (
     TRAINER_FIELDS,
     default_cut,
     one_loss,
+    report_nll,
     say_targets,
     take_bits,
     take_trackers,
@@ -53,6 +57,10 @@ OF_DPO = {
     *("f_divergence_type", "reference_free", "use_weighting", "loss_weights", "discopop_tau"),
 }
 """Fields of DPO that SFT lacks."""
+OF_OTHERS = {"desirable_weight": "kto", "undesirable_weight": "kto", "cpo_alpha": "cpo", "simpo_gamma": "cpo"}
+"""Fields of other trainers of preferences, and their commands."""
+PREFERENCE_LOSSES = (*get_args(PairedLoss), *get_args(UnpairedLoss))
+POLICY_LOSSES = get_args(PolicyLossName)
 Row = dict[str, Any] | None
 """First row of a dataset; None if unknown."""
 
@@ -201,16 +209,29 @@ def _objective(conversion: Conversion) -> str:
             what = f"`trl {command}` has no counterpart"
             raise conversion.refuse(what=what, mend="sft, dpo, kto, orpo, cpo and grpo have one")
         return COMMANDS[command]
-    names = set(conversion.file.fields)
-    return "grpo" if names & OF_GRPO else "dpo" if names & OF_DPO else "sft"
+    names, loss = set(conversion.file.fields), conversion.get("loss_type")
+    if names & OF_GRPO or loss in POLICY_LOSSES:
+        return "grpo"
+    return "dpo" if names & {*OF_DPO, *OF_OTHERS} or loss in PREFERENCE_LOSSES else "sft"
+
+
+def _command_of(conversion: Conversion) -> str:
+    """Return the command that trains preferences by these fields: ``kto``, ``orpo``, ``cpo``, or ``dpo``."""
+    found = (command for name, command in OF_OTHERS.items() if name in conversion.file.fields)
+    return conversion.file.command or next(found, "dpo")
 
 
 def _special(conversion: Conversion) -> None:
     given = conversion.file.fields
-    if "loss_type" in given:
+    command = _command_of(conversion) if conversion.objective == "dpo" else ""
+    if command == "cpo":
+        _take_cpo(conversion)
+    elif "loss_type" in given:
         _take_loss(conversion)
-    elif conversion.file.command in ("kto", "orpo", "cpo"):
-        conversion.ours["loss_type"] = conversion.file.command
+    elif command in ("kto", "orpo"):
+        conversion.ours["loss_type"] = command
+    elif command and not conversion.file.command:
+        conversion.default("loss_type", "sigmoid", "as of `trl dpo`; of `trl orpo` write loss_type: orpo")
     if "use_peft" in given:
         quantised = conversion.get("load_in_4bit") or conversion.get("load_in_8bit")
         kind = "full" if not conversion.take("use_peft") else "qlora" if quantised else "lora"
@@ -317,6 +338,26 @@ def _take_length(conversion: Conversion) -> None:
     conversion.dismiss("packing_strategy", why="packing fills every sequence as far as rows fit")
 
 
+def _take_cpo(conversion: Conversion) -> None:
+    """Convert the loss of TRL's CPO trainer, which adds the NLL to SimPO's loss too."""
+    loss, alpha = conversion.take("loss_type") or "sigmoid", conversion.get("cpo_alpha", 1.0)
+    if loss == "simpo":
+        conversion.put("loss_type", "simpo", "loss_type")
+        if not alpha:
+            conversion.dismiss("cpo_alpha", why="no NLL is added, as here")
+        elif conversion.take("cpo_alpha") is None:
+            conversion.default("rpo_alpha", alpha, "cpo_alpha there")
+        else:
+            conversion.put("rpo_alpha", alpha, "cpo_alpha")
+    elif loss == "sigmoid":
+        conversion.ours["loss_type"] = "cpo"
+        if "loss_type" in conversion.file.fields:
+            conversion.put("loss_type", "cpo", "loss_type")
+    else:
+        conversion.lose("loss_type", why="cpo and simpo are the losses of that trainer here")
+        conversion.ours["loss_type"] = "cpo"
+
+
 def _take_loss(conversion: Conversion) -> None:
     value = conversion.take("loss_type")
     if conversion.objective != "sft":
@@ -418,6 +459,7 @@ def _defaults(conversion: Conversion) -> None:
         conversion.default("lora_alpha", 32.0)
         conversion.default("lora_dropout", 0.05)
     say_targets(conversion)
+    report_nll(conversion)
 
 
 TRL = PeerTrainer(

@@ -10,6 +10,8 @@ from pydantic import field_validator
 from streamtune.recipe.keys.loss import LossKeys
 from streamtune.recipe.rules import GIVEN, Clash, Custom, NotNegative, Positive, Refusal, Rows, Rules, Text
 
+PolicyLossName = Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "rloo", "remax", "gkd"]
+
 UNREAD_WITH_GKD = {
     "beta": "weighs the divergence from a reference, and gkd has that from its teacher alone",
     "ref_model_name_or_path": "names a reference, and gkd is compared with its teacher alone",
@@ -26,7 +28,7 @@ UNREAD_WITH_GKD = {
 class PolicyKeys(LossKeys):
     """A policy gradient with its reference, or the divergence from a teacher."""
 
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "rloo", "remax", "gkd"] = "dapo"  # type: ignore[assignment]
+    loss_type: PolicyLossName = "dapo"  # type: ignore[assignment]
     """Loss of a token, and the set that it is averaged over. `gkd` is on-policy distillation (arXiv 2306.13649): the
     divergence `kd_divergence` from the `teacher` at each token of a completion, averaged in the completion."""
 
