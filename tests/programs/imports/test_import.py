@@ -412,10 +412,10 @@ def test_a_file_of_dataset_info_that_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [
-        ("adamw_bnb_8bit", "adamw_8bit"), ("adafactor", None), ("sgd", None), ("paged_adamw_32bit", "adamw"),
+        ("adamw_bnb_8bit", "adamw_8bit"), ("adafactor", None), ("sgd", "sgd"), ("paged_adamw_32bit", "adamw"),
         ("adamw_torch_xla", "adamw"), ("adamw_torch_npu_fused", "adamw"), ("paged_adamw_8bit", "paged_adamw_8bit"),
-        ("ao_adamw_fp8", "adamw_torch_fp8"), ("ao_adamw_8bit", "adamw_torch_8bit"), ("lion_8bit", None),
-        ("paged_lion_32bit", None), ("galore_adamw", None), ("schedule_free_adamw", None),
+        ("ao_adamw_fp8", "adamw_torch_fp8"), ("ao_adamw_8bit", "adamw_torch_8bit"), ("lion_8bit", "lion_8bit"),
+        ("paged_lion_32bit", "lion"), ("galore_adamw", None), ("schedule_free_adamw", None),
     ])  # fmt: skip
 def test_an_optimizer_with_our_name_and_other_steps_is_lost(theirs: str, ours: str | None, tmp_path: Path) -> None:
     text = f"base_model: a\nsequence_len: 64\noptimizer: {theirs}\ndatasets: [{{path: r.jsonl}}]\n"
@@ -423,6 +423,15 @@ def test_an_optimizer_with_our_name_and_other_steps_is_lost(theirs: str, ours: s
     lost = [found.theirs for found in imported.of_kind("lost")]
     assert lost == ([] if ours else [f"optimizer: {theirs}"])
     assert (f"optim: {ours}" in imported.text) is (ours is not None)
+
+
+def test_arguments_of_an_optimizer_that_are_others_there(tmp_path: Path) -> None:
+    more = "optim: paged_lion_8bit\nadam_beta2: 0.95\n"
+    for text, ours in ((more, {"betas": [0.9, 0.95]}), ("optim: sgd\n", {"momentum": 0.0})):
+        imported = convert(tmp_path, f"model_name_or_path: a\ndataset_name: own/a\n{text}", trainer="trl")
+        (tmp_path / "ours.yaml").write_text(imported.text)
+        assert load_recipe(tmp_path / "ours.yaml").recipe.optim_args == ours
+        assert not lost(imported) & {"optim", "adam_beta2"}
 
 
 ACCELERATE = """

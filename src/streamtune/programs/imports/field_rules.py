@@ -148,14 +148,9 @@ def optimizer(value: Any) -> Any:
     return value
 
 
-LION = "optim_args: {betas: [0.9, 0.999]}: theirs are adam_beta1 and adam_beta2"
-
 OTHER_STEPS = {
     "adafactor": "transformers' takes absolute steps; optim: adafactor is torch's, relative to the size of the weight",
-    "sgd": "theirs has no momentum: write optim: sgd and optim_args: {momentum: 0.0}",
     "muon": "write optim: muon, whose steps are scaled to the size of AdamW's",
-    **dict.fromkeys(("lion", "lion_32bit", "paged_lion_32bit"), f"write optim: lion and {LION}"),
-    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), f"write optim: lion_8bit and {LION}"),
     "galore_adamw": "write optim: galore, and compare the rank and the scale",
     "apollo_adamw": "write optim: apollo, and compare the rank and the scale",
     "schedule_free_adamw": "write optim: schedule_free, and compare its betas",

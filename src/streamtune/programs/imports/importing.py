@@ -17,7 +17,7 @@ from .conversion import Conversion, FieldFinding, PeerTrainer
 from .llamafactory import LLAMAFACTORY
 from .peer_files import PeerFile, read_peer_file
 from .swift import SWIFT
-from .trainer_arguments import finish, is_accelerate_config, take_launcher
+from .trainer_arguments import finish, is_accelerate_config, take_launcher, take_optimizer
 from .trl import TRL
 
 TRAINERS: dict[str, PeerTrainer] = {trainer.name: trainer for trainer in (AXOLOTL, LLAMAFACTORY, TRL, SWIFT)}
@@ -73,6 +73,7 @@ def import_recipe(path: Path, trainer: str | None = None, objective: str | None 
     if conversion.objective != "sft":
         conversion.ours["objective"] = conversion.objective
     conversion.trainer.special(conversion)
+    take_optimizer(conversion)
     conversion.apply()
     take_launcher(conversion)
     conversion.trainer.defaults(conversion)

@@ -186,6 +186,28 @@ def default_cut(conversion: Conversion) -> None:
         conversion.default("split_at", "token")
 
 
+LIONS = {
+    **dict.fromkeys(("lion", "lion_32bit", "paged_lion_32bit"), "lion"),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), "lion_8bit"),
+}
+"""Name of transformers -> ours."""
+
+
+def take_optimizer(conversion: Conversion) -> None:
+    """Convert optimizers whose own arguments are others there: SGD without momentum, Lion with Adam's betas."""
+    names = (
+        name for name in ("optim", "optimizer") if (rule := conversion.trainer.rule(name)) and rule.ours == "optim"
+    )
+    for name in names:
+        theirs = conversion.left.get(name)
+        if theirs == "sgd" and conversion.put("optim", "sgd", name):
+            conversion.default("optim_args", {"momentum": 0.0}, "theirs has none")
+        elif isinstance(theirs, str) and theirs in LIONS and conversion.put("optim", LIONS[theirs], name):
+            betas = [conversion.get("adam_beta1", 0.9), conversion.get("adam_beta2", 0.999)]
+            conversion.default("optim_args", {"betas": betas}, "adam_beta1 and adam_beta2 there")
+            conversion.dismiss("adam_beta1", "adam_beta2", why="they are betas of optim_args")
+
+
 def report_nll(conversion: Conversion) -> None:
     """Report where TRL's classes average the negative log-likelihood of a loss of pairs over other tokens."""
     loss = conversion.ours.get("loss_type")
