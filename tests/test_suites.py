@@ -112,7 +112,7 @@ def test_a_requirement_without_a_lower_bound_is_refused() -> None:
         lower_bounds(project)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_green_run_says_nothing_beside_its_report() -> None:
     """The table of families is made by the process that starts the workers, whose imports pytest does not capture."""
     test = "tests/conformance/test_conformance.py::test_exact_or_refused[llama]"

@@ -149,7 +149,7 @@ def test_no_is_what_the_command_says(
     assert found == {}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_yes_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = {}
     for number, (objective, options) in enumerate(accepted_together()):

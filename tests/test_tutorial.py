@@ -32,6 +32,8 @@ TUTORIAL = ROOT / "docs" / "tutorial"
 PAGES = {"README": ROOT / "README.md", **{page.stem: page for page in sorted(TUTORIAL.glob("0*.md"))}}
 FILE = re.compile(r"# ([\w./-]+\.(?:yaml|py|jsonl))$")
 RUNS = ("sft", "dpo", "grpo")
+IN_FULL = ("README", "01-first-run", "02-own-data", "05-preferences")
+"""Pages that `make test-all` runs, shortened; the others are slow."""
 
 NOT_RUN = {
     ("README", "make setup"): "makes a virtual environment from a package index",
@@ -342,7 +344,9 @@ def test_the_recipe_of_the_readme_trains(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name", [name if name in IN_FULL else pytest.param(name, marks=pytest.mark.slow) for name in PAGES]
+)
 def test_a_page_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,7 +60,7 @@ def test_a_length_beyond_the_positions_of_the_model_is_told(
     assert "rope_scaling: {rope_type: yarn, factor: 2}" in json.loads(capsys.readouterr().out)["positions"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_longest_of_each_mode(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     """A range of one length: streaming fits into the budget, the others do not."""
     assert probe("--device-memory", "4MiB", "--from", "1024", "--to", "1024", "--baseline", "--output-dir", "out") == 0
@@ -154,7 +154,7 @@ def interrupted(process: subprocess.Popen[str]) -> tuple[str, str]:
     raise AssertionError("four interrupts did not end it")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of a terminal")
 def test_ctrl_c_ends_with_what_is_known(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE, sort_keys=False))

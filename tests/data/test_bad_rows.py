@@ -263,7 +263,7 @@ def test_the_folder_of_temporary_files_is_named(reason: str, write: Write, tmp_p
         assert "set TMPDIR" in mend
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_rows_that_cannot_be_read_and_rows_that_cannot_be_trained_on_are_listed_in_their_order(
     processes: int, tmp_path: Path, tokenizer: Any
 ) -> None:

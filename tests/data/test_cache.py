@@ -335,7 +335,7 @@ def _prepare_in_process(file: str, root: str, vocabulary: str, start: Any, out: 
     out.put(made.fingerprint)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_processes_that_prepare_the_same_rows_at_once(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, cache: RowCache
 ) -> None:

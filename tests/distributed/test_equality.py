@@ -136,7 +136,7 @@ RECURRENT = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_that_shares_sequences_of_a_recurrent_model_has_the_losses_of_one_rank() -> None:
     settings = {"model.init": RECURRENT, "sequence_parallel_size": 2}
     sft = {"objective": "sft", "settings": {**settings, "packing": True}}

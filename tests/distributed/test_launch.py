@@ -330,7 +330,7 @@ def test_ctrl_c_in_a_terminal_saves_and_the_same_command_goes_on(folder: Path) -
     assert f'"event": "resume", "step": {stopped}' in events
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_fewer_ranks_whose_steps_would_have_fewer_rows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The refusal speaks of keys that a user writes, and what it advises works."""
     write_recipe(folder, {**TINY, "train_batch_size": None, "per_device_train_batch_size": 2, "max_steps": 2})

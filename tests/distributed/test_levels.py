@@ -48,7 +48,7 @@ def check(size: int, cases: list[dict[str, Any]], patience: float = 300) -> None
     assert {case: errors for case, errors in found.items() if not errors["excess"] <= ROUNDING} == {}
 
 
-@pytest.mark.parametrize("cases", [QUICK, pytest.param(MORE, marks=pytest.mark.full)], ids=["each", "more"])
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(MORE, marks=pytest.mark.slow)], ids=["each", "more"])
 def test_two_ranks_have_the_gradient_of_one(cases: list[dict[str, Any]]) -> None:
     check(2, cases, 600)
 
@@ -62,7 +62,7 @@ OUTSIDE = 4 * (2 * 512 * 32 + 32)
 """Bytes of embedding, head and norm of the model that is counted."""
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_each_extra_forward_is_one_gather() -> None:
     settings = [{}, {"finetuning": "lora"}, {"accumulation": 2}]
     cases = [
@@ -84,7 +84,7 @@ def test_each_extra_forward_is_one_gather() -> None:
         assert two[0].traffic == one.traffic, "nothing else is sent: gradients are reduced as often"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_rank_holds_what_whole_weights_hold() -> None:
     """And two layers are gathered at a time: the one that goes backward, and the one that runs again."""
     engines = [("fsdp", 2), ("zero3", 1), ("zero3_offload", 1)]

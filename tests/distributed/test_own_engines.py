@@ -30,7 +30,7 @@ def cases(engine: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_hooks(engine: str) -> None:
     """In fp32, as these engines compute: the values to 1e-5."""
     compare(cases(engine), 400)

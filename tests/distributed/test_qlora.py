@@ -28,7 +28,7 @@ MORE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("cases", [QUICK, pytest.param(MORE, marks=pytest.mark.full)], ids=["each", "more"])
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(MORE, marks=pytest.mark.slow)], ids=["each", "more"])
 def test_two_ranks_have_the_gradient_of_one(cases: list[dict[str, Any]]) -> None:
     check(2, cases, 600)
 
@@ -45,7 +45,7 @@ def test_a_rank_holds_a_part_and_gathers_the_same_bits() -> None:
         assert found["scales"] < 0.05, case
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_runs_have_the_losses_of_one_rank() -> None:
     settings = {"finetuning_type": "qlora", "quantization": "nf4"}
     engines: list[dict[str, Any]] = [{"fsdp": True}, {"deepspeed": "zero3"}]

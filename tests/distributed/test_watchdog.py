@@ -233,7 +233,7 @@ def score(completions, **columns):
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_ranks_that_wait_for_a_judge_are_not_ended(tmp_path: Path) -> None:
     """In a step and in an evaluation, for longer than ranks may stand still."""
     (tmp_path / "judge.yaml").write_text(JUDGED)

@@ -38,7 +38,7 @@ def judged(found: Found, size: int, slow: bool) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_of_the_ranks_add_up_to_the_gradient(size: int, tmp_path: Path) -> None:
     judged(run(size, False, tmp_path), size, False)
 

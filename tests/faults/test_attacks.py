@@ -36,8 +36,16 @@ def test_there_are_sixty_and_each_is_listed_once() -> None:
     assert len(set(titles)) == len(titles)
 
 
+LONG = {"odd_names", "hang_up", "stop_at_each"}
+"""Attacks that `make faults` alone tries: half a minute each."""
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: f"{attack.kind.split()[0]}-{attack.run.__name__}")
+@pytest.mark.parametrize(
+    "attack",
+    [pytest.param(each, marks=[pytest.mark.slow] if each.run.__name__ in LONG else []) for each in ATTACKS],
+    ids=lambda attack: f"{attack.kind.split()[0]}-{attack.run.__name__}",
+)
 def test_attack(attack: Attack, two_zygotes: Zygotes, whole: Path, tmp_path: Path) -> None:
     lab = Lab(tmp_path, two_zygotes, whole)
     lab.write()

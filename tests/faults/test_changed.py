@@ -234,7 +234,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_hostile_checkpoint_is_one_error(zygotes: Zygotes, tmp_path: Path) -> None:
     """Its manifest fits, so it is somebody's work: no crash, and no other training."""
     write_sft(tmp_path, **SHORT)

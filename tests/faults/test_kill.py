@@ -90,7 +90,12 @@ def test_killed_at_random_instants(zygotes: Zygotes, whole: Whole, tmp_path: Pat
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "changes", [{}, {"finetuning_type": "lora"}, {"dtype": "bfloat16", "optim_args": {"eps": 1e-2}}]
+    "changes",
+    [
+        {},
+        pytest.param({"finetuning_type": "lora"}, marks=pytest.mark.slow),
+        pytest.param({"dtype": "bfloat16", "optim_args": {"eps": 1e-2}}, marks=pytest.mark.slow),
+    ],
 )
 def test_killed_while_weights_are_perturbed(zygotes: Zygotes, tmp_path: Path, changes: dict[str, Any]) -> None:
     """Steps by losses alone: killed between two forwards of a step, most of the time."""

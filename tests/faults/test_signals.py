@@ -228,7 +228,10 @@ def interrupt_after(seconds: float) -> Callable[[int], None]:
 
 @pytest.mark.full
 @pytest.mark.quick("sft")
-@pytest.mark.parametrize("name", ["sft", "dpo", "grpo", "plan", "verify", "simulate"])
+@pytest.mark.parametrize(
+    "name",
+    ["sft", "grpo", "plan", "verify", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "simulate"))],
+)
 def test_ctrl_c_once_libraries_are_there(zygotes: Zygotes, tmp_path: Path, name: str) -> None:
     """As above in forked commands, whose phases after the imports are all there is of them."""
     command, _, *arguments = COMMANDS[name]

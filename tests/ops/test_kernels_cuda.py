@@ -24,7 +24,7 @@ HERE = torch.device("cpu")
 ALL = [FLASH, CUDNN, EFFICIENT]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dim", [16, 64])
 @pytest.mark.parametrize(
     "kernel", [FLASH, EFFICIENT, pytest.param(CUDNN, marks=pytest.mark.full)], ids=lambda kernel: kernel.name

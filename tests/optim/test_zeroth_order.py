@@ -113,7 +113,7 @@ def relative(a: nn.Module, b: nn.Module) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "directions", [pytest.param(1, id="one direction"), pytest.param(3, id="three directions", marks=pytest.mark.full)]
+    "directions", [pytest.param(1, id="one direction"), pytest.param(3, id="three directions", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(
     "adapted", [pytest.param(False, id="all weights"), pytest.param(True, id="adapters", marks=pytest.mark.full)]

@@ -216,7 +216,7 @@ def test_a_disk_is_used_where_a_directory_is_named(workload: Workload, known: An
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_length_nothing_fits_names_the_longest_that_does(workload: Workload, known: Any):
     fits = known(workload, Schedule(1024, 256, levels=2, stream_grads=True)).peak_bytes
     limits = Limits(int(fits / 0.95), 0)

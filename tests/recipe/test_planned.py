@@ -79,7 +79,7 @@ def test_a_shorter_row_is_planned_for_the_device_of_the_header(name: str, tmp_pa
     assert now.seconds < written.seconds / 8
 
 
-IN_FULL = ("qwen3/8b-lora-80gb", "qwen3/8b-qlora-24gb")
+IN_FULL = ("qwen3/8b-lora-80gb",)
 """Planned by `make test-all`; all of them take 25 minutes and are planned by `pytest -m slow` and before a release."""
 
 

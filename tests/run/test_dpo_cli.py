@@ -212,7 +212,7 @@ def test_log_probs_are_kept_by_the_configuration_too(
         assert losses(run)[0] == pytest.approx(math.log(2), abs=1e-5), run
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_adapters_of_a_reference_count_in_its_key_and_the_base_below_them_in_a_resume(
     dpo: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "weights on the host": {"engine": {**FIXED, "weights": "host"}},
     "a mixture": {"datasets": [{"path": "many.jsonl", "weight": 1.0}, {"path": "few.jsonl", "weight": 1.0}]},
 }
-IN_FULL = ("all weights", "adapters", "a mixture")
+IN_FULL = ("all weights", "adapters")
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_an_epoch_draws_every_row_once(folder: Path) -> None:
     assert sum(line["kept"] for line in found) == sum("few" in row for row in chosen) == 6
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_where_weights_and_states_are_changes_no_choice(folder: Path) -> None:
     """A run may go on with another engine: its moments are found where they are."""
     write_recipe(folder, {**COMMON, "max_steps": 5})

@@ -67,7 +67,7 @@ def test_a_plan_takes_the_first_place_that_fits(folder: Path, capsys: pytest.Cap
         assert found["peak_bytes"] == planned(capsys, device, "--set", f"engine.{moved}=host")["peak_bytes"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_longest_row_of_a_probe_is_one_that_a_plan_fits(folder: Path, capsys: pytest.CaptureFixture[str]):
     write_recipe(folder, FULL)
     arguments = ("--method", "simulate", "--device-memory", "200MiB", "--host-memory", "4GiB", "--json")

@@ -102,7 +102,9 @@ def test_a_longer_step_is_the_one_that_is_run(schedule: str, step: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("schedule", ["plain chunks", "all on host", "a layer whole"])
+@pytest.mark.parametrize(
+    "schedule", ["plain chunks", "all on host", pytest.param("a layer whole", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_so_it_is_of_other_families(family: str, schedule: str) -> None:
     chosen = Schedule(chunk_size=64, head_chunk_size=32, **SCHEDULES[schedule])

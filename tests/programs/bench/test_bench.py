@@ -141,7 +141,7 @@ def test_the_command(tmp_path: Path, modes: list[str]) -> None:
     assert (tmp_path / "out" / "bench.png").is_file()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_command_with_packed_rows(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)

@@ -382,7 +382,7 @@ def test_a_budget_that_nothing_fits_says_so(tmp_path: Path) -> None:
     assert draw_table(report).startswith(b"\x89PNG")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_command_tries_whole_training_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_table, "LENGTHS", Range(first=64, least=64, most=64, step=64))
     recipe = tmp_path / "recipe.yaml"
