@@ -122,6 +122,7 @@ def test_nor_does_any_schedule(schedule: dict[str, Any]) -> None:
             assert watch(model, batch(kind)).large == [], kind
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nor_does_streamed_evaluation(family: str, training: bool) -> None:

@@ -30,6 +30,7 @@ def test_tested_families_pass(family: str, dtype: torch.dtype) -> None:
         handle.check()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "zaya", "qwen3_next", "falcon_h1", "gemma3n_text", "bloom"])
 def test_layers_of_other_kinds_pass_in_bf16(family: str) -> None:
     """Some of them keep the residual stream in fp32 between layers that compute in bf16."""

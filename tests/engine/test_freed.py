@@ -196,6 +196,7 @@ def evaluated(handle: StreamHandle, ids: Tensor) -> Tensor:
     return loss
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("objective", [scored, of_branches, of_a_teacher, packed, with_hidden_states, evaluated])
 def test_objectives(objective: Callable[[StreamHandle, Tensor], Tensor]) -> None:
     model, ids = build("qwen3").train(), tokens()

@@ -332,6 +332,7 @@ def test_sft_trainer_under_bf16_autocast(tokenizer: PreTrainedTokenizerFast, tmp
     assert_same_run(streamed, exact, before, loss=2e-3, update=2e-2)
 
 
+@pytest.mark.full
 @pytest.mark.quick("before wrapping-True")
 @pytest.mark.usefixtures("fp64")
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -69,6 +69,7 @@ def test_rows_of_deep_trees_equal_their_rows_alone(family: str) -> None:
         compare(model, rows(nodes), *(Schedule(chunk_size=size, head_chunk_size=7) for size in (1, 4, 11, 256)))
 
 
+@pytest.mark.full
 @pytest.mark.quick("qwen3_next")
 @pytest.mark.parametrize("family", RECURRENT)
 def test_states_are_taken_up_at_every_level(family: str) -> None:

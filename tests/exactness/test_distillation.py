@@ -142,6 +142,7 @@ def test_every_divergence_and_its_gradient_are_those_of_plain_torch(name: str, s
     assert metrics["completions/mean_length"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("batch_size", [1, 3, 12])
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "separate"])
 def test_a_step_is_the_same_however_it_is_split(batch_size: int, share: bool) -> None:

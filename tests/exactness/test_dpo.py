@@ -301,6 +301,7 @@ def test_every_loss_and_every_gradient(keys: dict[str, Any]) -> None:
     compare(recipe, "right", (2, 2), [Schedule(chunk_size=6, head_chunk_size=9)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: f"chunks of {cut.chunk_size}")
 @pytest.mark.parametrize("layout", ["shared", "right", "left"])
 @pytest.mark.parametrize("split", [(4,), (1, 3), (2, 1, 1)], ids=str)
@@ -325,6 +326,7 @@ def test_in_the_order_of_chunks(family: str, layout: Layout) -> None:
     compare(recipe_of(), layout, (3, 1), schedules, family)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2", "gpt_oss"])
 def test_families(family: str) -> None:
     compare(recipe_of(), "shared", (2, 2), [Schedule(chunk_size=7, head_chunk_size=5)], family)

@@ -179,6 +179,7 @@ def test_what_flattening_collators_say_beside_positions_is_not_needed() -> None:
             model(**inputs, **words)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chunk_size", [1, 5, 64])
 @pytest.mark.parametrize("lengths", [(1,) * 12, (37,), (36, 1), (1, 36), (18, 19)])
 def test_extreme_packings(lengths: tuple[int, ...], chunk_size: int) -> None:

@@ -87,6 +87,7 @@ def test_every_combination(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "the file has no name"
 
 
+@pytest.mark.full
 @pytest.mark.quick("gemma2", "mamba2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_combinations_of_other_families(family: str, tmp_path: Path) -> None:
@@ -97,6 +98,7 @@ def test_combinations_of_other_families(family: str, tmp_path: Path) -> None:
         assert_exact(model, inputs, want, schedule)
 
 
+@pytest.mark.full
 @pytest.mark.quick("gemma3n_text")
 @pytest.mark.parametrize("family", MORE_INPUTS)
 def test_combinations_where_layers_share_more(family: str, tmp_path: Path) -> None:
@@ -107,6 +109,7 @@ def test_combinations_where_layers_share_more(family: str, tmp_path: Path) -> No
         assert_exact(model, inputs, want, schedule)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_combinations_under_a_balance_loss(family: str, tmp_path: Path) -> None:
     model = routed(family)

@@ -100,6 +100,7 @@ def test_the_trees_are_deep(least: int) -> None:
         assert torch.equal(got, want)
 
 
+@pytest.mark.full
 @pytest.mark.quick("deep-sigmoid-0.1-0.5", "deep-orpo", "deep-ipo")
 @pytest.mark.parametrize("keys", dpo.LOSSES, ids=lambda keys: "-".join(map(str, keys.values())))
 def test_every_loss_of_pairs(keys: dict[str, Any], least: int) -> None:
@@ -109,6 +110,7 @@ def test_every_loss_of_pairs(keys: dict[str, Any], least: int) -> None:
     dpo.compare_models(model, reference, trees, recipe, "right", (2, 2), schedules(6))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [1, 3, 8, 13, 64])
 @pytest.mark.parametrize("split", [(4,), (1, 3), (1, 1, 1, 1)], ids=str)
 def test_however_a_step_is_split_and_cut(split: Sequence[int], size: int, least: int) -> None:
@@ -181,6 +183,7 @@ def test_completions_that_were_resampled(loss_type: str, least: int, monkeypatch
         grpo.compare(grpo.make_recipe(loss_type, beta=beta, mask_truncated_completions=True), family="gemma2")
 
 
+@pytest.mark.full
 @pytest.mark.quick("deep-llama", "deep-gemma2", "deep-gpt_oss", "deep-qwen3_next", "deep-mamba2")
 @pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT])
 def test_completions_that_were_resampled_in_families(family: str, least: int) -> None:

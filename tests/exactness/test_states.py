@@ -156,6 +156,7 @@ def test_generation_is_the_models_own(family: str) -> None:
     assert torch.equal(got, want)
 
 
+@pytest.mark.full
 @pytest.mark.quick("multiturn")
 @pytest.mark.parametrize("kind", ["plain", "multiturn", "left", "right"])
 @pytest.mark.parametrize("family", SHARING)
@@ -169,6 +170,7 @@ def test_shared_keys_and_values_get_the_gradients_of_all_their_readers(family: s
         handle.check()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["gemma4_unified_text", "gemma4_text", "gemma3n_text"])
 def test_keys_of_a_layer_that_runs_again_for_its_segment(family: str) -> None:
     """The layer behind it in the segment was handed them: they are written once more before its own backward."""

@@ -134,6 +134,7 @@ def test_packed_rows(family: str) -> None:
                 want.check(gradients(model, inputs), name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_rows_that_share_their_beginnings(family: str) -> None:
     model = build(family, **branches.FAMILIES[family]) if family in branches.FAMILIES else build_any(family)
@@ -165,6 +166,7 @@ def test_weights_fetched_in_bfloat16_are_a_bfloat16_model(family: str) -> None:
         want.check(found, name)
 
 
+@pytest.mark.full
 def test_steps_of_an_optimizer_change_what_is_fetched() -> None:
     """Ten steps, an evaluation and a call that is broken off in between, as with weights on the device."""
 

@@ -128,6 +128,7 @@ def test_the_planner_chooses_under_autocast(tokenizer: PreTrainedTokenizerFast, 
     assert runs[1] == pytest.approx(runs[0], rel=2e-2)
 
 
+@pytest.mark.full
 def test_weights_that_would_lose_small_steps_are_told(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

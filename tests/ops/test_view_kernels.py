@@ -135,6 +135,7 @@ def test_flex_is_the_formula(name: str) -> None:
     close(got, reference(view, None, None, torch.float64), 1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sunk", "softcap", "dtype", "bound"),
     [

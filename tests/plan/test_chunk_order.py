@@ -92,6 +92,7 @@ def test_what_excludes_it() -> None:
     assert not may_order_chunks({}, Cluster(ranks=2, sequence_size=2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wanted", [2048, 8192])
 def test_chunks_are_the_largest_that_fit(workload: Workload, known: Any, wanted: int) -> None:
     """With a tier that has no memory, which is neither full nor empty."""

@@ -190,6 +190,7 @@ def test_what_is_wrong(folder: Path, changes: dict[str, Any], said: str, mend: s
     assert "tiny.yaml:" in shown
 
 
+@pytest.mark.full
 def test_a_run_is_evaluated_and_says_how_it_divides(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An evaluated model has no trained weights, and needs no gradient."""
     assert grpo("--output-dir", "run", max_steps=2, val_size=4) == 0

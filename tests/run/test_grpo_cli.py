@@ -300,6 +300,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(grpo: Grpo, capsys: py
     assert "2 (" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_resolved_recipe_replays_the_run(grpo: Grpo, tmp_path: Path) -> None:
     assert grpo("--output-dir", "first") == 0
     (tmp_path / "tiny.yaml").write_text(Path("first/recipe.yaml").read_text())

@@ -192,6 +192,7 @@ def test_bfloat16_is_tried_before_the_host(folder: Path, device: str, capsys: py
         assert json.loads(capsys.readouterr().out)["terms"] == planned["terms"]
 
 
+@pytest.mark.full
 def test_a_schedule_that_is_fixed_takes_what_fits(folder: Path):
     engine = {**FIXED, "device_memory": "330MiB", "host_memory": "4GiB"}
     assert place_recipe(large(folder, engine=engine), 256, CUDA).dtype == "bfloat16"

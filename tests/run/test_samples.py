@@ -193,6 +193,7 @@ def test_answers_of_held_out_rows_are_those_of_the_final_model(
         assert each["right"] == (each["completion"] == answer["content"])
 
 
+@pytest.mark.full
 def test_rows_in_their_own_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``shuffle: false`` trains the rows of the datasets one after the other: tokens of each step tell which."""
     monkeypatch.chdir(tmp_path)

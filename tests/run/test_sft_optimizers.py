@@ -117,6 +117,7 @@ def test_a_checkpoint_that_is_written_late_has_the_weights_of_its_step(
         assert all(torch.equal(got[key], want[key]) for key in want), step
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "after"),
     [

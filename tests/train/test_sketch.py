@@ -183,6 +183,7 @@ def test_a_model_without_a_trained_value_projection_is_refused() -> None:
     assert "lora_target" in error.value.mend
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("schedule", [Schedule(chunk_size=64), Schedule(chunk_size=64, levels=2)])
 def test_it_holds_less_than_the_step_of_the_same_row(adapters: bool, schedule: Schedule) -> None:

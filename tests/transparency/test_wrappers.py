@@ -78,6 +78,7 @@ def call_in_fsdp1(model: Any, use_orig_params: bool, first: str) -> None:
     wrapped(input_ids=IDS, labels=IDS).loss.backward()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")  # of one rank
 @pytest.mark.filterwarnings("ignore::FutureWarning")

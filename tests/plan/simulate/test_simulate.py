@@ -293,6 +293,7 @@ def test_so_it_is_with_trained_columns(name: str, dtype: torch.dtype, autocast: 
     assert found == pytest.approx(measured(make, "stream", schedule, autocast=autocast), rel=0.01)
 
 
+@pytest.mark.full
 @pytest.mark.quick("qwen3_moe-dtype0-False-nf4-stream")
 @pytest.mark.parametrize("mode", ["checkpoint", "stream"])
 @pytest.mark.parametrize("kind", [None, "int8", "nf4"])
@@ -323,6 +324,7 @@ def test_what_a_quantised_base_takes_on_an_accelerator(kind: str) -> None:
     assert plain.peak_bytes - saved < packed.peak_bytes < plain.peak_bytes - saved + 1.1 * layer
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_what_quantised_experts_take_on_an_accelerator(kind: str) -> None:
     """The bytes of the packed weights of all layers, and of those of one layer, written out in bf16."""
@@ -708,6 +710,7 @@ def test_bytes_of_weights_gradients_and_optimizer_on_the_host() -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.quick("two levels on host")
 @pytest.mark.parametrize("name", ["plain chunks", "host but for two", "two levels on host", "last layer whole"])
 def test_a_step_told_from_shorter_ones_is_the_whole_step(name: str, tmp_path: Any) -> None:
@@ -727,6 +730,7 @@ def test_so_it_is_for_a_row_of_any_length(name: str, tokens: int, tmp_path: Any)
     assert simulate(long, schedule) == simulate(long, schedule, full=True)
 
 
+@pytest.mark.full
 @pytest.mark.quick("host")
 @pytest.mark.parametrize("name", ["host", "disk", "host but for two", "keys on host", "gradients streamed"])
 def test_so_it_is_where_the_last_two_chunks_are_copied_with_others(name: str, tmp_path: Any) -> None:

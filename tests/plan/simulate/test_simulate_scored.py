@@ -95,6 +95,7 @@ def test_so_it_is_with_a_row_for_each_completion(mode: Mode) -> None:
     assert found == pytest.approx(measured(make, mode, BASE, scored), rel=0.01)
 
 
+@pytest.mark.full
 def test_so_it_is_with_adapters_that_are_switched_off_for_the_reference() -> None:
     make = partial(build_adapted, dtype=torch.float32, num_hidden_layers=2)
     scored = Scored(PAIR, forwards=1)
@@ -102,6 +103,7 @@ def test_so_it_is_with_adapters_that_are_switched_off_for_the_reference() -> Non
     assert found == pytest.approx(measured(make, "stream", BASE, scored), rel=0.01)
 
 
+@pytest.mark.full
 @pytest.mark.quick("True-two pairs")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("share", [True, False], ids=str)

@@ -91,6 +91,7 @@ def test_a_model_is_put_back_as_it_was_built(subject: MeasuredModel) -> None:
     assert all(parameter.grad is None for parameter in subject.model.parameters())
 
 
+@pytest.mark.full
 def test_what_peers_save_is_seen(subject: MeasuredModel) -> None:
     memory = {mode: subject.memory(Case(mode, 256, SCHEDULE)) for mode in HERE}
     inputs = 2 * 256 * subject.model.config.hidden_size * 4
@@ -426,6 +427,7 @@ def simulated_table(folder: Path, *settings: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", ["model", "adapters", "optimizer", "positions", "nothing", "rows"])
 def test_rows_of_another_model_at_the_same_path_are_simulated_again(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

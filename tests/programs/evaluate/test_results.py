@@ -36,6 +36,7 @@ def names(folder: str) -> set[str]:
     return {path.name for path in Path(folder).iterdir()}
 
 
+@pytest.mark.full
 def test_a_run_keeps_the_result_and_the_next_one_replaces_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,6 +71,7 @@ def write_pairs() -> None:
         add("judged.jsonl", prompt=prompt, completion=chosen, label=bool(number % 3))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [

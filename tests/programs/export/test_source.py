@@ -68,6 +68,7 @@ def test_a_base_that_has_changed_is_refused(folder: Path) -> None:
     refused(folder / "run", "have changed since the adapters")
 
 
+@pytest.mark.full
 def test_another_base_that_is_named_is_said_to_be_another(folder: Path) -> None:
     from streamtune.models import fingerprint_model
 

@@ -125,6 +125,18 @@ def by_trl(trainer: str, rows: list[dict[str, Any]], fields: dict[str, Any]) -> 
     return [entry["loss"] for entry in trained.state.log_history if "loss" in entry], trained.model
 
 
+def same_weights(their_model: PreTrainedModel) -> None:
+    """Compare TRL's weights with those in ``ours/final``, by the way they have gone from ``model``."""
+    start, mine = (
+        AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32).state_dict() for each in ("model", "ours/final")
+    )
+    theirs = their_model.state_dict()
+    apart = {key: (float((mine[key] - theirs[key]).norm()), float((theirs[key] - start[key]).norm())) for key in theirs}
+    assert max(error / moved for error, moved in apart.values()) <= 1e-3, apart
+    errors, moves = zip(*apart.values(), strict=True)
+    assert math.hypot(*errors) <= 1e-5 * math.hypot(*moves)
+
+
 @pytest.mark.quick("dpo")
 @pytest.mark.parametrize("name", CASES)
 def test_the_imported_recipe_trains_the_same_model(name: str, folder: Path) -> None:
@@ -141,11 +153,86 @@ def test_the_imported_recipe_trains_the_same_model(name: str, folder: Path) -> N
     ours = [line["loss"] for line in lines if "loss" in line]
     wanted, their_model = by_trl(trainer, rows, fields)
     assert ours == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-    start, mine = (
-        AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32).state_dict() for each in ("model", "ours/final")
+    same_weights(their_model)
+
+
+# --- completions of the model -----------------------------------------------------------------------------------------
+
+REWARDS = '''import json
+
+
+def score(completion_ids, prompts, **columns):
+    """Odd tokens, counted; what is asked is written down."""
+    with open("asked.jsonl", "a") as file:
+        file.write(json.dumps([[str(prompt), ids] for prompt, ids in zip(prompts, completion_ids)]) + "\\n")
+    return [float(sum(token % 2 for token in ids)) for ids in completion_ids]
+'''
+POLICIES: dict[str, dict[str, Any]] = {
+    # name -> TRL's fields
+    "grpo": {"loss_type": "grpo"},
+    "grpo with a reference": {"loss_type": "grpo", "beta": 0.2, "use_bias_correction_kl": False},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "bnpo": {"loss_type": "bnpo"},
+    "dapo, twice": {"loss_type": "dapo", "num_iterations": 2, "epsilon_high": 0.28},
+    "gspo, twice": {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2},
+}
+
+
+def replay(fields: dict[str, Any], asked: list[dict[str, list[list[int]]]]) -> tuple[list[float], PreTrainedModel]:
+    """Train by TRL on completions that were written down, rollout by rollout."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    own = {name: value for name, value in fields.items() if name not in ("model_name_or_path", "dataset_name")}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained("model")
+    rollouts = iter(asked)
+
+    def written(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        left = {prompt: list(ids) for prompt, ids in next(rollouts).items()}
+        completions = [left[str(prompt)].pop(0) for prompt in prompts]
+        rendered = [tokenizer.apply_chat_template(each, add_generation_prompt=True)["input_ids"] for each in prompts]
+        return {
+            "prompt_ids": rendered,
+            "completion_ids": completions,
+            "logprobs": [[0.0] * len(ids) for ids in completions],
+        }
+
+    def score(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        return [float(sum(token % 2 for token in ids)) for ids in completion_ids]
+
+    trained = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32),
+        reward_funcs=score,
+        args=GRPOConfig(**own, use_cpu=True, save_strategy="no"),
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in PAIRS[:2]]),
+        processing_class=tokenizer,
+        rollout_func=written,
     )
-    theirs = their_model.state_dict()
-    apart = {key: (float((mine[key] - theirs[key]).norm()), float((theirs[key] - start[key]).norm())) for key in theirs}
-    assert max(error / moved for error, moved in apart.values()) <= 1e-3, apart
-    errors, moves = zip(*apart.values(), strict=True)
-    assert math.hypot(*errors) <= 1e-5 * math.hypot(*moves)
+    trained.train()
+    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry], trained.model
+
+
+@pytest.mark.quick("grpo")
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_same_completions_train_the_same_policy(name: str, folder: Path) -> None:
+    """What our run wrote and rewarded is handed to TRL's trainer as its rollouts."""
+    fields = {
+        **{key: value for key, value in COMMON.items() if key != "max_length"},
+        **{"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "max_steps": 4},
+        **POLICIES[name],
+    }
+    Path("rows.jsonl").write_text("".join(f"{json.dumps({'prompt': row['prompt']})}\n" for row in PAIRS[:2]))
+    Path("rewards.py").write_text(REWARDS)
+    options = " ".join(f"--{key} {value}" for key, value in fields.items())
+    Path("train.sh").write_text(f"trl grpo --reward_funcs rewards.score {options}\n")
+    assert call("recipes", "import", "train.sh", "ours.yaml") == 0
+    settings = ("output_dir=ours", "engine.chunk_size=16", "device=cpu")
+    assert call("grpo", "ours.yaml", "--allow-code", *(word for each in settings for word in ("--set", each))) == 0
+    asked: list[dict[str, list[list[int]]]] = []
+    for line in (folder / "asked.jsonl").read_text().splitlines():
+        rollout: dict[str, list[list[int]]] = {}
+        for prompt, ids in json.loads(line):
+            rollout.setdefault(prompt, []).append(ids)
+        asked.append(rollout)
+    _, their_model = replay(fields, asked)
+    same_weights(their_model)

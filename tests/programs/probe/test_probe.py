@@ -144,6 +144,7 @@ def test_a_budget_that_is_crossed_breaks_off(serve: Callable[..., Outcome], part
     assert serve(prepare, device_bytes=whole).fits
 
 
+@pytest.mark.full
 def test_a_budget_of_the_host_is_kept(serve: Callable[..., Outcome]) -> None:
     whole = serve(prepare).host_bytes
     assert whole is not None

@@ -151,6 +151,7 @@ def test_a_dtype_the_kernels_do_not_know_is_no_truth(monkeypatch: pytest.MonkeyP
     assert report.why_no_truth == "float64: NotImplementedError: no kernel for 'Double'"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("known", [True, False])
 def test_an_attention_without_the_layers_form_gives_way_to_the_eager_one(
     known: bool, monkeypatch: pytest.MonkeyPatch
@@ -280,6 +281,7 @@ def _scaled(total: Tensor | None, marked: bool) -> Tensor | None:
     return total * 1.001 if marked and total is not None else total
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "factor", "overall"), [("llama", 1.1, False), ("llama", 1.02, True), ("mixtral", 1.6, True)]
 )

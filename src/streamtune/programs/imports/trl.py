@@ -232,6 +232,8 @@ def _special(conversion: Conversion) -> None:
         conversion.ours["loss_type"] = command
     elif command and not conversion.file.command:
         conversion.default("loss_type", "sigmoid", "as of `trl dpo`; of `trl orpo` write loss_type: orpo")
+    if conversion.objective == "grpo":
+        _take_kl(conversion)
     if "use_peft" in given:
         quantised = conversion.get("load_in_4bit") or conversion.get("load_in_8bit")
         kind = "full" if not conversion.take("use_peft") else "qlora" if quantised else "lora"
@@ -336,6 +338,18 @@ def _take_length(conversion: Conversion) -> None:
         see = "; rows of one sequence see each other there, and never here" if strategy == "wrapped" else ""
         conversion.switch("packing_strategy", "overlength", "split", note=f"rows go on in the next sequence{see}")
     conversion.dismiss("packing_strategy", why="packing fills every sequence as far as rows fit")
+
+
+def _take_kl(conversion: Conversion) -> None:
+    """Report the KL that TRL multiplies by the ratio of new and old policy, by default since 1.16."""
+    name = "use_bias_correction_kl"
+    why = "the KL is multiplied by the ratio there, which changes its gradient; write it as false there to compare"
+    if not conversion.get("beta") or conversion.get(name, True) is False:
+        conversion.dismiss(name, why="read with beta alone" if not conversion.get("beta") else "off, as here")
+    elif name in conversion.file.fields:
+        conversion.lose(name, why=why)
+    else:
+        conversion.missing(f"{name}: true", why)
 
 
 def _take_cpo(conversion: Conversion) -> None:
