@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 
 # deepspeed has no pyproject.toml: unless asked to build it by PEP 517, an older pip warns that it runs setup.py.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pep517
-PYTEST := $(BIN)/python -m pytest -n 2 --durations=10 --durations-min=1
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=10 --durations-min=1
 
 export TOKENIZERS_PARALLELISM ?= false
 # The tests start hundreds of processes; without bytecode each would compile the sources anew.
@@ -47,10 +47,10 @@ golden: $(STAMP)  ## what users see of this commit, into build/golden: help, ref
 canary: $(STAMP)  ## about 150 quick tests with the newest releases that the index has, in build/canary; three minutes
 	$(BIN)/python -m tests.canary
 
-test: $(STAMP)  ## the quick tests: a case of every feature (tests/conftest.py); about 9 minutes on 2 cores
+test: $(STAMP)  ## the quick tests: a case of every feature (tests/conftest.py); about 7 minutes on 2 cores
 	$(PYTEST) -m 'not slow and not full'
 
-test-all: test  ## `make test`, then more cases and long tests; about an hour on 2 cores; STREAMTUNE_CUDA=1 as cuda-host
+test-all: test  ## `make test`, then more cases and long tests; about 40 minutes on 2 cores; STREAMTUNE_CUDA=1 as cuda-host
 	STREAMTUNE_CUDA_PYTHON=$$($(BIN)/python -m tests.cuda_host.interpreter --if-made) $(PYTEST) -m 'full and not slow'
 
 test-slow: $(STAMP)  ## what test-all leaves out: further cases of what it tests, hours
