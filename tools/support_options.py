@@ -272,6 +272,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         {"delta": 4.0},
         {"num_generations": 1},
         {"mask_truncated_completions": True},
+        {"use_bias_correction_kl": True, "beta": 0.1},
     ),
     "kl": _options({"beta": 0.04}),
 }

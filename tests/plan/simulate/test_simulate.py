@@ -97,7 +97,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 def allocated(step: Callable[[], Any]) -> int:
     """The largest number of bytes that the CPU's allocator gives out during ``step`` and has not got back."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
         step()
     events: Any = found.profiler
     changes = [event for event in events.kineto_results.events() if event.name() == "[memory]"]

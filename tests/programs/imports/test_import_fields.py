@@ -145,7 +145,8 @@ WRITTEN = {
     overlength per_device_train_batch_size reasoning simpo_gamma split_at temperature top_k top_p train_batch_size
     train_on truncate_side weight_decay""",
     "trl": """bf16 dtype learning_rate lora_alpha lora_dropout loss_type lr_scheduler_type max_length num_train_epochs
-    overlength per_device_train_batch_size reasoning rpo_alpha split_at train_on truncate_side""",
+    overlength per_device_train_batch_size reasoning rpo_alpha split_at train_on truncate_side
+    use_bias_correction_kl""",
 }
 """Keys of ours that are written where the trainer's default differs."""
 

@@ -170,7 +170,12 @@ def score(completion_ids, prompts, **columns):
 POLICIES: dict[str, dict[str, Any]] = {
     # name -> TRL's fields
     "grpo": {"loss_type": "grpo"},
-    "grpo with a reference": {"loss_type": "grpo", "beta": 0.2, "use_bias_correction_kl": False},
+    "grpo with a reference": {"loss_type": "grpo", "beta": 0.2},
+    "with a biased KL": {"loss_type": "dapo", "beta": 0.2, "use_bias_correction_kl": False},
+    "gspo with a reference, twice": {
+        **{"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        **{"num_iterations": 2, "beta": 0.2},
+    },
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
     "bnpo": {"loss_type": "bnpo"},
     "dapo, twice": {"loss_type": "dapo", "num_iterations": 2, "epsilon_high": 0.28},

@@ -20,7 +20,15 @@ LOW, HIGH = 0.1, 0.15
 
 
 def formula(
-    name: str, rows: Rows, old_NL: Tensor, ref_NL: Tensor, *, beta: float, delta: float | None, level: str
+    name: str,
+    rows: Rows,
+    old_NL: Tensor,
+    ref_NL: Tensor,
+    *,
+    beta: float,
+    delta: float | None,
+    level: str,
+    by_ratio: bool = False,
 ) -> Tensor:
     mask, length_N = rows.mask_NL, rows.mask_NL.sum(1)
     log_ratio = (rows.logp_NL - old_NL) * mask
@@ -35,7 +43,7 @@ def formula(
     if surrogate.dim() == 1:
         return -surrogate.sum() / TOTALS.completions
     x = ref_NL - rows.logp_NL
-    per_token = (-surrogate + beta * (x.exp() - x - 1)) * mask
+    per_token = (-surrogate + beta * (ratio if by_ratio else 1) * (x.exp() - x - 1)) * mask
     per_row = per_token.sum(1)
     if name in ("grpo", "gspo"):
         return (per_row / length_N).sum() / TOTALS.completions
@@ -57,7 +65,9 @@ CASES = [
 ]
 
 
-def both(name: str, level: str, beta: float, delta: float | None, left: bool) -> tuple[Any, Tensor, Rows, Rows]:
+def both(
+    name: str, level: str, beta: float, delta: float | None, left: bool, by_ratio: bool = False
+) -> tuple[Any, Tensor, Rows, Rows]:
     rows, theirs = make_rows(left=left), make_rows(left=left)
     old_NL, ref_NL = rows.other(seed=3), rows.other(seed=4)
     terms = policy_loss(
@@ -72,9 +82,10 @@ def both(name: str, level: str, beta: float, delta: float | None, left: bool) ->
         epsilon_high=HIGH,
         delta=delta,
         beta=beta,
+        kl_by_ratio=by_ratio,
         importance_level=level,
     )
-    expected = formula(name, theirs, old_NL, ref_NL, beta=beta, delta=delta, level=level)
+    expected = formula(name, theirs, old_NL, ref_NL, beta=beta, delta=delta, level=level, by_ratio=by_ratio)
     return terms, expected, rows, theirs
 
 
@@ -84,6 +95,15 @@ def test_losses_and_gradients_are_those_of_the_formula(
     name: str, level: str, beta: float, delta: float | None, left: bool
 ) -> None:
     terms, expected, rows, theirs = both(name, level, beta, delta, left)
+    torch.testing.assert_close(terms.loss, expected, atol=1e-10, rtol=0)
+    terms.loss.backward()
+    expected.backward()
+    torch.testing.assert_close(rows.logp_NL.grad, theirs.logp_NL.grad, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "level", "beta", "delta"), [case for case in CASES if case[2]])
+def test_the_divergence_times_the_ratio(name: str, level: str, beta: float, delta: float | None) -> None:
+    terms, expected, rows, theirs = both(name, level, beta, delta, False, by_ratio=True)
     torch.testing.assert_close(terms.loss, expected, atol=1e-10, rtol=0)
     terms.loss.backward()
     expected.backward()

@@ -115,7 +115,7 @@ FIELDS: dict[str, FieldRule] = field_table(
         **SHARED_FIELDS,
         **same("""model_name_or_path lora_r
             rpo_alpha ref_model_name_or_path reference_free
-            max_prompt_length mask_truncated_completions"""),
+            max_prompt_length mask_truncated_completions use_bias_correction_kl"""),
         **same("precompute_ref_log_probs num_completions_to_print", trains=False),
         "lora_target_modules": to("lora_target", split_names),
         "truncation_mode": to("overlength", one_of({"keep_start": "truncate"}, "a row that is too long loses its end")),
@@ -180,7 +180,6 @@ FIELDS: dict[str, FieldRule] = field_table(
         "adapters on parameters that are no linear layers": "lora_target_parameters",
         "WPO weighting of pairs": "use_weighting",
         "a bonus on entropy": "entropy_coef use_adaptive_entropy",
-        "the corrected KL of new and old policy": "use_bias_correction_kl",
         "a mask on tokens far from the policy that wrote them": "off_policy_mask_threshold",
         "completions have no grammar": "vllm_structured_outputs_regex vllm_guided_decoding_regex",
         "further settings of generation": "generation_kwargs",
@@ -232,8 +231,8 @@ def _special(conversion: Conversion) -> None:
         conversion.ours["loss_type"] = command
     elif command and not conversion.file.command:
         conversion.default("loss_type", "sigmoid", "as of `trl dpo`; of `trl orpo` write loss_type: orpo")
-    if conversion.objective == "grpo":
-        _take_kl(conversion)
+    if not conversion.get("beta"):
+        conversion.dismiss("use_bias_correction_kl", why="read with beta alone")
     if "use_peft" in given:
         quantised = conversion.get("load_in_4bit") or conversion.get("load_in_8bit")
         kind = "full" if not conversion.take("use_peft") else "qlora" if quantised else "lora"
@@ -338,18 +337,6 @@ def _take_length(conversion: Conversion) -> None:
         see = "; rows of one sequence see each other there, and never here" if strategy == "wrapped" else ""
         conversion.switch("packing_strategy", "overlength", "split", note=f"rows go on in the next sequence{see}")
     conversion.dismiss("packing_strategy", why="packing fills every sequence as far as rows fit")
-
-
-def _take_kl(conversion: Conversion) -> None:
-    """Report the KL that TRL multiplies by the ratio of new and old policy, by default since 1.16."""
-    name = "use_bias_correction_kl"
-    why = "the KL is multiplied by the ratio there, which changes its gradient; write it as false there to compare"
-    if not conversion.get("beta") or conversion.get(name, True) is False:
-        conversion.dismiss(name, why="read with beta alone" if not conversion.get("beta") else "off, as here")
-    elif name in conversion.file.fields:
-        conversion.lose(name, why=why)
-    else:
-        conversion.missing(f"{name}: true", why)
 
 
 def _take_cpo(conversion: Conversion) -> None:
@@ -469,6 +456,8 @@ def _defaults(conversion: Conversion) -> None:
     if not conversion.get("fp16") and conversion.get("bf16") is None:
         conversion.default("bf16", True)
     conversion.default("dtype", "float32", "older releases keep the checkpoint's: auto")
+    if objective == "grpo" and ours.get("beta"):
+        conversion.default("use_bias_correction_kl", True, "since 1.16")
     if ours.get("finetuning_type") in ("lora", "qlora"):
         conversion.default("lora_alpha", 32.0)
         conversion.default("lora_dropout", 0.05)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from streamtune.recipe.keys.loss import LossKeys
-from streamtune.recipe.rules import GIVEN, Clash, Custom, NotNegative, Positive, Refusal, Rows, Rules, Text
+from streamtune.recipe.rules import GIVEN, Clash, Custom, NotNegative, OneOf, Positive, Refusal, Rows, Rules, Text
 
 PolicyLossName = Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "rloo", "remax", "gkd"]
 
@@ -18,6 +18,7 @@ UNREAD_WITH_GKD = {
     "epsilon": "clips ratios of probabilities, which gkd does not have",
     "epsilon_high": "clips ratios of probabilities, which gkd does not have",
     "delta": "clips ratios of probabilities, which gkd does not have",
+    "use_bias_correction_kl": "is of ratios of probabilities, which gkd does not have",
     "importance_sampling_level": "is of ratios of probabilities, which gkd does not have",
     "scale_rewards": "is of advantages, and gkd makes none of its rewards: they are reported",
     "allocation": "is of the variance of a policy gradient, and gkd has none: it learns from its teacher",
@@ -54,6 +55,10 @@ class PolicyKeys(LossKeys):
 
     beta: NotNegative = 0.0
     """Weight of the KL divergence from the reference; 0 needs no reference."""
+
+    use_bias_correction_kl: bool = False
+    """Multiply the KL divergence by the ratio of new to old probability, for the unbiased gradient of the reverse KL
+    (arXiv 2512.02556); on in TRL since 1.16."""
 
     ref_model_name_or_path: Text | None = None
     """The reference; without it, the model as it was at the start, which under adapters costs no memory."""
@@ -99,6 +104,16 @@ POLICY_RULES: Rules = (
         {"ref_model_name_or_path": GIVEN, "beta": 0},
         "'ref_model_name_or_path' names a reference, and with 'beta: 0' nothing is compared with one",
         "delete the line, or write a beta above 0",
+    ),
+    Clash(
+        {"use_bias_correction_kl": True, "beta": 0},
+        "'use_bias_correction_kl' is of the divergence from a reference, and with 'beta: 0' there is none",
+        "delete the line, or write a beta above 0",
+    ),
+    Clash(
+        {"use_bias_correction_kl": True, "loss_type": OneOf("rloo", "remax")},
+        "'use_bias_correction_kl' is of a divergence in the loss, and '{loss_type}' has it in its rewards",
+        "delete the line",
     ),
     Clash(
         {"use_vllm": True, "finetuning_type": "qlora"},

@@ -142,6 +142,7 @@ class PolicyObjective(RolloutObjective):
             batch.advantages_N,
             totals,
             entropy_K=batch.ragged(scores.entropy).detach(),
+            kl_by_ratio=self.recipe.use_bias_correction_kl,
             **self._loss,
         )
         return train.Score(terms.loss, scores.router_loss, metrics={**batch.metrics, **terms.metrics})

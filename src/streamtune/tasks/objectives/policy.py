@@ -138,6 +138,7 @@ def policy_loss(
     epsilon_high: float = 0.2,
     delta: float | None = None,
     beta: float = 0.0,
+    kl_by_ratio: bool = False,
     importance_level: str | None = None,
     entropy_K: Tensor | None = None,
 ) -> PolicyTerms:
@@ -155,6 +156,8 @@ def policy_loss(
         epsilon_high: Ratios above ``1 + epsilon_high`` are clipped where it is positive.
         delta: Highest ratio anywhere (arXiv 2505.07291): bounds the loss where the advantage is negative.
         beta: Weight of the KL with the reference.
+        kl_by_ratio: Factor of a token's KL is its ratio, with gradient. At a ratio of 1 the value is the same, and the
+            gradient is the unbiased one of the reverse KL (arXiv 2512.02556, section 3.1).
         importance_level: ``token`` or ``sequence``; None takes the loss's own.
         entropy_K: Entropy of each token's distribution ``[K]``, only logged.
 
@@ -182,13 +185,17 @@ def policy_loss(
         advantages_U = advantages_N.to(log_ratio_U)
     else:
         log_ratio_U, advantages_U = gap_K, advantages_N.to(gap_K)[row_K]
-    term_U, metrics = _clipped(log_ratio_U, advantages_U, epsilon_low, epsilon_high, delta)
+    # e^80 is far outside any clip and finite in float32: an infinite ratio times an advantage of 0 would be NaN
+    ratio_U = torch.exp(log_ratio_U.clamp(max=80.0))
+    term_U, metrics = _clipped(ratio_U, advantages_U, epsilon_low, epsilon_high, delta)
     if by_sequence and loss.whole:  # the tokens of a completion share its one term
         term_U = term_U / counts(row_K, rows).clamp(min=1)
     term_K = term_U[row_K] if by_sequence else term_U
     if ref_K is not None:
         kl_K = kl_estimate(logp_K, ref_K.detach())
-        term_K = term_K + beta * kl_K if beta else term_K
+        if beta:
+            weight_K = (ratio_U[row_K] if by_sequence else ratio_U) if kl_by_ratio else 1.0
+            term_K = term_K + beta * weight_K * kl_K
         metrics["kl"] = _sum_and_count(kl_K)
     if entropy_K is not None:
         metrics["entropy"] = _sum_and_count(entropy_K)
@@ -196,11 +203,9 @@ def policy_loss(
 
 
 def _clipped(
-    log_ratio_U: Tensor, advantages_U: Tensor, epsilon_low: float, epsilon_high: float, delta: float | None
+    ratio_U: Tensor, advantages_U: Tensor, epsilon_low: float, epsilon_high: float, delta: float | None
 ) -> tuple[Tensor, dict[str, tuple[float, float]]]:
     """Compute the clipped surrogate of PPO (arXiv 1707.06347, eq. 7), negated; U is tokens or completions."""
-    # e^80 is far outside any clip and finite in float32: an infinite ratio times an advantage of 0 would be NaN
-    ratio_U = torch.exp(log_ratio_U.clamp(max=80.0))
     clipped_U = ratio_U.clamp(1 - epsilon_low, 1 + epsilon_high)
     bounded_U = ratio_U if delta is None else ratio_U.clamp(max=delta)
     low_U = (ratio_U < 1 - epsilon_low) & (advantages_U < 0)
