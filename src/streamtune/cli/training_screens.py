@@ -290,7 +290,7 @@ def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
         return
     for sample in rows[:SHOWN_ANSWERS]:
-        verdict = "right" if sample["right"] else f"wrong: {plain(' '.join(sample['expected'].split()))}"
+        verdict = "right" if sample["right"] else f"wrong, expected {plain(' '.join(sample['expected'].split()))}"
         asked = plain(_last_line(str(sample["prompt"])))
         wrote = plain(" ".join(sample["completion"].split())) or "(nothing)"
         out.print(Text(f"  held out, after {sample['prompt_tokens']:,} tokens: {asked}", style="dim"), soft_wrap=True)

@@ -301,7 +301,7 @@ def _samples(runs: Sequence[RunRecords], names: Sequence[str]) -> Iterator[str]:
         for number_of, sample in enumerate(reversed(run.samples[-MOST_SAMPLES:])):
             step, prompt, text = (str(sample.get(key, "")) for key in ("step", "prompt", "completion"))
             if "right" in sample:
-                verdict = "right" if sample["right"] else f"wrong: {sample.get('expected', '')}"
+                verdict = "right" if sample["right"] else f"wrong, expected {sample.get('expected', '')}"
                 step += f", held-out row of {sample.get('prompt_tokens', '?')} tokens: {verdict}"
             yield (
                 f"<details{' open' if number_of < 2 else ''}><summary>step {escape(step)}</summary><div class=sample>"
