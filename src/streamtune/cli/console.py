@@ -90,6 +90,18 @@ def print_rows(rows: Iterable[tuple[str, str]], *, name_style: str = "dim", inde
     out.print(table)
 
 
+def print_hanging(head: Text, text: Text) -> None:
+    """Print a text behind a head on stdout; on a terminal its further lines begin below its first."""
+    if not out.is_terminal or out.width < NARROW:
+        out.print(Text.assemble(head, text), soft_wrap=True)
+        return
+    table = Table.grid()
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row(head, text)
+    out.print(table)
+
+
 def make_table(
     *columns: Column | str, header: Literal["bold", "dim"] | None = "bold", padding: PaddingDimensions | None = None
 ) -> Table:

@@ -24,7 +24,7 @@ from streamtune.base.libraries import TESTED, pip_install, untested
 from streamtune.base.privacy import is_offline, plain
 from streamtune.base.text import show_size
 
-from .console import err, loading_libraries, out, print_json
+from .console import err, loading_libraries, out, print_hanging, print_json
 from .env import environment
 from .options import JsonOption
 
@@ -64,10 +64,10 @@ def doctor(
     findings = []
     for name, check in CHECKS.items():
         with err.status(name):
-            for finding in check(found, directory):
-                findings.append(finding)
-                if not json:
-                    _print(finding)
+            made = list(check(found, directory))
+        findings += made
+        for finding in made if not json else ():
+            _print(finding)
     problems = sum(finding.status == "problem" for finding in findings)
     if json:
         print_json({"checks": [asdict(finding) for finding in findings], "problems": problems})
@@ -81,11 +81,9 @@ def doctor(
 
 def _print(finding: CheckResult) -> None:
     mark, style = MARKS[finding.status]
-    out.print(
-        Text.assemble((f"{mark:>3}", style), f"  {finding.check:<18}", plain(finding.found)), soft_wrap=True
-    )  # fmt: skip
+    print_hanging(Text.assemble((f"{mark:>3}", style), f"  {finding.check:<18}"), Text(plain(finding.found)))
     if finding.mend:
-        out.print(Text(f"{'':23}{finding.mend}", style="dim"), soft_wrap=True)
+        print_hanging(Text(" " * 23), Text(finding.mend, style="dim"))
 
 
 def _devices(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
