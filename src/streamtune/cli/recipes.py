@@ -78,7 +78,8 @@ def show_recipe(name: NameArgument) -> None:
     """Print a shipped recipe."""
     text = read_shipped(name).text
     if out.is_terminal:
-        out.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default", word_wrap=True))
+        coloured = Syntax("", "yaml", theme="ansi_dark", background_color="default").highlight(text)
+        out.print(coloured, soft_wrap=True, end="")  # a line that the terminal wraps is copied as one
     else:
         print(text, end="")
 
