@@ -515,6 +515,12 @@ def test_a_command_that_reads_a_file_names_it(command: str, tmp_path: Path) -> N
         convert(tmp_path, f"{command}\n", "r.sh")
 
 
+def test_a_command_of_preferences_names_its_loss(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        convert(tmp_path, "trl orpo --config x.yaml\n", "r.sh")
+    assert "loss_type: orpo" in caught.value.mend
+
+
 # --- what was mistaken ------------------------------------------------------------------------------------------------
 
 

@@ -109,10 +109,11 @@ def _read_script(text: str, path: Path) -> PeerFile:
             several = [*before, value] if isinstance(before, list) else [before, value]
             read.fields[name] = value if before is True else several
     if trainer == "trl" and isinstance(config := read.fields.get("config"), str):
+        told = f" and loss_type: {command}, which it does not say," if command in ("kto", "orpo", "cpo") else ""
         raise RecipeError(
             f"the command takes its arguments from '{config}'",
             where=f"{path}:{read.marks.lines[('config',)]}",
-            mend=f"import that file, and add the command's other options to it: `streamtune recipes import {config}`",
+            mend=f"add the command's other options{told} to that file, and import it: `streamtune recipes import {config}`",
         )
     read.notes += [
         f"{path}:{line}: '${match[1] or match[2]}' is a variable that the script does not set"
