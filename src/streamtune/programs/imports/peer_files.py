@@ -113,7 +113,7 @@ def _read_script(text: str, path: Path) -> PeerFile:
         raise RecipeError(
             f"the command takes its arguments from '{config}'",
             where=f"{path}:{read.marks.lines[('config',)]}",
-            mend=f"add the command's other options{told} to that file, and import it: `streamtune recipes import {config}`",
+            mend=f"add the command's other options{told} to it, and import it: `streamtune recipes import {config}`",
         )
     read.notes += [
         f"{path}:{line}: '${match[1] or match[2]}' is a variable that the script does not set"
