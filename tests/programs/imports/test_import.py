@@ -141,7 +141,8 @@ WANTED: dict[str, dict[str, Any]] = {
         "lora_alpha": 32, "lora_dropout": 0.05, "lora_target": ("q_proj", "k_proj"), "num_generations": 4,
         "reward_funcs": ("rewards:brevity", "trl.rewards:think_format_reward"), "per_device_train_batch_size": 4,
         "max_prompt_length": 256, "max_completion_length": 128, "max_length": 384, "scale_rewards": "none",
-        "beta": 0.04, "use_bias_correction_kl": True, "learning_rate": 1e-6, "lr_scheduler_type": "linear", "num_train_epochs": 3, "dtype": "float32",
+        "beta": 0.04, "use_bias_correction_kl": True,
+        "learning_rate": 1e-6, "lr_scheduler_type": "linear", "num_train_epochs": 3, "dtype": "float32",
     },
     "swift": {
         "model_name_or_path": "own/base-7b", "finetuning_type": "qlora", "quantization": "nf4", "lora_r": 8,
