@@ -89,8 +89,8 @@ docs: $(STAMP)  ## regenerate what is made from the code, and build the pages in
 	$(BIN)/python -m tools.support_matrix
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-conformance: $(STAMP)  ## exactness: tested families, then every causal LM of transformers; writes docs/reference/families.md
-	$(BIN)/python -m pytest -m '' tests/exactness tests/engine
+conformance: $(STAMP)  ## exactness: tested families and ways to use them, then every causal LM of transformers; writes docs/reference/families.md
+	$(BIN)/python -m pytest -m '' tests/exactness tests/engine tests/transparency
 	$(BIN)/python -m pytest -m '' -n 2 tests/conformance --families docs/reference/families.md
 
 suites: $(STAMP)  ## the tests of transformers and peft, plain and streamed, an hour and more; writes docs/reference/suites.md

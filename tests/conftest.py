@@ -6,10 +6,11 @@ marked ``slow`` is run by `make test-slow`, and much of it by suites of its own 
 
 A test function with several parametrised arguments is a matrix. Here all of its cases are marked ``full`` but for a
 sample in which each value of each argument occurs, so that `make test` tries every family, mode and dtype, and
-`make test-all` all of their combinations; in tests/exactness and tests/engine half of these, and `make conformance`,
-which a change to the engine has to pass, the others as well. Where a list is long,
-``@pytest.mark.quick("llama", "mamba2")`` names the values that `make test` tries; a test that is long by itself is
-marked ``full``. Of a matrix that is marked ``full``, `make test-all` runs such a sample, and `make test-slow` the rest.
+`make test-all` all of their combinations. In tests/exactness, engine, transparency and plan it tries a part of these
+(``ONE_OF``); `make conformance`, which a change to the engine has to pass, and `make test-slow` try the others as well.
+Where a list is long, ``@pytest.mark.quick("llama", "mamba2")`` names the values that `make test` tries; a test that is
+long by itself is marked ``full``. Of a matrix that is marked ``full``, `make test-all` runs such a sample, and
+`make test-slow` the rest.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 TESTS = Path(__file__).parent
-CONFORMANCE = ("exactness", "engine")
-"""Folders whose every case is run by `make conformance`."""
+ONE_OF = {"exactness": 3, "engine": 2, "transparency": 2, "plan": 2}
+"""Folder -> of so many further cases of a matrix `make test-all` runs one."""
 
 PLANNED = ("cli", "faults", "plan", "programs", "run")
 """Folders whose tests plan for this machine, many of them with an empty cache."""
@@ -72,8 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         matrix = quick_cases(whole)
         chosen = {id(matrix[number]) for number in sample([values_of(item) for item in matrix])}
         for place, item in enumerate(item for item in whole if id(item) not in chosen):
-            halved = item.path.parent.name in CONFORMANCE and place % 2
-            item.add_marker(pytest.mark.slow if halved else pytest.mark.full)
+            thinned = place % ONE_OF.get(item.path.relative_to(TESTS).parts[0], 1)
+            item.add_marker(pytest.mark.slow if thinned else pytest.mark.full)
     for whole in long.values():
         chosen = {id(whole[number]) for number in sample([values_of(item) for item in whole])}
         for item in whole:

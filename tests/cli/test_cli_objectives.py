@@ -218,7 +218,7 @@ def compare_step(recipe: Any, mode: Any) -> None:
     assert found.terms.get("reference", 0) == said["terms"].get("reference", 0)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_longest_with_its_rollout(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--device-memory", "64MiB", "--from", "256", "--to", "256", "--output-dir", "out")
     assert run("probe-max-len", "grpo.yaml", *options) == 0

@@ -93,7 +93,7 @@ def test_the_largest_batch_of_adapters_as_json(probe: Callable[..., int], capsys
     assert Path("runs/tiny/probe.png").is_file()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits(probe: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert probe("--device-memory", "300KiB", "--from", "64", "--to", "64") == 2
     said = capsys.readouterr().err

@@ -17,7 +17,7 @@ FEW = ("gemma4_text", "gpt2", "mamba2", "mixtral", "qwen3_next")
 """Layers that differ, buffers of old checkpoints, a state, stacked experts, two kinds of layers."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FEW else pytest.mark.full) for name in NAMES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in NAMES])
 def test_what_is_saved_is_loaded(name: str, tmp_path: Path) -> None:
     try:
         model = build(name)

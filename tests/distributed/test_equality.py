@@ -80,7 +80,7 @@ def show(size: int, found: dict[str, Any]) -> None:
         note({"ranks": size, "case": case, "gradient": errors["gradient"], "torch": errors["torch"]})
 
 
-@pytest.mark.parametrize("cases", [QUICK, pytest.param(MORE, marks=pytest.mark.full)], ids=["each", "more"])
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(MORE, marks=pytest.mark.slow)], ids=["each", "more"])
 def test_two_ranks_have_the_gradient_of_one(cases: list[dict[str, Any]]) -> None:
     show(2, check(2, cases, 300))
 

@@ -53,7 +53,7 @@ def test_two_ranks_have_the_gradient_of_one(cases: list[dict[str, Any]]) -> None
     check(2, cases, 600)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_one_process_with_everything_on_the_host() -> None:
     check(1, [case for case in MORE if case["engine"] == "zero3_offload"])
 
@@ -115,7 +115,7 @@ AHEAD = {
 tiny model."""
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_deepspeed_may_fetch_ahead() -> None:
     cases = [{"engine": "zero3", "finetuning": kind, "zero": AHEAD, "schedule": AWAY} for kind in ("full", "lora")]
     for case, of_rank in run_ranks(2, "tests.distributed.levels_cases", cases).items():

@@ -180,7 +180,7 @@ def test_what_two_ranks_save_any_layout_goes_on_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizers", [pytest.param(FEW, marks=pytest.mark.full), pytest.param(OPTIMIZERS, marks=pytest.mark.slow)]
+    "optimizers", [pytest.param(FEW, marks=pytest.mark.slow), pytest.param(OPTIMIZERS, marks=pytest.mark.slow)]
 )
 def test_ranks_go_on_with_the_state_of_every_kind_of_optimizer(
     tmp_path: Path, optimizers: dict[str, list[str]]

@@ -228,7 +228,11 @@ if __name__ == "__main__":
 @pytest.mark.quick("validate")
 @pytest.mark.parametrize(
     "command",
-    [("validate", "tiny.yaml"), ("data", "tiny.yaml"), ("sft", "tiny.yaml", "--nproc", "2")],
+    [
+        ("validate", "tiny.yaml"),
+        ("data", "tiny.yaml"),
+        pytest.param(("sft", "tiny.yaml", "--nproc", "2"), marks=pytest.mark.slow),
+    ],
     ids=lambda command: command[0],
 )
 def test_without_a_home_nothing_is_kept_and_nothing_is_left(command: tuple[str, ...], tmp_path: Path) -> None:

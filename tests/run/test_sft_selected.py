@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "weights on the host": {"engine": {**FIXED, "weights": "host"}},
     "a mixture": {"datasets": [{"path": "many.jsonl", "weight": 1.0}, {"path": "few.jsonl", "weight": 1.0}]},
 }
-IN_FULL = ("all weights", "adapters")
+IN_FULL = ("all weights",)
 
 
 @pytest.fixture
