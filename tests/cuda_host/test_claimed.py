@@ -68,8 +68,14 @@ def computed(family: str) -> dict[tuple[str, str], dict[str, Any]]:
     return dict(zip(keys, json.loads(done.stdout), strict=True))
 
 
+IN_FULL = ("qwen3", "gemma2", "mixtral")
+"""Families of `make test-all`, half a minute each; `make cuda-host` tries all."""
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [name if name in IN_FULL else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_gradients_are_as_precise_as_plain_autograds(family: str) -> None:
     """And they are computed by the device's kernels, with two waits in a step."""
     found = computed(family)
