@@ -149,6 +149,7 @@ def test_families(family: str) -> None:
         assert_frees(supervised(model, tokens()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules(schedule: str) -> None:
     model = build("granite").train()

@@ -61,6 +61,7 @@ def rows(nodes: tuple[tuple[int, int], ...], seed: int = 5) -> Rows:
     return Rows(alone, begins, ids[None], targets[None], branches)
 
 
+@pytest.mark.full
 @pytest.mark.quick("gemma2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_deep_trees_equal_their_rows_alone(family: str) -> None:

@@ -96,6 +96,7 @@ def test_offline_is_one_clear_error(folder: Path) -> None:
     assert not (folder / "connections").exists()
 
 
+@pytest.mark.full
 def test_a_hub_without_an_address_is_asked_once(folder: Path) -> None:
     """Its libraries would try six times each, a minute in all, and print every attempt."""
     (folder / "model.yaml").write_text("model_name_or_path: somebody/a-model\ndatasets: [{path: rows.jsonl}]\n")

@@ -35,6 +35,7 @@ def kept(name: str) -> set[int]:
     return {int(path.name.removeprefix("step-")) for path in Path(name, "checkpoints").iterdir()}
 
 
+@pytest.mark.full
 def test_the_best_evaluation_is_saved_between_two_saves(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_recipe(folder, {**COMMON, "metric_for_best_model": "eval_loss"})
     assert run() == 0

@@ -91,6 +91,7 @@ def test_a_callback_gets_every_event_and_changes_nothing(sft: Callable[..., int]
     assert told[-1] == ["on_end", {"status": "finished", "step": 4}]
 
 
+@pytest.mark.full
 def test_a_callback_that_fails_ends_the_run_with_a_checkpoint(
     sft: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

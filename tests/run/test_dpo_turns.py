@@ -76,6 +76,7 @@ def test_common_turns_are_computed_once() -> None:
     assert built.prepared.report.tree_tokens == sum(tree.num_tokens for tree in trees)
 
 
+@pytest.mark.full
 @pytest.mark.quick("orpo")
 @pytest.mark.parametrize(
     "keys",

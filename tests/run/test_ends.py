@@ -140,6 +140,7 @@ def test_of_streamed_rows_the_first_are_looked_at(folder: Path) -> None:
     assert written_ends("run/final") == [TEXT_END, TURN_END]
 
 
+@pytest.mark.full
 def test_a_policy_stops_at_the_end_of_its_turn(folder: Path) -> None:
     """Supervised steps teach it to end its turns; with the base's end alone every completion was cut off."""
     save_base(folder / "base", [TEXT_END])

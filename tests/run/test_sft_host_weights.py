@@ -52,6 +52,7 @@ def trained(folder: Path, name: str, *arguments: str, **more: Any) -> tuple[dict
     return load_file(file), shown
 
 
+@pytest.mark.full
 @pytest.mark.quick("host, in the backward")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_the_ordinary_one_to_the_same_bits(folder: Path, kind: str) -> None:

@@ -78,6 +78,7 @@ def test_a_run_learns_and_goes_on_where_it_stopped(folder: Path, name: str) -> N
     assert all(torch.equal(whole[key], parts[key]) for key in whole)
 
 
+@pytest.mark.full
 def test_blocks_are_trained_in_turn_and_go_on_where_they_stopped(folder: Path) -> None:
     """Stopped within a block and where one ends."""
     common = {**COMMON, "optim": "badam", "optim_args": {"switch_block_every": 2, "include_embedding": True}}

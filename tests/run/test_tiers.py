@@ -85,6 +85,7 @@ def test_a_run_is_placed_before_its_model_is_loaded(folder: Path, device: str):
     assert placed(folder, sized(device)) == want
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("more", "want"),
     [

@@ -28,6 +28,7 @@ def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int,
     return int(left.value.code or 0), captured.out, captured.err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chat", [True, pytest.param(False, marks=pytest.mark.full)], ids=["messages", "text"])
 def test_figures_equal_those_of_transformers(
     chat: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -241,6 +241,7 @@ def changed(value: Any, chance: random.Random) -> Any:
     return [changed(inner, chance) for inner in value] if isinstance(value, list) else value
 
 
+@pytest.mark.full
 def test_the_run_of_a_stranger_is_a_page_whatever_stands_in_it(tmp_path: Path) -> None:
     recipe = {"objective": "sft", "datasets": [{"path": "x"}], "model": {"init": {"model_type": "q"}}, "lora_r": 8}
     documents = {
