@@ -108,7 +108,8 @@ def reference_loss(
             if recipe.beta and recipe.loss_type not in IN_REWARD:
                 assert group.ref is not None
                 above = torch.tensor(group.ref[index]) - logp
-                loss = loss + recipe.beta * (above.exp() - above - 1)
+                factor = ratio if recipe.use_bias_correction_kl else 1.0
+                loss = loss + recipe.beta * factor * (above.exp() - above - 1)
             masked = recipe.mask_truncated_completions and group.truncated[index]
             terms.append(loss[:0] if masked else loss)
     count, tokens = len(terms), sum(map(len, terms))
@@ -190,6 +191,12 @@ def test_truncated_completions_may_be_left_out_of_the_loss(loss_type: str) -> No
     assert 0 < sum(cut for group in groups for cut in group.truncated) < 12
     compare(recipe)
     compare(recipe, batch_size=1)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
+@pytest.mark.parametrize("batch_size", [3, 12])
+def test_the_divergence_times_the_ratio(loss_type: str, batch_size: int) -> None:
+    compare(make_recipe(loss_type, beta=0.07, use_bias_correction_kl=True), batch_size=batch_size)
 
 
 def test_ratios_by_completion_and_a_bound_on_both_sides() -> None:

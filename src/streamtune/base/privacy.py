@@ -198,7 +198,7 @@ def leave_an_unreachable_hub() -> None:
     host = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname
     try:
         socket.getaddrinfo(host, None)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):  # a part of the name may be too long for any
         stay_off_the_hub()
 
 

@@ -23,6 +23,7 @@ from streamtune.recipe import (
     code_of,
     json_schema,
     load_recipe,
+    path_exists,
     read_shipped,
     shipped_recipes,
     with_schema,
@@ -245,7 +246,7 @@ DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
 def _dataset(path: str, max_rows: int | None) -> str:
     remarks = [f"{max_rows:,} rows at most"] if max_rows is not None else []
     file = Path(path).expanduser()
-    if not file.exists() and file.suffix in DATA_FILES and not re.search(r"[*?\[]|://", path):
+    if file.suffix in DATA_FILES and not path_exists(file) and not re.search(r"[*?\[]|://", path):
         remarks.append("no such file here")
     return f"{path} ({', '.join(remarks)})" if remarks else path
 

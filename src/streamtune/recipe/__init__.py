@@ -7,7 +7,7 @@ from streamtune.recipe.keys.datasets import DatasetSpec
 from streamtune.recipe.keys.engine import EngineSpec
 from streamtune.recipe.keys.model_and_tokenizer import ModelInit, TokenizerSpec, TokenizerTrain
 from streamtune.recipe.keys.run import SampleSpec
-from streamtune.recipe.loader import LoadedRecipe, code_of, load_recipe, names_a_hub
+from streamtune.recipe.loader import LoadedRecipe, code_of, load_recipe, names_a_hub, path_exists
 from streamtune.recipe.schema import RECIPES, DpoRecipe, GrpoRecipe, Recipe, json_schema
 from streamtune.recipe.shipped import (
     ShippedRecipe,
@@ -37,6 +37,7 @@ __all__ = [
     "json_schema",
     "load_recipe",
     "names_a_hub",
+    "path_exists",
     "read_shipped",
     "schema_file",
     "shipped_names",

@@ -212,7 +212,8 @@ def _find_files(recipe: Recipe, folder: Path, marks: Marks) -> Recipe:
 
     def find(value: str, *key: str | int) -> str:
         beside = folder / _expand(value, marks.where(*key))
-        is_here = _exists(beside, broken=True) or (key[0] in ("datasets", "eval_datasets") and _matches(folder, value))
+        of_rows = key[0] in ("datasets", "eval_datasets")
+        is_here = path_exists(beside, broken=True) or (of_rows and _matches(folder, value))
         return str(beside) if value not in BUILT_IN and is_here else value
 
     def found(specs: Sequence[DatasetSpec], *key: str) -> tuple[DatasetSpec, ...]:
@@ -265,17 +266,17 @@ def names_a_hub(recipe: Recipe) -> bool:
     names += [recipe.tokenizer.path if recipe.tokenizer else None]
     datasets = [*recipe.datasets, *(spec for specs in recipe.eval_datasets.values() for spec in specs)]
     names += [spec.path for spec in datasets if spec.path not in BUILT_IN and "*" not in spec.path]
-    return any(name is not None and not _exists(Path(name).expanduser()) for name in names)
+    return any(name is not None and not path_exists(Path(name).expanduser()) for name in names)
 
 
 def _find_code(spec: str, folder: Path, marks: Marks, key: str) -> str:
     """Return a reward or callback with its file's absolute path: the run's own copy of the recipe is elsewhere."""
     file, suffix, function = spec.partition(".py:")
     beside = folder / (_expand(f"{file}.py", marks.where(key)) if suffix else Path(spec))
-    return f"{beside.absolute()}:{function}" if suffix and _exists(beside) else spec
+    return f"{beside.absolute()}:{function}" if suffix and path_exists(beside) else spec
 
 
-def _exists(path: Path, *, broken: bool = False) -> bool:
+def path_exists(path: Path, *, broken: bool = False) -> bool:
     """Return True if there is a file or folder; with ``broken`` also a link that leads nowhere, to be named as such."""
     try:
         return path.exists() or (broken and path.is_symlink())

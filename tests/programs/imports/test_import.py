@@ -269,6 +269,14 @@ def test_json(theirs: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> No
     assert {"theirs": "scale_rewards: false", "where": "t.yaml:13", "ours": "scale_rewards: none"} in document["mapped"]
 
 
+def test_a_project_is_no_line_of_the_recipe(tmp_path: Path) -> None:
+    text = 'base_model: a\nsequence_len: 64\ndatasets: [{path: r.jsonl}]\nwandb_project: "mine\\noutput_dir: other"\n'
+    imported = convert(tmp_path, text)
+    assert "# wandb_project; set WANDB_PROJECT=mine output_dir: other\n" in imported.text
+    (tmp_path / "ours.yaml").write_text(imported.text)
+    assert load_recipe(tmp_path / "ours.yaml").recipe.output_dir != "other"
+
+
 def test_to_stdout(theirs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The recipe alone, so that it can be piped; the account, with the tracker's project, goes to stderr."""
     assert call("recipes", "import", str(theirs["axolotl"]), "-") == 0
@@ -344,6 +352,9 @@ def test_preferences_of_axolotl(rl: str, loss: str, tmp_path: Path) -> None:
         ("loss_type: ipo", {"loss_type": "ipo"}, set()),
         ("loss_type: orpo", {"loss_type": "orpo"}, {"loss_type"}),
         ("desirable_weight: 1.5", {"loss_type": "kto", "desirable_weight": 1.5}, set()),
+        ("cpo_alpha: 0.0", {"loss_type": "cpo", "cpo_alpha": 0.0}, set()),
+        ("loss_type: nca_pair", {"loss_type": "sigmoid"}, {"loss_type"}),
+        ("loss_type: [sigmoid, sft]", {"loss_type": "sigmoid"}, {"loss_type"}),
         ("cpo_alpha: 0.5", {"loss_type": "cpo", "cpo_alpha": 0.5}, {"loss_type"}),
         ("cpo_alpha: 0.5\nloss_type: sigmoid", {"loss_type": "cpo"}, {"loss_type"}),
         ("cpo_alpha: 0.0\nloss_type: simpo", {"loss_type": "simpo"}, set()),
@@ -372,7 +383,7 @@ def test_losses_of_preferences_of_trl(fields: str, ours: dict[str, Any], starred
     ],
 )
 def test_the_kl_of_grpo(fields: str, on: bool, tmp_path: Path) -> None:
-    """TRL multiplies it by the ratio, by default since 1.16."""
+    """TRL 1.16 multiplies it by the ratio by default."""
     head = "model_name_or_path: a\ndataset_name: own/a\nreward_funcs: accuracy_reward\n"
     imported = convert(tmp_path, f"{head}{fields}\n", trainer="trl")
     assert ("use_bias_correction_kl: true" in imported.text) is on

@@ -100,7 +100,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model and its tokenizer in ``model/``."""
     monkeypatch.chdir(tmp_path)
     # docs/guide/import.md names what is another token there: this template writes no newline behind a turn, and a
-    # special token before every answer; the tokenizer has no token of a beginning.
+    # special token before every answer; the tokenizer has no ``bos_token``.
     special = ["<|endoftext|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>"]
     tokenizer = wrap(train_bpe(special=special), read_template("phi4"), bos_token=None)
     model = build("qwen3", vocab_size=len(tokenizer))
@@ -220,7 +220,7 @@ def replay(fields: dict[str, Any], asked: list[dict[str, list[list[int]]]]) -> t
 @pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_same_completions_train_the_same_policy(name: str, folder: Path) -> None:
-    """What our run wrote and rewarded is handed to TRL's trainer as its rollouts."""
+    """Completions and rewards of our run are handed to TRL's trainer as its rollouts."""
     fields = {
         **{key: value for key, value in COMMON.items() if key != "max_length"},
         **{"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "max_steps": 4},

@@ -214,7 +214,7 @@ def report_nll(conversion: Conversion) -> None:
     if loss == "orpo":
         there = "its NLL is of prompt and answer there, a mean over the tokens of a micro-batch"
         conversion.missing("loss_type: orpo", f"{there}; here of the answer, a mean over pairs")
-    elif loss == "cpo" or conversion.ours.get("rpo_alpha"):
+    elif (loss == "cpo" and conversion.ours.get("cpo_alpha", 1.0)) or conversion.ours.get("rpo_alpha"):
         name = "loss_type: cpo" if loss == "cpo" else "rpo_alpha"
         conversion.missing(name, "its NLL is a mean over the tokens of a micro-batch there, here over pairs")
 
@@ -222,13 +222,16 @@ def report_nll(conversion: Conversion) -> None:
 def take_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
     """Convert ``report_to``, and add the trackers that other fields name, such as ``wandb_project``."""
     names: list[str] = []
+    variables: list[str] = []
     if "report_to" in conversion.file.fields:
         conversion.convert("report_to", _trackers, conversion.take("report_to"), "report_to", trains=False)
         names = conversion.ours.get("report_to", [])
     for name, tracker in settings.items():
         if name in conversion.file.fields:
             value = conversion.take(name)
-            variable = f"set {name.upper()}={value}" if not name.startswith("use_") else ""
+            if isinstance(value, str) and value and not name.startswith("use_"):
+                variables.append(f"set {name.upper()}={' '.join(value.split())[:60]}")
+            variable = "; ".join(variables)
             if value in (None, "", False):
                 conversion.unneeded(name, why="no value")
             elif tracker in names:

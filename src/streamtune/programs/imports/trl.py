@@ -6,7 +6,6 @@ import re
 from typing import Any, get_args
 
 from streamtune.recipe.keys.policy import PolicyLossName
-from streamtune.recipe.keys.preferences import PairedLoss, UnpairedLoss
 
 from .conversion import Conversion, PeerTrainer
 from .field_rules import (
@@ -59,8 +58,9 @@ OF_DPO = {
 """Fields of DPO that SFT lacks."""
 OF_OTHERS = {"desirable_weight": "kto", "undesirable_weight": "kto", "cpo_alpha": "cpo", "simpo_gamma": "cpo"}
 """Fields of other trainers of preferences, and their commands."""
-PREFERENCE_LOSSES = (*get_args(PairedLoss), *get_args(UnpairedLoss))
-POLICY_LOSSES = get_args(PolicyLossName)
+LOSSES_OF_ROWS = (None, "nll", "chunked_nll", "dft")
+POLICY_LOSSES = (*get_args(PolicyLossName), "cispo", "sapo", "luspo", "vespo")
+"""Losses of GRPO, those that are not here too; any other name, or a list, is a loss of preferences."""
 Row = dict[str, Any] | None
 """First row of a dataset; None if unknown."""
 
@@ -211,7 +211,7 @@ def _objective(conversion: Conversion) -> str:
     names, loss = set(conversion.file.fields), conversion.get("loss_type")
     if names & OF_GRPO or loss in POLICY_LOSSES:
         return "grpo"
-    return "dpo" if names & {*OF_DPO, *OF_OTHERS} or loss in PREFERENCE_LOSSES else "sft"
+    return "dpo" if names & {*OF_DPO, *OF_OTHERS} or loss not in LOSSES_OF_ROWS else "sft"
 
 
 def _command_of(conversion: Conversion) -> str:
@@ -457,7 +457,7 @@ def _defaults(conversion: Conversion) -> None:
         conversion.default("bf16", True)
     conversion.default("dtype", "float32", "older releases keep the checkpoint's: auto")
     if objective == "grpo" and ours.get("beta"):
-        conversion.default("use_bias_correction_kl", True, "since 1.16")
+        conversion.default("use_bias_correction_kl", True, "of 1.16")
     if ours.get("finetuning_type") in ("lora", "qlora"):
         conversion.default("lora_alpha", 32.0)
         conversion.default("lora_dropout", 0.05)

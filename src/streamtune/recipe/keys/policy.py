@@ -58,7 +58,7 @@ class PolicyKeys(LossKeys):
 
     use_bias_correction_kl: bool = False
     """Multiply the KL divergence by the ratio of new to old probability, for the unbiased gradient of the reverse KL
-    (arXiv 2512.02556); on in TRL since 1.16."""
+    (arXiv 2512.02556, eq. 7); on by default in TRL 1.16."""
 
     ref_model_name_or_path: Text | None = None
     """The reference; without it, the model as it was at the start, which under adapters costs no memory."""

@@ -157,7 +157,7 @@ def policy_loss(
         delta: Highest ratio anywhere (arXiv 2505.07291): bounds the loss where the advantage is negative.
         beta: Weight of the KL with the reference.
         kl_by_ratio: Factor of a token's KL is its ratio, with gradient. At a ratio of 1 the value is the same, and the
-            gradient is the unbiased one of the reverse KL (arXiv 2512.02556, section 3.1).
+            gradient is the unbiased one of the reverse KL (arXiv 2512.02556, eq. 7).
         importance_level: ``token`` or ``sequence``; None takes the loss's own.
         entropy_K: Entropy of each token's distribution ``[K]``, only logged.
 
