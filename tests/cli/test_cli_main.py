@@ -146,3 +146,16 @@ def test_a_panel_is_named_after_its_error():
     assert shown(OutOfMemoryError("no memory"))[0].startswith("╭─ Out of memory error ─")
     assert shown(StreamTuneError("something"))[0].startswith("╭─ Error ─")
     assert len(shown(StreamTuneError("something"))) == 3
+
+
+def test_names_of_strangers_are_no_markup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A field or a path in brackets is printed as it is; control characters are not obeyed."""
+    from streamtune.cli.console import out, print_rows
+
+    for each in (False, True):
+        monkeypatch.setattr(out, "_force_terminal", each)
+        print_rows([("[bold]mine[/bold]", "[red]x"), ("a\x1b[2Jb", "y")])
+        shown = capsys.readouterr().out
+        assert "[bold]mine[/bold]" in shown
+        assert "[red]x" in shown
+        assert "\x1b[2J" not in shown

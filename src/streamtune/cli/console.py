@@ -76,7 +76,7 @@ def print_json(document: Any) -> None:
 
 def print_rows(rows: Iterable[tuple[str, str]], *, name_style: str = "dim", indent: str = "  ") -> None:
     """Print names and values in two columns on stdout; values wrap on a terminal and stay whole in a log."""
-    rows = [(name, plain(value)) for name, value in rows]
+    rows = [(plain(name), plain(value)) for name, value in rows]
     width = max((len(name) for name, _ in rows), default=0)
     if not out.is_terminal or out.width < NARROW:
         for name, value in rows:
@@ -86,7 +86,7 @@ def print_rows(rows: Iterable[tuple[str, str]], *, name_style: str = "dim", inde
     table.add_column(style=name_style, no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(f"{indent}{name}", _commands(value))
+        table.add_row(Text(f"{indent}{name}"), _commands(value))  # a name may be another file's: no markup
     out.print(table)
 
 

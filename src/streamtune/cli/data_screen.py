@@ -248,7 +248,7 @@ def _sources_table(found: Inspection) -> Table:
         share = f"{source.supervised_tokens / source.tokens:.1%}" if source.tokens else "-"
         name = source.title if isinstance(source, SourceReport) else "in all"
         table.add_row(
-            f"  {plain(name)}",
+            Text(f"  {plain(name)}"),
             f"{source.rows:,}",
             *([f"{source.kept:,}"] if kept else []),
             *(f"{getattr(source, count):,}" for count in counts),
@@ -267,7 +267,7 @@ def _epoch_table(found: Inspection) -> Table | None:
         return None
     table = _table("  ", *EPOCH_COLUMNS)
     for title, *cells in lines:
-        table.add_row(f"  {plain(title)}", *cells)
+        table.add_row(Text(f"  {plain(title)}"), *cells)
     return table
 
 

@@ -229,15 +229,18 @@ def take_trackers(conversion: Conversion, settings: dict[str, str]) -> None:
     for name, tracker in settings.items():
         if name in conversion.file.fields:
             value = conversion.take(name)
+            variable = ""
             if isinstance(value, str) and value and not name.startswith("use_"):
-                variables.append(f"set {name.upper()}={' '.join(value.split())[:60]}")
-            variable = "; ".join(variables)
+                variable = f"set {name.upper()}={' '.join(value.split())[:60]}"
+                variables.append(variable)
             if value in (None, "", False):
                 conversion.unneeded(name, why="no value")
             elif tracker in names:
                 conversion.unneeded(name, why=variable or f"'{tracker}' is named already")
             elif conversion.put("report_to", [*names, tracker], name, note=variable, trains=False):
                 names = conversion.ours["report_to"]
+    if len(variables) > 1 and names:
+        conversion.notes["report_to"] = "; ".join(variables)
 
 
 def take_thinking(conversion: Conversion) -> None:
