@@ -69,12 +69,12 @@ def test_two_newer_libraries_are_named_together(monkeypatch: pytest.MonkeyPatch)
     assert libraries.pip_install() == "pip install 'transformers<5.25' 'torch<2.15'"
 
 
-@pytest.mark.parametrize(("version", "mend"), [("5.31.0", "'transformers<5.25'"), ("5.3.0", "'transformers>=5.17'")])
-def test_what_a_version_lacks_is_mended_by_another(version: str, mend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("version", "fix"), [("5.31.0", "'transformers<5.25'"), ("5.3.0", "'transformers>=5.17'")])
+def test_what_a_version_lacks_is_mended_by_another(version: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, transformers=version)
     error = lacks("transformers", "transformers.cache_utils.Cache")
     assert error.what.startswith(f"transformers {version} has no transformers.cache_utils.Cache")
-    assert error.mend == f"pip install {mend}"
+    assert error.fix == f"pip install {fix}"
     assert error.exit_code == 2
 
 

@@ -105,11 +105,9 @@ def _told(objective: str, options: tuple[Option, ...]) -> str:
     try:
         kind.model_validate(tree)
     except ValidationError as error:
-        return "".join(
-            f"    {show_path(each.path)}: {each.what} | {each.mend}\n" for each in explain(error, tree, kind)
-        )
+        return "".join(f"    {show_path(each.path)}: {each.what} | {each.fix}\n" for each in explain(error, tree, kind))
     except UserError as error:
-        return f"    {error.where}: {error.what} | {error.mend}\n"
+        return f"    {error.where}: {error.what} | {error.fix}\n"
     return ""
 
 

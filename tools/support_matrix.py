@@ -46,7 +46,7 @@ class Refusal:
     """The error of a combination, and its fix."""
 
     what: str
-    mend: str
+    fix: str
 
 
 def recipe_of(objective: str, options: Iterable[Option]) -> dict[str, Any]:
@@ -70,11 +70,11 @@ def ask(objective: str, options: Iterable[Option]) -> Refusal | None:
         recipe = kind.model_validate(tree)
     except ValidationError as error:
         found = explain(error, tree, kind)[0]
-        return Refusal(found.what, found.mend)
+        return Refusal(found.what, found.fix)
     try:
         _set_up(recipe, max(option.ranks for option in options))
     except UserError as error:
-        return Refusal(error.what, error.mend)
+        return Refusal(error.what, error.fix)
     return None
 
 
@@ -146,7 +146,7 @@ class Matrix:
     def number(self, refusal: Refusal, objective: str, options: tuple[Option, ...]) -> int:
         """Return the number of a refusal on the page; refusals that differ by loss or objective share a number."""
         names = [objective, *(str(option.keys["loss_type"]) for option in options if "loss_type" in option.keys)]
-        shape = Refusal(re.sub(rf"\b({'|'.join(names)})\b", "...", refusal.what), refusal.mend)
+        shape = Refusal(re.sub(rf"\b({'|'.join(names)})\b", "...", refusal.what), refusal.fix)
         self.examples.setdefault(shape, (objective, options, refusal))
         return self.numbers.setdefault(shape, len(self.numbers) + 1)
 
@@ -214,7 +214,7 @@ def _page(matrix: Matrix) -> Iterator[str]:
     yield from ("", "## Refusals", "", REFUSALS, "")
     yield from ("| | refused | instead |", "|---:|---|---|")
     for refusal, number in matrix.numbers.items():
-        yield f'| <a id="r{number}"></a>{number} | {_in_cell(refusal.what)} | {_in_cell(refusal.mend)} |'
+        yield f'| <a id="r{number}"></a>{number} | {_in_cell(refusal.what)} | {_in_cell(refusal.fix)} |'
     yield from ("", CLOSING)
 
 

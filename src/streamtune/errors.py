@@ -1,6 +1,6 @@
 """Every error a user can meet, one tree.
 
-    StreamTuneError               what went wrong, where, how to mend it
+    StreamTuneError               what went wrong, where, how to fix it
     ├── UserError                 exit 2: the input is wrong, nothing was trained
     │   ├── RecipeError           a recipe key, value or file
     │   ├── DataError             a dataset file or row
@@ -41,28 +41,28 @@ __all__ = [
 
 
 class StreamTuneError(Exception):
-    """An error with what happened, where it happened and how to mend it.
+    """An error with what happened, where it happened and how to fix it.
 
     Args:
         what: One sentence that says what is wrong.
         where: ``file:line``, a row, a key or a module; may be empty.
-        mend: Advice that solves it; empty where nothing helps.
+        fix: Advice that solves it; empty where nothing helps. JSON documents call it ``mend``.
     """
 
     exit_code = 1
 
-    def __init__(self, what: str, *, where: str = "", mend: str = "") -> None:
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         super().__init__(what)
         self.what = what
         self.where = where
-        self.mend = mend
+        self.fix = fix
 
     def __str__(self) -> str:
         parts = [self.what]
         if self.where:
             parts.append(f"at {self.where}")
-        if self.mend:
-            parts.append(self.mend)
+        if self.fix:
+            parts.append(self.fix)
         return "\n".join(parts)
 
 

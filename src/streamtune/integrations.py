@@ -63,7 +63,7 @@ class StreamTuneCallback(TrainerCallback):
             ArgumentError: Both ``schedule`` and ``chunk_size`` are given.
         """
         if schedule is not None and chunk_size is not None:
-            raise ArgumentError("schedule and chunk_size exclude each other", mend="give one of them")
+            raise ArgumentError("schedule and chunk_size exclude each other", fix="give one of them")
         self.schedule = Schedule(chunk_size=chunk_size) if chunk_size is not None else schedule
         self.max_length, self.rows = max_length, rows
         self.device_memory, self.head = device_memory, head
@@ -141,7 +141,7 @@ class StreamTuneCallback(TrainerCallback):
             raise ArgumentError(
                 "the planner has to know how long the longest row is, and the trainer's arguments do not say it",
                 where="StreamTuneCallback",
-                mend="StreamTuneCallback(max_length=...), or chunk_size=... for a schedule without planner",
+                fix="StreamTuneCallback(max_length=...), or chunk_size=... for a schedule without planner",
             )
         with _own_forwards(model):
             return plan_step(
@@ -191,7 +191,7 @@ def _refuse_sharded(model: nn.Module, args: TrainingArguments) -> None:
         raise UnsupportedModelError(
             f"when training begins {'DeepSpeed' if by_deepspeed else 'FSDP'} has distributed the weights, and a model "
             "is streamed before that",
-            mend="call streamtune.stream(model, ...) before the trainer is made; this callback then adds its figures",
+            fix="call streamtune.stream(model, ...) before the trainer is made; this callback then adds its figures",
         )
 
 

@@ -133,7 +133,7 @@ class Schedule:
                 raise ArgumentError(f"{name} must be {known}, not {getattr(self, name)!r}")
         for field, what, (other, value) in contradictions(vars(self), _in_python):
             way_out = "" if field == "offload" else f", or leave {field} out"
-            raise ArgumentError(what, mend=f"set {other} to {value}{way_out}")
+            raise ArgumentError(what, fix=f"set {other} to {value}{way_out}")
 
     @classmethod
     def plan(cls, model: Any, *, max_length: int, device_memory: int | str | None = None, **more: Any) -> Schedule:

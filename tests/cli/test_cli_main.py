@@ -75,7 +75,7 @@ def test_an_error_goes_to_stderr_with_its_exit_code():
     assert done.stderr.splitlines() == [
         "error: there is no such file",
         "where: nowhere.yaml",
-        "mend: `streamtune recipes ls` lists the shipped recipes",
+        "fix: `streamtune recipes ls` lists the shipped recipes",
     ]
 
 
@@ -125,19 +125,19 @@ def test_a_panel_shows_the_line_of_the_recipe(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("seed: 1\nengine:\n    chunk_siz: 5   # [bold]\n")
     lines = shown(
-        RecipeError("unknown key 'chunk_siz'", where=f"{path}:3", mend="did you mean 'chunk_size'?"), width=240
+        RecipeError("unknown key 'chunk_siz'", where=f"{path}:3", fix="did you mean 'chunk_size'?"), width=240
     )
     assert lines[0].startswith("╭─ Recipe error ─")
     assert "unknown key 'chunk_siz'" in lines[1]
     assert f"where  {path}:3" in lines[3]
     assert "chunk_siz: 5   # [bold]" in lines[4]
-    assert "mend   did you mean 'chunk_size'?" in lines[5]
+    assert "fix    did you mean 'chunk_size'?" in lines[5]
 
 
 @pytest.mark.parametrize("width", [40, 80, 140])
 def test_a_panel_fits_the_terminal(width):
     what = "2 mistakes\n- line 4: " + "a long sentence about a key " * 6 + "\n- line 5: [red]x[/red]"
-    lines = shown(DataError(what, where="data/" + "long/" * 40 + "x.jsonl:7", mend="mend " * 30), width)
+    lines = shown(DataError(what, where="data/" + "long/" * 40 + "x.jsonl:7", fix="mend " * 30), width)
     assert {len(line) for line in lines} == {width}
     assert any("[red]x[/red]" in line for line in lines)
 

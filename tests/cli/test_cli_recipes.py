@@ -132,16 +132,16 @@ def test_show_prints_the_file(capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "mend"),
+    ("name", "fix"),
     [
         ("quikstart", "did you mean 'quickstart'?"),
         ("qwen3-8b-lora-80gb", "did you mean 'qwen3/8b-lora-80gb'?"),
         ("zzzzzz", "`streamtune recipes ls` lists them"),
     ],
 )
-def test_an_unknown_name(name, mend, capsys):
+def test_an_unknown_name(name, fix, capsys):
     assert call("recipes", "show", name) == 2
-    assert mend in capsys.readouterr().err
+    assert fix in capsys.readouterr().err
 
 
 @pytest.mark.full

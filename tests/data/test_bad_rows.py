@@ -69,7 +69,7 @@ def test_an_error_lists_them_all(kind: str, write: Write, tokenizer: Any) -> Non
     assert [line.split(": ")[0] for line in lines] == [f"- {path}:{2 * n + 2}" for n in range(len(bad))]
     assert len({line.partition(": ")[2] for line in lines}) == len(bad), "each has its own sentence"
     assert caught.value.where == f"{path}:2"
-    assert "on_bad_row: skip" in caught.value.mend
+    assert "on_bad_row: skip" in caught.value.fix
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
@@ -106,7 +106,7 @@ def test_more_than_max_bad_rows(write: Write, tokenizer: Any) -> None:
     assert len(run("sft", path, tokenizer, on_bad_row="skip", max_bad_rows=5).bad_rows) == 5
     with pytest.raises(DataError, match="more than max_bad_rows = 4 rows are bad") as caught:
         run("sft", path, tokenizer, on_bad_row="skip", max_bad_rows=4)
-    assert "raise max_bad_rows" in caught.value.mend
+    assert "raise max_bad_rows" in caught.value.fix
     with pytest.raises(DataError, match="no row is left: all 2 were bad"):
         run("sft", write("all.jsonl", "{\n{\n"), tokenizer, on_bad_row="skip")
     with pytest.raises(ArgumentError, match="on_bad_row is 'drop'"):
@@ -152,7 +152,7 @@ def test_columns_are_renamed(write: Write, tokenizer: Any) -> None:
         prepare([Source(path, columns={"prompt": "quesion"}, where="r.yaml:4")], tokenizer, max_length=64)
     assert "'question'" in caught.value.what
     assert caught.value.where == "r.yaml:4"
-    assert caught.value.mend == "did you mean 'question'?"
+    assert caught.value.fix == "did you mean 'question'?"
 
 
 def test_rows_drawn_by_the_seed(write: Write, tokenizer: Any) -> None:
@@ -232,7 +232,7 @@ from streamtune.models import train_tokenizer
 try:
     prepare([Source(sys.argv[1])], train_tokenizer(["a b c"], vocab_size=300), DataOptions(max_length=10**6))
 except Exception as error:
-    print(type(error).__name__, "|", error.what, "|", error.where, "|", error.mend)
+    print(type(error).__name__, "|", error.what, "|", error.where, "|", error.fix)
 """
 
 
@@ -252,15 +252,15 @@ def test_the_folder_of_temporary_files_is_named(reason: str, write: Write, tmp_p
         [sys.executable, "-c", program, path], capture_output=True, text=True, check=True,
         env={**__import__("os").environ, "TMPDIR": str(folder)}, preexec_fn=limit if reason == "full" else None,
     )  # fmt: skip
-    kind, what, where, mend = done.stdout.strip().splitlines()[-1].split(" | ")
+    kind, what, where, fix = done.stdout.strip().splitlines()[-1].split(" | ")
     assert (kind, where) == ("StorageError", "TMPDIR")
     if reason == "full":
         assert what == f"cannot write the prepared rows to {folder}: File too large"
-        assert mend.startswith("they need more than ")
+        assert fix.startswith("they need more than ")
         assert list(folder.iterdir()) == []
     else:
         assert what.startswith("there is no folder for temporary files: ")
-        assert "set TMPDIR" in mend
+        assert "set TMPDIR" in fix
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -144,7 +144,7 @@ def test_every_way_to_read_them(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "what", "mend"),
+    ("source", "what", "fix"),
     [
         (Source("demo-arithmetic", name="srot"), "has no part 'srot'", "did you mean 'sort'?"),
         (Source("demo-arithmetic", name="divide"), "has no part 'divide'", "use copy, sort, add"),
@@ -152,10 +152,10 @@ def test_every_way_to_read_them(tokenizer: PreTrainedTokenizerFast) -> None:
         (Source("demo-preferences", split="test"), "has no split 'test'", "val_size"),
     ],
 )
-def test_what_they_do_not_have(source: Source, what: str, mend: str) -> None:
+def test_what_they_do_not_have(source: Source, what: str, fix: str) -> None:
     with pytest.raises(DataError, match=what) as caught:
         list(read_rows(source))
-    assert mend in caught.value.mend
+    assert fix in caught.value.fix
 
 
 # ------------------------------------------------------------------ The corpus built from the interpreter's own library

@@ -273,7 +273,7 @@ def test_what_cannot_be_masked_exactly_is_refused(bpe: Tokenizer, template: str,
     with pytest.raises(DataError, match=re.escape(what)) as caught:
         render(tokenizer, CHATS["several turns"])
     assert caught.value.where == "x:1"
-    assert "{% generation %}" in caught.value.mend
+    assert "{% generation %}" in caught.value.fix
 
 
 def test_template_that_refuses_the_conversation(make_tokenizer: MakeTokenizer) -> None:
@@ -291,7 +291,7 @@ def test_half_a_character_in_a_field_the_template_prints(bpe: Tokenizer) -> None
 def test_no_template(make_tokenizer: MakeTokenizer) -> None:
     with pytest.raises(DataError, match="no chat template") as caught:
         ListRenderer(make_tokenizer(None), train_on="assistant", notify=print)(Conversation(CHATS["single"]), "x:1")
-    assert "chatml" in caught.value.mend
+    assert "chatml" in caught.value.fix
 
 
 # ---------------------------------------------------------------- every template that TRL keeps a copy of

@@ -74,7 +74,7 @@ def test_a_split_that_is_not_there_lists_the_others() -> None:
     with pytest.raises(DataError, match=r"has no split 'validaton'; it has train, validation, test") as caught:
         chosen("train.jsonl", "test.jsonl", "valid.jsonl", split="validaton")
     assert caught.value.where == "recipe.yaml:3"
-    assert caught.value.mend == "did you mean 'validation'?"
+    assert caught.value.fix == "did you mean 'validation'?"
 
 
 def test_documents_are_rows_only_where_there_is_nothing_else(write: Write, tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
     with pytest.raises(DataError, match="reading 's3://' needs a package") as caught:
         texts("s3://bucket/rows.jsonl", where="recipe.yaml:3")
-    assert caught.value.mend == "pip install s3fs"
+    assert caught.value.fix == "pip install s3fs"
     with pytest.raises(DataError, match="cannot read 'what://x'") as caught:
         texts("what://x", where="recipe.yaml:3")
     assert caught.value.where == "recipe.yaml:3"

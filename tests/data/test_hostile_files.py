@@ -203,7 +203,7 @@ def test_hostile_files(name: str, content: bytes, what: str, line: str, tmp_path
     found = refusal(Source(str(path)), tokenizer)
     assert what in found.what
     assert found.where == f"{path}{line}"
-    assert found.mend or name in NO_ADVICE or "has no rows" in what
+    assert found.fix or name in NO_ADVICE or "has no rows" in what
 
 
 READ: list[tuple[str, bytes]] = [
@@ -264,7 +264,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, tokenizer: object) -> None:
     path.chmod(0)
     found = refusal(Source(str(path)), tokenizer)
     assert "Permission denied" in found.what
-    assert found.mend == "allow it: chmod u+r rows.jsonl"
+    assert found.fix == "allow it: chmod u+r rows.jsonl"
 
 
 def test_a_split_that_was_not_saved(tmp_path: Path, tokenizer: object) -> None:

@@ -190,7 +190,7 @@ def test_a_message_written_as_pairs_is_named() -> None:
     row = Row("x:1", {"messages": [{"role": "user", "content": "q"}, [["role", "assistant"], ["content", "a"]]]})
     with pytest.raises(DataError, match=r"messages\[1\] must be an object .* it is a list") as caught:
         normalise(row, "messages")
-    assert "a list of pairs is how a map is written" in caught.value.mend
+    assert "a list of pairs is how a map is written" in caught.value.fix
 
 
 # ---------------------------------------------------------------- what a template needs
@@ -220,7 +220,7 @@ def test_a_template_that_needs_the_name_of_a_tool_says_so(bpe: Any) -> None:
         with pytest.raises(DataError, match=r"at messages\[2\], of the role 'tool': it reads 'name'") as caught:
             ask()
         assert caught.value.where == "x:1"
-        assert "the function that was called" in caught.value.mend
+        assert "the function that was called" in caught.value.fix
 
 
 def test_a_refusal_of_the_template_names_the_message(make_tokenizer: Callable[..., Any]) -> None:

@@ -264,4 +264,4 @@ def test_wrong_rows(columns: dict[str, Any], row_type: str | None, what: str) ->
 def test_supervised_training_names_the_command_for_pairs() -> None:
     with pytest.raises(DataError) as caught:
         detect_type(Row("x:1", {"prompt": "p", "chosen": "a", "rejected": "b"}))
-    assert "streamtune dpo" in caught.value.mend
+    assert "streamtune dpo" in caught.value.fix

@@ -113,7 +113,7 @@ def test_too_long_rows_are_refused_with_their_number_and_the_longest(prepared: P
         prepared(path)
     assert "the longest has 501" in caught.value.what
     assert caught.value.where == f"{path}:3"
-    assert "set max_length to 501" in caught.value.mend
+    assert "set max_length to 501" in caught.value.fix
 
 
 def test_truncate_keeps_the_start(prepared: Prepared, write: Write, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -166,7 +166,7 @@ def test_mixed_row_types_are_refused(prepared: Prepared, write: Write) -> None:
     with pytest.raises(DataError) as caught:
         prepared(path)
     assert caught.value.where == f"{path}:2"
-    assert "looks like 'text'" in caught.value.mend
+    assert "looks like 'text'" in caught.value.fix
 
 
 def texts_of(tokenizer: PreTrainedTokenizerFast, data: PreparedData) -> tuple[list[str], list[str]]:

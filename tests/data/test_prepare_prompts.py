@@ -58,7 +58,7 @@ def test_conversations_lose_their_last_answer_only_where_the_type_says_so(prepar
     with pytest.raises(DataError, match="'prompt' asks nothing: it ends with what the assistant says") as caught:
         prepared(path)
     assert caught.value.where == f"{path}:1"
-    assert "type: messages" in caught.value.mend
+    assert "type: messages" in caught.value.fix
 
 
 def test_tools_reach_the_template(make_tokenizer: Callable[..., Any], write: Write) -> None:

@@ -136,7 +136,7 @@ def test_too_long_rows(prepared: Prepared, write: Write) -> None:
     with pytest.raises(DataError, match="2 rows have more than max_length = 64 tokens of prompt and longest") as caught:
         prepared(path)
     assert caught.value.where == f"{path}:3"
-    longest = int(re.findall(r"set max_length to (\d+) or more", caught.value.mend)[0])
+    longest = int(re.findall(r"set max_length to (\d+) or more", caught.value.fix)[0])
     assert prepared(path, max_length=longest).report.kept == 3
     with pytest.raises(DataError):
         prepared(path, max_length=longest - 1)
@@ -149,7 +149,7 @@ def test_a_prompt_that_leaves_no_room(prepared: Prepared, write: Write) -> None:
     with pytest.raises(DataError, match="a prompt of 64 tokens leaves no room for a completion in max_len") as caught:
         prepared(path)
     assert caught.value.where == f"{path}:2"
-    assert "max_prompt_length" in caught.value.mend
+    assert "max_prompt_length" in caught.value.fix
     told: list[str] = []
     data = prepared(path, overlength="truncate", notify=told.append)
     assert (data.report.kept, data.report.dropped) == (1, 1)
@@ -195,7 +195,7 @@ def test_identical_answers(prepared: Prepared, write: Write) -> None:
     with pytest.raises(DataError, match="'chosen' and 'rejected' are the same: there is nothing to prefer") as caught:
         prepared(path)
     assert caught.value.where == f"{path}:2"
-    assert "identical_pairs: drop" in caught.value.mend
+    assert "identical_pairs: drop" in caught.value.fix
     told: list[str] = []
     data = prepared(path, identical_pairs="drop", notify=told.append)
     assert (data.report.rows, data.report.kept, data.report.dropped, data.report.identical) == (2, 1, 1, 1)
@@ -246,7 +246,7 @@ def test_judged_answers_where_pairs_are_wanted(
     path = write("a.jsonl", [judged("one?", " good", True)])
     with pytest.raises(DataError, match="the rows are of type 'unpaired'") as caught:
         prepared(path)
-    assert "loss_type: kto" in caught.value.mend
+    assert "loss_type: kto" in caught.value.fix
     with pytest.raises(DataError, match="the rows are of type 'unpaired'"):
         prepare_preferences([Source(path, type="unpaired")], tokenizer, max_length=64)
 
@@ -278,7 +278,7 @@ def test_unknown_names(prepared: Prepared, write: Write) -> None:
     path = write("a.jsonl", [pair("one?")])
     with pytest.raises(ArgumentError, match="overlength is 'split'") as caught:
         prepared(path, overlength="split")
-    assert "cannot be split" in caught.value.mend
+    assert "cannot be split" in caught.value.fix
     with pytest.raises(ArgumentError, match="identical_pairs is 'keep'"):
         prepared(path, identical_pairs="keep")
     for length in (0, 64):
@@ -292,7 +292,7 @@ def test_unknown_types(write: Write, tokenizer: PreTrainedTokenizerFast) -> None
         prepare_preferences([Source(path, type="pairs")], tokenizer, max_length=8)
     with pytest.raises(DataError, match="rows of type 'messages' are read by streamtune sft and grpo") as caught:
         prepare_preferences([Source(path, type="messages")], tokenizer, max_length=8)
-    assert caught.value.mend == "here use auto, preference, unpaired"
+    assert caught.value.fix == "here use auto, preference, unpaired"
     with pytest.raises(DataError, match="rows of type 'preference' are read by streamtune dpo"):
         prepare([Source(path, type="preference")], tokenizer, max_length=8)
     assert set(READ_BY) == {*ROW_TYPES, *PREFERENCE_TYPES, *PROMPT_TYPES}

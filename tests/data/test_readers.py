@@ -137,7 +137,7 @@ def test_a_compressed_file_without_its_suffix_is_told_as_that(write: Write) -> N
     packed = gzip.compress(b'{"text": "one"}')
     with pytest.raises(DataError, match=r"compressed \(gzip\), and its name does not say so") as caught:
         read(write("a.jsonl", packed))
-    assert caught.value.mend == "rename it to a.jsonl.gz"
+    assert caught.value.fix == "rename it to a.jsonl.gz"
     with pytest.raises(DataError, match=r"compressed \(zstd\)"):
         read(write("a.json", b"\x28\xb5\x2f\xfd\x00\xff"))
 
@@ -152,4 +152,4 @@ def test_damaged_parquet(write: Write) -> None:
 def test_unknown_format_names_the_known_ones(write: Write) -> None:
     with pytest.raises(DataError, match="no known format") as caught:
         read(write("a.docx", "x"))
-    assert ".jsonl" in caught.value.mend
+    assert ".jsonl" in caught.value.fix

@@ -189,11 +189,11 @@ def test_variables_that_the_template_does_not_read(write: Write, where: str) -> 
     ):  # fmt: skip
         with pytest.raises(UserError, match="'reasoning_efort', which the chat template does not read") as caught:
             act()
-        assert "did you mean 'reasoning_effort'" in caught.value.mend
+        assert "did you mean 'reasoning_effort'" in caught.value.fix
         assert caught.value.where == ("chat_template_kwargs" if where == "recipe" else f"{path}:1")
     with pytest.raises(ArgumentError, match="does not read") as caught:
         Made(write("b.jsonl", [{"messages": row["messages"]}]), fixed_tokenizer("phi4"), variables={"x": 1})
-    assert caught.value.mend == "delete it; the template reads none"
+    assert caught.value.fix == "delete it; the template reads none"
     bad = write("c.jsonl", [{"messages": row["messages"], "chat_template_kwargs": "low"}])
     with pytest.raises(DataError, match="'chat_template_kwargs' must be an object, it is a string"):
         Made(bad, fixed_tokenizer("gpt_oss"))
@@ -229,7 +229,7 @@ def test_empty_answers(write: Write) -> None:
     with pytest.raises(DataError, match="1 answer is empty") as caught:
         Made(path, tokenizer)
     assert caught.value.where == f"{path}:2"
-    assert "on_empty: drop" in caught.value.mend
+    assert "on_empty: drop" in caught.value.fix
     dropped, trained = (Made(path, tokenizer, on_empty=which) for which in ("drop", "train"))
     assert dropped.told == ["1 row with an empty answer left out (on_empty: drop)"]
     assert (dropped.prepared.report.rows, dropped.prepared.report.dropped, len(dropped.texts)) == (3, 1, 2)

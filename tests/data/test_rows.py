@@ -180,10 +180,10 @@ def test_wrong_rows(columns: dict[str, Any], row_type: str | None, what: str) ->
 def test_hints() -> None:
     with pytest.raises(DataError) as caught:
         normal({"messages": [{"role": "asistant", "content": "x"}]})
-    assert "did you mean 'assistant'?" in caught.value.mend
+    assert "did you mean 'assistant'?" in caught.value.fix
     with pytest.raises(DataError) as caught:
         normal({"text": "x"}, "messages")
-    assert "this row looks like 'text'" in caught.value.mend
+    assert "this row looks like 'text'" in caught.value.fix
     with pytest.raises(DataError) as caught:
         normal({"mesages": CHAT}, "messages")
-    assert "did you mean 'mesages'?" in caught.value.mend
+    assert "did you mean 'mesages'?" in caught.value.fix

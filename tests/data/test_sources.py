@@ -46,14 +46,14 @@ def test_missing_file_names_the_nearest(write: Write, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no file") as caught:
         texts(path=str(tmp_path / "data/trian.jsonl"), where="recipe.yaml:7")
     assert caught.value.where == "recipe.yaml:7"
-    assert caught.value.mend == "did you mean 'train.jsonl'?"
+    assert caught.value.fix == "did you mean 'train.jsonl'?"
     with pytest.raises(DataError) as caught:
         texts(path=str(tmp_path / "dta/train.jsonl"))
-    assert "there is no folder 'dta'" in caught.value.mend
-    assert "did you mean 'data'?" in caught.value.mend
+    assert "there is no folder 'dta'" in caught.value.fix
+    assert "did you mean 'data'?" in caught.value.fix
     with pytest.raises(DataError) as caught:
         texts(path=str(tmp_path / "data/quite-different.parquet"))
-    assert str(tmp_path / "data") in caught.value.mend
+    assert str(tmp_path / "data") in caught.value.fix
 
 
 def test_nothing_there(write: Write, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_hub_dataset_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(DataError, match="cannot load the dataset 'no-such-owner/no-such-data'") as caught:
         texts(path="no-such-owner/no-such-data", where="recipe.yaml:3")
     assert caught.value.where == "recipe.yaml:3"
-    assert "no local file" in caught.value.mend
+    assert "no local file" in caught.value.fix
 
 
 def test_python_stdlib() -> None:

@@ -54,21 +54,21 @@ def errors(world: World) -> Any:
     """An error of rank 0 is made anew on the others, of its class or the nearest that they know."""
 
     def fail() -> None:
-        raise TemplateLimitError("too long", where="a.jinja:3", mend="shorten it")
+        raise TemplateLimitError("too long", where="a.jinja:3", fix="shorten it")
 
     def fail_plainly() -> None:
         raise ZeroDivisionError("by nothing")
 
     def fail_on_1() -> None:
         if world.rank == 1:
-            raise DataError("no rows", where="rows.jsonl:7", mend="add some")
+            raise DataError("no rows", where="rows.jsonl:7", fix="add some")
 
     said = []
     for attempt in (lambda: world.main(fail), lambda: world.main(fail_plainly), lambda: world.together(fail_on_1)):
         try:
             attempt()
         except StreamTuneError as error:
-            said.append([type(error).__name__, error.what, error.where, error.mend, error.exit_code])
+            said.append([type(error).__name__, error.what, error.where, error.fix, error.exit_code])
         except ZeroDivisionError as error:
             said.append([type(error).__name__, str(error)])
     return world.collect(said)

@@ -51,7 +51,7 @@ def _streamed_too_late(case: dict[str, Any]) -> str:
     try:
         streamtune.stream(model)
     except UnsupportedModelError as error:
-        return f"{error.what}; {error.mend}"
+        return f"{error.what}; {error.fix}"
     finally:
         runner.destroy()
     return ""

@@ -62,7 +62,7 @@ def test_a_file_that_holds_a_secret_is_refused_without_repeating_it(
     name = write(tmp_path, **changes)
     with pytest.raises(ArgumentError, match=re.escape(f"'{key}' holds ")) as caught:
         resolve_config(name, VALUES)
-    said = f"{caught.value.what} {caught.value.where} {caught.value.mend}"
+    said = f"{caught.value.what} {caught.value.where} {caught.value.fix}"
     assert not any(secret in said for secret in ("a1a1", "x7Kq", "Ab1Ab1", "pass1234", "Cd2Cd2"))
 
 
@@ -131,7 +131,7 @@ def test_what_a_recipe_says_is_not_said_twice(tmp_path: Path, changes: dict[str,
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"there is no DeepSpeed configuration zero4") as caught:
         resolve_config("zero4", VALUES)
-    assert "zero" in str(caught.value.mend)
+    assert "zero" in str(caught.value.fix)
     broken = tmp_path / "ds.json"
     broken.write_text('{\n "zero_optimization": {"stage": 2},\n}')
     with pytest.raises(ArgumentError) as caught:

@@ -94,9 +94,9 @@ def test_what_is_no_value_is_an_error_that_names_the_rank(data: bytes) -> None:
 
 
 def test_an_error_is_made_anew_from_its_name_and_text() -> None:
-    error = ArgumentError("what", where="a:1", mend="mend")
+    error = ArgumentError("what", where="a:1", fix="mend")
     made = remake_error(decode_value(encode_value(describe_error(error)), 1), 1, named=False)
-    assert (type(made), made.what, made.where, made.mend, made.exit_code) == (ArgumentError, "what", "a:1", "mend", 2)
+    assert (type(made), made.what, made.where, made.fix, made.exit_code) == (ArgumentError, "what", "a:1", "mend", 2)
     error.exit_code = 77
     assert remake_error(describe_error(error), 1, named=True).exit_code == 77
     assert remake_error(describe_error(error), 1, named=True).what == "rank 1: what"

@@ -243,7 +243,7 @@ def test_ranks_that_wait_for_a_judge_are_not_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "unanswered", "mend"),
+    ("places", "unanswered", "fix"),
     [
         (("all_reduce (x.py:1)", "all_reduce (x.py:1)"), "", "a connection between them is blocked"),
         (("all_reduce (x.py:1)", "broadcast (x.py:2)"), "10.0.0.2:41234", "a connection between them is blocked"),
@@ -251,7 +251,7 @@ def test_ranks_that_wait_for_a_judge_are_not_ended(tmp_path: Path) -> None:
     ],
 )
 def test_a_blocked_connection_is_told_from_a_rank_that_left_the_path(
-    places: tuple[str, str], unanswered: str, mend: str
+    places: tuple[str, str], unanswered: str, fix: str
 ) -> None:
     """One may be a collective ahead of the other when what is between them breaks: what is sent again tells which."""
     still = {"still": 60.0, "placed": 60.0}
@@ -259,7 +259,7 @@ def test_a_blocked_connection_is_told_from_a_rank_that_left_the_path(
         [peer(0, place=places[0], **still, unanswered=unanswered), peer(1, place=places[1], **still)], WatchLimits()
     )
     assert found is not None
-    assert mend in (found.mend or "")
+    assert fix in (found.fix or "")
     assert ("- what rank 0 on h0 sends to 10.0.0.2:41234 does not arrive" in found.what) == bool(unanswered)
 
 

@@ -76,7 +76,7 @@ def work(case: str, rank: int, watchdog: Watchdog) -> None:
     elif case == "stop" and rank == other:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif case == "raise" and rank == other:
-        raise DataError("a row is broken", where="rows.jsonl:7", mend="mend it")
+        raise DataError("a row is broken", where="rows.jsonl:7", fix="fix it")
     elif case == "done" and rank != other:
         return
     elif case == "done":
@@ -106,7 +106,7 @@ def collective(case: str, rank: int, watchdog: Watchdog) -> None:
     elif case == "gloo-stop" and rank == other:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif case == "gloo-raise" and rank == other:
-        raise DataError("a row is broken", where="rows.jsonl:7", mend="mend it")
+        raise DataError("a row is broken", where="rows.jsonl:7", fix="fix it")
     elif case == "gloo-deadlock" and rank == other:
         dist.barrier()
     elif case == "gloo-long" and rank == other:

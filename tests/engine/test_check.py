@@ -163,7 +163,7 @@ def test_tokens_that_meet_outside_the_cache_are_refused(kind: type[nn.Module], d
     ):
         handle.check()
     assert caught.value.where == f"layer 1 of 3 ({kind.__name__})"
-    assert "without streaming" in caught.value.mend
+    assert "without streaming" in caught.value.fix
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -235,7 +235,7 @@ def test_another_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with streamtune.stream(model) as handle:
         with pytest.raises(UnsupportedModelError, match=r"its head.s loss differs by 5\.0e-01") as caught:
             handle.check()
-        assert "head=False" in caught.value.mend
+        assert "head=False" in caught.value.fix
     with streamtune.stream(model, head=False) as handle:
         handle.check()
 

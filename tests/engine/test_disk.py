@@ -120,7 +120,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
         with pytest.raises(StorageError) as caught:
             disk(directory)
         assert caught.value.where == str(directory)
-        assert "offload_dir" in caught.value.mend
+        assert "offload_dir" in caught.value.fix
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
@@ -182,7 +182,7 @@ def test_a_disk_that_fills(tmp_path: Path) -> None:
         assert "0.00 GiB of layer inputs" in caught.value.what
         assert "are free" in caught.value.what
         assert caught.value.where == str(tmp_path)
-        assert "levels: 2" in caught.value.mend
+        assert "levels: 2" in caught.value.fix
         assert not list(tmp_path.iterdir())
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert all(parameter.grad is None for parameter in model.parameters())

@@ -225,7 +225,7 @@ def test_what_is_missing_names_the_version_and_not_the_model(
     with pytest.raises(VersionError, match=rf"transformers {transformers.__version__} has no .*{name}") as caught:
         streamtune.stream(model)
     assert "Llama" not in str(caught.value)
-    assert caught.value.mend == "pip install 'transformers<5.25'"
+    assert caught.value.fix == "pip install 'transformers<5.25'"
     assert "tested: 5.17 to 5.24" in caught.value.where
     monkeypatch.undo()
     hf_names.check_names.cache_clear()
@@ -273,7 +273,7 @@ def test_refusals_of_a_model_under_a_newer_version_say_that_it_is_the_likely_cau
     ):
         streamtune.stream(model)
     assert "not tested with transformers 5.31.0 (tested: 5.17 to 5.24), which is the likely cause" in caught.value.what
-    assert caught.value.mend.startswith("pip install 'transformers<5.25'")
+    assert caught.value.fix.startswith("pip install 'transformers<5.25'")
 
 
 @pytest.mark.usefixtures("newer")
@@ -294,4 +294,4 @@ def test_the_check_before_training_says_so_too() -> None:
     ):
         handle.check()
     assert "which is the likely cause" in caught.value.what
-    assert "; or " in caught.value.mend
+    assert "; or " in caught.value.fix

@@ -80,7 +80,7 @@ def test_a_run_of_tokens_that_see_later_ones_fills_two_chunks_and_no_more() -> N
         want.check(gradients(model, given))
     with streamtune.stream(model, chunk_size=7), pytest.raises(UnsupportedModelError, match="16 in a row") as caught:
         model(**given)
-    assert "set chunk_size to 8 or more" in caught.value.mend
+    assert "set chunk_size to 8 or more" in caught.value.fix
 
 
 def test_a_trainable_tensor_from_outside_the_layer_is_noticed() -> None:
@@ -162,7 +162,7 @@ def test_a_backward_after_the_stream_was_removed(family: str, again: bool) -> No
         handle = streamtune.stream(model, chunk_size=8)
     with pytest.raises(ArgumentError, match="removed between a forward and its backward") as caught:
         loss.backward()
-    assert "before handle.remove()" in caught.value.mend
+    assert "before handle.remove()" in caught.value.fix
     want.check(gradients(model, batch("plain")))
 
 

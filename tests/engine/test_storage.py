@@ -123,7 +123,7 @@ def test_a_host_that_has_no_room_says_so_and_is_not_made_to_swap(monkeypatch: py
     with pytest.raises(OutOfMemoryError) as caught:
         arena.take(3 * GIB, CPU)
     assert "0.02 GiB are held, 3.00 more are wanted, and 0.25 are free" in caught.value.what
-    assert "device_layers" in caught.value.mend
+    assert "device_layers" in caught.value.fix
     monkeypatch.setattr(arena_module, "free_host_bytes", lambda: 0)
     with pytest.raises(OutOfMemoryError, match=r"0\.00 are free"):
         arena.reserve(3 * GIB, CPU)

@@ -238,7 +238,7 @@ def test_layers_that_share_keys_are_refused_by_name() -> None:
     with streamtune.stream(model, schedule=chunked("one level")) as handle, pytest.raises(UnsupportedModelError):
         handle.check()
     assert "Gemma3nTextDecoderLayer shares keys and values" in caught.value.what
-    assert "order: layer" in str(caught.value.mend)
+    assert "order: layer" in str(caught.value.fix)
 
 
 def test_a_check_runs_the_order_and_leaves_nothing() -> None:

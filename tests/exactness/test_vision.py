@@ -91,7 +91,7 @@ def test_a_prompt_longer_than_two_chunks_is_refused_by_its_length() -> None:
     model = build("paligemma")
     with streamtune.stream(model, chunk_size=8), pytest.raises(UnsupportedModelError, match="25 in a row") as caught:
         model(**batch("paligemma", image=True))
-    assert "chunk_size to 13 or more" in caught.value.mend
+    assert "chunk_size to 13 or more" in caught.value.fix
 
 
 @pytest.mark.filterwarnings("ignore:`hidden_state` is deprecated:FutureWarning")  # transformers 5.17, by its own tower

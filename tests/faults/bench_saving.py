@@ -148,7 +148,7 @@ def costs(model: LlamaForCausalLM, every: int, saves: int, *, asynchronous: bool
             save_total_limit=1,
             bf16=False,
             seed=0,
-            out_of_memory_mend="",
+            out_of_memory_fix="",
             save_async=asynchronous,
         )
         train(job, settings, progress, StopRequest())

@@ -1,4 +1,4 @@
-"""Data files that somebody damaged: rows, or one error with the place and how to mend it."""
+"""Data files that somebody damaged: rows, or one error with the place and how to fix it."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_line_without_end_takes_bounded_memory(
     with pytest.raises(DataError) as caught:
         list(read_file(path, "rows"))
     assert caught.value.where.startswith("rows:")
-    assert caught.value.mend
+    assert caught.value.fix
     if exact:
         assert peak_mib() - before < 100
 

@@ -283,7 +283,7 @@ def test_a_damaged_file_of_a_teacher_is_refused(
     with pytest.raises(ArgumentError) as caught:
         TaughtRows.open(file, 1.0).check(rows, tokenizer)
     assert str(file) in caught.value.what
-    assert "streamtune teach" in caught.value.mend or "name a folder" in caught.value.mend
+    assert "streamtune teach" in caught.value.fix or "name a folder" in caught.value.fix
 
 
 def test_every_bit_of_a_teachers_file_counts(taught: tuple[Path, list[Example], Any], tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_killed_at_every_call_of_a_save(zygotes: Zygotes, tmp_path: Path, asynch
 
 @pytest.mark.full
 def test_a_kill_never_leaves_fewer_than_one_complete_checkpoint(zygotes: Zygotes, tmp_path: Path) -> None:
-    """Asked right after the kill, before anything is mended; once the first save was over."""
+    """Asked right after the kill, before anything is fixed; once the first save was over."""
     changes = {"save_steps": 2, "save_total_limit": 1}
     write_sft(tmp_path / "counted", **changes)
     run = tmp_path / "counted/runs/tiny/checkpoints"

@@ -114,10 +114,10 @@ def test_too_few_descriptors_are_said_so_wherever_a_file_is_opened(tmp_path: Pat
             open_many(held, rows)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert "ulimit -n" in caught.value.mend
+    assert "ulimit -n" in caught.value.fix
     known = error_of_machine(OSError(errno.EMFILE, "Too many open files", "x.png"))
     assert known is not None
-    assert "ulimit -n" in known.mend
+    assert "ulimit -n" in known.fix
 
 
 @pytest.mark.parametrize("seed", [str(2**70), "-1", str(2**32)])

@@ -22,7 +22,7 @@ def names_of(model: Any) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("choices", "where", "mend"),
+    ("choices", "where", "fix"),
     [
         ({"target": ["qproj"]}, "lora_target", "did you mean 'q_proj'?"),
         ({"exclude": ["wings"]}, "lora_exclude", "choose among: down_proj, gate_proj"),
@@ -39,11 +39,11 @@ def names_of(model: Any) -> set[str]:
         ({"target": ["q_proj"], "exclude": ["self_attn.q_proj"], "kind": "vera"}, "lora_exclude", "exclude fewer"),
     ],
 )
-def test_what_matches_nothing_or_does_not_fit(choices: dict[str, Any], where: str, mend: str) -> None:
+def test_what_matches_nothing_or_does_not_fit(choices: dict[str, Any], where: str, fix: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         add_adapters(build("qwen3"), AdapterSpec(**choices))
     assert caught.value.where == where
-    assert mend in caught.value.mend
+    assert fix in caught.value.fix
 
 
 def test_a_row_of_zeros_has_no_direction() -> None:

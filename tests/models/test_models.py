@@ -127,7 +127,7 @@ def test_init_is_a_function_of_the_seed_and_draws_nothing_else(tokenizer: Any) -
 
 
 @pytest.mark.parametrize(
-    ("changes", "where", "mend"),
+    ("changes", "where", "fix"),
     [
         ({"model_type": "qwen33"}, "model.init.model_type", "'qwen3'"),
         ({"hiden_size": 8}, "model.init.hiden_size", "'hidden_size'"),
@@ -135,11 +135,11 @@ def test_init_is_a_function_of_the_seed_and_draws_nothing_else(tokenizer: Any) -
         ({"vocab_size": 20}, "model.init.vocab_size", "follows the tokenizer"),
     ],
 )
-def test_a_wrong_configuration_is_refused_by_key(tokenizer: Any, changes: Any, where: str, mend: str) -> None:
+def test_a_wrong_configuration_is_refused_by_key(tokenizer: Any, changes: Any, where: str, fix: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         make(tokenizer, **changes)
     assert caught.value.where == where
-    assert mend in caught.value.mend
+    assert fix in caught.value.fix
 
 
 def test_keys_that_transformers_renames_are_known(tokenizer: Any) -> None:
@@ -223,7 +223,7 @@ def test_a_folder_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path) 
     (tmp_path / "qwen-small").mkdir()
     with pytest.raises(ArgumentError, match="no folder") as caught:
         load_model(str(tmp_path / "qwen-smal"))
-    assert "'qwen-small'" in caught.value.mend
+    assert "'qwen-small'" in caught.value.fix
     with pytest.raises(ArgumentError, match="cannot load the model"):
         load_model(str(tmp_path / "qwen-small"))
 
@@ -259,7 +259,7 @@ def test_lora_targets_are_checked(tokenizer: Any) -> None:
     assert len(adapted) == 3
     with pytest.raises(ArgumentError, match="'qproj'") as caught:
         add_lora(make(tokenizer), r=2, target=["q_proj", "qproj"])
-    assert "'q_proj'" in caught.value.mend
+    assert "'q_proj'" in caught.value.fix
 
 
 # --- sample ---------------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def test_rows_longer_than_the_models_positions(tokenizer: Any) -> None:
         assert check_positions(model, 64) is None
         with pytest.raises(ArgumentError, match="65 tokens") as caught:
             check_positions(model, 65)
-        assert "rope_scaling: {rope_type: yarn, factor: 2}" in caught.value.mend
+        assert "rope_scaling: {rope_type: yarn, factor: 2}" in caught.value.fix
         note = check_positions(model, 65, training=False)
         assert note is not None
         assert "65 tokens" in note

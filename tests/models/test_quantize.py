@@ -98,7 +98,7 @@ def test_initialised_and_loaded_are_what_transformers_loads(
     other = next(name for name in PACKAGES if name != kind)
     with pytest.raises(ArgumentError, match=f"quantised already \\({kind}\\), and {other}") as caught:
         load_model(str(tmp_path / "quantised"), ModelOptions(quantization=other))
-    assert caught.value.mend == f"write quantization: {kind}"
+    assert caught.value.fix == f"write quantization: {kind}"
 
 
 def test_it_is_counted_as_what_it_stands_for_and_takes_fewer_bytes(kind: str) -> None:
@@ -252,8 +252,8 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, bot
     with pytest.raises(ArgumentError, match="int8 needs torchao, which is not installed") as caught:
         choose_quantization("auto", CPU)
     assert caught.value.where == "quantization"
-    assert caught.value.mend.startswith("pip install torchao")
-    assert ("write quantization: nf4" in caught.value.mend) != both
+    assert caught.value.fix.startswith("pip install torchao")
+    assert ("write quantization: nf4" in caught.value.fix) != both
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:

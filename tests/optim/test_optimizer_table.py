@@ -392,11 +392,11 @@ def test_every_entry_has_a_rule_and_says_what_is_wrong_with_options() -> None:
     assert argument_mistakes("sgd", {"momentun": 0.5}) == (
         "momentun", "'sgd' has no option 'momentun'", "did you mean 'momentum'?",
     )  # fmt: skip
-    key, what, mend = argument_mistakes("adan", {"betas": [0.9, 0.99]}) or ("", "", "")
+    key, what, fix = argument_mistakes("adan", {"betas": [0.9, 0.99]}) or ("", "", "")
     assert (key, what) == (
         "betas", "'betas' of 'adan' takes a list of 3 numbers from 0 to below 1; found [0.9, 0.99]",
     )  # fmt: skip
-    assert mend == "such as [0.98, 0.92, 0.99]"
+    assert fix == "such as [0.98, 0.92, 0.99]"
     for args in ({"nesterov": 1}, {"momentum": True}, {"momentum": "0.9"}, {"momentum": float("nan")}):
         assert argument_mistakes("sgd", args) is not None
     assert argument_mistakes("muon", {"adjust_lr_fn": "none"}) is not None
@@ -431,10 +431,10 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "args"), WRONG)
 def test_an_option_that_the_library_would_refuse_is_a_mistake(name: str, args: dict[str, Any]) -> None:
-    key, what, mend = argument_mistakes(name, args) or ("", "", "")
+    key, what, fix = argument_mistakes(name, args) or ("", "", "")
     assert key in args
     assert what
-    assert mend
+    assert fix
 
 
 @pytest.mark.parametrize("name", [name for name, entry in OPTIMIZERS.items() if entry.options])
@@ -446,13 +446,13 @@ def test_a_library_that_is_not_installed_is_named_with_the_line_that_installs_it
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ArgumentError, match="'optim: adan' needs pytorch_optimizer") as caught:
         check_installed("adan")
-    assert caught.value.mend == "pip install 'streamtune[optim]'"
+    assert caught.value.fix == "pip install 'streamtune[optim]'"
 
 
 def test_what_runs_on_an_accelerator_only_is_refused_elsewhere() -> None:
     with pytest.raises(ArgumentError, match="runs on cuda, and the weights are on cpu") as caught:
         ours(Net(), "paged_adamw_8bit")
-    assert "adamw_8bit" in caught.value.mend
+    assert "adamw_8bit" in caught.value.fix
     ours(Net().to("meta"), "paged_adamw_8bit")  # a plan
 
 
@@ -505,7 +505,7 @@ def test_weights_that_are_rounded_stochastically_are_the_same_in_any_order() -> 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ArgumentError) as caught:
         build_optimizer(OptimChoice("adam", 1.0), torch.nn.Linear(2, 2).named_parameters())
-    assert "'adamw'" in caught.value.mend
+    assert "'adamw'" in caught.value.fix
 
 
 def test_only_matrices_decay_and_only_trainable_parameters_are_held() -> None:

@@ -70,7 +70,7 @@ def test_names_and_options_are_those_of_the_recipe() -> None:
         )
     with pytest.raises(ArgumentError, match="no option 'min_lr_ratio'") as caught:
         build_schedule("cosine_with_min_lr", learning_rate=1.0, total_steps=9, options={"min_lr_ratio": 0.1})
-    assert "min_lr_rate" in caught.value.mend
+    assert "min_lr_rate" in caught.value.fix
 
 
 def test_a_peak_of_zero_stays_zero() -> None:
@@ -116,4 +116,4 @@ def test_a_warm_up_longer_than_the_run_never_divides_by_zero() -> None:
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ArgumentError, match="cosin") as caught:
         build_schedule("cosin", learning_rate=1.0, total_steps=1)
-    assert "'cosine'" in caught.value.mend
+    assert "'cosine'" in caught.value.fix

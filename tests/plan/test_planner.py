@@ -226,8 +226,8 @@ def test_a_length_nothing_fits_names_the_longest_that_does(workload: Workload, k
     assert error.where == "max_length"
     assert f"no schedule fits a row of {8 * LENGTH:,} tokens" in error.what
     assert "of the device's" in error.what
-    assert "longer chunks never help" in error.mend
-    longest = int(error.mend.partition("set max_length: ")[2].partition(",")[0])
+    assert "longer chunks never help" in error.fix
+    longest = int(error.fix.partition("set max_length: ")[2].partition(",")[0])
     assert LENGTH / 2 <= longest < 8 * LENGTH
     assert choose(replace(workload, length=longest), limits, RATES, simulate=known).fits
 
@@ -291,15 +291,15 @@ def test_the_thriftiest_keeps_what_is_written(written: dict[str, Any], shared: b
 def test_weights_that_do_not_fit_are_named(workload: Workload, known: Any):
     with pytest.raises(ArgumentError) as caught:
         choose(workload, Limits(MIB // 2, 1 << 30), RATES, simulate=known)
-    assert "weights, gradients and optimizer state alone are" in caught.value.mend
-    assert "finetuning_type: lora" in caught.value.mend
-    assert "weights: host" in caught.value.mend
-    assert "optimizer: host" not in caught.value.mend  # what is left does not fit either
+    assert "weights, gradients and optimizer state alone are" in caught.value.fix
+    assert "finetuning_type: lora" in caught.value.fix
+    assert "weights: host" in caught.value.fix
+    assert "optimizer: host" not in caught.value.fix  # what is left does not fit either
     fixed = known(workload, smallest_schedule(Limits(MIB, 1 << 30), {})).terms
     enough = int((fixed["weights"] + fixed["gradients"] + fixed["optimizer"] // 2) / 0.95)
     with pytest.raises(ArgumentError) as caught:
         choose(workload, Limits(enough, 1 << 30), RATES, simulate=known)
-    assert "engine: {optimizer: host} keeps" in caught.value.mend
+    assert "engine: {optimizer: host} keeps" in caught.value.fix
 
 
 @pytest.mark.full
@@ -307,7 +307,7 @@ def test_a_given_choice_in_the_way_is_named(workload: Workload, known: Any):
     size = budgets(workload, known)[0]
     with pytest.raises(ArgumentError, match="no schedule fits") as caught:
         choose(workload, Limits(size, 0), RATES, fixed={"levels": 1, "keep_layers": LAYERS}, simulate=known)
-    assert "leave levels, keep_layers to the planner" in caught.value.mend
+    assert "leave levels, keep_layers to the planner" in caught.value.fix
 
 
 # --- a model in hand --------------------------------------------------------------------------------------------------

@@ -75,8 +75,8 @@ def test_an_unknown_name_lists_them_all():
     with pytest.raises(ArgumentError) as caught:
         find_device("h10-80gb")
     assert caught.value.what == "no device is called 'h10-80gb'"
-    assert caught.value.mend.startswith("did you mean 'h100-80gb'?")
-    assert all(name in caught.value.mend for name in DEVICES)
+    assert caught.value.fix.startswith("did you mean 'h100-80gb'?")
+    assert all(name in caught.value.fix for name in DEVICES)
 
 
 def test_a_name_of_several():

@@ -47,14 +47,14 @@ def test_two_aliases_of_one_key(refused):
 
 
 def test_a_misspelt_alias_is_recognised(refused):
-    assert refused("sequence_leng: 8192\n").mend == "did you mean 'sequence_len'?"
+    assert refused("sequence_leng: 8192\n").fix == "did you mean 'sequence_len'?"
 
 
 @pytest.mark.parametrize("key", INSTEAD)
 def test_a_key_with_no_equal_says_how_to_say_it_here(refused, key):
     error = refused(f"seed: 1\n{key}: x\n")
     assert error.what == f"'{key}' is another trainer's key"
-    assert error.mend == INSTEAD[key]
+    assert error.fix == INSTEAD[key]
     assert error.where.endswith(":5")
 
 
@@ -91,7 +91,7 @@ def test_a_switch_that_says_something_else(refused, lines, what):
 
 
 def test_a_misspelt_switch_is_recognised(refused):
-    assert refused("load_in_4bits: true\n").mend == "did you mean 'load_in_4bit'?"
+    assert refused("load_in_4bits: true\n").fix == "did you mean 'load_in_4bit'?"
 
 
 @pytest.mark.parametrize("value", ["none", "[none]", "[]"])
@@ -126,7 +126,7 @@ def test_peft_says_how_adapters_begin(write, line, kind, note):
 def test_a_beginning_of_adapters_that_is_not_here(refused):
     error = refused("finetuning_type: lora\ninit_lora_weights: gaussian\n")
     assert error.what == "'init_lora_weights: gaussian' is a start of adapters that is not here"
-    assert error.mend.startswith("write one of: adapter_type: pissa")
+    assert error.fix.startswith("write one of: adapter_type: pissa")
     assert error.where.endswith(":5")
 
 
@@ -135,22 +135,22 @@ def test_a_beginning_of_adapters_that_is_not_here(refused):
 def test_a_kind_of_adapters_is_sent_to_its_key(refused, write, key, kind):
     error = refused(f"{key}: {kind}\n")
     assert "names a kind of adapters" in error.what
-    written = error.mend.removeprefix("write ").replace(" and ", "\n")
+    written = error.fix.removeprefix("write ").replace(" and ", "\n")
     recipe = load_recipe(write(f"{written}\n")).recipe
     assert recipe.adapter_type == kind
 
 
 @pytest.mark.parametrize(
-    ("line", "mend"),
+    ("line", "fix"),
     [
         ("interleave_probs: [0.5, 0.5]", "write weight: P in each entry of datasets"),
         ("test_datasets: [{path: x}]", "write eval_datasets: {NAME: PATH}"),
         ("new_special_tokens: [<a>]", "write special_tokens: {additional_special_tokens: [...]}"),
     ],
 )
-def test_names_of_other_trainers_in_ours(refused, line, mend):
+def test_names_of_other_trainers_in_ours(refused, line, fix):
     error = refused(f"{line}\n")
-    assert error.mend == mend
+    assert error.fix == fix
     assert error.where.endswith(":4")
 
 

@@ -37,7 +37,7 @@ def test_what_is_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("objective", "text", "line", "said", "mend"),
+    ("objective", "text", "line", "said", "fix"),
     [
         ("sft", "batching: token\n", 5, "batching", "tokens"),
         ("sft", "batching: tokens\n", 5, "needs the tokens of an optimizer step", "add tokens_per_batch: 8192"),
@@ -82,10 +82,10 @@ def test_what_is_right(tmp_path: Path) -> None:
         ("grpo", "batching: buckets\ntokens_per_batch: 4096\n", 8, "what the model writes", "delete"),
     ],
 )
-def test_what_is_wrong(tmp_path: Path, objective: str, text: str, line: int, said: str, mend: str) -> None:
+def test_what_is_wrong(tmp_path: Path, objective: str, text: str, line: int, said: str, fix: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load(tmp_path, text, objective)
     shown = str(caught.value)
     assert said in shown
-    assert mend in shown
+    assert fix in shown
     assert f"tiny.yaml:{line}" in shown

@@ -23,7 +23,7 @@ def test_keys_and_aliases(write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "what", "mend"),
+    ("lines", "what", "fix"),
     [
         ("train_on: all\ntrain_on_eos: last\n", "'train_on_eos' chooses tokens, and 'train_on: all' trains", "delete"),
         ("train_on: all\nroles_to_train: [user]\n", "'roles_to_train' chooses tokens", "delete one of the two"),
@@ -34,10 +34,10 @@ def test_keys_and_aliases(write) -> None:
         ("mask_history: true\n", "'mask_history' is another trainer's key", "write train_on: last"),
     ],
 )
-def test_mistakes(refused, lines: str, what: str, mend: str) -> None:
+def test_mistakes(refused, lines: str, what: str, fix: str) -> None:
     error = refused(lines)
     assert what in error.what
-    assert mend in error.mend
+    assert fix in error.fix
 
 
 def test_keys_of_answers_that_are_given_mean_nothing_to_grpo(refused) -> None:

@@ -39,7 +39,7 @@ def test_a_key_takes_what_the_schedule_takes(name: str):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "what", "mend"),
+    ("wrong", "what", "fix"),
     [
         ({"device_layers": 1}, "device_layers says which layer inputs are not offloaded, and offload is device",
          "set offload to host, or leave device_layers out"),
@@ -57,10 +57,10 @@ def test_a_key_takes_what_the_schedule_takes(name: str):
          "time", "set order to layer, or leave order out"),
     ],
 )  # fmt: skip
-def test_contradictions_in_a_program(wrong: dict[str, Any], what: str, mend: str):
+def test_contradictions_in_a_program(wrong: dict[str, Any], what: str, fix: str):
     with pytest.raises(ArgumentError) as caught:
         Schedule(**wrong)
-    assert (caught.value.what, caught.value.mend) == (what, mend)
+    assert (caught.value.what, caught.value.fix) == (what, fix)
     with pytest.raises(ValidationError, match="engine"):
         EngineSpec(schedule="fixed", **wrong)
 
@@ -118,7 +118,7 @@ def test_the_order_of_chunks():
 
 
 @pytest.mark.parametrize(
-    ("text", "what", "mend"),
+    ("text", "what", "fix"),
     [
         ("engine: {order: rows}", "'engine.order'", "takes 'auto', 'layer' or 'chunk'"),
         ("engine: {order: chunk, keep_kv: no}", "keeps keys and values in place of layer inputs", "keep_kv: device"),
@@ -127,9 +127,9 @@ def test_the_order_of_chunks():
         ("engine: {order: chunk}\nsequence_parallel_size: 2", "is for whole rows", "order: layer"),
     ],
 )
-def test_what_the_order_of_chunks_excludes(write, text: str, what: str, mend: str):
+def test_what_the_order_of_chunks_excludes(write, text: str, what: str, fix: str):
     with pytest.raises(RecipeError) as caught:
         load_recipe(write(text + "\n"))
     assert what in str(caught.value)
-    assert mend in str(caught.value)
+    assert fix in str(caught.value)
     assert re.search(r"\.yaml:\d+", str(caught.value))

@@ -68,7 +68,7 @@ def test_a_boolean_is_true_or_false(refused, word):
     assert "'bf16' takes true or false" in error.what
     assert line_of(error) == 5
     if not word.isdecimal():
-        assert error.mend in ("write true", "write false")
+        assert error.fix in ("write true", "write false")
 
 
 @pytest.mark.parametrize(("word", "value"), [("true", True), ("false", False), ("True", True)])
@@ -87,7 +87,7 @@ def test_null_where_a_value_is_needed(refused):
     error = refused("learning_rate:\nseed: 1\n")
     assert "'learning_rate' has no value" in error.what
     assert line_of(error) == 4
-    assert "delete the line" in error.mend
+    assert "delete the line" in error.fix
 
 
 @pytest.mark.parametrize("word", ["null", "~", ""])
@@ -108,14 +108,14 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
     with pytest.raises(RecipeError) as caught:
         load_recipe(path)
     assert caught.value.where == f"{path}:4"
-    assert caught.value.mend == "did you mean 'seed'?"
+    assert caught.value.fix == "did you mean 'seed'?"
 
 
 # --- what is told --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("lines", "line", "what", "mend"),
+    ("lines", "line", "what", "fix"),
     [
         ("learning_rat: 1e-5\n", 4, "unknown key 'learning_rat'", "did you mean 'learning_rate'?"),
         ("seed: 1\nzzz: 1\n", 5, "unknown key 'zzz'", "`streamtune schema` lists every key"),
@@ -223,11 +223,11 @@ def test_byte_order_mark_and_windows_line_ends(tmp_path):
         ("engine:\n  offload: host\n  offload_dir: x\n", 6, "is where 'offload: disk' writes", "write offload: disk"),
     ],
 )
-def test_a_mistake_is_told_with_its_line(refused, lines, line, what, mend):
+def test_a_mistake_is_told_with_its_line(refused, lines, line, what, fix):
     error = refused(lines)
     assert what in error.what
     assert line_of(error) == line
-    assert error.mend.startswith(mend)
+    assert error.fix.startswith(fix)
     assert error.exit_code == 2
 
 
@@ -290,7 +290,7 @@ def test_text_that_is_no_recipe(refused, text, line, what):
     error = refused(text, before="")
     assert what in error.what
     assert line_of(error) == line
-    assert error.mend
+    assert error.fix
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n", "---\n"])
@@ -355,11 +355,11 @@ def test_a_missing_file_names_the_nearest(tmp_path, monkeypatch):
         "zzzzzzzz": "`streamtune recipes ls` lists the shipped recipes",
         "no/folder/zzzzzzz.yaml": "`streamtune recipes ls` lists the shipped recipes",
     }
-    for name, mend in cases.items():
+    for name, fix in cases.items():
         with pytest.raises(RecipeError) as caught:
             load_recipe(name)
         assert (caught.value.what, caught.value.where) == ("there is no such file", name)
-        assert caught.value.mend == mend
+        assert caught.value.fix == fix
 
 
 def test_a_shipped_recipe_by_name(tmp_path, monkeypatch):
@@ -386,11 +386,11 @@ def test_a_shipped_recipe_of_a_model(tmp_path, monkeypatch):
 def test_a_folder(tmp_path):
     with pytest.raises(RecipeError, match="this is a folder") as caught:
         load_recipe(tmp_path)
-    assert caught.value.mend == "name a YAML file"
+    assert caught.value.fix == "name a YAML file"
     (tmp_path / "a.yaml").write_text("")
     with pytest.raises(RecipeError) as caught:
         load_recipe(tmp_path)
-    assert str(tmp_path / "a.yaml") in caught.value.mend
+    assert str(tmp_path / "a.yaml") in caught.value.fix
 
 
 def test_a_file_under_a_file(write):

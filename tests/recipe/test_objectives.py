@@ -44,18 +44,18 @@ def test_a_command_refuses_a_recipe_of_another_objective(write, said, command):
     with pytest.raises(RecipeError, match=f"this is a recipe of {said}, and the command trains {command}") as caught:
         load_recipe(path, (), command)
     assert caught.value.where == f"{path}:5"
-    assert caught.value.mend == f"run `streamtune {said} {path}`"
+    assert caught.value.fix == f"run `streamtune {said} {path}`"
 
 
 def test_a_key_of_another_objective_is_told_apart_from_a_typo(refused):
     error = refused("beta: 0.1\n")
     assert "'beta' is a key of" in error.what
-    assert "add objective: dpo, or run `streamtune dpo`" in error.mend
+    assert "add objective: dpo, or run `streamtune dpo`" in error.fix
     error = refused("", overrides=("rpo_alpha=1.0",))
     assert error.what == "'rpo_alpha' is a key of dpo recipes"
     assert error.where == "--set rpo_alpha=1.0"
     assert "unknown key 'objectiv'" in refused("objectiv: dpo\n").what
-    assert "did you mean 'objective'" in refused("objectiv: dpo\n").mend
+    assert "did you mean 'objective'" in refused("objectiv: dpo\n").fix
 
 
 def test_an_unknown_objective(refused):

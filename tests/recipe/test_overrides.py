@@ -64,7 +64,7 @@ def test_another_model_by_setting(write):
 
 
 @pytest.mark.parametrize(
-    ("setting", "what", "mend"),
+    ("setting", "what", "fix"),
     [
         ("max_length", "'max_length' sets nothing", "write --set key=value, such as --set max_length=4096"),
         ("=5", "'=5' sets nothing", "write --set key=value"),
@@ -90,10 +90,10 @@ def test_another_model_by_setting(write):
         ("gradient_checkpointing=true", "'gradient_checkpointing' is another trainer's key", "delete the line"),
     ],
 )
-def test_a_wrong_setting_names_itself(refused, setting, what, mend):
+def test_a_wrong_setting_names_itself(refused, setting, what, fix):
     error = refused(INIT, before="", overrides=(setting,))
     assert what in error.what
-    assert error.mend.startswith(mend)
+    assert error.fix.startswith(fix)
     assert error.where == f"--set {setting}"
 
 
@@ -101,10 +101,10 @@ def test_a_name_that_could_be_two_keys(refused):
     text = INIT.replace("hidden_size: 64", "hidden_size: 64, vocab_size: 600")
     error = refused(text, before="", overrides=("vocab_size=700",))
     assert error.what == "'vocab_size' could be tokenizer.train.vocab_size or model.init.vocab_size"
-    assert error.mend == "write it in full, such as --set tokenizer.train.vocab_size=..."
+    assert error.fix == "write it in full, such as --set tokenizer.train.vocab_size=..."
 
 
 def test_a_name_that_stands_in_a_list(refused):
     error = refused("", before=INIT.replace("path: a", "path: a, max_rows: 5"), overrides=("max_rows=7",))
     assert error.what == "'max_rows' stands in an entry of a list"
-    assert error.mend == "write --set datasets.0.max_rows=..."
+    assert error.fix == "write --set datasets.0.max_rows=..."

@@ -48,7 +48,7 @@ def rows(rules: Iterable[KeyRule]) -> Iterator[KeyRule]:
 def names_of(rule: KeyRule) -> Iterator[str]:
     """The keys that a row names, in its conditions and in the braces of its texts."""
     if isinstance(rule, Clash):
-        yield from (*rule.when, *placeholders(rule.what + rule.mend))
+        yield from (*rule.when, *placeholders(rule.what + rule.fix))
     if isinstance(rule, Where):
         yield from (*rule.when, *placeholders(rule.text))
     if isinstance(rule, Reads):

@@ -34,7 +34,7 @@ def test_what_is_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("objective", "text", "line", "said", "mend"),
+    ("objective", "text", "line", "said", "fix"),
     [
         ("sft", "select_rows: craig\n", 5, "select_rows", "colm"),
         ("sft", "select_from: 4\n", 5, "how many rows 'select_rows' chooses from", "add select_rows: colm"),
@@ -53,10 +53,10 @@ def test_what_is_right(tmp_path: Path) -> None:
         ("grpo", CHOSEN, 8, "grpo writes the rows it trains on", "delete the line"),
     ],
 )
-def test_what_is_wrong(tmp_path: Path, objective: str, text: str, line: int, said: str, mend: str) -> None:
+def test_what_is_wrong(tmp_path: Path, objective: str, text: str, line: int, said: str, fix: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load(tmp_path, text, objective)
     shown = str(caught.value)
     assert said in shown
-    assert mend in shown
+    assert fix in shown
     assert f"tiny.yaml:{line}" in shown

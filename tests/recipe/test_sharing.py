@@ -35,22 +35,22 @@ def test_presets_that_share_weights_are_those_of_stage_3() -> None:
 
 
 @pytest.mark.parametrize("engine", ["fsdp: true", *(f"deepspeed: {name}" for name in SHARING_PRESETS)])
-@pytest.mark.parametrize(("lines", "what", "mend"), REFUSED)
-def test_a_recipe_refuses_them(refused: Any, lines: str, what: str, mend: str, engine: str) -> None:
+@pytest.mark.parametrize(("lines", "what", "fix"), REFUSED)
+def test_a_recipe_refuses_them(refused: Any, lines: str, what: str, fix: str, engine: str) -> None:
     error = refused(f"{engine}\n{lines}")
     assert error.what.startswith(what)
     assert error.where.endswith(f"recipe.yaml:{4 + lines.count(chr(10))}")
-    assert mend in error.mend
+    assert fix in error.fix
 
 
-@pytest.mark.parametrize(("lines", "what", "mend"), REFUSED)
-def test_a_run_refuses_them_for_a_file_of_stage_3(write: Any, tmp_path: Path, lines: str, what: str, mend: str) -> None:
+@pytest.mark.parametrize(("lines", "what", "fix"), REFUSED)
+def test_a_run_refuses_them_for_a_file_of_stage_3(write: Any, tmp_path: Path, lines: str, what: str, fix: str) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     recipe = load_recipe(write(f"deepspeed: {tmp_path / 'ds.json'}\n{lines}")).recipe
     with pytest.raises(ArgumentError) as caught:
         check_layout(recipe, 2, shares_weights=shares_weights(recipe))
     assert caught.value.what.startswith(what)
-    assert mend in caught.value.mend
+    assert fix in caught.value.fix
 
 
 def test_ranks_that_divide_a_quantised_base_have_the_kind_that_can_be(write: Any, tmp_path: Path) -> None:

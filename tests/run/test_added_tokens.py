@@ -200,7 +200,7 @@ def test_a_reference_has_the_same_rows(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "what", "mend"),
+    ("keys", "what", "fix"),
     [
         ({"added_tokens": ["<a>", "<a>"]}, "the token '<a>' is added twice", "keep one"),
         ({"added_tokens": [""]}, "'added_tokens[0]' takes text", ""),
@@ -209,13 +209,13 @@ def test_a_reference_has_the_same_rows(folder: Path) -> None:
     ids=["twice", "empty", "unknown"],
 )
 def test_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, Any], what: str,
-                         mend: str) -> None:  # fmt: skip
+                         fix: str) -> None:  # fmt: skip
     write_base(folder / "base")
     write_recipe(folder, {**RECIPE, **keys})
     assert run() == 2
     said = " ".join(capsys.readouterr().err.split())
     assert what in said
-    assert mend in said
+    assert fix in said
     assert "where: tiny.yaml:" in said
 
 

@@ -111,7 +111,7 @@ def test_a_callback_that_fails_ends_the_run_with_a_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("spec", "what", "mend"),
+    ("spec", "what", "fix"),
     [
         ("audit.py:Audi", "has no class 'Audi'", "did you mean 'Audit'?"),
         ("audit.py:Slip", "has 'on_steps', which is never called", "on_step"),
@@ -121,12 +121,12 @@ def test_a_callback_that_fails_ends_the_run_with_a_checkpoint(
         ("audit.py:Unmakeable", "making the callback", ""),
     ],
 )
-def test_a_wrong_callback_is_refused_by_its_line(tmp_path: Path, spec: str, what: str, mend: str) -> None:
+def test_a_wrong_callback_is_refused_by_its_line(tmp_path: Path, spec: str, what: str, fix: str) -> None:
     (tmp_path / "audit.py").write_text(SOURCE)
     with pytest.raises(ArgumentError) as refused:
         load_callbacks([spec], allow_code=True, directory=tmp_path, main=True)
     assert what in refused.value.what
-    assert mend in refused.value.mend
+    assert fix in refused.value.fix
     assert refused.value.where == "callbacks.0" or "callbacks.py" in refused.value.where
 
 

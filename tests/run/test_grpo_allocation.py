@@ -164,7 +164,7 @@ def test_another_division_is_another_run(folder: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("changes", "said", "mend"),
+    ("changes", "said", "fix"),
     [
         ({"allocation": "more"}, "'equal', 'gvm' or 'neyman'", ""),
         ({"num_generations": 2}, "there is nothing to divide", "num_generations: 8"),
@@ -180,13 +180,13 @@ def test_another_division_is_another_run(folder: Path, capsys: pytest.CaptureFix
         ),
     ],
 )
-def test_what_is_wrong(folder: Path, changes: dict[str, Any], said: str, mend: str) -> None:
+def test_what_is_wrong(folder: Path, changes: dict[str, Any], said: str, fix: str) -> None:
     Path("tiny.yaml").write_text(yaml.safe_dump({**RECIPE, **changes}, sort_keys=False))
     with pytest.raises(RecipeError) as caught:
         load_recipe(Path("tiny.yaml"), [])
     shown = str(caught.value)
     assert said in shown
-    assert mend in shown
+    assert fix in shown
     assert "tiny.yaml:" in shown
 
 

@@ -159,7 +159,7 @@ def test_refused(folder: Path, lines: dict[str, Any], what: str) -> None:
     recipe = {key: value for key, value in {**RECIPE, **lines}.items() if value is not None}
     with pytest.raises(RecipeError) as caught:
         load_recipe(write_recipe(folder, recipe), [])
-    assert what in f"{caught.value.what} {caught.value.mend}"
+    assert what in f"{caught.value.what} {caught.value.fix}"
 
 
 def test_one_completion_of_a_prompt_is_enough(folder: Path) -> None:

@@ -134,4 +134,4 @@ def test_a_preset_sets_what_the_recipe_does_not(folder: Path) -> None:
 def test_refused(folder: Path, keys: dict[str, Any], what: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(write_recipe(folder, {**COMMON, **keys}), [])
-    assert what in f"{caught.value.what} {caught.value.mend}"
+    assert what in f"{caught.value.what} {caught.value.fix}"

@@ -24,7 +24,7 @@ def test_weights_that_came_quantised_are_not_trained_themselves(kind: str, tmp_p
     path.write_text("model_name_or_path: Qwen/Qwen3-4B\ndatasets:\n  - path: train.jsonl\n")
     with pytest.raises(ArgumentError, match=f"are quantised \\({kind}\\)") as caught:
         _adapted(load_recipe(path).recipe, model)
-    assert "finetuning_type: qlora" in caught.value.mend
+    assert "finetuning_type: qlora" in caught.value.fix
     path.write_text(path.read_text() + "finetuning_type: lora\n")
     adapted = _adapted(load_recipe(path).recipe, model)
     assert all("lora_" in name for name, parameter in adapted.named_parameters() if parameter.requires_grad)

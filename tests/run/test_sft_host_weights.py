@@ -211,7 +211,7 @@ def test_weights_in_float32_fetched_in_bfloat16_learn(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "what", "mend"),
+    ("more", "what", "fix"),
     [
         ({**HOST, "deepspeed": "zero2"}, "'engine.weights: host' is for one device by itself", "zero3_offload"),
         ({**HOST, "finetuning_type": "qlora"}, "quantised ones stay on the device", "finetuning_type: lora"),
@@ -247,11 +247,11 @@ def test_weights_in_float32_fetched_in_bfloat16_learn(folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_it_excludes_is_refused_with_its_line(
-    folder: Path, more: dict[str, Any], what: str, mend: str, capsys: pytest.CaptureFixture[str]
+    folder: Path, more: dict[str, Any], what: str, fix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_recipe(folder, {**COMMON, **more})
     assert run() == 2
     said = " ".join(capsys.readouterr().err.split())
     assert what in said
-    assert mend in said
+    assert fix in said
     assert "tiny.yaml:" in said

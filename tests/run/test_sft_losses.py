@@ -156,7 +156,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(folder: Path) -> None:
 def test_refused(folder: Path, lines: dict[str, Any], what: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(write_recipe(folder, {**COMMON, **lines}), [])
-    assert what in f"{caught.value.what} {caught.value.mend}"
+    assert what in f"{caught.value.what} {caught.value.fix}"
 
 
 def test_random_tokens_are_in_the_vocabulary_of_the_teacher_too(folder: Path) -> None:

@@ -313,7 +313,7 @@ def test_a_group_at_rate_zero_is_not_trained_in_the_backward_either(folder: Path
 
 
 @pytest.mark.parametrize(
-    ("keys", "what", "mend"),
+    ("keys", "what", "fix"),
     [
         ({"optim": "adamx"}, "'optim' takes", "did you mean 'adamw'?"),
         ({"optim": "sgd", "optim_args": {"momentun": 0.9}}, "has no option 'momentun'", "did you mean 'momentum'?"),
@@ -328,11 +328,11 @@ def test_a_group_at_rate_zero_is_not_trained_in_the_backward_either(folder: Path
         ({"lr_layer_decay": 1.5}, "'lr_layer_decay' takes a number", ""),
     ],
 )
-def test_what_is_refused(folder: Path, keys: dict[str, Any], what: str, mend: str) -> None:
+def test_what_is_refused(folder: Path, keys: dict[str, Any], what: str, fix: str) -> None:
     with pytest.raises(RecipeError) as caught:
         made(folder, **keys)
     assert what in caught.value.what
-    assert mend in caught.value.mend
+    assert fix in caught.value.fix
 
 
 def test_a_library_that_is_missing_is_refused_before_anything_is_loaded(
@@ -353,7 +353,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_what_there_is(folder: Pa
     with pytest.raises(ArgumentError, match="'embed_token' matches no trained parameter") as caught:
         groups_of(recipe)
     assert caught.value.where == "lr_groups.0.match"
-    assert "embed_tokens" in caught.value.mend
+    assert "embed_tokens" in caught.value.fix
     assert "layers.*.mlp" in caught.value.what
 
 

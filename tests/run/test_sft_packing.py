@@ -128,7 +128,7 @@ def test_a_model_that_does_not_keep_rows_apart_is_refused_before_training(folder
     init = {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 512}
     with pytest.raises(UnsupportedModelError, match="MptForCausalLM does not keep packed rows apart") as caught:
         built(folder, model={"init": init})
-    assert caught.value.mend == "set packing: false"
+    assert caught.value.fix == "set packing: false"
     assert built(folder, model={"init": init}, packing=False).prepared.packs is None
 
 

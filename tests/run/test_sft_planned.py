@@ -82,4 +82,4 @@ def test_a_budget_nothing_fits_is_told_with_its_line(folder: Path, capfd: pytest
 )
 def test_out_of_memory_speaks_of_the_planner(folder: Path, settings: list[str], said: str):
     sft = build_run(load_recipe("tiny.yaml", settings))
-    assert said in train_settings(sft.recipe, sft.plan, sft.handle.schedule).out_of_memory_mend
+    assert said in train_settings(sft.recipe, sft.plan, sft.handle.schedule).out_of_memory_fix

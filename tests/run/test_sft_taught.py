@@ -147,7 +147,7 @@ def test_another_file_is_refused(folder: Path) -> None:
         with pytest.raises(ArgumentError) as caught:
             build_run(load_recipe(write_recipe(folder, {**RECIPE, **keys}), []))
         assert "tiny.yaml" in caught.value.where
-        return f"{caught.value.what} {caught.value.mend}"
+        return f"{caught.value.what} {caught.value.fix}"
 
     assert "has nothing of the row" in refusal(train_on="all")
     assert "written with another tokenizer" in refusal(tokenizer={"train": {"vocab_size": 262}})
@@ -177,7 +177,7 @@ def test_a_file_that_changed_is_refused_at_a_start_and_stops_a_run(folder: Path)
         with pytest.raises(ArgumentError) as caught:
             build_run(loaded)
         file.write_bytes(whole)
-        return f"{caught.value.what} {caught.value.mend}"
+        return f"{caught.value.what} {caught.value.fix}"
 
     for tensor in ("ids", "logprobs", "starts", "keys"):
         start, stop = place_of(tensor)
@@ -241,7 +241,7 @@ def test_a_name_that_another_program_took_meanwhile_is_left_alone(tmp_path: Path
 def test_a_disk_without_room_is_told_and_nothing_is_left(tmp_path: Path) -> None:
     with largest_file(4096), pytest.raises(StorageError, match="no room for") as caught:
         TaughtWriter(tmp_path / "taught.safetensors", [1000] * 4, {"k": "8"})
-    assert "--top-k" in caught.value.mend
+    assert "--top-k" in caught.value.fix
     assert list(tmp_path.iterdir()) == []
 
 
@@ -283,4 +283,4 @@ def test_refused(tmp_path: Path, lines: dict[str, Any], what: str) -> None:
     path = write_recipe(tmp_path, {key: value for key, value in recipe.items() if value is not None})
     with pytest.raises(RecipeError) as caught:
         load_recipe(path, [])
-    assert what in f"{caught.value.what} {caught.value.mend}"
+    assert what in f"{caught.value.what} {caught.value.fix}"

@@ -114,7 +114,7 @@ def test_a_file_that_changes_in_the_middle_stops_before_its_rows_are_trained_on(
         deque((steps.next_step() for _ in range(6)), maxlen=0)
     assert "while the rows are streamed" in caught.value.what
     assert "rows/a2.jsonl" in caught.value.what if how.startswith("a new") else "rows/b.jsonl" in caught.value.what
-    assert "--allow-change data" in caught.value.mend
+    assert "--allow-change data" in caught.value.fix
     (folder / "rows/a2.jsonl").unlink(missing_ok=True)
     file.write_text(content)
     steps.load_state_dict(before)

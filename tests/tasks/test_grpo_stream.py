@@ -212,7 +212,7 @@ def test_running_out_of_memory_while_writing_says_what_to_lower(tmp_path: Path) 
     stream.tools.writer.write = write  # type: ignore[method-assign]
     with pytest.raises(OutOfMemoryError, match="6 at a time of up to 514 tokens") as raised:
         stream.next_step()
-    assert "per_device_generation_batch_size" in raised.value.mend
+    assert "per_device_generation_batch_size" in raised.value.fix
 
 
 GVM = {"allocation": "gvm", "num_generations": 4, "per_device_train_batch_size": 8, "pass_reward": 3.0}

@@ -159,7 +159,7 @@ def test_no_checkpoint_is_none_and_a_path_must_be_one(tmp_path: Path) -> None:
     assert find_checkpoint(run, "never", print) is None
     with pytest.raises(ArgumentError) as caught:
         find_checkpoint(run, "nevr", print)
-    assert "'never'" in caught.value.mend
+    assert "'never'" in caught.value.fix
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         find_checkpoint(run, str(tmp_path), print)
 
@@ -192,7 +192,7 @@ def test_a_failure_half_way_leaves_the_checkpoints_before_it(tmp_path: Path) -> 
 
     with pytest.raises(CheckpointError, match="the disk is on fire") as caught:
         save_tensors(tmp_path, {}, ModelWriter(fail, 2), {"step": 2})
-    assert str(good) in caught.value.mend
+    assert str(good) in caught.value.fix
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
@@ -355,7 +355,7 @@ def test_another_run_is_refused_by_what_differs(now: dict[str, Any], named: str)
     with pytest.raises(RecipeError) as caught:
         check_same_run(before, now, where=Path("runs/x"))
     assert named in caught.value.what
-    assert "--resume never" in caught.value.mend
+    assert "--resume never" in caught.value.fix
 
 
 def test_a_run_of_another_objective_is_refused_by_one_line() -> None:
@@ -364,8 +364,8 @@ def test_a_run_of_another_objective_is_refused_by_one_line() -> None:
     with pytest.raises(RecipeError) as caught:
         check_same_run({"recipe": {"seed": 1}, "data": "a"}, now, where=Path("runs/x"), allow={"objective"})
     assert caught.value.what == "runs/x holds a run of sft, and this is dpo: one cannot go on as the other"
-    assert "--output-dir" in caught.value.mend
-    assert "--allow-change" not in caught.value.mend
+    assert "--output-dir" in caught.value.fix
+    assert "--allow-change" not in caught.value.fix
 
 
 def test_every_changed_key_is_named_where_the_change_may_be_allowed() -> None:
@@ -373,11 +373,11 @@ def test_every_changed_key_is_named_where_the_change_may_be_allowed() -> None:
     now = {"recipe": {"learning_rate": 1e-3, "max_steps": 5}, "data": "b"}
     with pytest.raises(RecipeError) as caught:
         check_same_run(before, now, where=Path("runs/x"), allow={"data"})
-    assert caught.value.mend.endswith("--allow-change learning_rate --allow-change max_steps")
+    assert caught.value.fix.endswith("--allow-change learning_rate --allow-change max_steps")
     assert len(check_same_run(before, now, where=Path("runs/x"), allow={"data", "learning_rate", "max_steps"})) == 3
     with pytest.raises(RecipeError) as caught:
         check_same_run(before, now, where=Path("runs/x"), fixed={"max_steps"})
-    assert "--allow-change" not in caught.value.mend
+    assert "--allow-change" not in caught.value.fix
 
 
 def test_only_one_device_writes_whole_tensors() -> None:

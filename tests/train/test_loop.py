@@ -232,7 +232,7 @@ def test_out_of_memory_names_the_batch_and_what_to_change(trainer: Trainer) -> N
     assert "step 1" in caught.value.what
     assert f"1 x {1 << 46:,} tokens" in caught.value.what
     assert caught.value.where == "rows.jsonl:1"
-    assert "chunk_size" in caught.value.mend
+    assert "chunk_size" in caught.value.fix
 
 
 def replace_counts(batch: MicroBatch) -> MicroBatch:

@@ -180,7 +180,7 @@ def test_a_model_without_a_trained_value_projection_is_refused() -> None:
     with stream(model, chunk_size=8) as handle, pytest.raises(UnsupportedModelError, match="value projection") as error:
         sketch_of(model, handle)
     assert error.value.where == "select_rows"
-    assert "lora_target" in error.value.mend
+    assert "lora_target" in error.value.fix
 
 
 @pytest.mark.full

@@ -111,7 +111,7 @@ class Trainer:
             "save_total_limit": 2,
             "bf16": False,
             "seed": 1,
-            "out_of_memory_mend": "lower engine.chunk_size",
+            "out_of_memory_fix": "lower engine.chunk_size",
         }
         self.folder.mkdir(exist_ok=True)
         console = Console(file=self.output, width=100)

@@ -35,8 +35,8 @@ def test_a_function_of_the_users_own_is_refused(registered: str) -> None:
     model.set_attn_implementation(registered)
     with pytest.raises(UnsupportedModelError, match="attends by 'averages'") as caught:
         streamtune.stream(model, chunk_size=8)
-    assert "set_attn_implementation" in caught.value.mend
-    assert "sdpa" in caught.value.mend
+    assert "set_attn_implementation" in caught.value.fix
+    assert "sdpa" in caught.value.fix
     ids = torch.randint(1, 60, (1, 27))
     model(input_ids=ids, labels=ids).loss.backward()  # and is left as it was
 

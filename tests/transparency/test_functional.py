@@ -51,7 +51,7 @@ def test_transforms_are_refused_by_name() -> None:
         weights = {name: p.detach() for name, p in model.named_parameters()}
         with pytest.raises(UnsupportedModelError, match=r"transform of torch\.func") as caught:
             torch.func.grad(lambda w: functional_call(model, w, (), CALL).loss)(weights)
-        assert "functional_call alone" in caught.value.mend
+        assert "functional_call alone" in caught.value.fix
         model(**CALL).loss.backward()
 
 
@@ -76,7 +76,7 @@ def test_adapters_frozen_in_between_are_named() -> None:
         loss = model(**CALL).loss
         with model.disable_adapter(), pytest.raises(ArgumentError, match=r"lora_A.* was frozen between") as caught:
             loss.backward()
-        assert "disable_adapter" in caught.value.mend
+        assert "disable_adapter" in caught.value.fix
         with model.disable_adapter():
             reference = model(**CALL).loss.detach()
         (model(**CALL).loss - reference).backward()

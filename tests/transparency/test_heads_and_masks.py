@@ -113,7 +113,7 @@ def test_prompt_tuning_with_a_loss_of_its_own_keeps_its_head() -> None:
         want = gradients(model, **call)
         with pytest.raises(UnsupportedModelError, match="computes its own loss from whole logits") as caught:
             streamtune.stream(model, chunk_size=9)
-        assert "head=False" in caught.value.mend
+        assert "head=False" in caught.value.fix
         with streamtune.stream(model, chunk_size=9, head=False):
             got = gradients(model, **call)
     assert max(errors(got, want).values()) < 1e-9

@@ -246,7 +246,7 @@ def test_hooks_inside_of_layers_are_refused(hook: Callable[[nn.Module, Seen], No
             model(input_ids=ids, labels=ids)
         assert REFUSED[place].split(".", 3)[3] in caught.value.what
         assert hook.__name__ in caught.value.what
-        assert "on the decoder layer" in caught.value.mend
+        assert "on the decoder layer" in caught.value.fix
     assert not seen
 
 

@@ -30,7 +30,7 @@ def test_a_loss_of_the_users_own_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="is 'smoothed'") as caught:
         streamtune.stream(model, chunk_size=8)
     assert caught.value.where == "model.loss_function"
-    assert "head=False" in caught.value.mend
+    assert "head=False" in caught.value.fix
     want = model(input_ids=ids(), labels=ids()).loss
     with streamtune.stream(model, chunk_size=8, head=False):  # as the error advises
         assert model(input_ids=ids(), labels=ids()).loss.item() == pytest.approx(want.item(), rel=1e-6)

@@ -119,7 +119,7 @@ def test_a_suffix_after_a_prompt_that_was_read(family: str, filled_by: str, chun
                     pytest.raises(UnsupportedModelError, match="has not written") as e,
                 ):
                     model(input_ids=ids, past_key_values=cache)
-                assert "copy.deepcopy(cache)" in e.value.mend
+                assert "copy.deepcopy(cache)" in e.value.fix
     assert all(torch.equal(streamed[name], again[name]) for name in streamed)
 
 

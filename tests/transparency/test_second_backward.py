@@ -93,7 +93,7 @@ def test_a_graph_that_was_not_kept_is_refused() -> None:
         model.zero_grad()
         with pytest.raises(ArgumentError, match="a second time") as caught:
             half.backward()
-        assert "retain_graph=True" in caught.value.mend
+        assert "retain_graph=True" in caught.value.fix
         assert all(p.grad is None for p in model.parameters())
 
 
@@ -158,4 +158,4 @@ def test_several_gradients_at_once_are_refused() -> None:
         loss = model(**CALL).loss
         with pytest.raises(UnsupportedModelError, match="is_grads_batched") as caught:
             torch.autograd.grad(loss, list(model.parameters()), torch.tensor([1.0, 2.0]), is_grads_batched=True)
-        assert "one after the other" in caught.value.mend
+        assert "one after the other" in caught.value.fix

@@ -87,7 +87,7 @@ def call_in_fsdp1(model: Any, use_orig_params: bool, first: str) -> None:
 def test_fsdp1_is_refused_by_name(use_orig_params: bool, first: str) -> None:
     with pytest.raises(UnsupportedModelError, match=r"\(FSDP1\), whose flat parameters") as caught:
         call_in_fsdp1(build("qwen3"), use_orig_params, first)
-    assert "fully_shard" in caught.value.mend
+    assert "fully_shard" in caught.value.fix
 
 
 @pytest.mark.parametrize("wrong", [nn.Linear(2, 2), nn.DataParallel(nn.Linear(2, 2))])

@@ -45,7 +45,7 @@ def lacks(package: str, what: str) -> VersionError:
     return VersionError(
         f"{package} {version} has no {what}, which StreamTune computes with",
         where=f"{package} {version}; tested: {oldest} to {newest}",
-        mend=f"pip install '{package}>={oldest}'" if older else f"pip install '{package}<{_after(newest)}'",
+        fix=f"pip install '{package}>={oldest}'" if older else f"pip install '{package}<{_after(newest)}'",
     )
 
 
@@ -57,7 +57,7 @@ def blamed() -> Iterator[None]:
     except UnsupportedModelError as error:
         if (text := untested()) and text not in error.what:
             error.what = f"{error.what}; {text}, which is the likely cause"
-            error.mend = "; ".join(filter(None, [pip_install(), error.mend and f"or {error.mend}"]))
+            error.fix = "; ".join(filter(None, [pip_install(), error.fix and f"or {error.fix}"]))
             error.args = (error.what,)
         raise
 

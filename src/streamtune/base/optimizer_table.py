@@ -479,5 +479,5 @@ def check_installed(name: str) -> None:
     entry = OPTIMIZERS[name]
     if not entry.installed:
         raise ArgumentError(
-            f"'optim: {name}' needs {entry.library}, which is not installed", where="optim", mend=entry.install
+            f"'optim: {name}' needs {entry.library}, which is not installed", where="optim", fix=entry.install
         )

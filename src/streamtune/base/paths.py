@@ -40,7 +40,7 @@ def check_descriptors(error: OSError) -> None:
         raise RunError(
             f"{os.strerror(error.errno).lower()}: the process may not open another one",
             where=str(error.filename or ""),
-            mend="raise the limit (ulimit -n 4096), or name fewer datasets",
+            fix="raise the limit (ulimit -n 4096), or name fewer datasets",
         ) from error
 
 

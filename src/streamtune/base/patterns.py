@@ -22,7 +22,7 @@ SECONDS = 3
 PATIENCE = 120.0
 """Seconds of waiting, on a machine that is busy."""
 MEBIBYTES = 1024
-MEND = "write the end of a name, such as q_proj, or take the repetition inside of a repetition out"
+FIX = "write the end of a name, such as q_proj, or take the repetition inside of a repetition out"
 PLAIN = re.compile(r"[\w.\-/ ]*")
 PROGRAM = f"""
 import json, re, sys
@@ -77,7 +77,7 @@ def find_matches(
     """
     for pattern in patterns:
         if reason := wrong_pattern(pattern):
-            raise ArgumentError(f"'{pattern[:80]}' is no pattern: {reason}", where=where, mend=MEND)
+            raise ArgumentError(f"'{pattern[:80]}' is no pattern: {reason}", where=where, fix=FIX)
     whole = [form.replace("{}", pattern) for pattern in patterns]
     if all(PLAIN.fullmatch(pattern) for pattern in patterns):
         return [[number for number, name in enumerate(names) if getattr(re, how)(one, name)] for one in whole]
@@ -88,7 +88,7 @@ def find_matches(
             f"the pattern '{patterns[len(answers)][:80]}' takes more than {SECONDS} s on the {len(names):,} names of "
             "this model: it goes back over a name again and again",
             where=where,
-            mend=MEND,
+            fix=FIX,
         )
     return [json.loads(answer) for answer in answers]
 
@@ -148,7 +148,7 @@ def check_splits(patterns: Sequence[str], *, where: str) -> None:
             f"the tokenizer's pattern '{pattern[:80]}' takes seconds on short texts: it goes back over them "
             "again and again",
             where=where,
-            mend="take the repetition inside of a repetition out, or name another tokenizer",
+            fix="take the repetition inside of a repetition out, or name another tokenizer",
         )
 
 
@@ -159,7 +159,7 @@ def of_tokenizer(error: BaseException) -> ArgumentError | None:
     return ArgumentError(
         f"the tokenizer gave up on a text: {error}",
         where="tokenizer",
-        mend="its pattern goes back over the text again and again: correct it in tokenizer.json, or name another one",
+        fix="its pattern goes back over the text again and again: correct it in tokenizer.json, or name another one",
     )
 
 

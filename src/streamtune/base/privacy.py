@@ -263,5 +263,5 @@ def _offline_error(host: Any) -> OfflineError:
     shown = host.decode("ascii", "replace") if isinstance(host, bytes) else str(host)
     return OfflineError(
         f"--offline: a connection to {shown} was refused",
-        mend="run it once without --offline, which fills the caches, or name local folders and files in the recipe",
+        fix="run it once without --offline, which fills the caches, or name local folders and files in the recipe",
     )

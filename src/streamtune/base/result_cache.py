@@ -219,11 +219,11 @@ class WatchedFile:
         path: Name of the file in the error.
         file: The file, open for reading. It may be closed afterwards.
         checksum: Checksum of the content.
-        mend: Advice about a file that changed.
+        fix: Advice about a file that changed.
     """
 
-    def __init__(self, path: Path, file: IO[bytes], checksum: str, mend: str) -> None:
-        self.path, self.mend, self._checksum = path, mend, checksum
+    def __init__(self, path: Path, file: IO[bytes], checksum: str, fix: str) -> None:
+        self.path, self.fix, self._checksum = path, fix, checksum
         self._descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._descriptor)
         self._state = self._now()
@@ -236,10 +236,10 @@ class WatchedFile:
             return
         if now[0] < self.size:
             what = f"{self.path} was cut from {show_size(self.size)} to {show_size(now[0])} while it was read"
-            raise StorageError(what, where=str(self.path), mend=self.mend)
+            raise StorageError(what, where=str(self.path), fix=self.fix)
         if _checksum(self._descriptor, self.size) != self._checksum:
             what = f"{self.path} was changed while it was read"
-            raise StorageError(what, where=str(self.path), mend=self.mend)
+            raise StorageError(what, where=str(self.path), fix=self.fix)
         self._state = now
 
     def _now(self) -> tuple[int, int, int]:

@@ -21,8 +21,8 @@ def look_up(name: str, known: Mapping[str, T], kind: str, *, where: str) -> T:
         ArgumentError: No ``kind`` has this name; ``where`` is the key that gave it.
     """
     if name not in known:
-        mend = did_you_mean(name, known) or f"choose one of: {', '.join(known)}"
-        raise ArgumentError(f"no {kind} is called '{name}'", where=where, mend=mend)
+        fix = did_you_mean(name, known) or f"choose one of: {', '.join(known)}"
+        raise ArgumentError(f"no {kind} is called '{name}'", where=where, fix=fix)
     return known[name]
 
 
@@ -52,7 +52,7 @@ def parse_size(text: str, *, where: str = "") -> int:
     """
     text = text.strip()
     if re.match(SIZE_PATTERN, text) is None:
-        raise ArgumentError(f"{text!r} is no size", where=where, mend="write a number and its unit, such as 80GiB")
+        raise ArgumentError(f"{text!r} is no size", where=where, fix="write a number and its unit, such as 80GiB")
     number, prefix, unit = re.match(r"([0-9.]+) ?([KMGT]?)(i?B?)", text).groups()  # type: ignore[union-attr]
     base = 1000 if prefix and unit == "B" else 1024
     return int(float(number) * base ** (UNITS[prefix] if prefix else 0))

@@ -75,7 +75,7 @@ def _run(given: list[str]) -> None:
         try:
             report_failure(known)
         except MemoryError:  # what shows an error nicely takes memory too
-            os.write(2, f"error: {known.what}\nmend: {known.mend}\n".encode(errors="replace"))
+            os.write(2, f"error: {known.what}\nfix: {known.fix}\n".encode(errors="replace"))
         sys.exit(known.exit_code)
 
 
@@ -94,7 +94,7 @@ def _check_output() -> None:
         raise RunError(
             f"the output cannot be written: {error.strerror}",
             where="standard output",
-            mend="free some space, or write it somewhere else",
+            fix="free some space, or write it somewhere else",
         )
 
 
@@ -105,7 +105,5 @@ def _unexpected(error: BaseException) -> StreamTuneError:
         return known
     what = f"{type(error).__name__}: {error}".strip().removesuffix(":")
     if text := untested():
-        return StreamTuneError(
-            f"{what}; {text}, which is the likely cause", mend=f"{pip_install()}; --debug shows more"
-        )
-    return StreamTuneError(what, mend="run it again with --debug for the traceback, and report it: this is a defect")
+        return StreamTuneError(f"{what}; {text}, which is the likely cause", fix=f"{pip_install()}; --debug shows more")
+    return StreamTuneError(what, fix="run it again with --debug for the traceback, and report it: this is a defect")

@@ -149,15 +149,15 @@ def print_error(error: StreamTuneError, to: Console = err) -> None:
 
 
 def error_text(error: StreamTuneError) -> str:
-    """Return an error as plain lines: ``error: what``, then ``where`` and ``mend`` if the error has them."""
+    """Return an error as plain lines: ``error: what``, then ``where`` and ``fix`` if the error has them."""
     lines = [f"error: {plain(error.what)}"]
     lines += [f"where: {plain(error.where)}"] if error.where else []
-    lines += [f"mend: {plain(error.mend)}"] if error.mend else []
+    lines += [f"fix: {plain(error.fix)}"] if error.fix else []
     return "\n".join(lines)
 
 
 def error_panel(error: StreamTuneError) -> Panel:
-    """Return an error as a panel: its ``what``, its ``where`` with the line of the recipe, and its ``mend``."""
+    """Return an error as a panel: its ``what``, its ``where`` with the line of the recipe, and its ``fix``."""
     first, *others = plain(error.what).splitlines() or [""]
     parts: list[RenderableType] = [Text(first, style="bold")]
     parts += [_list_item(line) for line in others]
@@ -168,8 +168,8 @@ def error_panel(error: StreamTuneError) -> Panel:
         details.add_row("where", Text(plain(error.where), style="cyan"))
         if isinstance(error, RecipeError) and not others and (line := _source_line(error.where)):
             details.add_row("", Text(plain(line), style="dim", overflow="ellipsis", no_wrap=True))
-    if error.mend:
-        details.add_row("mend", _commands(plain(error.mend)))
+    if error.fix:
+        details.add_row("fix", _commands(plain(error.fix)))
     if details.row_count:
         parts += ["", details]
     return Panel(
@@ -239,12 +239,12 @@ def replace_page(content: bytes, page: Path, named: str, *, begins: bytes = b"")
         if page.is_symlink() or (page.exists() and not _is_page(page, begins)):
             what = "picture" if begins else "page"
             raise ArgumentError(
-                f"{page} is there, and is no {what} of this command", where=named, mend=f"give another {named}"
+                f"{page} is there, and is no {what} of this command", where=named, fix=f"give another {named}"
             )
         replace_file(page, content, durably=False)
     except OSError as error:
         raise ArgumentError(
-            f"{page} cannot be written: {error.strerror or error}", where=named, mend=f"give another {named}"
+            f"{page} cannot be written: {error.strerror or error}", where=named, fix=f"give another {named}"
         ) from error
 
 

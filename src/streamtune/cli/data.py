@@ -80,7 +80,7 @@ def data(
     """
     loaded = read_recipe(recipe, set_)
     if ids and row is None:
-        raise ArgumentError("the ids of one row are shown", where="--ids", mend="say which, with --row")
+        raise ArgumentError("the ids of one row are shown", where="--ids", fix="say which, with --row")
     with loading_libraries():
         from streamtune.cli.data_screen import print_inspection, print_view
         from streamtune.run.build import inspect_recipe
@@ -117,14 +117,14 @@ def _choose(found: Inspection, count: int, row: str | None, worst: bool) -> list
         return [(reason, rows.view(number)) for reason, number in chosen]
     if row.isdecimal():
         if not 0 < int(row) <= len(rows):
-            raise ArgumentError(f"there is no row {row}", where="--row", mend=f"the data has 1 to {len(rows)}")
+            raise ArgumentError(f"there is no row {row}", where="--row", fix=f"the data has 1 to {len(rows)}")
         return [("", rows.view(int(row)))]
     numbers = rows.find(row)
     if not numbers:
         raise ArgumentError(
             f"nothing was made of a row '{row}'",
             where="--row",
-            mend=f"give a number from 1 to {len(rows)}, or a row as it is shown, such as {rows.view(1).origin}; rows "
+            fix=f"give a number from 1 to {len(rows)}, or a row as it is shown, such as {rows.view(1).origin}; rows "
             "that were dropped are not shown",
         )
     return [("", rows.view(number)) for number in numbers]

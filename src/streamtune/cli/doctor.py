@@ -1,4 +1,4 @@
-"""``streamtune doctor``: try what a run needs on this machine, and say what to mend.
+"""``streamtune doctor``: try what a run needs on this machine, and say what to fix.
 
 Every check does the thing itself: it streams a small model and compares its gradient, copies pinned memory, writes a
 file, asks the hub. None of them changes anything that stays.
@@ -13,7 +13,7 @@ import time
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -49,7 +49,11 @@ class CheckResult:
     check: str
     status: Literal["ok", "advice", "problem"]
     found: str
-    mend: str = ""
+    fix: str = ""
+
+    def document(self) -> dict[str, str]:
+        """Return the check as ``doctor --json`` lists it."""
+        return {"check": self.check, "status": self.status, "found": self.found, "mend": self.fix}
 
 
 def doctor(
@@ -58,7 +62,7 @@ def doctor(
     ] = Path(),
     json: JsonOption = False,
 ) -> None:
-    """Try what a run needs on this machine, and say what to mend. Exits with 1 if a run would fail."""
+    """Try what a run needs on this machine, and say what to fix. Exits with 1 if a run would fail."""
     with loading_libraries():
         found = environment()
     findings = []
@@ -70,7 +74,7 @@ def doctor(
             _print(finding)
     problems = sum(finding.status == "problem" for finding in findings)
     if json:
-        print_json({"checks": [asdict(finding) for finding in findings], "problems": problems})
+        print_json({"checks": [finding.document() for finding in findings], "problems": problems})
     else:
         advice = sum(finding.status == "advice" for finding in findings)
         style = "bold red" if problems else "bold green"
@@ -82,8 +86,8 @@ def doctor(
 def _print(finding: CheckResult) -> None:
     mark, style = MARKS[finding.status]
     print_hanging(Text.assemble((f"{mark:>3}", style), f"  {finding.check:<18}"), Text(plain(finding.found)))
-    if finding.mend:
-        print_hanging(Text(" " * 23), Text(finding.mend, style="dim"))
+    if finding.fix:
+        print_hanging(Text(" " * 23), Text(finding.fix, style="dim"))
 
 
 def _devices(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
@@ -94,13 +98,13 @@ def _devices(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     nvidia = shutil.which("nvidia-smi") is not None or Path("/dev/nvidia0").exists()
     if not accelerators:
         if torch.version.cuda and nvidia:
-            mend = (
+            fix = (
                 f"the driver may be older than CUDA {torch.version.cuda}: see `nvidia-smi`, and pytorch.org for others"
             )
-            yield CheckResult("device", "problem", f"{build} finds no CUDA device, though there is one", mend)
+            yield CheckResult("device", "problem", f"{build} finds no CUDA device, though there is one", fix)
         elif nvidia:
-            mend = "install torch for CUDA: pytorch.org/get-started"
-            yield CheckResult("device", "problem", f"{build} is built for the CPU, and there is a CUDA device", mend)
+            fix = "install torch for CUDA: pytorch.org/get-started"
+            yield CheckResult("device", "problem", f"{build} is built for the CPU, and there is a CUDA device", fix)
         else:
             yield CheckResult("device", "advice", f"{build}: no accelerator; models train on the CPU, slowly")
     for device in accelerators:
@@ -119,8 +123,8 @@ def _kernels(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
         for dtype, by_mask in by_dtype.items():
             names = ", ".join(f"{kernel} ({mask})" for mask, kernel in by_mask.items())
             tiled = "tiled" in by_mask.values() and device != "cpu"
-            mend = "no kernel was right here: the formula in plain PyTorch runs, several times slower" if tiled else ""
-            yield CheckResult("attention", "advice" if tiled else "ok", f"{device} {dtype}: {names}", mend)
+            fix = "no kernel was right here: the formula in plain PyTorch runs, several times slower" if tiled else ""
+            yield CheckResult("attention", "advice" if tiled else "ok", f"{device} {dtype}: {names}", fix)
 
 
 def _exactness(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
@@ -170,8 +174,8 @@ def _copies(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
         try:
             host = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
-            mend = "raise the limit of locked memory (`ulimit -l`), or write offload: device"
-            yield CheckResult("pinned memory", "problem", f"none can be had: {str(error).splitlines()[0]}", mend)
+            fix = "raise the limit of locked memory (`ulimit -l`), or write offload: device"
+            yield CheckResult("pinned memory", "problem", f"none can be had: {str(error).splitlines()[0]}", fix)
             return
         there = torch.empty_like(host, device=device["name"])
         there.copy_(host, non_blocking=True)
@@ -182,9 +186,9 @@ def _copies(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
         torch.cuda.synchronize(device["name"])
         rate = 4 * PINNED_BYTES / (time.perf_counter() - start)
         slow = rate < SLOW_COPY
-        mend = "layer inputs on the host will wait for it: a slot with more lanes, or offload: device" if slow else ""
+        fix = "layer inputs on the host will wait for it: a slot with more lanes, or offload: device" if slow else ""
         text = f"host to {device['name']} at {show_size(int(rate))}/s"
-        yield CheckResult("pinned memory", "advice" if slow else "ok", text, mend)
+        yield CheckResult("pinned memory", "advice" if slow else "ok", text, fix)
 
 
 def _memory(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
@@ -199,8 +203,8 @@ def _memory(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
     except OSError:
         return
     if shared < LITTLE_SHM:
-        mend = "ranks of one machine pass data through it: docker run --ipc host, or --shm-size 8g"
-        yield CheckResult("shared memory", "advice", f"/dev/shm has {show_size(shared)} free", mend)
+        fix = "ranks of one machine pass data through it: docker run --ipc host, or --shm-size 8g"
+        yield CheckResult("shared memory", "advice", f"/dev/shm has {show_size(shared)} free", fix)
 
 
 def _disk(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
@@ -211,8 +215,8 @@ def _disk(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
             free = shutil.disk_usage(folder).free
             rate = measure_disk(folder)
         except OSError as error:
-            mend = "name a folder that can be written: --dir" if name == "disk" else "set TMPDIR to one"
-            yield CheckResult(name, "problem", f"{folder.absolute()}: {error.strerror}", mend)
+            fix = "name a folder that can be written: --dir" if name == "disk" else "set TMPDIR to one"
+            yield CheckResult(name, "problem", f"{folder.absolute()}: {error.strerror}", fix)
             continue
         text = f"{folder.absolute()}: {show_size(free)} free, written at {show_size(int(rate))}/s"
         if free < LITTLE_DISK:
@@ -238,8 +242,8 @@ def _hub(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
         with urllib.request.urlopen(urllib.request.Request(ENDPOINT, method="HEAD"), timeout=HUB_SECONDS):
             pass
     except (OSError, ValueError) as error:
-        mend = "use local folders, or set HF_ENDPOINT to a mirror, HTTPS_PROXY to a proxy; --offline does not ask"
-        yield CheckResult("hub", "advice", f"{ENDPOINT} does not answer: {getattr(error, 'reason', error)}", mend)
+        fix = "use local folders, or set HF_ENDPOINT to a mirror, HTTPS_PROXY to a proxy; --offline does not ask"
+        yield CheckResult("hub", "advice", f"{ENDPOINT} does not answer: {getattr(error, 'reason', error)}", fix)
         return
     yield CheckResult("hub", "ok", f"{ENDPOINT} answers")
 
@@ -252,8 +256,8 @@ def _packages(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:
                 "package", "advice", f"{package} is not installed", f"for {use}: pip install 'streamtune[{extra}]'"
             )
     if versions.get("deepspeed") is not None and shutil.which("c++") is None and shutil.which("g++") is None:
-        mend = "zero3_offload compiles its Adam: install g++, or use another preset"
-        yield CheckResult("compiler", "advice", "there is no C++ compiler", mend)
+        fix = "zero3_offload compiles its Adam: install g++, or use another preset"
+        yield CheckResult("compiler", "advice", "there is no C++ compiler", fix)
 
 
 def _versions(found: dict[str, Any], directory: Path) -> Iterator[CheckResult]:

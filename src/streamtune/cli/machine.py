@@ -52,7 +52,7 @@ def some_home() -> Iterator[None]:
 
 
 def _no_directory() -> ArgumentError:
-    return ArgumentError("the directory that the command was started in is gone", mend="cd to one that exists")
+    return ArgumentError("the directory that the command was started in is gone", fix="cd to one that exists")
 
 
 def error_of_machine(error: BaseException) -> StreamTuneError | None:
@@ -63,20 +63,20 @@ def error_of_machine(error: BaseException) -> StreamTuneError | None:
     """
     for each in _causes(error):
         if isinstance(each, MemoryError) or any(text in str(each).lower() for text in MEMORY):
-            return OutOfMemoryError(_memory(each), mend="close other programs, or raise the limit")
+            return OutOfMemoryError(_memory(each), fix="close other programs, or raise the limit")
         if isinstance(each, FileNotFoundError) and "No usable temporary directory" in str(each):
             named = [f"{name}={os.environ[name]}" for name in TEMPORARY if os.environ.get(name)]
             return RunError(
                 "there is no directory for temporary files that can be written to",
                 where=", ".join(named) or "/tmp",
-                mend="set TMPDIR to a directory with room, or make room there",
+                fix="set TMPDIR to a directory with room, or make room there",
             )
         if isinstance(each, FileNotFoundError) and _has_no_directory():
             return _no_directory()
         if isinstance(each, BlockingIOError) or "can't start new thread" in str(each):
             return RunError(
                 "the system allows no further process or thread",
-                mend="close other programs, or raise the limit (ulimit -u, or that of the container)",
+                fix="close other programs, or raise the limit (ulimit -u, or that of the container)",
             )
         if isinstance(each, OSError):
             try:
@@ -87,13 +87,13 @@ def error_of_machine(error: BaseException) -> StreamTuneError | None:
             return RunError(
                 f"{each.strerror or FULL[each.errno]}" + (f": {each.filename}" if each.filename else ""),
                 where=str(each.filename or ""),
-                mend=f"make room, or raise the limit (ulimit); temporary files go to {_temporary()}",
+                fix=f"make room, or raise the limit (ulimit); temporary files go to {_temporary()}",
             )
         if isinstance(each, OSError) and each.errno in NAMES and each.filename is not None:
             shown = str(each.filename)
             return ArgumentError(
                 f"{NAMES[each.errno]}: {shown if len(shown) <= 100 else shown[:97] + '...'}",
-                mend="use another path",
+                fix="use another path",
             )
     return None
 
@@ -102,8 +102,8 @@ def name_locale(error: StreamTuneError) -> None:
     """Add the locale to an error about names beyond ASCII, where it is not UTF-8: names and texts then differ."""
     encoding = sys.getfilesystemencoding()
     if encoding != "utf-8" and not f"{error.what}{error.where}".isascii():
-        mend = f"file names and arguments are read as {encoding} in this locale: set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
-        error.mend = f"{error.mend}; {mend}" if error.mend else mend
+        fix = f"file names and arguments are read as {encoding} in this locale: set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+        error.fix = f"{error.fix}; {fix}" if error.fix else fix
 
 
 FULL = {

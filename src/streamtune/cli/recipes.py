@@ -105,7 +105,7 @@ def copy_recipe(
     err.print(Text.assemble("wrote ", (str(dest), "bold"), f"; train with `{command}`"), soft_wrap=True)
 
 
-def write_new(dest: Path, text: str, mend: str) -> None:
+def write_new(dest: Path, text: str, fix: str) -> None:
     """Write a file that is not there yet.
 
     Raises:
@@ -115,15 +115,15 @@ def write_new(dest: Path, text: str, mend: str) -> None:
         with dest.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise is_there(dest, mend) from None
+        raise is_there(dest, fix) from None
     except OSError as error:
-        mend = f"make the folder first: `mkdir -p {dest.parent}`" if not dest.parent.is_dir() else ""
-        raise ArgumentError(f"cannot be written: {error.strerror}", where=str(dest), mend=mend) from None
+        fix = f"make the folder first: `mkdir -p {dest.parent}`" if not dest.parent.is_dir() else ""
+        raise ArgumentError(f"cannot be written: {error.strerror}", where=str(dest), fix=fix) from None
 
 
-def is_there(dest: Path, mend: str) -> ArgumentError:
+def is_there(dest: Path, fix: str) -> ArgumentError:
     """Return the error of a file that is not overwritten."""
-    return ArgumentError("the file is there already; it is left as it was", where=str(dest), mend=mend)
+    return ArgumentError("the file is there already; it is left as it was", where=str(dest), fix=fix)
 
 
 def schema() -> None:
@@ -148,7 +148,7 @@ def validate(recipe: RecipeArgument, set_: SetOption = None, json: JsonOption = 
         loaded = load_recipe(recipe, set_ or [])
     except RecipeError as error:
         if json:
-            print_json({"ok": False, "what": error.what, "where": error.where, "mend": error.mend})
+            print_json({"ok": False, "what": error.what, "where": error.where, "mend": error.fix})
         raise
     if json:
         values = loaded.recipe.model_dump(mode="json")

@@ -93,13 +93,13 @@ class BadRows:
             raise self._together(f"no row is left: all {self.count:,} were bad")
 
     def to_json(self) -> list[dict[str, str]]:
-        """Return the first 10,000 rows that were left out: ``row``, ``what`` and ``mend``."""
-        return [{"row": error.where, "what": error.what, "mend": error.mend} for error in self.errors]
+        """Return the first 10,000 rows that were left out: ``row``, ``what`` and ``fix``."""
+        return [{"row": error.where, "what": error.what, "mend": error.fix} for error in self.errors]
 
-    def _together(self, what: str, mend: str = "leave them out with on_bad_row: skip") -> DataError:
+    def _together(self, what: str, fix: str = "leave them out with on_bad_row: skip") -> DataError:
         lines = [f"- {error.where}: {error.what}" for error in self.errors[:SHOWN]]
         if (more := self.count - len(lines)) > 0:
             lines.append(f"- and {more:,} more")
-        mends = dict.fromkeys(error.mend for error in self.errors[:SHOWN] if error.mend)
-        advice = f"{next(iter(mends))}; or {mend}" if len(mends) == 1 else f"mend the rows, or {mend}"
-        return DataError("\n".join([f"{what}:", *lines]), where=self.errors[0].where, mend=advice)
+        fixes = dict.fromkeys(error.fix for error in self.errors[:SHOWN] if error.fix)
+        advice = f"{next(iter(fixes))}; or {fix}" if len(fixes) == 1 else f"fix the rows, or {fix}"
+        return DataError("\n".join([f"{what}:", *lines]), where=self.errors[0].where, fix=advice)

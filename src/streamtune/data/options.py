@@ -32,14 +32,14 @@ TRAIN_ON_EOS = ("turn", "all", "last", "none")
 """End tokens of turns that are trained."""
 
 
-def check_choice(name: str, value: str, known: tuple[str, ...], mend: str = "") -> None:
+def check_choice(name: str, value: str, known: tuple[str, ...], fix: str = "") -> None:
     """Raise unless an option is a known word.
 
     Raises:
         ArgumentError: It is not.
     """
     if value not in known:
-        raise ArgumentError(f"{name} is '{value}'", where=name, mend=mend or f"use {', '.join(known)}")
+        raise ArgumentError(f"{name} is '{value}'", where=name, fix=fix or f"use {', '.join(known)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class ChatOptions:
         unknown = [role for role in self.roles_to_train if role not in ROLES]
         if unknown or not self.roles_to_train:
             what = f"roles_to_train names the role '{unknown[0]}'" if unknown else "roles_to_train names no role"
-            raise ArgumentError(what, where="roles_to_train", mend=f"use {', '.join(ROLES)}")
+            raise ArgumentError(what, where="roles_to_train", fix=f"use {', '.join(ROLES)}")
 
 
 DEFAULT_CHAT = ChatOptions()
@@ -109,13 +109,13 @@ class RowPolicy:
                 if self.split_overlap > 0
                 else f"split_overlap is {self.split_overlap:,}",
                 where="split_overlap",
-                mend=f"set it from 0 to {self.max_length - 1:,}",
+                fix=f"set it from 0 to {self.max_length - 1:,}",
             )
         if self.split_overlap and self.overlength != "split":
             raise ArgumentError(
                 f"split_overlap is read where rows are split, and overlength is '{self.overlength}'",
                 where="split_overlap",
-                mend="set overlength: split, or delete split_overlap",
+                fix="set overlength: split, or delete split_overlap",
             )
 
     @property

@@ -81,7 +81,7 @@ def detect_preference_type(row: Row) -> str:
     raise DataError(
         f"cannot tell what the rows compare from the columns {column_names(row.columns)}",
         where=row.origin,
-        mend="preference data needs 'prompt', 'chosen' and 'rejected', or 'prompt', 'completion' and 'label'; "
+        fix="preference data needs 'prompt', 'chosen' and 'rejected', or 'prompt', 'completion' and 'label'; "
         "rename the columns, or say which is which in the recipe: columns: {chosen: better}",
     )
 
@@ -100,7 +100,7 @@ def normalise_preference(row: Row, row_type: str) -> Answers:
             raise DataError(
                 f"a '{row_type}' row needs the column '{name}', this one has {column_names(row.columns)}",
                 where=row.origin,
-                mend=did_you_mean(name, row.columns) or f"add the column '{name}' or set the dataset's 'type'",
+                fix=did_you_mean(name, row.columns) or f"add the column '{name}' or set the dataset's 'type'",
             )
     return _NORMALISERS[row_type](row)
 
@@ -115,7 +115,7 @@ def _pair(row: Row) -> Answers:
         raise DataError(
             f"'chosen' is {kinds[isinstance(chosen, str)]} and 'rejected' is {kinds[isinstance(rejected, str)]}",
             where=row.origin,
-            mend="write both as text, or both as messages",
+            fix="write both as text, or both as messages",
         )
     identical = chosen == rejected
     margin, tools = _margin(row), tools_of(row.columns.get("tools"), row.origin)
@@ -146,7 +146,7 @@ def _refuse_other_prompt(row: Row, *, is_text: bool) -> None:
         raise DataError(
             f"the row has no 'prompt', and a column '{other}' that is not read",
             where=row.origin,
-            mend=f"rename '{other}' to 'prompt'; without it the prompt is the common beginning of both answers",
+            fix=f"rename '{other}' to 'prompt'; without it the prompt is the common beginning of both answers",
         )
 
 
@@ -157,7 +157,7 @@ def _split(
         raise DataError(
             "the prompt is missing: the row has no column 'prompt', and 'chosen' and 'rejected' begin differently",
             where=row.origin,
-            mend="add the column 'prompt'",
+            fix="add the column 'prompt'",
         )
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         left = answer[start:]
@@ -165,7 +165,7 @@ def _split(
             raise DataError(
                 f"'{name}' is empty behind the common beginning of both answers, which is the prompt",
                 where=row.origin,
-                mend="add the column 'prompt', or remove the row",
+                fix="add the column 'prompt', or remove the row",
             )
     return chosen[:start], chosen[start:], rejected[start:]
 
@@ -200,7 +200,7 @@ def _agree(
                 raise DataError(
                     f"'{name}' begins with a '{turns[0]['role']}' message and not with the messages of 'prompt'",
                     where=row.origin,
-                    mend="let it begin with the assistant's answer, or with the prompt",
+                    fix="let it begin with the assistant's answer, or with the prompt",
                 )
             turns = turns[len(prompt) :]
         agreed.append(turns)
@@ -217,7 +217,7 @@ def _prompt_messages(row: Row, prompt: str, answers: dict[str, TextOrMessages]) 
         raise DataError(
             "'prompt' is none of the user's messages before the answer in 'chosen'",
             where=row.origin,
-            mend="let 'chosen' and 'rejected' begin with the assistant's answer, or with the prompt",
+            fix="let 'chosen' and 'rejected' begin with the assistant's answer, or with the prompt",
         )
     return first[:start]
 
@@ -259,7 +259,7 @@ def _unpaired(row: Row) -> Answers:
         raise DataError(
             f"'label' must be true (desirable) or false, it is {label!r:.40}",
             where=row.origin,
-            mend="write true or false",
+            fix="write true or false",
         )
     prompt = text_or_messages(row.columns, "prompt", row.origin)
     prompt, (answer,) = _agree(row, prompt, {"completion": text_or_messages(row.columns, "completion", row.origin)})
@@ -280,7 +280,7 @@ def _content(
         raise DataError(
             f"the prompt of '{name}' ends with what the assistant says: there is no question left to answer",
             where=row.origin,
-            mend="let the prompt end with a user or tool message",
+            fix="let the prompt end with a user or tool message",
         )
     if not answer or answer[0]["role"] != "assistant":
         role = f"a '{answer[0]['role']}' message" if answer else "nothing"
@@ -290,7 +290,7 @@ def _content(
         )
     check_order(answer, name, row.origin)
     if not any(_says_something(message) for message in answer):
-        raise DataError(f"'{name}' is empty: the assistant says nothing", where=row.origin, mend="remove the row")
+        raise DataError(f"'{name}' is empty: the assistant says nothing", where=row.origin, fix="remove the row")
     variables = variables_of(row.columns.get("chat_template_kwargs"), row.origin) or None
     wrapped = tools_and_form(row.columns.get("tools"), row.origin)[1]
     return Conversation([*prompt, *answer], tools, len(prompt), variables, other_system, wrapped)

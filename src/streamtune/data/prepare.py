@@ -375,7 +375,7 @@ def prepare_unpaired(
         raise DataError(
             f"all completions are labelled {found[0]}: there is nothing to tell them from",
             where=sources[0].place,
-            mend="add rows with the other label",
+            fix="add rows with the other label",
         )
     return prepared
 
@@ -421,7 +421,7 @@ def _answers(
             raise DataError(
                 f"the rows are of type '{row_type}', and pairs of 'chosen' and 'rejected' are compared here",
                 where=row.origin,
-                mend="set loss_type: kto, which judges answers one by one",
+                fix="set loss_type: kto, which judges answers one by one",
             )
         answers = None
         with reading.bad:
@@ -458,7 +458,7 @@ def prepare_prompts(
     overlength, side, most = options.overlength, options.truncate_side, options.max_prompt_length
     assert most is not None, "prompts have a limit of their own"
     split = "a prompt cannot be split; use " if overlength == "split" else "use "
-    check_choice("overlength", overlength, COMPLETION_OVERLENGTH, mend=split + ", ".join(COMPLETION_OVERLENGTH))
+    check_choice("overlength", overlength, COMPLETION_OVERLENGTH, fix=split + ", ".join(COMPLETION_OVERLENGTH))
     check_choice("truncate_side", side, PROMPT_SIDES)
     kind = RowKind(
         Prompt,
@@ -485,7 +485,7 @@ def _prompts(
             raise DataError(
                 f"a column cannot be called '{taken}': reward functions take an argument of that name",
                 where=row.origin,
-                mend="rename the column",
+                fix="rename the column",
             )
         prompt = None
         with reading.bad:

@@ -205,7 +205,7 @@ def spill(record: type[Record], path: Path | None = None) -> Iterator[tuple[Tabl
                 path = Path(held.enter_context(directory)) / ROWS
             except OSError as error:
                 what = f"there is no folder for temporary files: {error.strerror or error}"
-                raise StorageError(what, where="TMPDIR", mend="set TMPDIR to a folder with room") from error
+                raise StorageError(what, where="TMPDIR", fix="set TMPDIR to a folder with room") from error
             sink = _Spilled(path, path.parent.parent, "TMPDIR", "set TMPDIR to a folder that has it")
         else:
             clear = "delete what is kept with streamtune data --clear-cache, or keep nothing with cache: false"
@@ -222,9 +222,9 @@ def spill(record: type[Record], path: Path | None = None) -> Iterator[tuple[Tabl
 class _Spilled(io.FileIO):
     """File of prepared rows; a write error names the folder and the room that it needs."""
 
-    def __init__(self, path: Path, folder: Path, where: str, mend: str) -> None:
+    def __init__(self, path: Path, folder: Path, where: str, fix: str) -> None:
         super().__init__(path, "wb")
-        self._folder, self._where, self._mend, self._written = folder, where, mend, 0
+        self._folder, self._where, self._fix, self._written = folder, where, fix, 0
         self.digest = new_checksum()
 
     def write(self, data: Any) -> int:
@@ -241,7 +241,7 @@ class _Spilled(io.FileIO):
             raise StorageError(
                 f"cannot write the prepared rows to {self._folder}: {error.strerror or error}",
                 where=self._where,
-                mend=f"they need more than {needed}: make room there, or {self._mend}",
+                fix=f"they need more than {needed}: make room there, or {self._fix}",
             ) from error
         return size
 

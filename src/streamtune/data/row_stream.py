@@ -160,7 +160,7 @@ class RowStream:
             raise DataError(
                 f"no row of a pass is left to train on: all {rows:,} were dropped",
                 where=self.sources[0].place,
-                mend="see overlength and on_empty",
+                fix="see overlength and on_empty",
             )
         log.finish()
         counts.update(rows=bad.count - counts["bad"], bad=bad.count - counts["bad"])  # those that could not be read
@@ -241,7 +241,7 @@ class RowStream:
                 item = next(reads[draw], None)
             if item is None:
                 source = self.sources[chosen[draw]]
-                raise DataError(f"no row of '{source.path}' can be read", where=source.place, mend="mend its rows")
+                raise DataError(f"no row of '{source.path}' can be read", where=source.place, fix="fix its rows")
             yield item
             del item
 

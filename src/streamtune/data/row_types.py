@@ -109,7 +109,7 @@ def detect_type(row: Row) -> str:
         raise DataError(
             f"cannot tell what the rows are from the columns {column_names(row.columns)}",
             where=row.origin,
-            mend="rows with 'chosen' and 'rejected' are preference data: train on them with streamtune dpo"
+            fix="rows with 'chosen' and 'rejected' are preference data: train on them with streamtune dpo"
             if {"chosen", "rejected"} <= row.columns.keys()
             else "rows need 'messages', 'conversations', 'prompt' and 'completion', 'instruction' and 'output', or "
             "'text'; rename the columns, or say which is which in the recipe: columns: {prompt: question}",
@@ -139,13 +139,13 @@ def looks_like(columns: Mapping[str, Any]) -> str | None:
 def _missing_column(row: Row, row_type: str, column: str) -> DataError:
     other = looks_like(row.columns)
     if other is not None and other != row_type:
-        mend = f"this row looks like '{other}'; keep rows of different types in different files"
+        fix = f"this row looks like '{other}'; keep rows of different types in different files"
     else:
-        mend = did_you_mean(column, row.columns) or f"add the column '{column}' or set the dataset's 'type'"
+        fix = did_you_mean(column, row.columns) or f"add the column '{column}' or set the dataset's 'type'"
     return DataError(
         f"a '{row_type}' row needs the column '{column}', this one has {column_names(row.columns)}",
         where=row.origin,
-        mend=mend,
+        fix=fix,
     )
 
 
@@ -156,7 +156,7 @@ def _conversation(row: Row, messages: Sequence[Any], *, column: str, first_answe
         raise DataError(
             "the conversation has no assistant message, so there is nothing to train on",
             where=row.origin,
-            mend="add one or remove the row",
+            fix="add one or remove the row",
         )
     with_it, other = with_system(checked, row.columns, row.origin)
     tools, wrapped = tools_and_form(row.columns.get("tools"), row.origin)
@@ -177,7 +177,7 @@ def _turns(row: Row, names: tuple[str, ...]) -> tuple[str, list[Any]]:
     if not isinstance(value, list):
         raise DataError(f"'{column}' must be a list of messages, it is {kind_of(value)}", where=row.origin)
     if not value:
-        raise DataError(f"'{column}' is empty", where=row.origin, mend="remove the row")
+        raise DataError(f"'{column}' is empty", where=row.origin, fix="remove the row")
     return column, value
 
 
@@ -219,7 +219,7 @@ def _prompt_completion(row: Row) -> Content:
 def _text(row: Row) -> Content:
     text = text_field(row.columns, "text", row.origin)
     if not text:
-        raise DataError("'text' is empty", where=row.origin, mend="remove the row")
+        raise DataError("'text' is empty", where=row.origin, fix="remove the row")
     return Document(text)
 
 
@@ -257,7 +257,7 @@ def weight_of(row: Row) -> float:
         raise DataError(
             f"'{WEIGHT}' must be a number above 0, it is {shown}",
             where=row.origin,
-            mend="remove a row that is not to be trained on" if value == 0 else "write a number such as 0.5",
+            fix="remove a row that is not to be trained on" if value == 0 else "write a number such as 0.5",
         )
     return float(value)
 
@@ -274,7 +274,7 @@ def detect_prompt_type(row: Row) -> str:
     raise DataError(
         f"there is no prompt in the columns {column_names(row.columns)}",
         where=row.origin,
-        mend="a row needs 'prompt' or 'messages'; rename the column",
+        fix="a row needs 'prompt' or 'messages'; rename the column",
     )
 
 
@@ -296,6 +296,6 @@ def prompt_of(row: Row, row_type: str) -> TextOrMessages:
     if row_type == "messages" and prompt[-1]["role"] == "assistant":
         prompt = prompt[:-1]
     if not prompt or prompt[-1]["role"] == "assistant":
-        mend = "type: messages takes the last answer off" if row_type == "prompts" else "remove the row"
-        raise DataError(f"'{column}' asks nothing: it ends with what the assistant says", where=row.origin, mend=mend)
+        fix = "type: messages takes the last answer off" if row_type == "prompts" else "remove the row"
+        raise DataError(f"'{column}' asks nothing: it ends with what the assistant says", where=row.origin, fix=fix)
     return prompt

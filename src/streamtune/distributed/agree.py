@@ -114,7 +114,7 @@ def _report(env: RankEnvironment, message: dict[str, Any], seconds: float) -> di
     except OSError as error:
         raise DistributedError(
             f"rank {env.rank} on {env.host} lost rank 0 at {env.master_addr} before the first step: {error}",
-            mend="see what rank 0 says",
+            fix="see what rank 0 says",
         ) from None
     finally:
         line.close()
@@ -160,8 +160,8 @@ def _wait_for_facts(
                 missing = [rank for rank in range(1, env.world_size) if rank not in callers]
                 are = "have" if len(missing) > 1 else "has"
                 what = f"{describe_ranks(missing)} of {env.world_size} {are} not called rank 0 on {env.host} within "
-                mend = f"see their logs; their hosts must reach ports of {env.master_addr}"
-                return Failure(missing[0], "?", f"{what}{seconds:.0f} s", mend=mend)
+                fix = f"see their logs; their hosts must reach ports of {env.master_addr}"
+                return Failure(missing[0], "?", f"{what}{seconds:.0f} s", fix=fix)
             for key, _ in selector.select(max(0.01, min(1.0, until - time.monotonic()))):
                 if (admitted := admission.take(key.fileobj)) is not None:
                     _hear_facts(*admitted, callers, hosts)
@@ -226,8 +226,8 @@ def _check_reach(
     ]
     if not lines:
         return None
-    mend = "the hosts must reach each other on every port above 1024, as gloo and NCCL connect each to each"
-    return Failure(0, env.host, "\n- ".join(["ranks cannot reach each other", *lines[:8]]), mend=mend)
+    fix = "the hosts must reach each other on every port above 1024, as gloo and NCCL connect each to each"
+    return Failure(0, env.host, "\n- ".join(["ranks cannot reach each other", *lines[:8]]), fix=fix)
 
 
 def compare_facts(facts: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]) -> Failure | None:
@@ -245,9 +245,9 @@ def compare_facts(facts: Mapping[int, Mapping[str, str]], hosts: Mapping[int, st
             differences.append(f"{name}: {'; '.join(said)}")
     if not differences:
         return None
-    mend = "install the same versions on every host, and give every rank the same recipe, settings and data files"
+    fix = "install the same versions on every host, and give every rank the same recipe, settings and data files"
     what = "\n- ".join(["the ranks are not alike", *differences])
-    return Failure(0, hosts[0], what, mend=mend)
+    return Failure(0, hosts[0], what, fix=fix)
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:

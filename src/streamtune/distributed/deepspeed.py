@@ -48,7 +48,7 @@ def check_deepspeed() -> None:
         import deepspeed  # noqa: F401
     except ImportError as error:
         raise ArgumentError(
-            f"DeepSpeed is not installed ({error})", where="deepspeed", mend="pip install 'deepspeed>=0.18'"
+            f"DeepSpeed is not installed ({error})", where="deepspeed", fix="pip install 'deepspeed>=0.18'"
         ) from None
 
 

@@ -80,24 +80,24 @@ def resolve_config(name: str, values: Mapping[str, Any], *, where: str = "deepsp
             raise ArgumentError(
                 f"{source} says {key}: {json.dumps(written)}, and the recipe makes it {json.dumps(value)}",
                 where=where,
-                mend=f'write "{key.rpartition(".")[2]}": "auto" there, or change the recipe',
+                fix=f'write "{key.rpartition(".")[2]}": "auto" there, or change the recipe',
             )
     if left := list(_autos(config)):
         raise ArgumentError(
-            f'{source} leaves {left[0]} "auto", which the recipe does not know', where=where, mend="write its value"
+            f'{source} leaves {left[0]} "auto", which the recipe does not know', where=where, fix="write its value"
         )
     for section, article, key in (("optimizer", "an", "optim"), ("scheduler", "a", "lr_scheduler_type")):
         if section in config:
             raise ArgumentError(
                 f"{source} names {article} {section}, and the recipe has one ({key})",
                 where=where,
-                mend=f"delete {section!r} there; {key}, learning_rate and warmup_steps of the recipe say it",
+                fix=f"delete {section!r} there; {key}, learning_rate and warmup_steps of the recipe say it",
             )
     if (stage := stage_of(config)) not in (1, 2, 3):
         raise ArgumentError(
             f"{source} asks for ZeRO stage {stage}",
             where=where,
-            mend="write stage 1, 2 or 3; without the key deepspeed, several ranks train by DDP, which is stage 0",
+            fix="write stage 1, 2 or 3; without the key deepspeed, several ranks train by DDP, which is stage 0",
         )
     return config
 
@@ -131,7 +131,7 @@ def _read(name: str, where: str) -> dict[str, Any]:
         raise ArgumentError(
             f"there is no DeepSpeed configuration {name}",
             where=where,
-            mend=did_you_mean(name, PRESETS) or f"write {', '.join(PRESETS)}, or the path of a JSON file",
+            fix=did_you_mean(name, PRESETS) or f"write {', '.join(PRESETS)}, or the path of a JSON file",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{name} cannot be read: {error}", where=where) from None
@@ -140,14 +140,14 @@ def _read(name: str, where: str) -> dict[str, Any]:
     except RecursionError:
         raise ArgumentError(f"{name} is nested too deep", where=where) from None
     if not isinstance(config, dict):
-        raise ArgumentError(f"{name} holds no JSON object", where=where, mend='write {"zero_optimization": {...}}')
+        raise ArgumentError(f"{name} holds no JSON object", where=where, fix='write {"zero_optimization": {...}}')
     if (found := _secret_in(config)) is not None:
         kind, key = found
         lines = [number for number, line in enumerate(text.splitlines(), 1) if find_secret(line)]
         raise ArgumentError(
             f"'{redact(key)}' holds {kind}, and the configuration of DeepSpeed is copied into every run",
             where=f"{name}:{lines[0]}" if lines else name,
-            mend="take it out, and change it if others have seen it; trackers read their keys from the environment",
+            fix="take it out, and change it if others have seen it; trackers read their keys from the environment",
         )
     return config
 

@@ -117,7 +117,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> RankEnvironment
             f"{environment.launcher} says this is rank {environment.rank} of {environment.world_size}, "
             f"{environment.local_rank} of {environment.local_world_size} on this machine",
             where="environment",
-            mend="unset RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, which may be left from another program",
+            fix="unset RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE, which may be left from another program",
         )
     return environment
 
@@ -169,7 +169,7 @@ def _from_mpi(environ: Mapping[str, str], rank: str, size: str, local_rank: str,
         raise ArgumentError(
             "mpirun has started ranks on several machines, and none of them knows where rank 0 is",
             where="MASTER_ADDR",
-            mend="name the first host: `mpirun -x MASTER_ADDR=HOST ...`",
+            fix="name the first host: `mpirun -x MASTER_ADDR=HOST ...`",
         )
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or environ.get("PMI_JOBID")
     launched = RankEnvironment(_number(environ, rank), _number(environ, local_rank), world, local, launcher="mpirun")
@@ -189,7 +189,7 @@ def _with_address(launched: RankEnvironment, environ: Mapping[str, str], job: st
         raise ArgumentError(
             f"the variable MASTER_PORT should be a port and is {port}",
             where="environment",
-            mend="set it to a free port from 1024 to 65535 on all ranks",
+            fix="set it to a free port from 1024 to 65535 on all ranks",
         )
     alone = launched.local_world_size == launched.world_size
     return replace(
@@ -215,7 +215,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
         raise ArgumentError(
             f"the variable {name} should be a number and is '{value}'",
             where="environment",
-            mend=f"unset {name}, or start the ranks with --nproc, torchrun, deepspeed, srun or mpirun",
+            fix=f"unset {name}, or start the ranks with --nproc, torchrun, deepspeed, srun or mpirun",
         )
     return int(value)
 
@@ -224,7 +224,7 @@ def _missing(name: str, launcher: str) -> ArgumentError:
     return ArgumentError(
         f"this is a rank of several, and {launcher} has not set {name}",
         where="environment",
-        mend="start the ranks with --nproc, torchrun, deepspeed, srun or mpirun",
+        fix="start the ranks with --nproc, torchrun, deepspeed, srun or mpirun",
     )
 
 

@@ -27,7 +27,7 @@ AT_ONCE = 2.0
 """Seconds within which the order of several ends says nothing: ranks notice a dead peer that fast."""
 ENDED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals of which the log of a rank knows nothing."""
-MENDS = {
+FIXES = {
     "SIGKILL": "the system kills what takes the host's last memory: see `dmesg`, and try fewer ranks on this host",
     "SIGSEGV": "a library crashed: its last lines are in the log",
     "SIGABRT": "a library gave up: its last lines are in the log",
@@ -44,7 +44,7 @@ class Failure:
     host: str
     what: str
     where: str = ""
-    mend: str = ""
+    fix: str = ""
     kind: str = "DistributedError"
     """Name of the error's class."""
     exit_code: int = 1
@@ -58,7 +58,7 @@ class Failure:
     def of(cls, error: BaseException, rank: int, host: str) -> Failure:
         if isinstance(error, StreamTuneError):
             kind = type(error).__name__
-            return cls(rank, host, error.what, error.where, error.mend, kind, error.exit_code)
+            return cls(rank, host, error.what, error.where, error.fix, kind, error.exit_code)
         return cls(rank, host, f"{type(error).__name__}: {error}".strip().removesuffix(":"), kind="StreamTuneError")
 
     @classmethod
@@ -72,7 +72,7 @@ class Failure:
         if not (isinstance(kind, type) and issubclass(kind, StreamTuneError)):
             kind = StreamTuneError
         what = f"rank {self.rank} on {self.host} failed: {self.what}" if named and not self.seen else self.what
-        return kind(what, where=self.where, mend=self.mend)
+        return kind(what, where=self.where, fix=self.fix)
 
 
 def write_failure(failure: Failure, path: str | Path | None = None) -> bool:
@@ -159,15 +159,15 @@ def first_failure(ends: Sequence[RankEnd]) -> tuple[StreamTuneError, int] | None
 
 def _silent_end(end: RankEnd, seen: Failure | None) -> StreamTuneError:
     """Return an error for a rank that wrote none, with the observations of the other ranks."""
-    what, mend = f"rank {end.rank} on {end.host} ended with exit code {end.code}", ""
+    what, fix = f"rank {end.rank} on {end.host} ended with exit code {end.code}", ""
     if end.code < 0:
         name = _signal_name(-end.code)
-        what, mend = f"rank {end.rank} on {end.host} was killed by {name}", MENDS.get(name, "")
+        what, fix = f"rank {end.rank} on {end.host} was killed by {name}", FIXES.get(name, "")
     if seen is not None and (doing := re.search(r", (in step .*)", seen.what.splitlines()[0])):
         what += f", {doing[1]}"
     if end.tail and -end.code not in ENDED_FROM_OUTSIDE:
         what += "\nits last lines:\n" + "\n".join(end.tail)
-    return DistributedError(what, where=end.log, mend=mend)
+    return DistributedError(what, where=end.log, fix=fix)
 
 
 def _signal_name(signum: int) -> str:

@@ -104,7 +104,7 @@ def check_host(name: str, where: str, *, user: bool = False) -> None:
     raise ArgumentError(
         f"{shown} is no name of a host",
         where=where,
-        mend="a name has letters, digits, dots, dashes and underscores, and does not begin with a dash; "
+        fix="a name has letters, digits, dots, dashes and underscores, and does not begin with a dash; "
         + ("USER@ may stand before it; " if user else "")
         + "give other options of ssh in ~/.ssh/config",
     )
@@ -145,13 +145,13 @@ def read_hostfile(path: Path, per_host: int | None = None) -> list[Host]:
         if said:
             hosts.append(_read_line(said, f"{path}:{number}", hosts, per_host))
     if not hosts:
-        raise ArgumentError("the hostfile names no host", where=str(path), mend="write a line `HOST slots=N` for each")
+        raise ArgumentError("the hostfile names no host", where=str(path), fix="write a line `HOST slots=N` for each")
     alone = next((host for host in hosts if host.address in LOOPBACK), None)
     if alone is not None and len(hosts) > 1:
         raise ArgumentError(
             f"'{alone.address}' is another machine on every host",
             where=alone.where,
-            mend="write the name or address by which the other hosts reach it",
+            fix="write the name or address by which the other hosts reach it",
         )
     return hosts
 
@@ -162,22 +162,22 @@ def _read_text(path: Path) -> str:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ArgumentError(
-                    f"the hostfile {path} is a pipe or a device, not a file", where="--hostfile", mend="name a file"
+                    f"the hostfile {path} is a pipe or a device, not a file", where="--hostfile", fix="name a file"
                 )
             data = file.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ArgumentError(f"the hostfile {_short(str(path))} cannot be read: {reason}", where="--hostfile",
-                            mend="name a file with a line `HOST slots=N` for each host") from None  # fmt: skip
+                            fix="name a file with a line `HOST slots=N` for each host") from None  # fmt: skip
     if len(data) > MOST_BYTES:
         raise ArgumentError(f"the hostfile {path} has more than {MOST_BYTES >> 20} MiB", where="--hostfile",
-                            mend="name a file with a line `HOST slots=N` for each host")  # fmt: skip
+                            fix="name a file with a line `HOST slots=N` for each host")  # fmt: skip
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise ArgumentError(f"the hostfile {path} is not UTF-8 text", where=f"{path}:{line}",
-                            mend="save it as UTF-8") from None  # fmt: skip
+                            fix="save it as UTF-8") from None  # fmt: skip
 
 
 def _short(text: str) -> str:
@@ -185,8 +185,8 @@ def _short(text: str) -> str:
 
 
 def _read_line(said: str, where: str, before: Sequence[Host], per_host: int | None) -> Host:
-    def refused(what: str, mend: str) -> ArgumentError:
-        return ArgumentError(what, where=where, mend=mend)
+    def refused(what: str, fix: str) -> ArgumentError:
+        return ArgumentError(what, where=where, fix=fix)
 
     match = LINE.fullmatch(said) if len(said) <= LONGEST_LINE else None
     if match is None or any(part.startswith("-") for part in match["name"].split("@")) or not said.isprintable():

@@ -65,15 +65,15 @@ def launch(arguments: Sequence[str], *, nproc: int | None, hostfile: Path | None
         raise ArgumentError(
             f"this is rank {environment.rank} of {environment.world_size} already, started by {environment.launcher}",
             where="--nproc" if nproc is not None else "--hostfile",
-            mend=f"leave the option out: {environment.launcher} starts the ranks",
+            fix=f"leave the option out: {environment.launcher} starts the ranks",
         )
     if nproc is not None and nproc < 1:
-        raise ArgumentError(f"{nproc} ranks cannot train", where="--nproc", mend="give 1 or more")
+        raise ArgumentError(f"{nproc} ranks cannot train", where="--nproc", fix="give 1 or more")
     if nproc is not None and nproc > MOST_SLOTS:
         raise ArgumentError(
             f"{str(nproc)[:40]} ranks are more than a machine takes",
             where="--nproc",
-            mend=f"give the number of its devices, at most {MOST_SLOTS:,}",
+            fix=f"give the number of its devices, at most {MOST_SLOTS:,}",
         )
     hosts = read_hostfile(hostfile, nproc) if hostfile is not None else [Host("localhost", nproc or 1)]
     ranks = without_launch_options(arguments)
@@ -182,7 +182,7 @@ def _check_devices(host: Host, devices: int) -> None:
         raise ArgumentError(
             f"{host.slots} ranks need as many devices, and {host.address} has {devices}",
             where=host.where or "--nproc",
-            mend=f"give {devices} or fewer, or train on the CPU with `--set device=cpu`",
+            fix=f"give {devices} or fewer, or train on the CPU with `--set device=cpu`",
         )
 
 
@@ -192,12 +192,12 @@ def _choose_port(*, here: bool, free_there: int | None) -> int:
     if not asked:
         return free_port() if here or free_there is None else free_there
     if not asked.isdecimal() or not 0 < int(asked) < 65536:
-        raise ArgumentError(f"'{asked}' is no port", where="MASTER_PORT", mend="unset it: a free one is chosen")
+        raise ArgumentError(f"'{asked}' is no port", where="MASTER_PORT", fix="unset it: a free one is chosen")
     if here and not is_free(int(asked)):
         raise ArgumentError(
             f"port {asked} is taken by another program",
             where="MASTER_PORT",
-            mend=f"unset it: a free one is chosen; or see who has it: `ss -ltnp 'sport = :{asked}'`",
+            fix=f"unset it: a free one is chosen; or see who has it: `ss -ltnp 'sport = :{asked}'`",
         )
     return int(asked)
 

@@ -81,7 +81,7 @@ def _store(environment: RankEnvironment) -> Store:
             raise DistributedError(
                 f"rank 0 on {environment.host} cannot listen at port {port} of {host}: {why}",
                 where="MASTER_PORT",
-                mend=f"unset it: a free one is chosen; or see who has it: `ss -ltnp 'sport = :{port}'`",
+                fix=f"unset it: a free one is chosen; or see who has it: `ss -ltnp 'sport = :{port}'`",
             ) from None
     server = TCPStore(
         host, port, is_master=serves, timeout=PATIENCE, wait_for_workers=False, master_listen_fd=descriptor

@@ -102,12 +102,12 @@ class RemoteRanks:
         code = self._process.poll()
         ran = code not in (None, 255)  # 255 is ssh's own code; others are of its command
         what = f"{self.host} cannot run streamtune" if ran else f"{self.host} cannot be reached"
-        mend = (
+        fix = (
             f"install the same version there, so that `{sys.executable} -m streamtune` runs in {Path.cwd()}"
             if ran
             else f"`ssh {self._host.name} true` must work without a password"
         )
-        return DistributedError(f"{what}: {said}", where=self._host.where, mend=mend)
+        return DistributedError(f"{what}: {said}", where=self._host.where, fix=fix)
 
     def _last_complaints(self, count: int) -> list[str]:
         """Return the last lines of standard error; if the command has ended, all of it is read first."""

@@ -119,7 +119,7 @@ def find_failure(peers: Iterable[Peer], now: float, limits: WatchLimits) -> Fail
     for peer in peers:
         if peer.gone:
             what = f"rank {peer.rank} on {peer.host} died without a word, {peer.beat.doing}"
-            return Failure(peer.rank, peer.host, what, mend="see its log", own=False, seen="died")
+            return Failure(peer.rank, peer.host, what, fix="see its log", own=False, seen="died")
     for peer in peers:
         if now - peer.last_heard > limits.silence / 3:
             _watch_from_outside(peer, now)
@@ -136,13 +136,13 @@ def find_failure(peers: Iterable[Peer], now: float, limits: WatchLimits) -> Fail
     stopped = first.was_stopped or _is_gone(first)
     why = "stopped by a signal" if stopped else "stopped, or out of reach"
     what = f"{who} {have} said nothing for {limits.silence:.0f} s: {why}, {first.beat.doing}"
-    mend = (
+    fix = (
         f"find out who sent SIGSTOP to process {first.process[1]}"
         if stopped
         else f"see whether {hosts[0]} runs, and whether its network is up"
     )
     return Failure(
-        first.rank, first.host, f"{what}\nlast seen: it {first.beat.standing}", mend=mend, own=False, seen="silent"
+        first.rank, first.host, f"{what}\nlast seen: it {first.beat.standing}", fix=fix, own=False, seen="silent"
     )
 
 
@@ -220,17 +220,17 @@ def find_deadlock(peers: Iterable[Peer], limits: WatchLimits) -> Failure | None:
         who = f"{describe_ranks([peer.rank for peer in outside])} on {', '.join(sorted({p.host for p in outside}))}"
         have = "have" if len(outside) > 1 else "has"
         head = f"{who} {have} stood still for {seconds:.0f} s while the others wait, {first.beat.doing}"
-        mend = "see the line it stands at, and its log"
+        fix = "see the line it stands at, and its log"
     else:
         head = f"all ranks have stood still for {seconds:.0f} s, {first.beat.doing}: nothing is computed or sent"
         same = len({peer.beat.place.partition(" ")[0] for peer in left}) == 1
         if cut or (same and not outside):  # one may be a step ahead of the other when their connection breaks
-            mend = "a connection between them is blocked: see the network and the firewalls of the hosts"
+            fix = "a connection between them is blocked: see the network and the firewalls of the hosts"
         elif outside:
-            mend = "see the lines they stand at"
+            fix = "see the lines they stand at"
         else:
-            mend = "they stand in different places: see whether one left the path that the others took"
-    return Failure(first.rank, first.host, "\n".join([head, *lines]), mend=mend, own=False, seen="still")
+            fix = "they stand in different places: see whether one left the path that the others took"
+    return Failure(first.rank, first.host, "\n".join([head, *lines]), fix=fix, own=False, seen="still")
 
 
 def _by_place(peers: Sequence[Peer]) -> list[tuple[str, str]]:

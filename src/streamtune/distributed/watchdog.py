@@ -224,7 +224,7 @@ def _asked_limits() -> WatchLimits | None:
         raise ArgumentError(
             f"'{text[:40]}' is neither off nor a number of seconds from 1 to {MOST_SECONDS:,}",
             where=VARIABLE,
-            mend="unset it: ranks that all stand still for 16 seconds end the run",
+            fix="unset it: ranks that all stand still for 16 seconds end the run",
         )
     usual = WatchLimits()
     longer = {name: max(getattr(usual, name), seconds) for name in ("place", "waiting", "silence")}
@@ -339,7 +339,7 @@ class _Hub:
             if now - self._started < self._limits.start:
                 return find_failure(self._peers.values(), now, self._limits)
             what = f"rank {missing[0]} has not come to train within {self._limits.start:.0f} s"
-            return Failure(missing[0], "?", what, mend="see its log", own=False, seen="missing")
+            return Failure(missing[0], "?", what, fix="see its log", own=False, seen="missing")
         return find_failure(self._peers.values(), now, self._limits) or find_deadlock(
             self._peers.values(), self._limits
         )

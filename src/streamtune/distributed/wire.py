@@ -121,7 +121,7 @@ def listen(environment: RankEnvironment, purpose: str) -> socket.socket:
             return listen_at(environment.master_addr, port)
     raise DistributedError(
         f"rank 0 cannot listen for the others ({purpose}): ports {ports[0]} to {ports[-1]} are taken",
-        mend="give another MASTER_PORT: they follow from it",
+        fix="give another MASTER_PORT: they follow from it",
     )
 
 
@@ -143,7 +143,7 @@ def dial(environment: RankEnvironment, purpose: str, about: dict[str, Any], seco
             if time.monotonic() > until:
                 raise DistributedError(
                     f"rank {environment.rank} on {environment.host} cannot reach rank 0 at {address}: {reason}",
-                    mend=f"ports {ports[0]} to {ports[-1]} of {address} must be open to the other hosts, "
+                    fix=f"ports {ports[0]} to {ports[-1]} of {address} must be open to the other hosts, "
                     "and rank 0 must have been started",
                 )
         time.sleep(0.1)

@@ -174,7 +174,7 @@ class ChunkCache(inside(CACHE_CLASS)):  # type: ignore[misc]
         if self.exchange is not None:
             raise UnsupportedModelError(
                 "a layer chooses whom it attends to by an indexer, which ranks that share a sequence do not have",
-                mend="set sequence_parallel_size: 1",
+                fix="set sequence_parallel_size: 1",
             )
         keys = indexer_key_states[:, None]
         joined, _ = self.update(keys, keys[..., :0], layer_idx)
@@ -336,7 +336,7 @@ class _LayerView:
             raise AttributeError(name)
         raise _UnknownStateError(
             f"a layer asks its cache for {name!r}, a state of a kind of its own, which is not streamed in this release",
-            mend="train this model without streaming",
+            fix="train this model without streaming",
         )
 
 
@@ -386,7 +386,7 @@ def state_before(layer: nn.Module, cache: ChunkCache, hidden: Tensor) -> Any:
         raise UnsupportedModelError(
             "the CUDA kernel of RWKV gives no gradient of the state that it begins with",
             where=type(layer).__name__,
-            mend="train this model without streaming",
+            fix="train this model without streaming",
         )
     known = [cache.get_recurrent_state(0, index) for index in range(RWKV_STATES)]
     alone = hidden.shape[1] == 1  # then the last token takes the place of a shifted sequence [B, T, C]
@@ -405,7 +405,7 @@ def state_after(layer: nn.Module, cache: ChunkCache, given: Any, out: Any) -> An
     if not isinstance(parts, list | tuple) or not all(isinstance(part, Tensor) for part in parts):
         raise UnsupportedModelError(
             f"{type(layer).__name__} does not give back its state, which the next chunk needs",
-            mend="set config.mode = 'inference', which computes the same and returns it",
+            fix="set config.mode = 'inference', which computes the same and returns it",
         )
     for index, part in enumerate(parts):
         cache.update_recurrent_state(part, 0, index)

@@ -164,7 +164,7 @@ class LayerCall:
             raise UnsupportedModelError(
                 f"{name} is handed {key!r}, which needs a gradient inside a {type(value).__name__}; only tensors "
                 "that are arguments themselves get theirs back",
-                mend="freeze what it is computed from, or train without streaming",
+                fix="freeze what it is computed from, or train without streaming",
             )
         elif key != self.hidden_name and isinstance(value, Tensor) and value.requires_grad:
             self.inputs[key] = self._dim(key, value, self.length)
@@ -206,16 +206,16 @@ class LayerCall:
                 what = "shares keys and values with other layers, which a ring does not pass on"
             else:
                 continue
-            raise UnsupportedModelError(f"{name} {what}", mend="set sequence_parallel_size: 1")
+            raise UnsupportedModelError(f"{name} {what}", fix="set sequence_parallel_size: 1")
         if self.length != shards.own:
             raise UnsupportedModelError(
                 f"{name} is given {self.length} hidden states where this rank has {shards.own} tokens, so ranks cannot "
                 "share its sequence",
-                mend="set sequence_parallel_size: 1",
+                fix="set sequence_parallel_size: 1",
             )
         if self._rotates_pooled_keys:
             raise UnsupportedModelError(
-                f"{name} pools keys, which ranks that share a sequence cannot", mend="set sequence_parallel_size: 1"
+                f"{name} pools keys, which ranks that share a sequence cannot", fix="set sequence_parallel_size: 1"
             )
         self.shards = shards
         self._with_masks(shards.mask, shards.own_padding)
@@ -349,7 +349,7 @@ class LayerCall:
         raise UnsupportedModelError(
             f"{what}: {longest:,} in a row cannot be cut apart, more than two chunks of {schedule.chunk_size:,}",
             where=where,
-            mend=f"set chunk_size to {-(-longest // 2):,} or more; these {longest:,} tokens are then computed at once",
+            fix=f"set chunk_size to {-(-longest // 2):,} or more; these {longest:,} tokens are then computed at once",
         )
 
     def _attending(self) -> AbstractContextManager[None]:
@@ -444,7 +444,7 @@ def _refuse_other_sequences(name: str, arguments: dict[str, Any], length: int) -
         if arguments.get(key) is not None:
             raise UnsupportedModelError(
                 f"{name} attends to {key!r}, another sequence than its own, which is not streamed",
-                mend="train without streaming, or without what is attended to (images, an encoder)",
+                fix="train without streaming, or without what is attended to (images, an encoder)",
             )
     for key, value in arguments.items():
         if key.endswith("mask") and isinstance(value, Tensor) and _is_square(value, other := value.shape[-1]):

@@ -108,7 +108,7 @@ class StreamedCalls(StreamedModel):
         """
         if torch.is_grad_enabled():
             raise ArgumentError(
-                "plain calls of a streamed model compute no gradient", mend="use torch.no_grad(), or remove() first"
+                "plain calls of a streamed model compute no gradient", fix="use torch.no_grad(), or remove() first"
             )
         return attribute_as(self.context, "plain", True)
 
@@ -180,12 +180,12 @@ class StreamedCalls(StreamedModel):
         for name, why in REFUSED_OUTPUTS.items():
             if asked.get(name):
                 raise UnsupportedModelError(
-                    f"{name}=True was asked for, but {why}", mend="call the model under torch.no_grad()"
+                    f"{name}=True was asked for, but {why}", fix="call the model under torch.no_grad()"
                 )
         if asked.get("use_cache") and torch.is_grad_enabled() and not self.model.training and self.scored is None:
             raise UnsupportedModelError(
                 "use_cache=True was asked for in evaluation with gradients on, where streaming returns no cache",
-                mend="call the model under torch.no_grad(), or leave use_cache out",
+                fix="call the model under torch.no_grad(), or leave use_cache out",
             )
         if asked.get("output_router_logits") and not self.model.training and not self._warned_of_routers:
             self._warned_of_routers = True
@@ -245,7 +245,7 @@ class StreamedCalls(StreamedModel):
             raise UnsupportedModelError(
                 "a label follows left padding, and eager attention lets padding see every token, which no rank that "
                 "shares a sequence has",
-                mend="give the first token of each row the label -100, or pad on the right",
+                fix="give the first token of each row the label -100, or pad on the right",
             )
         if not self._warned_of_padding:
             self._warned_of_padding = True
@@ -285,7 +285,7 @@ class StreamedCalls(StreamedModel):
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} records hidden states of layers inside of its decoder layers, which run "
                 f"on chunks ({pieces[0].shape[-2]} of {self._length} tokens)",
-                mend="leave output_hidden_states out, or call the model without streaming where they are wanted",
+                fix="leave output_hidden_states out, or call the model without streaming where they are wanted",
             )
 
     def _score_output(self, scored: ScoreRequest, output: Any) -> Any:

@@ -82,14 +82,14 @@ def _check(layer: nn.Module, shared: list[Any], weights: Weights) -> None:
             f"{name} shares keys and values with other layers, so its cache cannot be kept apart from theirs, as the "
             "order of chunks needs",
             where="engine.order",
-            mend="set order: layer (Schedule(order='layer'))",
+            fix="set order: layer (Schedule(order='layer'))",
         )
     if not weights.held and any(map(is_sharded, layer.modules())):
         raise ArgumentError(
             "order='chunk' passes through the weights of all layers once for every chunk, and these weights are on "
             "other ranks, which would send them each time",
             where=name,
-            mend="set order: layer (Schedule(order='layer')), or train without ZeRO stage 3 and FSDP2",
+            fix="set order: layer (Schedule(order='layer')), or train without ZeRO stage 3 and FSDP2",
         )
 
 
@@ -319,7 +319,7 @@ class _ChainedLayers(torch.autograd.Function):
         chain: LayerChain | None = ctx.chain
         if chain is None or chain.freed:
             raise ArgumentError(
-                "a streamed layer went backward a second time", mend="pass retain_graph=True to the backward before"
+                "a streamed layer went backward a second time", fix="pass retain_graph=True to the backward before"
             )
         for link in chain.links[: ctx.count]:
             link.owner.check_in_place(link.stream.call.length)

@@ -75,7 +75,7 @@ class StreamedHead:
             raise UnsupportedModelError(
                 f"{type(model).__name__} keeps a list of heads ({len(heads)}), one for each stream of tokens, and a "
                 "loss over all of them; only one head over one stream of tokens is streamed",
-                mend="use stream(model, head=False): layers are streamed, the heads are the model's own",
+                fix="use stream(model, head=False): layers are streamed, the heads are the model's own",
             )
         self._check_loss(model.__dict__.get(LOSS))
 
@@ -87,7 +87,7 @@ class StreamedHead:
                 f"the loss of this {type(self.model).__name__} is {name!r}, a function of whole logits, which are not "
                 "built: StreamTune's own cross entropy would be used in its place",
                 where="model.loss_function",
-                mend="use stream(model, head=False): layers are streamed, head and loss are the model's own; or build "
+                fix="use stream(model, head=False): layers are streamed, head and loss are the model's own; or build "
                 "the loss on handle.logprobs(), whose values and gradients are streamed",
             )
 
@@ -97,13 +97,13 @@ class StreamedHead:
         if not isinstance(head, nn.Module):
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} has no language-model head to stream",
-                mend="use stream(model, head=False): layers are streamed, the head is the model's own",
+                fix="use stream(model, head=False): layers are streamed, the head is the model's own",
             )
         refuse_hooks(
             head,
             within=False,
             why="which is not called for its logits: loss and gradient are computed from its weight",
-            mend="use stream(model, head=False): layers are streamed, the head is the model's own",
+            fix="use stream(model, head=False): layers are streamed, the head is the model's own",
         )
         self.module, self.shadowed = head, head.__dict__.get("forward")
         self.had_loss = LOSS in self.model.__dict__
@@ -199,7 +199,7 @@ class StreamedHead:
         if logits.hidden.shape[:-1] != targets.shape:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} leaves out tokens before its loss, which ranks that share them cannot",
-                mend="set sequence_parallel_size: 1",
+                fix="set sequence_parallel_size: 1",
             )
         if num_items is None:
             num_items = max(1, int((whole != ignore_index).sum()))

@@ -122,7 +122,7 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
     if own is not None and own not in FORMS:
         raise UnsupportedModelError(
             f"{name} computes its attention itself, by {own!r}, which does not know the tile of a chunk",
-            mend="load it with attn_implementation='eager'",
+            fix="load it with attn_implementation='eager'",
         )
     configs = attention_configs(model, layers)
     if own is None:
@@ -131,14 +131,14 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
     if isinstance(model, inside(MTP_MODEL)):
         raise UnsupportedModelError(
             f"{name} holds layers for multi-token prediction, which only draft: transformers gives them no loss",
-            mend="stream the causal language model they belong to",
+            fix="stream the causal language model they belong to",
         )
     for layer in layers:
         if "forward" in layer.__dict__:
             raise UnsupportedModelError(
                 f"{name} has a {type(layer).__name__} whose forward was replaced on the instance (a device map of "
                 "accelerate does that, and so do patches); chunks would go around it",
-                mend="load the model onto one device, or undo the patch",
+                fix="load the model onto one device, or undo the patch",
             )
         for module in layer.modules():
             if any(hasattr(module, state) for state in STATES_IN_MODULES):
@@ -150,7 +150,7 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
                 raise UnsupportedModelError(
                     f"{name} has a spectral norm in its {type(layer).__name__}, which takes a step of its power "
                     "iteration in each call, so one for each chunk",
-                    mend="remove it, or train without streaming",
+                    fix="remove it, or train without streaming",
                 )
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 raise UnsupportedModelError(
@@ -160,7 +160,7 @@ def check_streamable(model: PreTrainedModel, layers: list[nn.Module]) -> None:
     for flag, why in REFUSED_OUTPUTS.items():
         if any(getattr(config, flag, False) for config in configs):
             raise UnsupportedModelError(
-                f"{name} is configured with {flag}=True, but {why}", mend=f"set model.config.{flag} = False"
+                f"{name} is configured with {flag}=True, but {why}", fix=f"set model.config.{flag} = False"
             )
 
 
@@ -183,7 +183,7 @@ def _check_attention(model: str, name: str | None) -> None:
         raise UnsupportedModelError(
             f"{model} attends by {name!r}, a function that somebody registered; chunk by chunk StreamTune's own "
             "attention would be used in its place, and may compute something else",
-            mend=f"call model.set_attn_implementation() with one of {', '.join(KNOWN_ATTENTION)}: these compute the "
+            fix=f"call model.set_attn_implementation() with one of {', '.join(KNOWN_ATTENTION)}: these compute the "
             "same, and streaming stands in for them",
         )
 
@@ -221,21 +221,21 @@ def form_for(ranks: SequenceParallel, model: Any, layers: list[nn.Module], head:
     if (own := own_attention(model, layers)) is not None:
         raise UnsupportedModelError(
             f"{name} computes its attention itself ({own}), so ranks cannot share its sequence",
-            mend="set sequence_parallel_size: 1",
+            fix="set sequence_parallel_size: 1",
         )
     if "position_ids" not in inspect.signature(type(model).forward).parameters and not all(
         carries_states(layer) and not keeps_keys(layer) for layer in layers
     ):
         raise UnsupportedModelError(
             f"{name} takes no position_ids, so a rank cannot be told where its tokens are",
-            mend="set sequence_parallel_size: 1",
+            fix="set sequence_parallel_size: 1",
         )
     heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", 0)
     divides = all(count % ranks.size == 0 for count in (heads if isinstance(heads, list | tuple) else [heads]))
     if ranks.form == "ulysses" and not divides:
         raise ArgumentError(
             f"{heads} attention heads of {name} cannot be shared out to {ranks.size} ranks",
-            mend="set sequence_parallel: ring, or let sequence_parallel_size divide the heads",
+            fix="set sequence_parallel: ring, or let sequence_parallel_size divide the heads",
         )
     if ranks.form == "auto":
         return "ulysses" if divides else "ring"

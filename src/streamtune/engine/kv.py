@@ -293,7 +293,7 @@ class Past:
             raise ArgumentError(
                 "the cache that was passed was changed in place between the forward and its backward, and both "
                 "compute with it",
-                mend="call loss.backward() first, or pass a copy of the cache",
+                fix="call loss.backward() first, or pass a copy of the cache",
             )
 
 
@@ -306,5 +306,5 @@ def refuse_past(why: str, where: str) -> NoReturn:
     raise UnsupportedModelError(
         f"a cache was passed while gradients are on, and {why}",
         where=where,
-        mend=f"pass the whole sequence without {CACHE}, or call the model under torch.no_grad()",
+        fix=f"pass the whole sequence without {CACHE}, or call the model under torch.no_grad()",
     )

@@ -53,7 +53,7 @@ class StreamedForward(StreamedLayer):
             result = self._call(args, kwargs)
         except ForeignAttentionError as error:
             if context.shards is not None:
-                raise UnsupportedModelError(error.what, mend="set sequence_parallel_size: 1") from error
+                raise UnsupportedModelError(error.what, fix="set sequence_parallel_size: 1") from error
             self.own = OwnAttention("eager")
             before.restore()
             return self._call(args, kwargs)
@@ -64,7 +64,7 @@ class StreamedForward(StreamedLayer):
             what = f"{self.name} does not run on what one rank has ({type(error).__name__}: {error})"
             ring = context.shards.form == "ulysses"
             other = "set sequence_parallel: ring" if ring else "set sequence_parallel_size: 1"
-            raise UnsupportedModelError(what, mend=other) from error
+            raise UnsupportedModelError(what, fix=other) from error
         self.attention_known = True
         return result
 
@@ -131,7 +131,7 @@ class StreamedForward(StreamedLayer):
             raise UnsupportedModelError(
                 f"a cache of states was passed while gradients are on ({error})",
                 where=self.name,
-                mend="pass the whole sequence without a cache, or call the model under torch.no_grad()",
+                fix="pass the whole sequence without a cache, or call the model under torch.no_grad()",
             ) from error
         if seen > 0:
             if self.parts.context.rows is not None:
@@ -157,7 +157,7 @@ class StreamedForward(StreamedLayer):
             with self.on_device((), prefetch=1):
                 return call.run_whole()
         except ForeignAttentionError as error:
-            raise UnsupportedModelError(error.what, mend="fill the cache after stream(model), not before") from error
+            raise UnsupportedModelError(error.what, fix="fill the cache after stream(model), not before") from error
 
     def _forward_only(self, call: LayerCall) -> Any:
         stream = LayerStream(call, self)
@@ -216,7 +216,7 @@ class _StreamedLayer(torch.autograd.Function):
         stream: LayerStream | None = ctx.stream
         if stream is None:
             raise ArgumentError(
-                "a streamed layer went backward a second time", mend="pass retain_graph=True to the backward before"
+                "a streamed layer went backward a second time", fix="pass retain_graph=True to the backward before"
             )
         owner: StreamedLayer = ctx.owner
         owner.check_in_place(stream.call.length)

@@ -202,7 +202,7 @@ def _cross_entropy(
     if input.owner.shards is not None:
         raise UnsupportedModelError(
             f"{type(input.owner.model).__name__} computes its loss by its own hand, so it would shift labels in strips",
-            mend="score its tokens by handle.logprobs, or set sequence_parallel_size: 1",
+            fix="score its tokens by handle.logprobs, or set sequence_parallel_size: 1",
         )
     return input.owner.cross_entropy(input, target, None if reduction == "mean" else 1.0, ignore_index)
 
@@ -232,5 +232,5 @@ class _MissingAttributeError(UnsupportedModelError, AttributeError):
 def _refuse(operation: str, kind: type[UnsupportedModelError] = UnsupportedModelError) -> UnsupportedModelError:
     return kind(
         f"the model applies {operation!r} to its logits before the loss, which cannot be done chunk by chunk",
-        mend="use stream(model, head=False): layers are streamed, the head is the model's own",
+        fix="use stream(model, head=False): layers are streamed, the head is the model's own",
     )

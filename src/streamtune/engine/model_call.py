@@ -85,7 +85,7 @@ class ModelCall:
         if names_several_rows(self.kwargs):
             raise UnsupportedModelError(
                 "cu_seq_lens or seq_idx tell of packed rows, but position_ids do not restart",
-                mend="pass position_ids that restart at each row, and no attention_mask",
+                fix="pass position_ids that restart at each row, and no attention_mask",
             )
         return None
 
@@ -137,7 +137,7 @@ def mark_read(call: ModelCall) -> None:
         raise UnsupportedModelError(
             "the cache that was passed was read by a call with gradients, which has not written its tokens to it",
             where=CACHE,
-            mend="pass copy.deepcopy(cache) to each call that trains; segments of one row that attend to each other "
+            fix="pass copy.deepcopy(cache) to each call that trains; segments of one row that attend to each other "
             "are one call of the whole row",
         )
     if cache is not None and torch.is_grad_enabled():
@@ -151,17 +151,17 @@ def refuse_surroundings(model: nn.Module) -> None:
         raise UnsupportedModelError(
             "a streamed model was called under a transform of torch.func (grad, vmap, jvp, jacrev), which would have "
             "to see the inside of its backward",
-            mend="use loss.backward() or torch.autograd.grad; torch.func.functional_call alone is streamed",
+            fix="use loss.backward() or torch.autograd.grad; torch.func.functional_call alone is streamed",
         )
     if parametrize._cache_enabled:
         raise UnsupportedModelError(
             "a streamed model was called inside of torch.nn.utils.parametrize.cached(), which keeps weights that its "
             "forward computed without a graph",
-            mend="leave the context out: each chunk computes its parametrised weights again",
+            fix="leave the context out: each chunk computes its parametrised weights again",
         )
     parameter = next(model.parameters(), None)
     if parameter is not None and parameter.device.type == "meta" and not is_in_torch_dispatch_mode():
         raise ArgumentError(
             f"this {type(model).__name__} is on the meta device: it has no weights to compute with",
-            mend="load its weights, or move it by model.to_empty(device=...) and initialise it",
+            fix="load its weights, or move it by model.to_empty(device=...) and initialise it",
         )

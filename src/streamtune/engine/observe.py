@@ -227,14 +227,14 @@ def chunkwise(hook: Hook) -> Hook:
     return hook
 
 
-def refuse_hooks(root: nn.Module, *, within: bool, why: str, mend: str) -> None:
+def refuse_hooks(root: nn.Module, *, within: bool, why: str, fix: str) -> None:
     """Refuse hooks of the user's own on the modules of ``root``, a decoder layer or the head.
 
     Args:
         root: The module.
         within: True leaves out the hooks of ``root`` itself.
         why: Consequence of the hook, for the message.
-        mend: Remedy, for the message.
+        fix: Remedy, for the message.
     """
     for name, module in root.named_modules():
         if within and module is root:
@@ -243,11 +243,11 @@ def refuse_hooks(root: nn.Module, *, within: bool, why: str, mend: str) -> None:
             raise UnsupportedModelError(
                 f"a {kind} ({_name(hook)}) is on {name or 'it'} ({type(module).__name__}), {why}",
                 where=type(root).__name__,
-                mend=mend,
+                fix=fix,
             )
     for kind, hook in _hooks(vars(torch_module), GLOBAL):
         raise UnsupportedModelError(
-            f"a {kind} of all modules ({_name(hook)}) is registered, {why}", where=type(root).__name__, mend=mend
+            f"a {kind} of all modules ({_name(hook)}) is registered, {why}", where=type(root).__name__, fix=fix
         )
 
 

@@ -72,7 +72,7 @@ class StreamedEmbedding:
             if _state_of(read_from) != state:
                 raise ArgumentError(
                     "the embeddings of a call were read after its weights or tokens had been changed in place",
-                    mend="read or copy them before the optimizer's step, and before tokens are overwritten",
+                    fix="read or copy them before the optimizer's step, and before tokens are overwritten",
                 )
             found: Tensor = self.module(*args, **kwargs)
             return found
@@ -162,7 +162,7 @@ class _StandIn(torch.autograd.Function):
         if ctx.content.value is not None and ctx.content.value._version != ctx.content.version:
             raise UnsupportedModelError(
                 "the embeddings of the tokens were changed in place, and then given to a custom autograd function",
-                mend="change a copy of the embeddings",
+                fix="change a copy of the embeddings",
             )
         return grad, None
 
@@ -297,7 +297,7 @@ class _StreamedNorm(torch.autograd.Function):
         norm: StreamedNorm | None = ctx.norm
         if norm is None:
             raise ArgumentError(
-                "a streamed norm went backward a second time", mend="pass retain_graph=True to the backward before"
+                "a streamed norm went backward a second time", fix="pass retain_graph=True to the backward before"
             )
         ctx.weights.check()
         source = ctx.stored if ctx.stored is not None else ctx.saved_tensors[0]

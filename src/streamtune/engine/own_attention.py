@@ -102,7 +102,7 @@ def refuse_another(config: Any, name: Any, where: str) -> None:
         raise UnsupportedModelError(
             f"the attention was set to {now!r} while the model is streamed",
             where=where,
-            mend="call set_attn_implementation before stream(model), or .remove() the stream first",
+            fix="call set_attn_implementation before stream(model), or .remove() the stream first",
         )
 
 

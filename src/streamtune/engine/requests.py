@@ -48,7 +48,7 @@ class LossRequest:
         if index.shape != shape:
             raise UnsupportedModelError(
                 f"{model} leaves out tokens before its loss, whose teacher has been asked of all of them",
-                mend="name a model as teacher",
+                fix="name a model as teacher",
             )
         return replace(self.top_k, index_BT=index)
 
@@ -59,7 +59,7 @@ class LossRequest:
         if weights.shape != targets.shape:
             raise UnsupportedModelError(
                 f"{model} leaves out tokens before its loss, whose rows have weights",
-                mend="remove the column loss_weight from the data",
+                fix="remove the column loss_weight from the data",
             )
         return weights.to(targets.device)
 

@@ -55,7 +55,7 @@ class RowLengths:
             raise UnsupportedModelError(
                 "rotary embeddings that depend on the longest position are known for positions [B, T], not "
                 f"{list(positions.shape)}",
-                mend="set sequence_parallel_size: 1",
+                fix="set sequence_parallel_size: 1",
             )
         each_BT = (positions.amax() + 1).expand_as(positions)
         return cls(each_BT, each_BT)
@@ -132,7 +132,7 @@ class LengthRotary:
             raise UnsupportedModelError(
                 f"rotary embeddings of type {kind!r} change with the length of a row, and rows of {limit:,} tokens or "
                 "fewer share their beginning with longer ones",
-                mend="set share_prefix: never",
+                fix="set share_prefix: never",
             )
         out: Any = None
         for length in longest_BT.unique().tolist():  # ascending, for ``dynamic`` only ever grows

@@ -236,7 +236,7 @@ class RouterWatch:
         if form is None or tuple(inspect.signature(form).parameters) != BALANCE_ARGUMENTS:
             raise UnsupportedModelError(
                 f"{name} has a balance loss of its own form, which is not streamed",
-                mend="train it without output_router_logits",
+                fix="train it without output_router_logits",
             )
 
 
@@ -272,7 +272,7 @@ def balance_coefficient(model: Any) -> float:
             return float(value)
     raise UnsupportedModelError(
         f"{type(model).__name__} does not say how much its balance loss counts",
-        mend="use stream(model, router_loss=RouterLoss(balance=...))",
+        fix="use stream(model, router_loss=RouterLoss(balance=...))",
     )
 
 

@@ -111,7 +111,7 @@ class PackedRows:
                 raise UnsupportedModelError(
                     f"a packed row of one token at position {part.start} lies beside a longer one of the same batch, "
                     "which a layer with a recurrent state cannot be cut at",
-                    mend="pack with per_device_train_batch_size: 1",
+                    fix="pack with per_device_train_batch_size: 1",
                 )
 
     def carries_on(self, position: int) -> bool:
@@ -127,7 +127,7 @@ class PackedRows:
         if not state.is_floating_point():
             raise UnsupportedModelError(
                 "a layer carries tokens on as its state, which several packed sequences with other rows cannot share",
-                mend="pack with per_device_train_batch_size: 1",
+                fix="pack with per_device_train_batch_size: 1",
             )
         begun = self.begins[:, position]
         return state.masked_fill(begun.reshape(-1, *[1] * (state.dim() - 1)), 0.0)

@@ -54,7 +54,7 @@ class SavedTensors:
         if isinstance(self.z_in, Tensor) and self.z_in._version != self._version:
             raise ArgumentError(
                 f"the input of {layer} was changed in place after it had been read",
-                mend="change a copy of the hidden states",
+                fix="change a copy of the hidden states",
             )
         return self.z_in
 

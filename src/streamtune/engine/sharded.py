@@ -38,7 +38,7 @@ class FlatParametersError(UnsupportedModelError):
             "the model is wrapped by FullyShardedDataParallel (FSDP1), whose flat parameters a layer only borrows for "
             "one call",
             where=where,
-            mend="use FSDP2: torch.distributed.fsdp.fully_shard(layer), or fsdp_version: 2 of accelerate",
+            fix="use FSDP2: torch.distributed.fsdp.fully_shard(layer), or fsdp_version: 2 of accelerate",
         )
 
 
@@ -66,7 +66,7 @@ def gather_whole(layers: Iterable[nn.Module]) -> list[nn.Module]:
                 "deepspeed.initialize() (ZeRO stage 3) gathers the modules inside of each layer one by one, and chunks "
                 "need the layer whole",
                 where=type(layer).__name__,
-                mend="call streamtune.stream(model) before deepspeed.initialize() and before the trainer that calls it",
+                fix="call streamtune.stream(model) before deepspeed.initialize() and before the trainer that calls it",
             )
         setattr(layer, LEAF, True)
         flagged.append(layer)
@@ -166,7 +166,7 @@ def _offload_of(layer: nn.Module) -> Any:
         "a layer is to run forward again in the backward (levels: 2), and this version of DeepSpeed does not gather it "
         f"by {GATHER}()",
         where=type(layer).__name__,
-        mend="set levels: 1, or install the version of DeepSpeed that constraints.txt names",
+        fix="set levels: 1, or install the version of DeepSpeed that constraints.txt names",
     )
 
 
@@ -208,13 +208,13 @@ class Weights:
                 raise ArgumentError(
                     f"{name} was frozen between {between}, which would lose its gradient",
                     where=type(self.layer).__name__,
-                    mend="call loss.backward() first; disable_adapter() of peft freezes adapters as long as it is open",
+                    fix="call loss.backward() first; disable_adapter() of peft freezes adapters as long as it is open",
                 )
             if parameter._version != version or (place and _place(parameter) != place):
                 raise ArgumentError(
                     f"{name} was changed in place between {between}, and both compute with it",
                     where=type(self.layer).__name__,
-                    mend="change weights after loss.backward(), as an optimizer's step does",
+                    fix="change weights after loss.backward(), as an optimizer's step does",
                 )
 
     @contextmanager

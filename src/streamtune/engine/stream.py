@@ -164,23 +164,23 @@ class StreamHandle(StreamedCalls):
     def _check_scored(self, request: ScoreRequest, input_ids: Tensor) -> None:
         targets, branches, temperature = request.targets, request.branches, request.temperature
         if not self.layers:
-            raise ArgumentError("the model is not streamed any more", mend="ask for log-probabilities before .remove()")
+            raise ArgumentError("the model is not streamed any more", fix="ask for log-probabilities before .remove()")
         if not self.streams_head:
             raise ArgumentError(
                 "no language-model head is streamed, so there is no promise of logits",
-                mend="use stream(model, head=True) on a causal language model",
+                fix="use stream(model, head=True) on a causal language model",
             )
         if input_ids.shape != targets.shape or input_ids.dim() != 2:
             raise ArgumentError(
                 f"input_ids {tuple(input_ids.shape)} and targets {tuple(targets.shape)} must both be [B, T]",
-                mend="shift the targets: position t predicts targets[:, t], -100 where it predicts nothing",
+                fix="shift the targets: position t predicts targets[:, t], -100 where it predicts nothing",
             )
         if not temperature > 0:
             raise ArgumentError(f"temperature must be more than 0, not {temperature!r}")
         if branches is not None and tuple(input_ids.shape) != (1, branches.length):
             raise ArgumentError(
                 f"the branches are a sequence of {branches.length} tokens, the batch is {tuple(input_ids.shape)}",
-                mend="lay all trees end to end in one row of input_ids",
+                fix="lay all trees end to end in one row of input_ids",
             )
 
     def with_loss(self, asked: LossRequest) -> AbstractContextManager[None]:
@@ -279,7 +279,7 @@ class StreamHandle(StreamedCalls):
         for hook in inner._forward_pre_hooks.values():
             if isinstance(handle := getattr(hook, "__self__", None), cls):
                 return handle
-        raise ArgumentError(f"this {type(inner).__name__} is not streamed", mend="call streamtune.stream(model)")
+        raise ArgumentError(f"this {type(inner).__name__} is not streamed", fix="call streamtune.stream(model)")
 
     def __enter__(self) -> StreamHandle:
         return self

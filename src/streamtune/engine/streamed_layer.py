@@ -106,7 +106,7 @@ class StreamedLayer:
             raise ArgumentError(
                 "the stream was removed between a forward and its backward, which has to run the layers again",
                 where=self.name,
-                mend="call loss.backward() before handle.remove(), or inside of the with statement",
+                fix="call loss.backward() before handle.remove(), or inside of the with statement",
             )
         self.check_attention(length)
         self.check_hooks()
@@ -117,7 +117,7 @@ class StreamedLayer:
             self.layer,
             within=True,
             why="and would be called for each chunk, forward and backward",
-            mend="register it on the decoder layer, which is called once with the whole sequence; or, if it treats "
+            fix="register it on the decoder layer, which is called once with the whole sequence; or, if it treats "
             "every token by itself, register streamtune.chunkwise(hook)",
         )
 
@@ -134,7 +134,7 @@ class StreamedLayer:
                     f"of {length} tokens the attention keeps {KEPT_WINDOW}={kept} by a score that repeated tokens "
                     "share, so that what it keeps depends on the chunk",
                     where=self.name,
-                    mend=f"train on rows of at most {kept} tokens",
+                    fix=f"train on rows of at most {kept} tokens",
                 )
             refuse_another(config, name, self.name)
 
@@ -151,7 +151,7 @@ class StreamedLayer:
             raise UnsupportedModelError(
                 f"{self.name} uses a trainable tensor of shape {tuple(leaf.shape)} "
                 "that is not its own parameter, so its gradient would be lost",
-                mend="freeze that tensor, or train without streaming",
+                fix="freeze that tensor, or train without streaming",
             )
         self.leaves_checked = True
 

@@ -59,7 +59,7 @@ class StreamedModel:
         if any(isinstance(layer.__dict__.get("forward"), StreamedForward) for layer in self.layers):
             raise ArgumentError(
                 f"this {type(self.model).__name__} is streamed already",
-                mend="call StreamHandle.of(model).remove() first",
+                fix="call StreamHandle.of(model).remove() first",
             )
         check_streamable(self.model, self.layers)
         self.sequence_parallel = None if sequence_parallel is None or sequence_parallel.size == 1 else sequence_parallel
@@ -67,7 +67,7 @@ class StreamedModel:
         if self.sequence_parallel is not None and schedule.order == "chunk":
             raise ArgumentError(
                 "order='chunk' is for whole sequences, and ranks are to share each of them",
-                mend="set order: layer (Schedule(order='layer')), or sequence_parallel_size: 1",
+                fix="set order: layer (Schedule(order='layer')), or sequence_parallel_size: 1",
             )
         self.form = ""
         """Form of the ranks' exchange, ``ulysses`` or ``ring``."""
@@ -164,5 +164,5 @@ def _refuse_own_loss(model: nn.Module) -> None:
     if "CPT" in kinds:
         raise UnsupportedModelError(
             "context-aware prompt tuning (CPT) computes its own loss from whole logits, which are not built",
-            mend="use stream(model, head=False): layers are streamed, head and loss are the model's own",
+            fix="use stream(model, head=False): layers are streamed, head and loss are the model's own",
         )

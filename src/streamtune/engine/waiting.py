@@ -331,7 +331,7 @@ class WaitingWeights:
     def __reduce__(self) -> Any:
         raise UnsupportedModelError(
             "a streamed model whose weights wait on the host was copied or saved with its streaming",
-            mend="call handle.remove() first, or save the state_dict()",
+            fix="call handle.remove() first, or save the state_dict()",
         )
 
 

@@ -214,7 +214,7 @@ def _find(name_or_path: str) -> dict[str, Path]:
     raise ArgumentError(
         f"'{name_or_path}' has no weights in safetensors, which ranks that share them read a layer at a time",
         where="model_name_or_path",
-        mend="convert it: load it with transformers and save_pretrained()",
+        fix="convert it: load it with transformers and save_pretrained()",
     )
 
 
@@ -284,7 +284,7 @@ def fingerprint_files(files: Iterable[tuple[str, Path]], times: FileTimes | None
             if times.setdefault(path, now) != now:
                 raise ArgumentError(
                     f"{path} was written to while the run was being started",
-                    mend="wait until it is written, and start again",
+                    fix="wait until it is written, and start again",
                 )
     with ThreadPoolExecutor(THREADS) as pool:  # hashing releases the interpreter's lock
         hashes = list(pool.map(_hash_of, [path for _, path in ordered]))
@@ -328,7 +328,7 @@ def _hash_of(path: Path) -> str:
             changed = os.fstat(file.fileno())
     except OSError as error:
         raise ArgumentError(
-            f"{path} cannot be read: {error}", where="model_name_or_path", mend="use a whole copy of the model"
+            f"{path} cannot be read: {error}", where="model_name_or_path", fix="use a whole copy of the model"
         ) from error
     same = (state.st_size, state.st_mtime_ns, state.st_ctime_ns) == (
         changed.st_size, changed.st_mtime_ns, changed.st_ctime_ns

@@ -50,12 +50,12 @@ def read_config(name_or_path: str, trust_remote_code: bool) -> Any:
 def wanted_vocabulary(config: Mapping[str, Any], smallest: int) -> int:
     """Return the vocabulary size of a configuration, by default and at least the tokenizer's, ``smallest``."""
     wanted = config.get("vocab_size", smallest)
-    where, mend = place_in_init("vocab_size"), "leave vocab_size out: it follows the tokenizer"
+    where, fix = place_in_init("vocab_size"), "leave vocab_size out: it follows the tokenizer"
     if isinstance(wanted, bool) or not isinstance(wanted, int):
-        raise ArgumentError(f"'vocab_size: {str(wanted)[:60]}' is no whole number", where=where, mend=mend)
+        raise ArgumentError(f"'vocab_size: {str(wanted)[:60]}' is no whole number", where=where, fix=fix)
     if wanted < smallest:
         raise ArgumentError(
-            f"a vocabulary of {wanted:,} is smaller than the tokenizer's {smallest:,} tokens", where=where, mend=mend
+            f"a vocabulary of {wanted:,} is smaller than the tokenizer's {smallest:,} tokens", where=where, fix=fix
         )
     return wanted
 
@@ -91,7 +91,7 @@ def making_model(keys: Mapping[str, Any]) -> Iterator[None]:
         raise ArgumentError(
             f"no model of type '{keys.get('model_type')}' can be made of these values: {first_words(error)}",
             where="model.init",
-            mend="mend the value; the config.json of a published model of that type shows which belong together",
+            fix="fix the value; the config.json of a published model of that type shows which belong together",
         ) from error
 
 
@@ -120,11 +120,11 @@ def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
     model_type = str(keys.get("model_type", ""))
     if model_type not in types:
         what = f"transformers has no causal language model of type '{model_type}'"
-        mend = "choose the model_type of a causal language model, as its config.json has it: qwen3, llama ..."
+        fix = "choose the model_type of a causal language model, as its config.json has it: qwen3, llama ..."
         raise ArgumentError(
             what if model_type else "no model type given",
             where="model.init.model_type",
-            mend=did_you_mean(model_type, types) or mend,
+            fix=did_you_mean(model_type, types) or fix,
         )
     check_kernels(keys)
     config_class = CONFIG_MAPPING[model_type]
@@ -135,7 +135,7 @@ def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
     except Exception as error:  # the validators of each configuration class raise types of their own
         reason = " ".join(str(error).split())
         raise ArgumentError(
-            f"{config_class.__name__} does not accept these values: {reason}", where="model.init", mend="mend the value"
+            f"{config_class.__name__} does not accept these values: {reason}", where="model.init", fix="fix the value"
         ) from error
     known_keys = {*config_class().to_dict(), *config_class.attribute_map}
     for key in arguments:
@@ -143,7 +143,7 @@ def build_config(keys: Mapping[str, Any]) -> PreTrainedConfig:
             raise ArgumentError(
                 f"{config_class.__name__} has no key '{key}'",
                 where=f"model.init.{key}",
-                mend=did_you_mean(key, known_keys) or "remove it",
+                fix=did_you_mean(key, known_keys) or "remove it",
             )
     check_config(config, keys, place_in_init)
     return config
@@ -172,11 +172,11 @@ def check_exists(name_or_path: str) -> None:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ArgumentError(f"'{_short(name_or_path)}' cannot be looked at: {reason}", where="model_name_or_path",
-                            mend="give a folder that holds a model, or a name on the model hub") from error  # fmt: skip
+                            fix="give a folder that holds a model, or a name on the model hub") from error  # fmt: skip
     for file in (path / "config.json", path / "adapter_config.json"):
         if file.is_fifo() or file.is_char_device():  # reading it would not end
             raise ArgumentError(f"{file} is a pipe or a device, and no file", where="model_name_or_path",
-                                mend="use a whole copy of the model")  # fmt: skip
+                                fix="use a whole copy of the model")  # fmt: skip
     _check_no_run(path)
     if path.is_dir() or not (name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1):
         return
@@ -184,7 +184,7 @@ def check_exists(name_or_path: str) -> None:
     raise ArgumentError(
         f"there is no folder {path}",
         where="model_name_or_path",
-        mend=did_you_mean(path.name, siblings) or "give a folder that holds a model, or a name on the model hub",
+        fix=did_you_mean(path.name, siblings) or "give a folder that holds a model, or a name on the model hub",
     )
 
 
@@ -198,7 +198,7 @@ def _check_no_run(path: Path) -> None:
             raise ArgumentError(
                 f"{path} is the directory of {what}, and not a model",
                 where="model_name_or_path",
-                mend=f"write {path / inner}, which is the model"
+                fix=f"write {path / inner}, which is the model"
                 if there
                 else f"the run is not done: its checkpoints hold a model each, {path / 'checkpoints'}/step-.../model",
             )
@@ -209,28 +209,28 @@ def loading_error(kind: str, name_or_path: str, error: Exception) -> ArgumentErr
     first_line, where = first_words(error), "model_name_or_path"
     folder = Path(name_or_path).expanduser()
     lacks_safetensors = "safetensors" in str(error) and isinstance(error, OSError)
-    mend = "check the name or folder; a gated model needs `hf auth login`; offline, give a local folder"
+    fix = "check the name or folder; a gated model needs `hf auth login`; offline, give a local folder"
     if isinstance(error, UnpicklingError):  # torch advises to run it
         first_line = "its pickle holds more than tensors, which is code"
-        mend = "use a copy with safetensors"
+        fix = "use a copy with safetensors"
     elif "trust_remote_code" in str(error):
-        mend = "set trust_remote_code: true if you trust the code that comes with it"
+        fix = "set trust_remote_code: true if you trust the code that comes with it"
     elif lacks_safetensors and folder.is_dir() and not pickles_in(folder):
         first_line = "there are no weights in it"
-        mend = "use a whole copy of the checkpoint, with its model.safetensors or all of its shards and their index"
+        fix = "use a whole copy of the checkpoint, with its model.safetensors or all of its shards and their index"
     elif lacks_safetensors:
         first_line = "it has no safetensors weights; a pickle runs code when it is read"
-        mend = "use a copy with safetensors; or, if you trust who made it, set allow_pickle: true"
+        fix = "use a copy with safetensors; or, if you trust who made it, set allow_pickle: true"
     elif "alidation error" in str(error):  # by transformers on a config.json, which a tokenizer reads too
         _, place = key_place(name_or_path)
         field = re.search(r"field '(\w+)'", str(error))
         first_line, where = f"its config.json is not valid: {first_line}", place(field[1] if field else "")
-        mend = "mend the value, or use a whole copy of the checkpoint"
+        fix = "fix the value, or use a whole copy of the checkpoint"
     elif folder.is_dir():
-        mend = "use a whole copy of the checkpoint: a file in this folder is damaged, missing or of another kind"
+        fix = "use a whole copy of the checkpoint: a file in this folder is damaged, missing or of another kind"
     elif is_offline():
-        mend = "--offline reads local folders and the cache only; run it once without, or give a local folder"
-    return ArgumentError(f"cannot load the {kind} '{_short(name_or_path)}': {first_line}", where=where, mend=mend)
+        fix = "--offline reads local folders and the cache only; run it once without, or give a local folder"
+    return ArgumentError(f"cannot load the {kind} '{_short(name_or_path)}': {first_line}", where=where, fix=fix)
 
 
 def _short(value: Any, most: int = 100) -> str:
@@ -245,7 +245,7 @@ def check_kernels(keys: Any) -> None:
             raise ArgumentError(
                 f"'{key}: {keys[key]}' names a kernel of a hub, which is code",
                 where=f"model.init.{key}",
-                mend="delete the line; the engine picks the attention kernel, see `streamtune env`",
+                fix="delete the line; the engine picks the attention kernel, see `streamtune env`",
             )
 
 
@@ -291,26 +291,26 @@ def check_config(config: Any, given: Mapping[str, Any], where: Where) -> None:
     flat = given.get("text_config") if isinstance(given.get("text_config"), Mapping) else given
     assert isinstance(flat, Mapping)
 
-    def refuse(key: str, what: str, mend: str) -> ArgumentError:
+    def refuse(key: str, what: str, fix: str) -> ArgumentError:
         written = names.get(key, key) if key not in flat else key
-        return ArgumentError(f"'{written}: {_short(_value(text, key), 60)}' {what}", where=where(written), mend=mend)
+        return ArgumentError(f"'{written}: {_short(_value(text, key), 60)}' {what}", where=where(written), fix=fix)
 
     for key in SIZES:
         value, most = _value(text, key), LARGEST.get(key, LARGEST_SIZE)
         for size in value if isinstance(value, list | tuple) else () if value is None else (value,):
             if isinstance(size, bool) or not isinstance(size, int) or size < (0 if isinstance(value, list) else 1):
-                raise refuse(key, "is no size of a model: it takes a whole number of at least 1", "mend the number")
+                raise refuse(key, "is no size of a model: it takes a whole number of at least 1", "fix the number")
             if size > most:
-                raise refuse(key, f"is more than any model has: at most {most:,}", "mend the number")
+                raise refuse(key, f"is more than any model has: at most {most:,}", "fix the number")
     _check_heads(text, flat, names, refuse)
     chosen = _count(text, "num_experts_per_tok")
     if chosen is not None and chosen < 1 and any(_count(text, key) for key in EXPERTS):
         raise refuse("num_experts_per_tok", "leaves every token without an expert", "use at least 1")
     for key, value in _numbers(text):
         if math.isnan(value):
-            raise refuse(key, "is not a number", "mend the number")
+            raise refuse(key, "is not a number", "fix the number")
         if DROPOUT.search(key) and not 0 <= value < 1:
-            raise refuse(key, "is no probability: it takes a number of at least 0 and below 1", "mend the number")
+            raise refuse(key, "is no probability: it takes a number of at least 0 and below 1", "fix the number")
 
 
 def check_count(given: Mapping[str, Any], where: Where) -> None:
@@ -321,7 +321,7 @@ def check_count(given: Mapping[str, Any], where: Where) -> None:
             count = keys.get(key)
             if isinstance(count, int) and count > LARGEST["num_hidden_layers"]:
                 what = f"is more than any model has: at most {LARGEST['num_hidden_layers']:,}"
-                raise ArgumentError(f"'{key}: {_short(count, 60)}' {what}", where=where(key), mend="mend the number")
+                raise ArgumentError(f"'{key}: {_short(count, 60)}' {what}", where=where(key), fix="fix the number")
 
 
 def _check_heads(

@@ -168,7 +168,7 @@ def use_saved_ends(model: Any, folder: Path) -> None:
     try:
         ends = ends_of(GenerationConfig.from_pretrained(str(folder)))
     except (OSError, ValueError, TypeError) as error:
-        raise ArgumentError(f"{path} cannot be read: {error}", where="RUN", mend="mend or delete it") from error
+        raise ArgumentError(f"{path} cannot be read: {error}", where="RUN", fix="fix or delete it") from error
     add_ends(model, ends)
 
 

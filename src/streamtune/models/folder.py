@@ -59,7 +59,7 @@ def check_folder(name_or_path: str, *, allow_pickle: bool = False, reads_weights
     explicit = config.get("transformers_weights")
     if explicit is not None and (escape_of(explicit) or not str(explicit).endswith((".safetensors", ".json"))):
         what = f"{folder / 'config.json'} names weights that are no safetensors in its folder: {str(explicit)[:80]!r}"
-        raise ArgumentError(what, where=WHERE, mend="delete transformers_weights there")
+        raise ArgumentError(what, where=WHERE, fix="delete transformers_weights there")
     if (folder / "adapter_config.json").is_file():
         _check_adapter(folder, allow_pickle=allow_pickle, reads_weights=reads_weights)
         if not (folder / "config.json").is_file():
@@ -82,11 +82,11 @@ def _check_index(path: Path, *, shards: bool) -> None:
     index = _read(path)
     listed = index.get("weight_map")
     if not isinstance(listed, dict) or not isinstance(index.get("metadata", {}), dict):
-        raise ArgumentError(f"{path} lists no weights", where=WHERE, mend=WHOLE_COPY)
+        raise ArgumentError(f"{path} lists no weights", where=WHERE, fix=WHOLE_COPY)
     for name in listed.values():
         if why := escape_of(name):
             what = f"{path} names a file that {why}: {str(name)[:80]!r}"
-            raise ArgumentError(what, where=WHERE, mend="this checkpoint is broken, or means harm; use another copy")
+            raise ArgumentError(what, where=WHERE, fix="this checkpoint is broken, or means harm; use another copy")
     whole = path.name.replace(".index.json", "")
     missing = sorted(name for name in set(listed.values()) if not (path.parent / name).is_file())
     if shards and missing and not (path.parent / whole).is_file():
@@ -94,7 +94,7 @@ def _check_index(path: Path, *, shards: bool) -> None:
         raise ArgumentError(
             f"{path} names {names}, and there is no such file beside it",
             where=WHERE,
-            mend=f"{WHOLE_COPY}: a download may have been cut off",
+            fix=f"{WHOLE_COPY}: a download may have been cut off",
         )
 
 
@@ -107,7 +107,7 @@ def _check_adapter(folder: Path, *, allow_pickle: bool, reads_weights: bool) -> 
         pickles = [name for name in pickles_in(folder) if name.startswith("adapter_model")]
         if reads_weights and not pickles and not beside_model:
             what = f"{folder} has an adapter_config.json and no adapter_model.safetensors"
-            raise ArgumentError(what, where=WHERE, mend="use a whole copy of the adapters")
+            raise ArgumentError(what, where=WHERE, fix="use a whole copy of the adapters")
         if pickles and not allow_pickle:
             raise _pickle(folder, pickles[0])
     base = config.get("base_model_name_or_path")
@@ -116,7 +116,7 @@ def _check_adapter(folder: Path, *, allow_pickle: bool, reads_weights: bool) -> 
         raise ArgumentError(
             f"{folder} holds adapters, whose base {str(base)[:80]!r} is no folder here",
             where=WHERE,
-            mend="merge them into their base first, and name that folder; nothing is fetched that no recipe names",
+            fix="merge them into their base first, and name that folder; nothing is fetched that no recipe names",
         )
     if isinstance(base, str) and is_here and Path(base).resolve() != folder.resolve():
         check_folder(base, allow_pickle=allow_pickle, reads_weights=reads_weights)
@@ -126,7 +126,7 @@ def _pickle(folder: Path, name: str) -> ArgumentError:
     return ArgumentError(
         f"the weights in {folder} are a pickle ({name}), which runs code when it is read",
         where=WHERE,
-        mend="use a copy with safetensors; or, if you trust who made it, set allow_pickle: true: tensors only are read",
+        fix="use a copy with safetensors; or, if you trust who made it, set allow_pickle: true: tensors only are read",
     )
 
 
@@ -139,9 +139,9 @@ def _read(path: Path) -> dict[str, Any]:
             raise ValueError(f"it has more than {INDEX_BYTES >> 20} MiB")
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ArgumentError(f"{path} cannot be read: {error}", where=WHERE, mend=WHOLE_COPY) from error
+        raise ArgumentError(f"{path} cannot be read: {error}", where=WHERE, fix=WHOLE_COPY) from error
     if not isinstance(content, dict):
-        raise ArgumentError(f"{path} holds no JSON object", where=WHERE, mend=WHOLE_COPY)
+        raise ArgumentError(f"{path} holds no JSON object", where=WHERE, fix=WHOLE_COPY)
     return content
 
 
@@ -152,18 +152,18 @@ MOST_RANK = 10**5
 
 
 def check_saved_settings(
-    folder: Path, names: Sequence[str], *, where: str, mend: str = "use a whole copy of it"
+    folder: Path, names: Sequence[str], *, where: str, fix: str = "use a whole copy of it"
 ) -> None:
     """Read the settings of a folder with adapters, and refuse settings that peft fails on or matches for minutes.
 
     ``names`` of modules are matched with the patterns. In errors ``where`` is the key that named the folder, and
-    ``mend`` the fix for a file that cannot be read.
+    ``fix`` the fix for a file that cannot be read.
     """
     path = folder / "adapter_config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ArgumentError(f"{path} cannot be read: {error}", where=where, mend=mend) from error
+        raise ArgumentError(f"{path} cannot be read: {error}", where=where, fix=fix) from error
     check_adapter_settings(settings, path, names, where=where)
 
 
@@ -175,12 +175,10 @@ def check_adapter_settings(settings: Any, path: Path, names: Sequence[str] = USU
 
     def refuse(key: str, wanted: str) -> ArgumentError:
         shown = json.dumps(settings.get(key))[:60] if isinstance(settings, Mapping) else ""
-        return ArgumentError(
-            f"'{key}' in {path} is {shown}, and must be {wanted}", where=where, mend="correct the file"
-        )
+        return ArgumentError(f"'{key}' in {path} is {shown}, and must be {wanted}", where=where, fix="correct the file")
 
     if not isinstance(settings, Mapping):
-        raise ArgumentError(f"{path} is not a mapping of settings", where=where, mend="use a whole copy of it")
+        raise ArgumentError(f"{path} is not a mapping of settings", where=where, fix="use a whole copy of it")
     for key in ("r", "oft_block_size"):
         if key in settings and not (_is_number(settings[key], whole=True) and 0 <= settings[key] <= MOST_RANK):
             raise refuse(key, f"a whole number up to {MOST_RANK:,}")
@@ -241,7 +239,7 @@ def unchanged(name_or_path: str | Path, *, where: str = "model_name_or_path") ->
                 raise ArgumentError(
                     f"{path} was written to while it was read",
                     where=where,
-                    mend="wait until it is written, and start again",
+                    fix="wait until it is written, and start again",
                 ) from cause
 
     try:

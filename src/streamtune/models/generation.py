@@ -84,7 +84,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: ChatOpt
     try:
         return PromptRenderer(tokenizer, chat=chat)(asked, None, "")
     except DataError as error:
-        raise ArgumentError(error.what, where="sample", mend="give another prompt, or another chat_template") from error
+        raise ArgumentError(error.what, where="sample", fix="give another prompt, or another chat_template") from error
 
 
 def sample_text(

@@ -226,7 +226,7 @@ def read_plain_config(name_or_path: str, trust_remote_code: bool) -> Any:
         raise ArgumentError(
             f"the weights of '{name_or_path}' are quantised already, and how is not known before they are loaded",
             where="model_name_or_path",
-            mend="plan with the checkpoint they were made from, and finetuning_type: qlora",
+            fix="plan with the checkpoint they were made from, and finetuning_type: qlora",
         )
     return config
 

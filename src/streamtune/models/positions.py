@@ -71,7 +71,7 @@ class RopeChange:
             raise ArgumentError(
                 f"a model of type '{text.model_type}' has no rotary positions to change",
                 where=key,
-                mend=f"delete '{key}', or choose a model with rotary positions",
+                fix=f"delete '{key}', or choose a model with rotary positions",
             )
         nested = all(isinstance(kind, dict) for kind in kinds.values())
         old = kinds.get("full_attention") if nested else kinds
@@ -79,7 +79,7 @@ class RopeChange:
             raise ArgumentError(
                 f"this model has the rotations {', '.join(kinds)}, and none of layers with full attention",
                 where=key,
-                mend=f"delete '{key}', and write rope_parameters into its config.json",
+                fix=f"delete '{key}', and write rope_parameters into its config.json",
             )
         new, reached = self._changed(old, text.max_position_embeddings)
         for name in ("short_factor", "long_factor"):
@@ -94,7 +94,7 @@ class RopeChange:
         except Exception as error:  # the validators raise types of their own
             reason = " ".join(str(error).split())
             raise ArgumentError(
-                f"transformers refuses these positions: {reason}", where=key, mend="mend the value"
+                f"transformers refuses these positions: {reason}", where=key, fix="fix the value"
             ) from error
 
     def _changed(self, old: Mapping[str, Any], limit: int) -> tuple[dict[str, Any], int]:
@@ -156,7 +156,7 @@ def _factors(config: Any, name: str, given: Sequence[float]) -> list[float]:
             f"'{name}' has {len(given)} number{'s' if len(given) > 1 else ''}, and this model has {count} frequencies "
             f"(heads of {size})",
             where="rope_scaling",
-            mend=f"write {count} numbers",
+            fix=f"write {count} numbers",
         )
     return [float(each) for each in given]
 
@@ -190,7 +190,7 @@ def check_positions(model: Any, longest: int, *, training: bool = True) -> str |
             raise ArgumentError(
                 f"the longest row has {longest:,} tokens; the model's table of positions ({name}) ends at {limit:,}",
                 where="max_length",
-                mend=f"set max_length: {limit} and overlength: split, or choose a model with rotary positions",
+                fix=f"set max_length: {limit} and overlength: split, or choose a model with rotary positions",
             )
     what = f"the longest row has {longest:,} tokens; the model was made for {limit:,} (max_position_embeddings)"
     original = pretrained_positions(model.config)
@@ -205,7 +205,7 @@ def check_positions(model: Any, longest: int, *, training: bool = True) -> str |
     raise ArgumentError(
         what,
         where="max_length",
-        mend=f"extend its positions: rope_scaling: {{rope_type: yarn, factor: {factor}}}; or train "
+        fix=f"extend its positions: rope_scaling: {{rope_type: yarn, factor: {factor}}}; or train "
         f"at positions it has never seen: rope_scaling: {{rope_type: default}}; or set max_length: {limit}",
     )
 
@@ -218,4 +218,4 @@ def describe_positions(model: Any, longest: int) -> str | None:
     try:
         return check_positions(model, longest)
     except ArgumentError as error:
-        return f"{error.what}: a run refuses such rows; {error.mend}"
+        return f"{error.what}: a run refuses such rows; {error.fix}"

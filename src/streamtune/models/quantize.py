@@ -49,10 +49,10 @@ def choose_quantization(kind: str, device: torch.device) -> str:
     package = PACKAGES[chosen]
     if not _installed(package):
         other, theirs = next(item for item in PACKAGES.items() if item[0] != chosen)
-        mend = f"pip install {package} (or streamtune[quant])"
+        fix = f"pip install {package} (or streamtune[quant])"
         if _installed(theirs):
-            mend += f", or write quantization: {other}, which is here"
-        raise ArgumentError(f"{chosen} needs {package}, which is not installed", where="quantization", mend=mend)
+            fix += f", or write quantization: {other}, which is here"
+        raise ArgumentError(f"{chosen} needs {package}, which is not installed", where="quantization", fix=fix)
     return chosen
 
 
@@ -70,7 +70,7 @@ def quantize(
             f"the weights of this checkpoint are quantised already ({before}), and adapters of kind loftq start from "
             "what that took from them",
             where="adapter_type",
-            mend="use the checkpoint they were made from, or write adapter_type: lora",
+            fix="use the checkpoint they were made from, or write adapter_type: lora",
         )
     if before is None:
         if isinstance(change, LoftqStart):
@@ -82,7 +82,7 @@ def quantize(
         raise ArgumentError(
             f"the weights of this checkpoint are quantised already ({before}), and {kind} is asked for",
             where="quantization",
-            mend=f"write quantization: {before}" if before in PACKAGES else "use the checkpoint they were made from",
+            fix=f"write quantization: {before}" if before in PACKAGES else "use the checkpoint they were made from",
         )
     for module in model.modules():
         # On CPUs with AVX512-BF16 bitsandbytes packs a weight for another kernel when it is first used in evaluation.
@@ -181,7 +181,7 @@ def divide_packed(model: nn.Module, *, keeps_objects: bool) -> None:
             raise ArgumentError(
                 f"the 4-bit weight of {name} has {weight.nbytes:,} bytes, which do not make whole numbers of {dtype}",
                 where="finetuning_type",
-                mend="write deepspeed: zero2 (each rank keeps the quantised base), or finetuning_type: lora",
+                fix="write deepspeed: zero2 (each rank keeps the quantised base), or finetuning_type: lora",
             )
         held: Any = module
         held.quant_state, held.quant_storage = weight.quant_state, dtype
@@ -204,7 +204,7 @@ def _convert(model: PreTrainedModel, kind: str, device: torch.device, change: Qu
     linears = list(_linears(model))
     if not linears:
         raise ArgumentError(
-            f"{type(model).__name__} has no nn.Linear layers to quantise", where="finetuning_type", mend="write lora"
+            f"{type(model).__name__} has no nn.Linear layers to quantise", where="finetuning_type", fix="write lora"
         )
     (_to_int8 if kind == "int8" else _to_nf4)(model, linears, device, change)
     wide, width = kept_wide(model), model.config.get_text_config(decoder=True).hidden_size

@@ -84,7 +84,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedToken
         raise ArgumentError(
             f"a vocabulary of {vocab_size} has no room for 256 bytes and {len(special)} special tokens",
             where="tokenizer.train.vocab_size",
-            mend=f"set it to at least {smallest}",
+            fix=f"set it to at least {smallest}",
         )
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -134,7 +134,7 @@ def load_tokenizer(
             raise ArgumentError(
                 f"the tokenizer '{name_or_path}' has neither a padding nor an end-of-text token",
                 where="model_name_or_path",
-                mend="write special_tokens: {pad_token: ...}",
+                fix="write special_tokens: {pad_token: ...}",
             )
         tokenizer.pad_token = tokenizer.eos_token
     add_tokens(tokenizer, special, added_tokens)
@@ -164,7 +164,7 @@ def _read_tokenizer(name_or_path: str, trust_remote_code: bool) -> PreTrainedTok
         raise ArgumentError(
             f"'{name_or_path}' has no tokenizer: of its files none has tokens",
             where="tokenizer",
-            mend="copy tokenizer.json and tokenizer_config.json there, or name another: tokenizer: {path: NAME}",
+            fix="copy tokenizer.json and tokenizer_config.json there, or name another: tokenizer: {path: NAME}",
         )
     return found
 
@@ -190,7 +190,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None
         raise ArgumentError(
             f"there is no chat template file {path}",
             where="chat_template",
-            mend="give 'chatml', the path of a Jinja file, or the template itself",
+            fix="give 'chatml', the path of a Jinja file, or the template itself",
         )
     try:
         with path.open(encoding="utf-8") as file:
@@ -200,7 +200,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None
         raise ArgumentError(f"cannot read the chat template {path}: {reason}", where="chat_template") from error
     if len(text) > MAX_TEMPLATE:
         raise ArgumentError(f"{path} has more than {MAX_TEMPLATE:,} characters: this is no chat template",
-                            where="chat_template", mend="name a Jinja file")  # fmt: skip
+                            where="chat_template", fix="name a Jinja file")  # fmt: skip
     tokenizer.chat_template = text
 
 
@@ -253,7 +253,7 @@ def add_rows(model: Any, size: int, new: Collection[int]) -> None:
             raise ArgumentError(
                 f"{type(model).__name__} cannot have rows for more tokens: {error}",
                 where="added_tokens",
-                mend="use tokens that its tokenizer has",
+                fix="use tokens that its tokenizer has",
             ) from error
     rows = torch.tensor(sorted(new), device=model.device)
     first = int(rows[0])

@@ -45,7 +45,7 @@ def check_missing(name_or_path: str, model: Any, missing: Collection[str]) -> No
             f"the checkpoint '{name_or_path}' has no weights for {len(names)} parameters of "
             f"{type(model).__name__}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}",
             where="model_name_or_path",
-            mend="use a checkpoint of a causal language model",
+            fix="use a checkpoint of a causal language model",
         )
 
 
@@ -77,7 +77,7 @@ def check_unused(name_or_path: str, model: Any, unused: Collection[str]) -> None
             f"the checkpoint '{name_or_path}' has {lost[0]}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}, "
             f"which {type(model).__name__} has no place for under its configuration: they would be left out",
             where="model_name_or_path",
-            mend="merge the adapters into the weights (peft: merge_and_unload()) and name that folder"
+            fix="merge the adapters into the weights (peft: merge_and_unload()) and name that folder"
             if adapters
             else "use the configuration that belongs to the weights, or a whole copy of the checkpoint",
         )
@@ -100,7 +100,7 @@ def check_dtypes(name_or_path: str, config: Any) -> None:
                 f"{wrong} holds {kinds[wrong]}; weights are floating-point numbers of 16 bits or more, and nothing "
                 "says that these are quantised",
                 where=str(path),
-                mend="use a whole copy of the checkpoint, with the quantization_config in its config.json",
+                fix="use a whole copy of the checkpoint, with the quantization_config in its config.json",
             )
 
 
@@ -119,7 +119,7 @@ def check_layers(name_or_path: str, model: Any, unused: Collection[str]) -> None
             f"the checkpoint '{name_or_path}' has weights of {max(numbers) + 1} layers, and its configuration says "
             f"{count}: the others would be left out",
             where=where("num_hidden_layers"),
-            mend=f"write {max(numbers) + 1} there, or use a whole copy of the checkpoint",
+            fix=f"write {max(numbers) + 1} there, or use a whole copy of the checkpoint",
         )
 
 
@@ -139,7 +139,7 @@ def size_error(
         f"the weights of '{name_or_path}' do not fit its configuration: {name} is {_shape(found)} in the files, and "
         f"{says}{more}",
         where=where(named),
-        mend="undo the change to config.json, or use a whole copy of the checkpoint",
+        fix="undo the change to config.json, or use a whole copy of the checkpoint",
     )
 
 
@@ -164,17 +164,17 @@ def check_quantised(name_or_path: str, config: Any, wanted: str | None, device: 
         raise ArgumentError(
             f"the configuration of '{name_or_path}' has a quantization_config that names no quant_method",
             where=where("quantization_config"),
-            mend="delete it where the weights are not quantised, or use a whole copy of the checkpoint",
+            fix="delete it where the weights are not quantised, or use a whole copy of the checkpoint",
         )
     if not device.startswith("cpu") or (wanted is not None and method in OURS):
         return
-    mend = "use the checkpoint they were made from" + (
+    fix = "use the checkpoint they were made from" + (
         f", or write finetuning_type: qlora and quantization: {OURS[method]}" if method in OURS else ""
     )
     raise ArgumentError(
         f"the weights of '{name_or_path}' are quantised already ({method}), and on the CPU they cannot be trained so",
         where=where("quantization_config"),
-        mend=mend,
+        fix=fix,
     )
 
 
@@ -204,7 +204,7 @@ def not_finite(name: str, values: Tensor, where: str) -> ArgumentError:
     return ArgumentError(
         f"the weights are not finite: {name} holds {held} among its {flat.numel():,} values",
         where=where,
-        mend="use a checkpoint saved before its training diverged, or another copy",
+        fix="use a checkpoint saved before its training diverged, or another copy",
     )
 
 

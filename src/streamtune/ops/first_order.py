@@ -43,13 +43,13 @@ def first_order(backward: Callable[P, R]) -> Callable[P, R]:
             raise UnsupportedModelError(
                 "several gradients were asked for at once (is_grads_batched=True), and the backward of "
                 "a streamed model is no function that can be mapped",
-                mend="ask for one after the other, with retain_graph=True",
+                fix="ask for one after the other, with retain_graph=True",
             )
         if torch.is_grad_enabled():
             raise UnsupportedModelError(
                 "a backward with create_graph=True was asked for, and the gradient of a streamed model has no graph: "
                 "its layers are run again chunk by chunk, and freed",
-                mend="call backward() or torch.autograd.grad() without create_graph; for a second derivative, or a "
+                fix="call backward() or torch.autograd.grad() without create_graph; for a second derivative, or a "
                 "penalty on a gradient, call the model outside of stream()",
             )
         return backward(*args, **kwargs)

@@ -163,7 +163,7 @@ class Incoming:
 def _changed(what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"ranks pass on states, which change their form from chunk to chunk: {what}",
-        mend="set sequence_parallel_size: 1",
+        fix="set sequence_parallel_size: 1",
     )
 
 

@@ -78,7 +78,7 @@ def split_blocks(
             raise ArgumentError(
                 f"no parameter that is trained has a name with '{missing}' in it",
                 where="optim_args.blocks",
-                mend=f"parameters are {shown}",
+                fix=f"parameters are {shown}",
             )
         return blocks
     layers: dict[str, list[str]] = {}

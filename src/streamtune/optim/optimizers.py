@@ -171,7 +171,7 @@ def _check_rank(rank: int, matrices: list[nn.Parameter]) -> None:
         raise ArgumentError(
             f"a rank of {rank} makes the gradient of no matrix in the layers smaller: {what}",
             where="optim_args.rank",
-            mend="write a lower rank, such as a quarter of that" if sides else "write optim: adamw",
+            fix="write a lower rank, such as a quarter of that" if sides else "write optim: adamw",
         )
 
 
@@ -183,7 +183,7 @@ def check_optimizer(name: str, device_type: str) -> None:
         raise ArgumentError(
             f"'optim: {name}' runs on {only}, and the weights are on {device_type}",
             where="optim",
-            mend=f"write optim: {name.removeprefix('paged_')}, or take another device",
+            fix=f"write optim: {name.removeprefix('paged_')}, or take another device",
         )
 
 
@@ -229,7 +229,7 @@ def _no_match(pattern: str, number: int, names: Sequence[str]) -> ArgumentError:
     return ArgumentError(
         f"'{pattern}' matches no trained parameter; there are {', '.join(shown[:MOST_SHOWN])}{rest}",
         where=f"lr_groups.{number}.match",
-        mend=nearest or "write a part of such a name",
+        fix=nearest or "write a part of such a name",
     )
 
 

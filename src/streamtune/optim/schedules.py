@@ -171,10 +171,8 @@ def build_schedule(
     given, known = dict(options or {}), list(inspect.signature(factor).parameters)[1:]
     for option in given:
         if option not in known:
-            mend = did_you_mean(option, known) or f"it takes {', '.join(known) or 'none'}"
-            raise ArgumentError(
-                f"the schedule '{name}' has no option '{option}'", where="lr_scheduler_kwargs", mend=mend
-            )
+            fix = did_you_mean(option, known) or f"it takes {', '.join(known) or 'none'}"
+            raise ArgumentError(f"the schedule '{name}' has no option '{option}'", where="lr_scheduler_kwargs", fix=fix)
     decay_steps = max(1, total_steps - warmup_steps)
 
     def learning_rate_at(step: int) -> float:

@@ -463,14 +463,14 @@ def plan_step(
     """
     device = model_device(model)
     if any("forward" in module.__dict__ for module in model.modules()):
-        raise ArgumentError("the model is streamed already", mend="plan before stream(model), or .remove() it first")
+        raise ArgumentError("the model is streamed already", fix="plan before stream(model), or .remove() it first")
     unknown = sorted(set(fixed) - set(Schedule.__dataclass_fields__))
     if unknown:
-        raise ArgumentError(f"a schedule has no {unknown[0]!r}", mend=", ".join(Schedule.__dataclass_fields__))
+        raise ArgumentError(f"a schedule has no {unknown[0]!r}", fix=", ".join(Schedule.__dataclass_fields__))
     planned_for = "cpu" if device.type == "cpu" else "cuda"  # a model on meta is planned for an accelerator
     given = _bytes(device_memory, "device_memory")
     if device.type == "meta" and given is None:
-        raise ArgumentError("a model on meta has no device", mend="say device_memory='80GiB'")
+        raise ArgumentError("a model on meta has no device", fix="say device_memory='80GiB'")
     device_bytes = given if given is not None else _free(device) + device_held_bytes(model)
     host_bytes = _bytes(host_memory, "host_memory")
     offload_dir = fixed.get("offload_dir")

@@ -102,12 +102,12 @@ def find_device(name: str) -> Device:
     known = ", ".join(DEVICES)
     if named:
         several = " or ".join(device.name for device in named)
-        raise ArgumentError(f"'{name}' could be {several}", where="--device", mend=f"write --device {named[0].name}")
+        raise ArgumentError(f"'{name}' could be {several}", where="--device", fix=f"write --device {named[0].name}")
     nearest = did_you_mean(wanted, DEVICES)
     raise ArgumentError(
         f"no device is called '{name}'",
         where="--device",
-        mend=(f"{nearest} " if nearest else "") + f"Known are {known}; for another give --device-memory 80GiB",
+        fix=(f"{nearest} " if nearest else "") + f"Known are {known}; for another give --device-memory 80GiB",
     )
 
 

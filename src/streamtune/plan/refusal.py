@@ -63,7 +63,7 @@ def nothing_fits(
         ranks = workload.cluster.ranks
         helps.append(f"sequence_parallel_size: {ranks} shares each row between all {ranks} ranks")
     helps.append("longer chunks never help: they only make the working set larger")
-    return NothingFitsError(what, where="max_length", mend="; ".join(helps))
+    return NothingFitsError(what, where="max_length", fix="; ".join(helps))
 
 
 def _host_tiers(workload: Workload, space: Space, limits: Limits, simulation: Simulation, base: int) -> str:
@@ -100,7 +100,7 @@ def _host_too_small(workload: Workload, simulation: Simulation, limits: Limits) 
         f"no row fits, however short: the host holds {show_size(sum(fixed.values()))} of the step ({largest}), and "
         f"{show_size(limits.host)} are usable ({show_size(limits.host_bytes)} less {limits.margin:.0%})",
         where=place if ours else "deepspeed",
-        mend=f"{freed}train adapters (finetuning_type: lora or qlora), share the state between more ranks, or take a "
+        fix=f"{freed}train adapters (finetuning_type: lora or qlora), share the state between more ranks, or take a "
         "machine with more memory",
     )
 

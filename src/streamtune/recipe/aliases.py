@@ -242,10 +242,10 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
     notes: list[str] = []
     mistakes: list[Mistake] = []
     _spell_out_datasets(tree, marks, notes, mistakes)
-    for key, mend in INSTEAD.items():
+    for key, fix in INSTEAD.items():
         if key in tree:
             del tree[key]
-            mistakes.append(Mistake((key,), f"'{key}' is another trainer's key", mend))
+            mistakes.append(Mistake((key,), f"'{key}' is another trainer's key", fix))
     _apply_choices(tree, marks, notes, mistakes)
     for key in [key for key in tree if key in SWITCHES]:
         ours, stands_for = SWITCHES[key]
@@ -281,10 +281,10 @@ def apply_aliases(tree: dict[str, Any], marks: Marks) -> tuple[list[str], list[M
             tree[key] = values[str(value)]
             shown = "[]" if tree[key] == [] else tree[key]
             notes.append(f"'{key}: {value}' is read as '{shown}'")
-    for (key, value), (what, mend) in REFUSED_VALUES.items():
+    for (key, value), (what, fix) in REFUSED_VALUES.items():
         if tree.get(key) == value:
             del tree[key]
-            mistakes.append(Mistake((key,), f"'{key}: {value}' {what}", mend))
+            mistakes.append(Mistake((key,), f"'{key}: {value}' {what}", fix))
     return notes, mistakes
 
 
@@ -326,8 +326,8 @@ def _name_eval_sets(tree: dict[str, Any], marks: Marks, mistakes: list[Mistake])
         for index, entry in enumerate(given):
             name = entry.pop("name", None) if isinstance(entry, dict) else None
             if not isinstance(name, str) or not name:
-                what, mend = "an entry of 'eval_datasets' has no name", "write eval_datasets: {NAME: PATH, ...}"
-                mistakes.append(Mistake(("eval_datasets", index), what, mend))
+                what, fix = "an entry of 'eval_datasets' has no name", "write eval_datasets: {NAME: PATH, ...}"
+                mistakes.append(Mistake(("eval_datasets", index), what, fix))
                 continue
             marks.rename(("eval_datasets", index), ("eval_datasets", name, len(named.setdefault(name, []))))
             named[name].append(entry)

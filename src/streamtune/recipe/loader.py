@@ -79,11 +79,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), objective: str 
     path = _shipped_or_file(Path(path))
     tree, marks, mistakes = read_yaml(read_text(path), str(path))
     if tree is None:
-        raise RecipeError("the recipe is empty", where=str(path), mend="start from one of `streamtune recipes ls`")
+        raise RecipeError("the recipe is empty", where=str(path), fix="start from one of `streamtune recipes ls`")
     if not isinstance(tree, dict):
         what = "a list" if isinstance(tree, list) else "text"
         raise RecipeError(f"a recipe is made of keys and values; this is {what}", where=f"{path}:1",
-                          mend="write 'key: value', with a space after the colon")  # fmt: skip
+                          fix="write 'key: value', with a space after the colon")  # fmt: skip
     notes, misnamed = apply_aliases(tree, marks)
     mistakes += misnamed
     kind = _kind(tree, overrides, objective)
@@ -122,7 +122,7 @@ def _check_objective(tree: dict[str, Any], marks: Marks, objective: str | None) 
         raise RecipeError(
             f"this is a recipe of {named}, and the command trains {objective}",
             where=marks.where("objective"),
-            mend=f"run `streamtune {named} {marks.file}`",
+            fix=f"run `streamtune {named} {marks.file}`",
         )
 
 
@@ -144,7 +144,7 @@ def _secret(kind: str, what: str, where: str) -> RecipeError:
     return RecipeError(
         f"{what} holds {kind}, and a recipe is copied into every run",
         where=redact(where),
-        mend="take it out, and change it if others have seen it; a token for the hub belongs in HF_TOKEN or "
+        fix="take it out, and change it if others have seen it; a token for the hub belongs in HF_TOKEN or "
         "`hf auth login`",
     )
 
@@ -165,26 +165,26 @@ def read_text(path: Path) -> str:
         with open(path, "rb", opener=open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise RecipeError(
-                    "this is a pipe or a device, not a file", where=str(path), mend="write the recipe to a file"
+                    "this is a pipe or a device, not a file", where=str(path), fix="write the recipe to a file"
                 )
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise RecipeError("there is no such file", where=str(path), mend=_nearest_file(path)) from None
+        raise RecipeError("there is no such file", where=str(path), fix=_nearest_file(path)) from None
     except IsADirectoryError:
         inside = sorted(entry.name for entry in path.glob("*.y*ml"))
-        mend = f"name a recipe in it, such as {path / inside[0]}" if inside else "name a YAML file"
-        raise RecipeError("this is a folder, not a recipe", where=str(path), mend=mend) from None
+        fix = f"name a recipe in it, such as {path / inside[0]}" if inside else "name a YAML file"
+        raise RecipeError("this is a folder, not a recipe", where=str(path), fix=fix) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise RecipeError(f"cannot be read: {reason}", where=str(path)) from None
     if len(data) > MAX_BYTES:
         raise RecipeError(f"larger than {MAX_BYTES // 1024} KiB: this is no recipe", where=str(path),
-                          mend="name a YAML recipe; data belongs under datasets")  # fmt: skip
+                          fix="name a YAML recipe; data belongs under datasets")  # fmt: skip
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise RecipeError("this is not UTF-8 text", where=f"{path}:{line}", mend="save the file as UTF-8") from None
+        raise RecipeError("this is not UTF-8 text", where=f"{path}:{line}", fix="save the file as UTF-8") from None
 
 
 def _nearest_file(path: Path) -> str:
@@ -253,7 +253,7 @@ def _expand(path: str, where: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise RecipeError(f"'{path.partition('/')[0]}' is nobody's home folder here", where=where,
-                          mend="write the path out") from None  # fmt: skip
+                          fix="write the path out") from None  # fmt: skip
 
 
 def names_a_hub(recipe: Recipe) -> bool:
@@ -353,7 +353,7 @@ def apply_overrides(
         name = name.strip()
         if not equals or not name:
             raise RecipeError(
-                f"'{override}' sets nothing", where=setting, mend="write --set key=value, such as --set max_length=4096"
+                f"'{override}' sets nothing", where=setting, fix="write --set key=value, such as --set max_length=4096"
             )
         value = _read_value(text, setting)
         if name in ALIASES:
@@ -368,9 +368,9 @@ def _read_value(text: str, setting: str) -> Any:
     try:
         value, _, mistakes = read_yaml(text.strip(), "--set")
     except RecipeError as error:
-        raise RecipeError(error.what, where=setting, mend="quote the value: --set 'key=\"value\"'") from error
+        raise RecipeError(error.what, where=setting, fix="quote the value: --set 'key=\"value\"'") from error
     if mistakes:
-        raise RecipeError(mistakes[0].what.partition(",")[0], where=setting, mend=mistakes[0].mend)
+        raise RecipeError(mistakes[0].what.partition(",")[0], where=setting, fix=mistakes[0].fix)
     return value
 
 
@@ -390,7 +390,7 @@ def _find(name: str, tree: dict[str, Any], setting: str, kind: type[Recipe]) -> 
         raise RecipeError(
             f"'{name}' could be {' or '.join(show_path(place) for place in places)}",
             where=setting,
-            mend=f"write it in full, such as --set {'.'.join(map(str, places[0]))}=...",
+            fix=f"write it in full, such as --set {'.'.join(map(str, places[0]))}=...",
         )
     if entries := [
         i for i, entry in enumerate(tree.get("datasets") or []) if isinstance(entry, dict) and name in entry
@@ -398,13 +398,13 @@ def _find(name: str, tree: dict[str, Any], setting: str, kind: type[Recipe]) -> 
         raise RecipeError(
             f"'{name}' stands in an entry of a list",
             where=setting,
-            mend=f"write --set datasets.{entries[0]}.{name}=...",
+            fix=f"write --set datasets.{entries[0]}.{name}=...",
         )
     if objectives_with(name):
         mistake = unknown_key((name,), kind)
-        raise RecipeError(mistake.what, where=setting, mend=mistake.mend)
-    mend = did_you_mean(name, [*leaves, *ALIASES, *SWITCHES, *configuration])
-    raise RecipeError(f"unknown key '{name}'", where=setting, mend=mend or "`streamtune schema` lists every key")
+        raise RecipeError(mistake.what, where=setting, fix=mistake.fix)
+    fix = did_you_mean(name, [*leaves, *ALIASES, *SWITCHES, *configuration])
+    raise RecipeError(f"unknown key '{name}'", where=setting, fix=fix or "`streamtune schema` lists every key")
 
 
 def _configuration(tree: dict[str, Any]) -> dict[str, Any]:
@@ -423,7 +423,7 @@ def _write(tree: dict[str, Any], path: KeyPath, value: Any, marks: Marks, settin
                 shown = show_path(path[:depth])
                 raise RecipeError(f"'{shown}' has {len(here)} entries; the first is {shown}[0]", where=setting)
         elif isinstance(part, int) or not isinstance(here, dict):
-            raise RecipeError(f"'{show_path(path[:depth])}' has no '{part}'", where=setting, mend="set it as a whole")
+            raise RecipeError(f"'{show_path(path[:depth])}' has no '{part}'", where=setting, fix="set it as a whole")
         if last:
             here[part] = value
             marks.set(path, setting)

@@ -30,12 +30,12 @@ def to_error(mistakes: Sequence[Mistake], marks: Marks) -> RecipeError:
     mistakes = sorted(mistakes, key=lambda mistake: mistake.line or marks.line(mistake.path))
     first, *others = mistakes
     if not others:
-        return RecipeError(first.what, where=_where(first, marks), mend=first.mend)
+        return RecipeError(first.what, where=_where(first, marks), fix=first.fix)
     lines = [f"{len(mistakes)} mistakes"]
     for mistake in mistakes[:MOST_SHOWN]:
         where = _where(mistake, marks).removeprefix(f"{marks.file}:")
         where = f"line {where}" if where.isdecimal() else where
-        lines.append(f"- {where}: {mistake.what}" + (f"; {mistake.mend}" if mistake.mend else ""))
+        lines.append(f"- {where}: {mistake.what}" + (f"; {mistake.fix}" if mistake.fix else ""))
     if (left := len(mistakes) - MOST_SHOWN) > 0:
         lines.append(f"- and {left} more")
     return RecipeError("\n".join(lines), where=_where(first, marks))
@@ -57,7 +57,7 @@ def find_mistakes(tree: dict[str, Any], kind: type[Recipe]) -> list[Mistake]:
         else:
             return found
         named = re.compile(rf"\b({'|'.join(re.escape(str(path[-1])) for path in gone) or '(?!)'})\b")
-        new = [each for each in mistakes if each.path not in gone and not named.search(f"{each.what} {each.mend}")]
+        new = [each for each in mistakes if each.path not in gone and not named.search(f"{each.what} {each.fix}")]
         found += new
         gone |= {each.path for each in new}
         if not new or not all(_leave_out(tree, each.path) for each in new):
@@ -87,8 +87,8 @@ def explain(error: ValidationError, tree: dict[str, Any], kind: type[Recipe]) ->
         elif detail["type"] == "extra_forbidden":
             mistake = unknown_key(loc, kind)
         elif detail["type"] == "missing":
-            mend = "add datasets: [{path: data/train.jsonl}]" if loc == ("datasets",) else f"add {loc[-1]}: ..."
-            mistake = Mistake(loc, f"'{show_path(loc)}' is missing", mend)
+            fix = "add datasets: [{path: data/train.jsonl}]" if loc == ("datasets",) else f"add {loc[-1]}: ..."
+            mistake = Mistake(loc, f"'{show_path(loc)}' is missing", fix)
         elif detail["type"] == TOO_LARGE:
             # The other branches of a union say that they do not take the number either; this one says why.
             mistake = _too_large(loc, tree, kind, context["limit"])
@@ -108,16 +108,14 @@ def unknown_key(path: KeyPath, kind: type[Recipe]) -> Mistake:
     if not parent and (others := objectives_with(name)):
         how = " or ".join(f"add objective: {other}, or run `streamtune {other}`" for other in others)
         return Mistake(path, f"'{name}' is a key of {' and '.join(others)} recipes", how)
-    mend = did_you_mean(name, known)
+    fix = did_you_mean(name, known)
     if elsewhere := [place for place in leaf_paths(kind).get(name, []) if place != path]:
         place = elsewhere[0]
-        mend = (
-            f"'{name}' stands under '{show_path(place[:-1])}:'" if place[:-1] else f"'{name}' stands at the top level"
-        )
-    elif not mend and parent:
-        mend = f"'{show_path(parent)}' has {', '.join(known)}"
+        fix = f"'{name}' stands under '{show_path(place[:-1])}:'" if place[:-1] else f"'{name}' stands at the top level"
+    elif not fix and parent:
+        fix = f"'{show_path(parent)}' has {', '.join(known)}"
     shown = f" in '{show_path(parent)}'" if parent else ""
-    return Mistake(path, f"unknown key '{name}'{shown}", mend or "`streamtune schema` lists every key")
+    return Mistake(path, f"unknown key '{name}'{shown}", fix or "`streamtune schema` lists every key")
 
 
 def _where(mistake: Mistake, marks: Marks) -> str:
@@ -131,13 +129,13 @@ def _wrong_value(loc: KeyPath, tree: dict[str, Any], kind: type[Recipe]) -> Mist
     if value is None:
         return Mistake(path, f"'{name}' has no value; it takes {expected(fragment)}", "write one, or delete the line")
     what = f"'{name}' takes {expected(fragment)}; found {_show(value)}"
-    return Mistake(path, what, _mend(fragment, value))
+    return Mistake(path, what, _fix(fragment, value))
 
 
 def _too_large(loc: KeyPath, tree: dict[str, Any], kind: type[Recipe], limit: int) -> Mistake:
     path, _ = field_at(loc, kind)
     return Mistake(
-        path, f"'{show_path(path)}' is at most {limit:,}; found {_show(_value_at(path, tree))}", "mend the number"
+        path, f"'{show_path(path)}' is at most {limit:,}; found {_show(_value_at(path, tree))}", "fix the number"
     )
 
 
@@ -165,7 +163,7 @@ def _show(value: Any) -> str:
             return str(value) if len(str(value)) <= 60 else f"a number of {len(str(value))} digits"
 
 
-def _mend(fragment: dict[str, Any], value: Any) -> str:
+def _fix(fragment: dict[str, Any], value: Any) -> str:
     """Suggest a value to write instead, where the slip is a common one; else return an empty text."""
     takes = {choice.get("type") for choice in fragment.get("anyOf", [fragment])}
     if "boolean" in takes and isinstance(value, str) and value.lower() in _TRUE_FALSE:
@@ -174,8 +172,8 @@ def _mend(fragment: dict[str, Any], value: Any) -> str:
         return f"write {number}"
     if "integer" in takes and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
-    if isinstance(value, str) and (mend := did_you_mean(value, options(fragment))):
-        return mend
+    if isinstance(value, str) and (fix := did_you_mean(value, options(fragment))):
+        return fix
     if isinstance(value, str) and "path" in fragment.get("properties", {}):
         return f"write {{path: {value}}}"
     if "array" in takes and isinstance(value, str):

@@ -60,11 +60,11 @@ def having(table: Mapping[str, object], when: Condition) -> OneOf:
 
 
 class Refusal(NamedTuple):
-    """A mistake: the key whose line is reported, what is wrong, and how to mend it."""
+    """A mistake: the key whose line is reported, what is wrong, and how to fix it."""
 
     key: str
     what: str
-    mend: str = ""
+    fix: str = ""
 
 
 class KeyRule(Protocol):
@@ -82,19 +82,19 @@ class Clash:
     Args:
         when: The settings.
         what: Sentence of the error.
-        mend: Fix.
+        fix: Fix.
         key: Key whose line is reported; empty for the first of ``when``.
     """
 
     when: Condition
     what: str
-    mend: str = ""
+    fix: str = ""
     key: str = ""
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
         """Yield the mistake if all settings are there."""
         if holds(spec, self.when):
-            yield Refusal(self.key or next(iter(self.when)), fill(self.what, spec), fill(self.mend, spec))
+            yield Refusal(self.key or next(iter(self.when)), fill(self.what, spec), fill(self.fix, spec))
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,14 @@ class Reads:
         other: The other key.
         value: Value of the other key.
         why: Verb in place of "is read with", where the sentence says more.
-        mend: Fix, where it differs from the usual.
+        fix: Fix, where it differs from the usual.
     """
 
     key: str
     other: str
     value: object
     why: str = "is read with"
-    mend: str = ""
+    fix: str = ""
 
     def refusals(self, spec: Any) -> Iterator[Refusal]:
         """Yield a refusal if ``key`` is given and ``other`` is not ``value``."""
@@ -124,7 +124,7 @@ class Reads:
             yield Refusal(
                 self.key,
                 f"'{self.key}' {self.why} '{setting}', and {self.other} is {shown_value}",
-                self.mend or f"write {setting}, or {DELETE}",
+                self.fix or f"write {setting}, or {DELETE}",
             )
 
 
@@ -164,8 +164,8 @@ class Where:
         """Yield the mistakes of the rows, in the words of the whole sentence."""
         if holds(spec, self.when):
             head, tail = (fill(part, spec) for part in self.text.split("{}"))
-            for key, what, mend in refusals_of(spec, self.rows):
-                yield Refusal(key, f"{head}{what}{tail}", mend)
+            for key, what, fix in refusals_of(spec, self.rows):
+                yield Refusal(key, f"{head}{what}{tail}", fix)
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class Spec(BaseModel):
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
         for refusal in self.refusals():
-            raise mistake(refusal.what, key=refusal.key, mend=refusal.mend)
+            raise mistake(refusal.what, key=refusal.key, fix=refusal.fix)
         return self
 
     def refusals(self) -> Iterator[Refusal]:
@@ -294,7 +294,7 @@ class Spec(BaseModel):
         return refusals_of(self, self.rules)
 
 
-def mistake(what: str, *, key: str, mend: str = "") -> PydanticCustomError:
+def mistake(what: str, *, key: str, fix: str = "") -> PydanticCustomError:
     """Return the error of a mistake in the value of ``key`` (``engine.levels`` for one in a group), in words."""
     # The text travels as context: a template would read braces in a user's value as its own placeholders.
-    return PydanticCustomError("recipe", "{what}", {"what": what, "key": key, "mend": mend})
+    return PydanticCustomError("recipe", "{what}", {"what": what, "key": key, "mend": fix})

@@ -67,8 +67,8 @@ def read_shipped(name: str) -> ShippedRecipe:
     names = shipped_names()
     stem = name.removesuffix(".yaml")
     if stem not in names:
-        mend = did_you_mean(stem, names) or "`streamtune recipes ls` lists them"
-        raise ArgumentError(f"no shipped recipe is called '{name}'", mend=mend)
+        fix = did_you_mean(stem, names) or "`streamtune recipes ls` lists them"
+        raise ArgumentError(f"no shipped recipe is called '{name}'", fix=fix)
     return _read(_file(stem))
 
 

@@ -50,13 +50,13 @@ class Mistake:
     Args:
         path: The key it is about; longer than any marked path for a key that is missing.
         what: Sentence of the error.
-        mend: Fix; may be empty.
+        fix: Fix; may be empty.
         line: Line in the file, where the path alone does not give it (a duplicate key).
     """
 
     path: KeyPath
     what: str
-    mend: str = ""
+    fix: str = ""
     line: int | None = None
 
 
@@ -157,7 +157,7 @@ def read_yaml(text: str, file: str) -> tuple[Any, Marks, list[Mistake]]:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         what = f"the character U+{ord(text[error.position]):04X} does not belong in a text file"
-        raise RecipeError(what, where=f"{file}:{line}", mend="save the file as plain UTF-8 text") from error
+        raise RecipeError(what, where=f"{file}:{line}", fix="save the file as plain UTF-8 text") from error
 
 
 class _Reader:
@@ -232,8 +232,8 @@ class _Reader:
             found.append(self.value(event, (*path, len(found))))
         return found
 
-    def refuse(self, event: yaml.Event, what: str, mend: str) -> RecipeError:
-        return RecipeError(what, where=f"{self.file}:{_line(event.start_mark)}", mend=mend)
+    def refuse(self, event: yaml.Event, what: str, fix: str) -> RecipeError:
+        return RecipeError(what, where=f"{self.file}:{_line(event.start_mark)}", fix=fix)
 
 
 def _line(mark: Any) -> int:
@@ -247,28 +247,28 @@ def _not_yaml(error: yaml.MarkedYAMLError, file: str) -> RecipeError:
     problem = error.problem or error.context or "cannot be read"
     where = f"{file}:{_line(error.problem_mark or error.context_mark)}"
     if "'\\t'" in problem:
-        return RecipeError("a tab where YAML wants spaces", where=where, mend="indent with spaces")
+        return RecipeError("a tab where YAML wants spaces", where=where, fix="indent with spaces")
     if "mapping values are not allowed" in problem:
         return RecipeError(
-            "a ': ' inside a value, or a key indented too far", where=where, mend="quote the value, or align the key"
+            "a ': ' inside a value, or a key indented too far", where=where, fix="quote the value, or align the key"
         )
     if "cannot start any token" in problem:
         character = problem.split("'")[1]
-        return RecipeError(f"a value cannot start with '{character}'", where=where, mend="put the value in quotes")
+        return RecipeError(f"a value cannot start with '{character}'", where=where, fix="put the value in quotes")
     if "expected <block end>" in problem:
         return RecipeError(
             "this line is not aligned with the ones above",
             where=where,
-            mend="give keys of one level the same indentation; close every quote",
+            fix="give keys of one level the same indentation; close every quote",
         )
     opened = f"{file}:{_line(error.context_mark)}" if error.context_mark else where
     if error.context == "while scanning a quoted scalar":
         return RecipeError(
-            "a quote opened here is not closed", where=opened, mend="close it; write '' for a quote inside"
+            "a quote opened here is not closed", where=opened, fix="close it; write '' for a quote inside"
         )
     if (error.context or "").startswith("while parsing a flow"):
-        return RecipeError("a bracket or brace opened here is not closed", where=opened, mend="close it")
-    return RecipeError(f"not YAML: {problem}", where=where, mend="put the value in quotes, or see `streamtune recipes`")
+        return RecipeError("a bracket or brace opened here is not closed", where=opened, fix="close it")
+    return RecipeError(f"not YAML: {problem}", where=where, fix="put the value in quotes, or see `streamtune recipes`")
 
 
 def dump_recipe(recipe: Recipe, *, comment: str = "") -> str:

@@ -188,10 +188,10 @@ def _start(recipe: ModelSettings, task: Task[Any], model: Any, handle: StreamHan
     if schedule.order == "chunk":  # which has the gradients of all layers at its end
         handle.reschedule(replace(schedule, order="layer"))
     model.train()
-    mend = "write a smaller max_length, or adapter_type: lora"
+    fix = "write a smaller max_length, or adapter_type: lora"
     try:
         with (
-            explain_out_of_memory("the gradient that adapters start from", rows, mend),
+            explain_out_of_memory("the gradient that adapters start from", rows, fix),
             handle.routers.silenced(),
         ):
             losses: list[Callable[[], Tensor]] = [partial(loss_of, batch) for batch in rows]
@@ -211,7 +211,7 @@ def _check_room(recipe: ModelSettings, model: Any) -> None:
             f"gradients of {recipe.lora_ga_rows:,} rows are summed on the host, {show_size(wanted)} of them, and "
             f"{show_size(room)} are usable",
             where="lora_ga_rows",
-            mend="write lora_ga_rows: 1, whose gradients are not summed, or adapter_type: lora",
+            fix="write lora_ga_rows: 1, whose gradients are not summed, or adapter_type: lora",
         )
 
 

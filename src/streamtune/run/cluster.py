@@ -66,7 +66,7 @@ def cluster_of(recipe: TrainingSettings, model: nn.Module, asked: RanksAsked, li
         raise ArgumentError(
             f"--nodes {asked.nodes} without --ranks",
             where="--nodes",
-            mend=f"--ranks counts the devices of all nodes, such as --ranks {NODE * asked.nodes} --nodes {asked.nodes}",
+            fix=f"--ranks counts the devices of all nodes, such as --ranks {NODE * asked.nodes} --nodes {asked.nodes}",
         )
     for name, number in (("--ranks", asked.ranks), ("--nodes", asked.nodes)):
         if number is not None and number < 1:

@@ -270,7 +270,7 @@ def blame_recipe(loaded: LoadedRecipe) -> Iterator[None]:
         raise OutOfMemoryError(
             "out of memory before the first step, while the model and what belongs to it were made ready",
             where=loaded.where("model_name_or_path"),
-            mend="use a smaller model, dtype: bfloat16, or a device with more memory",
+            fix="use a smaller model, dtype: bfloat16, or a device with more memory",
         ) from error
 
 

@@ -25,7 +25,7 @@ from streamtune.schedule import Schedule
 def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ArgumentError(
-            "no CUDA device is here", where="device", mend="write device: cpu, or see `streamtune env` for what is"
+            "no CUDA device is here", where="device", fix="write device: cpu, or see `streamtune env` for what is"
         )
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
@@ -38,7 +38,7 @@ def check_host_memory(spec: EngineSpec) -> None:
     raise ArgumentError(
         f"'host_memory: {spec.host_memory}' is more than the {show_size(total)} of this machine",
         where="engine.host_memory",
-        mend="delete the line, for what is free when the run starts; `streamtune plan --host-memory` plans for another "
+        fix="delete the line, for what is free when the run starts; `streamtune plan --host-memory` plans for another "
         "machine",
     )
 
@@ -99,7 +99,7 @@ def make_router_loss(recipe: RouterKeys, model: Any) -> RouterLoss | None:
         raise ArgumentError(
             f"'moe_balance: {recipe.moe_balance}' needs a loss on the routers, and nothing asks for one",
             where="moe_balance",
-            mend="set router_aux_loss_coef, such as 0.001, or delete the line",
+            fix="set router_aux_loss_coef, such as 0.001, or delete the line",
         )
     return None
 
@@ -123,7 +123,7 @@ def stream_model(
     except UnsupportedModelError as error:  # the model streams; it is its routers
         keys = [key for key in ("router_aux_loss_coef", "router_z_loss_coef") if getattr(recipe, key)]
         if keys:
-            error.where, error.mend = keys[0], f"delete {' and '.join(keys)}; the model trains without"
+            error.where, error.fix = keys[0], f"delete {' and '.join(keys)}; the model trains without"
         raise
 
 

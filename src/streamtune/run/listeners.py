@@ -78,7 +78,7 @@ class Callback(Listener):
             raise RunError(
                 f"{event} of the callback {self.name} raised {type(error).__name__}: {error}",
                 where=_line_of(error),
-                mend="mend it, or take it out of callbacks, and run the same command again: the run goes on from its "
+                fix="fix it, or take it out of callbacks, and run the same command again: the run goes on from its "
                 "last checkpoint",
             ) from error
 
@@ -103,17 +103,17 @@ def load_callbacks(specs: Sequence[str], *, allow_code: bool, directory: Path, m
             raise ArgumentError(
                 f"the callback '{spec}' is Python code that the recipe names, and it would run here",
                 where=where,
-                mend="read it; if it is yours, or you trust it, run with --allow-code or set allow_code: true",
+                fix="read it; if it is yours, or you trust it, run with --allow-code or set allow_code: true",
             )
         match = SPEC.fullmatch(spec.strip())
         if match is None:
-            raise ArgumentError(f"'{spec}' names no callback", where=where, mend="write file.py:Name or module:Name")
+            raise ArgumentError(f"'{spec}' names no callback", where=where, fix="write file.py:Name or module:Name")
         try:
             module = import_target(match["target"], directory)
         except ArgumentError as error:
             if error.where == "reward_funcs":  # the importer's own word for the recipe's key
                 error.where = where
-            error.mend = error.mend.replace(":function", ":Name")
+            error.fix = error.fix.replace(":function", ":Name")
             raise
         target = getattr(module, match["name"], None)
         if target is None:
@@ -121,7 +121,7 @@ def load_callbacks(specs: Sequence[str], *, allow_code: bool, directory: Path, m
             raise ArgumentError(
                 f"{match['target']} has no class '{match['name']}'",
                 where=where,
-                mend=did_you_mean(match["name"], names) or f"it has: {', '.join(names) or 'none'}",
+                fix=did_you_mean(match["name"], names) or f"it has: {', '.join(names) or 'none'}",
             )
         _check_methods(spec, target, where)
         if main:
@@ -135,10 +135,8 @@ def _check_methods(spec: str, target: Any, where: str) -> None:
     unknown = [name for name in named if name not in EVENTS]
     if unknown or not named:
         what = f"has '{unknown[0]}', which is never called" if unknown else "has none of the methods of a callback"
-        mend = did_you_mean(unknown[0], EVENTS) if unknown else ""
-        raise ArgumentError(
-            f"the callback {spec} {what}", where=where, mend=mend or f"define any of {', '.join(EVENTS)}"
-        )
+        fix = did_you_mean(unknown[0], EVENTS) if unknown else ""
+        raise ArgumentError(f"the callback {spec} {what}", where=where, fix=fix or f"define any of {', '.join(EVENTS)}")
 
 
 def _made(spec: str, target: Any, where: str) -> Any:

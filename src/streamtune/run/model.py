@@ -138,7 +138,7 @@ def _check_host_room(recipe: TrainingSettings, device: torch.device) -> None:
     raise ArgumentError(
         f"the host's memory is too small for the {what}: {shown}, and {show_size(room)} are usable",
         where=key,
-        mend=f"{freed}train adapters (finetuning_type: lora), or take a machine with more memory",
+        fix=f"{freed}train adapters (finetuning_type: lora), or take a machine with more memory",
     )
 
 
@@ -161,7 +161,7 @@ def _refuse_new_tokens(recipe: ModelSettings, tokenizer: PreTrainedTokenizerBase
     raise ArgumentError(
         f"the model has no rows for {shown}, and ranks that share the weights read them as they are",
         where="added_tokens" if recipe.added_tokens else "special_tokens",
-        mend="write deepspeed: zero2" + (f"{whole} as the model" if recipe.finetuning_type == "full" else ""),
+        fix="write deepspeed: zero2" + (f"{whole} as the model" if recipe.finetuning_type == "full" else ""),
     )
 
 
@@ -251,7 +251,7 @@ def make_optimizer(recipe: OptimizerSettings, model: nn.Module) -> torch.optim.O
             raise ArgumentError(
                 f"a learning rate of {rate:g} overflows the weights",
                 where=key,
-                mend="use one such as 1e-5 (full), 1e-4 (lora)",
+                fix="use one such as 1e-5 (full), 1e-4 (lora)",
             )
     places = optim.LayerPlaces(model, decoder_layers(base_of(model)))
     groups = optim.NameGroups(
@@ -376,14 +376,14 @@ def _adapted(recipe: ModelSettings, model: Any, new_tokens: Sequence[int] = ()) 
             raise ArgumentError(
                 f"the weights of this checkpoint are quantised ({kind}), and only whole ones can be trained themselves",
                 where="finetuning_type",
-                mend="write finetuning_type: qlora, which trains adapters on them, or use the checkpoint they were "
+                fix="write finetuning_type: qlora, which trains adapters on them, or use the checkpoint they were "
                 "made from",
             )
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ArgumentError(
                 f"{recipe.model_name_or_path} holds adapters over a frozen base, and all weights are to be trained",
                 where="model_name_or_path",
-                mend=f"merge them into their base, `streamtune export {recipe.model_name_or_path} OUT`, and name OUT",
+                fix=f"merge them into their base, `streamtune export {recipe.model_name_or_path} OUT`, and name OUT",
             )
         return model
     if getattr(model, "_hf_peft_config_loaded", False):
@@ -391,7 +391,7 @@ def _adapted(recipe: ModelSettings, model: Any, new_tokens: Sequence[int] = ()) 
             f"{recipe.model_name_or_path} holds adapters, and new ones would take their place: what they learnt would "
             "be lost",
             where="model_name_or_path",
-            mend=f"merge them into their base, `streamtune export {recipe.model_name_or_path} OUT`, and name OUT",
+            fix=f"merge them into their base, `streamtune export {recipe.model_name_or_path} OUT`, and name OUT",
         )
     if recipe.adapter_name_or_path is not None:
         return models.start_from(model, recipe.adapter_name_or_path)
@@ -431,5 +431,5 @@ def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         raise ArgumentError(
             f"the tokenizer has {len(tokenizer):,} tokens and the model's embedding {rows:,} rows",
             where="tokenizer",
-            mend="use the tokenizer that belongs to the model",
+            fix="use the tokenizer that belongs to the model",
         )

@@ -70,7 +70,7 @@ def check_layout(recipe: Recipe, size: int, *, shares_weights: bool) -> train.Wo
         raise ArgumentError(
             f"{together} ranks are to share each sequence, and there {'is' if size == 1 else 'are'} {size}",
             where="sequence_parallel_size",
-            mend="start a multiple of that many, with --nproc, or share each sequence between fewer",
+            fix="start a multiple of that many, with --nproc, or share each sequence between fewer",
         )
     alone = {
         "engine.weights": recipe.engine.weights == "host",
@@ -82,11 +82,11 @@ def check_layout(recipe: Recipe, size: int, *, shares_weights: bool) -> train.Wo
         raise ArgumentError(
             f"'{key}' is for one device by itself, and there are {size} ranks",
             where=key,
-            mend="start one rank, or delete the line and write deepspeed: zero3_offload",
+            fix="start one rank, or delete the line and write deepspeed: zero3_offload",
         )
     if shares_weights:  # by a DeepSpeed file: presets are refused where the recipe is read
-        for key, what, mend in recipe.needs_whole_weights():
-            raise ArgumentError(what, where=key, mend=mend)
+        for key, what, fix in recipe.needs_whole_weights():
+            raise ArgumentError(what, where=key, fix=fix)
     world = train.World(0, size, together)
     accumulation(recipe, world)
     return world
@@ -139,7 +139,7 @@ def make_backend(
         raise ArgumentError(
             f"'optim: {recipe.optim}' is for one device by itself, and the run has {world.size} ranks",
             where="optim",
-            mend="start one process, or write optim: adamw",
+            fix="start one process, or write optim: adamw",
         )
     optimizer = make_optimizer(recipe, model)
     if isinstance(optimizer, optim.ZerothOrderSGD):
@@ -315,7 +315,7 @@ def check_start(task: Task[Any]) -> None:
             "training starts from adapters that make up for the quantisation of the base, and its reference would be "
             "the model without them",
             where="adapter_type",
-            mend=f"write ref_model_name_or_path: {task.recipe.model_name_or_path or 'NAME'}, or adapter_type: lora",
+            fix=f"write ref_model_name_or_path: {task.recipe.model_name_or_path or 'NAME'}, or adapter_type: lora",
         )
     given = task.recipe.adapter_name_or_path if task.recipe.finetuning_type != "full" else None
     if given is None:
@@ -323,7 +323,7 @@ def check_start(task: Task[Any]) -> None:
     raise ArgumentError(
         f"training starts from the adapters in {given}, and its reference would be the model without them",
         where="adapter_name_or_path",
-        mend=f"merge them, `streamtune export {given} OUT`, and write ref_model_name_or_path: OUT (or "
+        fix=f"merge them, `streamtune export {given} OUT`, and write ref_model_name_or_path: OUT (or "
         "model_name_or_path: OUT in place of the adapters)",
     )
 

@@ -184,21 +184,21 @@ def _check_vocabulary(
     """
     key = task.reference_key
     noun = "teacher" if key == "teacher" else "reference"
-    mend = f"use a {noun} with the tokenizer of the model, such as the model it was made from"
+    fix = f"use a {noun} with the tokenizer of the model, such as the model it was made from"
     theirs = reference.get_input_embeddings().weight.shape[0]
     ours = len(tokenizer) if model is None else model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > theirs:
         what = f"the {noun} '{name}' has an embedding of {theirs:,} rows, and the tokenizer {len(tokenizer):,} tokens"
-        raise ArgumentError(what, where=key, mend=mend)
+        raise ArgumentError(what, where=key, fix=fix)
     try:
         vocabulary = models.load_tokenizer(name, trust_remote_code=task.recipe.trust_remote_code).get_vocab()
     except StreamTuneError:
         if ours != theirs:
             what = f"the {noun} '{name}' has a vocabulary of {theirs:,} tokens, and the model one of {ours:,}"
-            raise ArgumentError(what, where=key, mend=mend) from None
+            raise ArgumentError(what, where=key, fix=fix) from None
         return
     known = tokenizer.get_vocab()
     differing = sum(vocabulary.get(token) != index for token, index in known.items())
     if differing:
         what = f"the {noun} '{name}' has another vocabulary: {differing:,} of {len(known):,} tokens differ"
-        raise ArgumentError(what, where=key, mend=mend)
+        raise ArgumentError(what, where=key, fix=fix)

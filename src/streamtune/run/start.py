@@ -166,7 +166,7 @@ class Start(Setup):
             if found.get(key) != value:
                 raise ArgumentError(
                     f"{train.FILES[key]} changed while the run was being started ({key})",
-                    mend="wait until they are written, and start again",
+                    fix="wait until they are written, and start again",
                 )
         self.identity["files"] = found
         self._tell(text for text in self._check() if text not in known)
@@ -232,7 +232,7 @@ class Start(Setup):
         raise RecipeError(
             f"the steps of the run in {where} have {batch * before[key]} rows, on {names[0]}; with {names[1]} this "
             f"recipe makes steps of {batch * now[key]}",
-            mend=f"write train_batch_size: {batch * before[key]}, which is the same on any number of ranks, or start "
+            fix=f"write train_batch_size: {batch * before[key]}, which is the same on any number of ranks, or start "
             f"{names[0]}; to go on with other steps, --allow-change {key}",
         )
 
@@ -272,13 +272,13 @@ def start_run(
     known = (*type(recipe).model_fields, "data", *train.FILES)
     for name in allow_change:
         if name not in known:
-            mend = did_you_mean(name, known) or f"name a key of the recipe, or one of: data, {', '.join(train.FILES)}"
-            raise ArgumentError(f"there is no '{name}' to change", where="--allow-change", mend=mend)
+            fix = did_you_mean(name, known) or f"name a key of the recipe, or one of: data, {', '.join(train.FILES)}"
+            raise ArgumentError(f"there is no '{name}' to change", where="--allow-change", fix=fix)
         if name in SHAPE_KEYS:
             raise ArgumentError(
                 f"'{name}' is decided by what the run goes on with: its checkpoint has the weights of the old one",
                 where="--allow-change",
-                mend="undo the change, or start anew with another --output-dir",
+                fix="undo the change, or start anew with another --output-dir",
             )
     setup = resolve(loaded, notify)
     world = setup.world
@@ -365,7 +365,7 @@ def _refuse_own_inputs(task: Task[Any], folder: Path, output: Path) -> None:
         raise ArgumentError(
             f"{name} is in {output}, which --resume never would move aside",
             where=key,
-            mend="give another --output-dir, or copy it out of that directory first",
+            fix="give another --output-dir, or copy it out of that directory first",
         )
 
 

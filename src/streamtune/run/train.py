@@ -359,14 +359,14 @@ def _make_writer(run: Run) -> train.ModelWriter:
 
 def train_settings(recipe: TrainingSettings, plan: StepPlan, schedule: Schedule) -> train.TrainSettings:
     """Return the settings of the training loop, with advice to print if memory runs out."""
-    mend = _mend_of_the_schedule(recipe, schedule)
+    fix = _fix_of_the_schedule(recipe, schedule)
     if recipe.per_device_train_batch_size > 1:
-        mend += "; then per_device_train_batch_size, with more gradient_accumulation_steps"
-    mend += f"; then max_length (now {recipe.max_length:,})"
+        fix += "; then per_device_train_batch_size, with more gradient_accumulation_steps"
+    fix += f"; then max_length (now {recipe.max_length:,})"
     if recipe.finetuning_type == "full":
-        mend += "; or train adapters with finetuning_type: lora"
+        fix += "; or train adapters with finetuning_type: lora"
     elif recipe.finetuning_type == "lora":
-        mend += "; or keep the frozen weights in fewer bits with finetuning_type: qlora"
+        fix += "; or keep the frozen weights in fewer bits with finetuning_type: qlora"
     return train.TrainSettings(
         total_steps=plan.total_steps,
         steps_per_epoch=plan.steps_per_epoch,
@@ -377,7 +377,7 @@ def train_settings(recipe: TrainingSettings, plan: StepPlan, schedule: Schedule)
         save_total_limit=recipe.save_total_limit,
         bf16=bool(recipe.bf16),
         seed=recipe.seed,
-        out_of_memory_mend=mend,
+        out_of_memory_fix=fix,
         on_nan=recipe.on_nan,
         max_skips=recipe.max_skips,
         on_oom=recipe.on_oom,
@@ -404,7 +404,7 @@ def _greater_is_better(recipe: RunKeys) -> bool:
     return not (recipe.metric_for_best_model or "loss").endswith("loss")
 
 
-def _mend_of_the_schedule(recipe: EngineKeys, schedule: Schedule) -> str:
+def _fix_of_the_schedule(recipe: EngineKeys, schedule: Schedule) -> str:
     """Return advice on the schedule for when memory ran out: none of it changes a result."""
     if recipe.engine.schedule == "auto":
         return (

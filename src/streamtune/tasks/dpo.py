@@ -128,7 +128,7 @@ class Dpo(ScoringTask[DpoRecipe]):
                 f"all rows to train on have the same prompt, and {self.recipe.loss_type} measures its distance from "
                 "the reference on completions of other prompts",
                 where=prepared.train[0].origin,
-                mend="add rows with other prompts, or write loss_type: apo_zero_unpaired, which does not measure it",
+                fix="add rows with other prompts, or write loss_type: apo_zero_unpaired, which does not measure it",
             )
         return PreferenceBatches(
             prepared, self.recipe, pad_token_id=tokenizer.pad_token_id, share=share, measures=self.measures

@@ -139,7 +139,7 @@ class Sft(Task[Recipe]):
             raise DataError(
                 "no piece of a row has a token to train on that another token stands before",
                 where="batching",
-                mend="write batching: rows, or train_on: all",
+                fix="write batching: rows, or train_on: all",
             )
         report = replace(
             prepared.report,
@@ -211,15 +211,15 @@ class Sft(Task[Recipe]):
 
     def _check_turns(self, handle: StreamHandle) -> None:
         """Check that rows which share their beginnings are computed as each alone."""
-        mend = "write reasoning: keep, which trains all turns in one row"
+        fix = "write reasoning: keep, which trains all turns in one row"
         limit = longest_unscaled(handle.model.config)
         if limit is not None and limit < self.recipe.max_length:
             what = f"rotary embeddings change above {limit:,} tokens, and turns on both sides may share a beginning"
-            raise UnsupportedModelError(what, where="reasoning", mend=f"{mend}, or set max_length: {limit}")
+            raise UnsupportedModelError(what, where="reasoning", fix=f"{fix}, or set max_length: {limit}")
         try:
             check_branches(handle)
         except UnsupportedModelError as error:
-            error.where, error.mend = "reasoning", mend
+            error.where, error.fix = "reasoning", fix
             raise
 
     def batches(

@@ -297,7 +297,7 @@ def accumulation(recipe: BatchSettings, world: train.World) -> int:
             f"train_batch_size is {recipe.train_batch_size}, and {ranks} with per_device_train_batch_size "
             f"{recipe.per_device_train_batch_size} compute {at_once} rows at a time, which does not divide it",
             where="train_batch_size",
-            mend=f"write a multiple of {at_once}, a smaller per_device_train_batch_size, or start other ranks",
+            fix=f"write a multiple of {at_once}, a smaller per_device_train_batch_size, or start other ranks",
         )
     return recipe.train_batch_size // at_once
 
@@ -340,7 +340,7 @@ class SelectedSteps(Steps):
         self.step_size *= self.times
         self.sketch, self.bounds, self.small = sketch, bounds, data.small_sources(sizes)
         self.origin, self.path, self.taken = origin, path, taken
-        self.mend = "write a smaller max_length, or delete select_rows"
+        self.fix = "write a smaller max_length, or delete select_rows"
         self.activity: Callable[[str], None] = lambda text: None
         """Called with what is being done."""
         self.stopped: Callable[[], bool] = lambda: False
@@ -388,7 +388,7 @@ class SelectedSteps(Steps):
             self.activity(f"choosing rows {number + 1}/{len(shares[0])}")
             for place in own:
                 batch = self.batches.training([drawn[place]])
-                with explain_out_of_memory("choosing rows", [batch], self.mend):
+                with explain_out_of_memory("choosing rows", [batch], self.fix):
                     mine[place] = self.sketch(batch).tolist()
         found = [(place, point) for share in self.world.gather(list(mine.items())) for place, point in share]
         return np.array([point for _, point in sorted(found, key=lambda each: each[0])], dtype=np.float64)

@@ -211,7 +211,7 @@ class StreamSteps:
             if state.get(key) != mine:
                 raise CheckpointError(
                     f"the checkpoint streams the data with {key} = {state.get(key)}, this run with {mine}",
-                    mend="resume with the settings the checkpoint was made with",
+                    fix="resume with the settings the checkpoint was made with",
                 )
         self._stop()
         known = data.StreamPosition().to_json()
@@ -219,7 +219,7 @@ class StreamSteps:
         if any(type(count) is not int or count < 0 for name, count in place.items() if name != "counts"):
             raise CheckpointError(
                 f"the checkpoint is at row {place['rows']} of pass {place['epoch']}, which is no place",
-                mend="use another checkpoint: --resume PATH",
+                fix="use another checkpoint: --resume PATH",
             )
         self._begin(data.StreamPosition(**place))
 
@@ -243,5 +243,5 @@ def record_bad_rows(path: Path, errors: Sequence[DataError]) -> None:
     rows: dict[str, dict[str, str]] = {}
     with suppress(OSError, ValueError, KeyError, TypeError):
         rows = {each["row"]: each for each in json.loads(path.read_text("utf-8"))["bad_rows"]}
-    rows |= {error.where: {"row": error.where, "what": error.what, "mend": error.mend} for error in errors}
+    rows |= {error.where: {"row": error.where, "what": error.what, "mend": error.fix} for error in errors}
     replace_file(path, f"{json.dumps({'bad_rows': list(rows.values())}, indent=1)}\n".encode(), durably=False)

@@ -337,15 +337,13 @@ class Task(ABC, Generic[R_co]):
                 f"its rotary embeddings change above {limit:,} tokens, and completions of up to "
                 f"{self.recipe.max_length:,} may be on both sides"
             )
-            mend = f"max_length: {limit}"
+            fix = f"max_length: {limit}"
         elif self.recipe.sequence_parallel_size > 1 and (kind := both_at_once(model)) is not None:
             what = f"{kind} both attends and carries a state, and ranks share its sequences"
-            mend = "sequence_parallel_size: 1"
+            fix = "sequence_parallel_size: 1"
         if what:
             if self.share_prefix == "always":
-                raise UnsupportedModelError(
-                    whose + what, where="share_prefix", mend=f"set share_prefix: auto, or {mend}"
-                )
+                raise UnsupportedModelError(whose + what, where="share_prefix", fix=f"set share_prefix: auto, or {fix}")
             notify(f"each completion has its own copy of the prompt: {whose}{what}")
             return False
         with stream(model) as handle:

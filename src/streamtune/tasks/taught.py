@@ -97,7 +97,7 @@ class TaughtRows:
                 f"{path} was written with kd_temperature {float(facts['temperature']):g}, and the recipe has "
                 f"{temperature:g}: log-probs of a few tokens cannot be made those of another",
                 where="kd_temperature",
-                mend=AGAIN,
+                fix=AGAIN,
             )
         return cls(path, facts)
 
@@ -108,9 +108,9 @@ class TaughtRows:
 
     @cached_property
     def _watched(self) -> WatchedFile:
-        mend = "put the file that the run began with back, and start again: the run goes on from its checkpoint"
+        fix = "put the file that the run began with back, and start again: the run goes on from its checkpoint"
         with self.path.open("rb") as file:
-            return WatchedFile(self.path, file, checksum_of(file), mend)
+            return WatchedFile(self.path, file, checksum_of(file), fix)
 
     @cached_property
     def _file(self) -> Any:
@@ -139,14 +139,14 @@ class TaughtRows:
         """
         self._check_hash()
         if self.facts["tokenizer"] != tokenizer_hash(tokenizer):
-            raise ArgumentError(f"{self.path} was written with another tokenizer", where="teacher", mend=AGAIN)
+            raise ArgumentError(f"{self.path} was written with another tokenizer", where="teacher", fix=AGAIN)
         for row in rows:
             if row_key(row) not in self._rows:
                 raise ArgumentError(
                     f"{self.path} has nothing of the row {row.origin}: it was written of other rows, or with other "
                     "keys that decide what of them is trained on, or held out",
                     where="teacher",
-                    mend=AGAIN,
+                    fix=AGAIN,
                 )
 
     def of(self, rows: Sequence[data.Example], targets_BT: torch.Tensor) -> TopKTeacher:
@@ -177,7 +177,7 @@ class TaughtRows:
             raise ArgumentError(
                 f"{self.path} does not fit its hash: it was changed or damaged after it was written",
                 where="teacher",
-                mend=f"use a whole copy of it, or {AGAIN}",
+                fix=f"use a whole copy of it, or {AGAIN}",
             )
 
 
@@ -195,7 +195,7 @@ def _add_row(digest: Any, key: bytes, ids: npt.NDArray[Any], logprobs: npt.NDArr
 
 def _facts(path: Path) -> dict[str, str]:
     if not path.is_file():
-        raise ArgumentError(f"there is no file {path}", where="teacher", mend="write it with `streamtune teach`")
+        raise ArgumentError(f"there is no file {path}", where="teacher", fix="write it with `streamtune teach`")
     try:
         with safe_open(path, "pt"):
             pass
@@ -203,19 +203,19 @@ def _facts(path: Path) -> dict[str, str]:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         facts: dict[str, str] = header.get("__metadata__") or {}
     except (SafetensorError, OSError, ValueError) as error:
-        raise ArgumentError(f"{path} cannot be read: {error}", where="teacher", mend=AGAIN) from error
+        raise ArgumentError(f"{path} cannot be read: {error}", where="teacher", fix=AGAIN) from error
     if facts.get("format") != FORMAT:
         raise ArgumentError(
             f"{path} is not a file of `streamtune teach`",
             where="teacher",
-            mend="write one, or name a folder with a model",
+            fix="write one, or name a folder with a model",
         )
     if missing := sorted({"k", "vocabulary", "temperature", "teacher", "tokenizer", "rows", "digest"} - facts.keys()):
-        raise ArgumentError(f"{path} is damaged: its metadata has no '{missing[0]}'", where="teacher", mend=AGAIN)
+        raise ArgumentError(f"{path} is damaged: its metadata has no '{missing[0]}'", where="teacher", fix=AGAIN)
     try:
         int(facts["k"]), float(facts["temperature"])
     except ValueError as error:
-        raise ArgumentError(f"{path} is damaged: in its metadata {error}", where="teacher", mend=AGAIN) from error
+        raise ArgumentError(f"{path} is damaged: in its metadata {error}", where="teacher", fix=AGAIN) from error
     return facts
 
 
@@ -243,7 +243,7 @@ def reserved(path: Path) -> Iterator[Path]:
     interrupts.remove_too(str(folder))
     try:
         if os.path.lexists(path):
-            raise ArgumentError(f"{path} is there already", where="OUT", mend="give another name, or remove it")
+            raise ArgumentError(f"{path} is there already", where="OUT", fix="give another name, or remove it")
         yield folder / "rows"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -264,14 +264,14 @@ def _locked_folder(folder: Path, path: Path) -> int:
         except BlockingIOError:
             os.close(descriptor)
             raise ArgumentError(
-                f"another process is writing {path}", where="OUT", mend="wait for it, or give another name"
+                f"another process is writing {path}", where="OUT", fix="wait for it, or give another name"
             ) from None
         except OSError as error:
             what = f"{folder.parent} cannot be written to: {error.strerror}"
-            raise StorageError(what, where="OUT", mend="name another folder") from error
+            raise StorageError(what, where="OUT", fix="name another folder") from error
         with suppress(OSError):
             os.close(descriptor)
-    raise StorageError(f"{folder} is made and removed again and again", where="OUT", mend="give another name")
+    raise StorageError(f"{folder} is made and removed again and again", where="OUT", fix="give another name")
 
 
 def _reserve(path: Path, header: bytes, size: int) -> None:
@@ -290,7 +290,7 @@ def _reserve(path: Path, header: bytes, size: int) -> None:
         raise StorageError(
             f"there is no room for {show_size(size)} in {path.parent}: {error.strerror}",
             where="OUT",
-            mend="free some space, name another folder, or ask for fewer tokens (--top-k)",
+            fix="free some space, name another folder, or ask for fewer tokens (--top-k)",
         ) from error
 
 
@@ -376,6 +376,6 @@ class TaughtWriter:
             os.fsync(file.fileno())
         if os.path.lexists(path):
             raise ArgumentError(
-                f"{path} was made by another program meanwhile", where="OUT", mend="give another name, or remove it"
+                f"{path} was made by another program meanwhile", where="OUT", fix="give another name, or remove it"
             )
         self.path.replace(path)

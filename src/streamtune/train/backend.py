@@ -278,7 +278,7 @@ def _check_form(name: str, parameter: Tensor, entry: Mapping[str, Tensor], group
 
     def refuse(what: str) -> CheckpointError:
         return CheckpointError(
-            f"the optimizer's state of {name} in the checkpoint {what}", mend="use another checkpoint: --resume PATH"
+            f"the optimizer's state of {name} in the checkpoint {what}", fix="use another checkpoint: --resume PATH"
         )
 
     rule = group.get("rule")
@@ -394,5 +394,5 @@ class ForwardBackend(TorchBackend):
                 f"an eps of {self.optimizer.eps:g} is rounded off in {1 - moved:.0%} of the weights, which are in "
                 f"{' and '.join(dtypes)}",
                 where="optim_args.eps",
-                mend="write a larger eps, dtype: float32, or train adapters (finetuning_type: lora)",
+                fix="write a larger eps, dtype: float32, or train adapters (finetuning_type: lora)",
             )

@@ -87,10 +87,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         step = state["step"]
     except (OSError, ValueError, RecursionError) as error:
         why = f"{STATE} cannot be read ({error})"
-        raise CheckpointError(f"{path} is damaged: {why}", mend="use another checkpoint") from error
+        raise CheckpointError(f"{path} is damaged: {why}", fix="use another checkpoint") from error
     named = STEP_NAME.fullmatch(path.name)
     if step != manifest.step or (named is not None and int(named[1]) != step):
-        raise CheckpointError(f"{path} is damaged: it is the checkpoint of step {step}", mend="use another checkpoint")
+        raise CheckpointError(f"{path} is damaged: it is the checkpoint of step {step}", fix="use another checkpoint")
     return Checkpoint(path, state)
 
 
@@ -162,7 +162,7 @@ def restoring(path: Path, what: str) -> Iterator[None]:
             ValueError) as error:  # fmt: skip
         raise CheckpointError(
             f"{path} is damaged: its {what} cannot be restored ({type(error).__name__}: {error})",
-            mend="use another checkpoint: --resume PATH",
+            fix="use another checkpoint: --resume PATH",
         ) from error
 
 
@@ -187,7 +187,7 @@ def newest_checkpoint(folder: Path, notify: Callable[[str], None]) -> Checkpoint
         verb = "cannot be used" if len(damaged) == 1 else "can be used"
         raise CheckpointError(
             "\n- ".join([f"{count} in {folder} {verb}, and nothing was changed", *damaged]),
-            mend="put back a copy of one of them and start again, or go on from another with --resume PATH; "
+            fix="put back a copy of one of them and start again, or go on from another with --resume PATH; "
             "--resume never moves this run aside and starts anew",
         )
     return None
@@ -273,7 +273,7 @@ def read_manifest(path: Path) -> Manifest:
         if found["format"] != FORMAT:
             raise CheckpointError(
                 f"{path} has checkpoint format {found['format']}; this version reads {FORMAT}",
-                mend="use the version of streamtune that wrote it",
+                fix="use the version of streamtune that wrote it",
             )
         manifest = Manifest(found["run"], int(found["step"]), found["metric"], found["files"])
         if _text(manifest) != text or not isinstance(found["run"], str) or not isinstance(found["files"], dict):
@@ -283,7 +283,7 @@ def read_manifest(path: Path) -> Manifest:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not a complete checkpoint",
-            mend="give a folder such as runs/NAME/checkpoints/step-000100",
+            fix="give a folder such as runs/NAME/checkpoints/step-000100",
         ) from error
     for name in manifest.files:
         if not _is_plain(name):
@@ -345,4 +345,4 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is damaged: {why}", mend="use another checkpoint")
+    return CheckpointError(f"{path} is damaged: {why}", fix="use another checkpoint")

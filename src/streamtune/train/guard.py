@@ -68,7 +68,7 @@ def skipped_most(steps: int, skipped: int, run: RunDirectory, dtype: torch.dtype
     return NonFiniteError(
         what,
         where=event.get("rows") or str(run.events),
-        mend="the model and the checkpoints are kept; before training anew look at these rows, lower learning_rate, "
+        fix="the model and the checkpoints are kept; before training anew look at these rows, lower learning_rate, "
         f"warm up longer{narrow}; on_nan: stop ends a run at the first such step",
     )
 
@@ -116,14 +116,14 @@ class StepGuard:
         """
         if not self.world.any(wrong is not None):
             return False
-        reports = self.world.gather(None if wrong is None else (wrong.what, wrong.where, wrong.mend))
-        what, where, mend = next((each for each in reports if each is not None), (f"step {step} is not finite", "", ""))
-        wrong = NonFiniteError(what, where=where, mend=mend)
+        reports = self.world.gather(None if wrong is None else (wrong.what, wrong.where, wrong.fix))
+        what, where, fix = next((each for each in reports if each is not None), (f"step {step} is not finite", "", ""))
+        wrong = NonFiniteError(what, where=where, fix=fix)
         if self.settings.on_nan == "stop":
-            wrong.mend += "; or write on_nan: skip to go on without such steps"
+            wrong.fix += "; or write on_nan: skip to go on without such steps"
             raise wrong
         if skipped >= self.settings.max_skips:
-            wrong.mend = f"{skipped} steps were skipped, as many as max_skips allows; {wrong.mend}"
+            wrong.fix = f"{skipped} steps were skipped, as many as max_skips allows; {wrong.fix}"
             raise wrong
         if self.world.is_main:
             append_event(self.run.events, "non_finite", step=step, what=what, rows=where, skipped=skipped + 1)
@@ -147,7 +147,7 @@ class StepGuard:
             except OutOfMemoryError as error:
                 peak = peak_memory_bytes(self.device)
                 # Without its cause, whose traceback holds the tensors there was no room for.
-                failed = OutOfMemoryError(error.what, where=error.where, mend=error.mend)
+                failed = OutOfMemoryError(error.what, where=error.where, fix=error.fix)
             failed.what += f" (peak {peak / GIB:.2f} GiB)"
             undo()
             gc.collect()
@@ -161,9 +161,9 @@ class StepGuard:
             details = {"step": step, "what": failed.what, "rows": failed.where, "peak_bytes": peak}
             if schedule is None or began is None:
                 if schedule is not None:
-                    failed.mend = (
+                    failed.fix = (
                         f"the planner would take {schedule.describe()} next: write on_oom: replan and it does, for "
-                        f"the same gradient; or {failed.mend}"
+                        f"the same gradient; or {failed.fix}"
                     )
                     append_event(self.run.events, "out_of_memory", **details, next_schedule=asdict(schedule))
                 raise failed
@@ -235,7 +235,7 @@ def describe_moved(share: float, dtypes: Iterable[torch.dtype], learning_rate: f
     """Return a note on a step that changed only ``share`` of the trained weights, of these dtypes."""
     narrow = any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
     why = "it is smaller than the rounding of bfloat16 weights" if narrow else "it is smaller than a rounding of theirs"
-    mend = "delete 'dtype' to train float32 weights, or write weight_rounding: stochastic" if narrow else (
+    fix = "delete 'dtype' to train float32 weights, or write weight_rounding: stochastic" if narrow else (
         "raise learning_rate, or look at grad_norm: a gradient of 0 moves nothing"
     )  # fmt: skip
-    return f"a step at a learning rate of {learning_rate:g} changes {share:.1%} of the trained weights: {why}; {mend}"
+    return f"a step at a learning rate of {learning_rate:g} changes {share:.1%} of the trained weights: {why}; {fix}"

@@ -108,7 +108,7 @@ class DirectoryHold:
                 raise ArgumentError(
                     f"{dangling[-1]} is a symbolic link to {dangling[-1].readlink()}, which is not there",
                     where="output_dir",
-                    mend="make the folder that it leads to, or give another --output-dir",
+                    fix="make the folder that it leads to, or give another --output-dir",
                 )
             try:
                 if new:
@@ -166,7 +166,7 @@ class DirectoryHold:
         return ArgumentError(
             f"another process is training in {self.path}{holder}",
             where="output_dir",
-            mend="wait for it or stop it, or give another --output-dir",
+            fix="wait for it or stop it, or give another --output-dir",
         )
 
     def _unwritable(self, error: OSError) -> CheckpointError:

@@ -104,7 +104,7 @@ class InBackwardBackend(LocalBackend):
             raise NonFiniteError(
                 f"the norm of the gradient is {value}, and the optimizer has stepped with it in the backward",
                 where="optim_in_backward",
-                mend="go on from the last checkpoint (start the run again) with a lower learning_rate; max_grad_norm: "
+                fix="go on from the last checkpoint (start the run again) with a lower learning_rate; max_grad_norm: "
                 "1.0 measures the norm before anything is stepped",
             )
         if not self._stepping:
@@ -135,7 +135,7 @@ class InBackwardBackend(LocalBackend):
             raise OutOfMemoryError(
                 "memory ran out in a backward whose optimizer had stepped some weights already",
                 where="optim_in_backward",
-                mend="start the run again: it goes on from its last checkpoint; write a smaller max_length or "
+                fix="start the run again: it goes on from its last checkpoint; write a smaller max_length or "
                 "engine.device_memory before",
             )
         self.module.zero_grad(set_to_none=True)

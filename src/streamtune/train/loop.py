@@ -264,7 +264,7 @@ class _Loop:
         else:
             guard.watch(step, score.loss, grad_norm, micro_batches)
             # The first step allocates the optimizer's state, which is when a model that just fits no longer does.
-            with explain_out_of_memory(f"the optimizer at step {step}", micro_batches, settings.out_of_memory_mend):
+            with explain_out_of_memory(f"the optimizer at step {step}", micro_batches, settings.out_of_memory_fix):
                 backend.step(learning_rate)
         moved = None if before is None or skip else round(before.share(self.world), 6)
         if not self.latest:  # now the optimizer has its state: the size of a checkpoint is known

@@ -190,7 +190,7 @@ def _strange(path: Path, number: int, reason: str) -> ArgumentError:
     return ArgumentError(
         f"{line}{reason}, so the run cannot be gone on with",
         where=f"{path}:{number}" if number else str(path),
-        mend="mend the line, or move the file away: the run then goes on and writes a new one",
+        fix="fix the line, or move the file away: the run then goes on and writes a new one",
     )
 
 

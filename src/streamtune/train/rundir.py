@@ -93,7 +93,7 @@ class RunDirectory:
             raise ArgumentError(
                 f"{self.path} cannot be read: {error.strerror}",
                 where="output_dir",
-                mend="make it readable and writable to you (chmod u+rwx), or give another --output-dir",
+                fix="make it readable and writable to you (chmod u+rwx), or give another --output-dir",
             ) from error
         if self.identity.is_file():
             try:
@@ -104,7 +104,7 @@ class RunDirectory:
                 raise ArgumentError(
                     f"{self.identity} cannot be read, so nothing says what run this is: {error}",
                     where="output_dir",
-                    mend="give an empty or new folder with --output-dir; --resume takes a checkpoint of this one there",
+                    fix="give an empty or new folder with --output-dir; --resume takes a checkpoint of this one there",
                 ) from error
             return identity
         # A process killed while it claimed a new directory leaves its lock and the first file staged.
@@ -112,7 +112,7 @@ class RunDirectory:
             raise ArgumentError(
                 f"{self.path} is not empty, and what is in it is not a run of streamtune",
                 where="output_dir",
-                mend="give an empty or new folder with --output-dir",
+                fix="give an empty or new folder with --output-dir",
             )
         return None
 
@@ -133,7 +133,7 @@ class RunDirectory:
                 raise ArgumentError(
                     f"{path} is a symbolic link; a run keeps its files in its own directory",
                     where="output_dir",
-                    mend="remove the link; output_dir itself may be one, to a disk with room",
+                    fix="remove the link; output_dir itself may be one, to a disk with room",
                 )
         for path, is_right, kind in [
             *((path, path.is_file, "regular file") for path in texts),
@@ -143,7 +143,7 @@ class RunDirectory:
                 raise ArgumentError(
                     f"{path} is no {kind}, and a run keeps one there",
                     where="output_dir",
-                    mend="move it away, or give another --output-dir",
+                    fix="move it away, or give another --output-dir",
                 )
 
     def hold(self) -> DirectoryHold:
@@ -223,7 +223,7 @@ def find_checkpoint(run: RunDirectory, resume: str, notify: Callable[[str], None
         raise ArgumentError(
             f"there is no checkpoint {path}",
             where="--resume",
-            mend=did_you_mean(resume, ("auto", "never")) or "give auto, never, or runs/NAME/checkpoints/step-000100",
+            fix=did_you_mean(resume, ("auto", "never")) or "give auto, never, or runs/NAME/checkpoints/step-000100",
         )
     return open_checkpoint(path.resolve())  # a link to a checkpoint is fine, one inside it is not
 
@@ -235,7 +235,7 @@ def _refuse_lost_checkpoints(run: RunDirectory) -> None:
         raise CheckpointError(
             f"{run.path} holds a run that saved checkpoints, the last at step {saved[-1].get('step')}, and none is in "
             f"{run.checkpoints}; nothing was changed",
-            mend="put a copy of one back and start again, or go on from another with --resume PATH; "
+            fix="put a copy of one back and start again, or go on from another with --resume PATH; "
             "--resume never moves this run aside and starts anew",
         )
 
@@ -264,7 +264,7 @@ def check_same_run(
     if objectives[0] != objectives[1]:
         raise RecipeError(
             f"{where} holds a run of {objectives[0]}, and this is {objectives[1]}: one cannot go on as the other",
-            mend="write to another folder (--output-dir NEW), or start anew: --resume never moves the old run aside",
+            fix="write to another folder (--output-dir NEW), or start anew: --resume never moves the old run aside",
         )
     found = _changes(before.get("recipe", {}), now.get("recipe", {}))
     if "data" in now and before.get("data") != now["data"]:
@@ -277,13 +277,13 @@ def check_same_run(
     }
     refused = {key: text for key, text in found.items() if key not in allow}
     if refused:
-        mend = "undo the change to go on with it, or start anew: --output-dir NEW, or --resume never (which moves the "
-        mend += "old run aside)"
+        fix = "undo the change to go on with it, or start anew: --output-dir NEW, or --resume never (which moves the "
+        fix += "old run aside)"
         if not any(key in fixed for key in refused):
-            mend += "; to change the run on its way, " + " ".join(f"--allow-change {key}" for key in refused)
+            fix += "; to change the run on its way, " + " ".join(f"--allow-change {key}" for key in refused)
         raise RecipeError(
             f"{where} holds a run with other settings: {'; '.join(refused.values())}",
-            mend=mend,
+            fix=fix,
         )
     return list(found.values())
 
@@ -330,7 +330,7 @@ def check_shared_folder(folder: Path, world: World) -> None:
         raise ArgumentError(
             f"{folder} is not the same directory on all nodes: rank 0 wrote to it and rank {named} cannot see it",
             where="output_dir",
-            mend="give a directory on a file system that all nodes share",
+            fix="give a directory on a file system that all nodes share",
         )
 
 

@@ -48,7 +48,7 @@ def value_weights(layers: Sequence[nn.Module], key: str = "select_rows") -> dict
         f"the gradient of the last value projection is computed, and {type(layers[-1]).__name__} has no trained weight "
         f"in a module named {', '.join(VALUES)}",
         where=key,
-        mend="add it to lora_target, or delete the line",
+        fix="add it to lora_target, or delete the line",
     )
 
 

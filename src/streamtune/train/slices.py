@@ -166,7 +166,7 @@ class SliceReader:
             if first < last:
                 parts.append(_read_range(self._folder / file, stored, first - start, last - start))
         if sum(len(part) for part in parts) != count:
-            raise CheckpointError(f"{self._folder} has not all of {name}", mend="use another checkpoint")
+            raise CheckpointError(f"{self._folder} has not all of {name}", fix="use another checkpoint")
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def whole(self, parameter: str, key: str) -> Tensor:
@@ -180,7 +180,7 @@ def check_same_parameters(saved: Iterable[str], trained: Iterable[str]) -> None:
         raise CheckpointError(
             f"the optimizer's state in the checkpoint belongs to another model: {len(differing)} parameters differ, "
             f"among them {differing[0]}",
-            mend="start anew with --resume never",
+            fix="start anew with --resume never",
         )
 
 

@@ -176,13 +176,13 @@ def check_outputs(folder: Path, names: Iterable[str], *, where: str = "--output-
                 raise ArgumentError(
                     f"{path} is {kind}, and the result is written to a file of that name",
                     where=where,
-                    mend=f"move it away, or give another {where}",
+                    fix=f"move it away, or give another {where}",
                 )
         replace_file(folder / ".probe", b"", durably=False)
         (folder / ".probe").unlink()
     except OSError as error:
         raise ArgumentError(
-            f"nothing can be written to {folder}: {error.strerror or error}", where=where, mend=f"give another {where}"
+            f"nothing can be written to {folder}: {error.strerror or error}", where=where, fix=f"give another {where}"
         ) from error
 
 
@@ -194,7 +194,7 @@ def write_output(path: Path, content: bytes) -> None:
         with suppress(OSError):
             (path.parent / f"{STAGING_PREFIX}{path.name}").unlink()
         what = f"{path} cannot be written: {error.strerror or error}"
-        raise RunError(what, mend="mend the cause and start again") from error
+        raise RunError(what, fix="fix the cause and start again") from error
 
 
 def append_to(path: Path, content: bytes) -> None:
@@ -309,13 +309,13 @@ def write_error(error: Exception, target: Path, *, needed: int, safe: str) -> Ch
     if getattr(error, "errno", None) == errno.EFBIG or "File too large" in str(error):
         return CheckpointError(
             f"{target} is larger than a file may be here: it takes {show_size(needed)}",
-            mend=f"raise the limit (ulimit -f), or write to another file system, and start again; {safe}",
+            fix=f"raise the limit (ulimit -f), or write to another file system, and start again; {safe}",
         )
     if not full:
         what = f"cannot write {target}: {error}; {takes}"
-        return CheckpointError(what, mend=f"mend the cause and start again; {safe}")
+        return CheckpointError(what, fix=f"fix the cause and start again; {safe}")
     return CheckpointError(
-        f"no room for {target}: {takes}", mend=f"make room, or lower save_total_limit, and start again; {safe}"
+        f"no room for {target}: {takes}", fix=f"make room, or lower save_total_limit, and start again; {safe}"
     )
 
 

@@ -53,7 +53,7 @@ class TrainSettings:
     bf16: bool
     """Run the forward under bfloat16 autocast."""
     seed: int
-    out_of_memory_mend: str
+    out_of_memory_fix: str
     """Advice for the message where memory runs out."""
     supervised_steps: int = 0
     """Steps before those that epochs are counted in."""
@@ -139,22 +139,22 @@ def accumulate_gradients(
     if world.any(stop.requested):  # while the micro-batches were made, which may have been broken off
         return None
     model = backend.model
-    device, mend = device_of(model), settings.out_of_memory_mend
+    device, fix = device_of(model), settings.out_of_memory_fix
     reset_peak_memory(device)
-    with explain_out_of_memory(f"step {step}", micro_batches, mend):
+    with explain_out_of_memory(f"step {step}", micro_batches, fix):
         totals = objective.totals(micro_batches, world)
     total, metrics, wrong = 0.0, _Means(), None
     model.train()
     if routers.need_counting:
         context.activity("counting routes")
-        with explain_out_of_memory(f"step {step}", micro_batches, mend), autocast(device, settings.bf16):
+        with explain_out_of_memory(f"step {step}", micro_batches, fix), autocast(device, settings.bf16):
             routers.count(device)
     for index, batch in enumerate(micro_batches):
         if world.any(stop.requested):
             return None
         if len(micro_batches) > 1:
             context.activity(f"batch {index + 1}/{len(micro_batches)}")
-        with explain_out_of_memory(f"step {step}", [batch], mend):
+        with explain_out_of_memory(f"step {step}", [batch], fix):
             batch = batch.to(device)
             last = index == len(micro_batches) - 1
             with routers.micro_batch(batch), backend.micro_step(last=last):
@@ -192,7 +192,7 @@ def evaluate(context: StepContext, sets: HeldOut, step: int, stop: StopRequest) 
             for batch in make_batches():
                 if world.any(stop.requested):
                     return None
-                with explain_out_of_memory(f"the evaluation at step {step}", [batch], settings.out_of_memory_mend):
+                with explain_out_of_memory(f"the evaluation at step {step}", [batch], settings.out_of_memory_fix):
                     batch = batch.to(device)
                     with autocast(device, settings.bf16):
                         score = objective.score(model, batch, None)
@@ -210,7 +210,7 @@ def evaluate(context: StepContext, sets: HeldOut, step: int, stop: StopRequest) 
         found |= {f"{prefix}_{name}": value for name, value in of_metrics.over(world).means().items()}
         if not math.isfinite(loss := found.get(f"{prefix}_loss", 0.0)):
             raise NonFiniteError(f"{prefix}_loss, the held-out loss, is {loss} at step {step}",
-                                 mend="lower learning_rate")  # fmt: skip
+                                 fix="lower learning_rate")  # fmt: skip
     return found
 
 
@@ -225,12 +225,12 @@ def find_non_finite(name: str, value: float, step: int, micro_batches: Sequence[
     return NonFiniteError(
         f"the {name} of step {step} is {value}; the weights were not changed by it",
         where=name_rows(micro_batches),
-        mend="look at these rows; lower learning_rate or warm up longer; checkpoints saved before are intact",
+        fix="look at these rows; lower learning_rate or warm up longer; checkpoints saved before are intact",
     )
 
 
 @contextmanager
-def explain_out_of_memory(doing: str, micro_batches: Sequence[MicroBatch], mend: str) -> Iterator[None]:
+def explain_out_of_memory(doing: str, micro_batches: Sequence[MicroBatch], fix: str) -> Iterator[None]:
     """Turn an out-of-memory error into a message that names the batch and what to change."""
     try:
         yield
@@ -239,7 +239,7 @@ def explain_out_of_memory(doing: str, micro_batches: Sequence[MicroBatch], mend:
             raise
         rows, length = max((tuple(batch.input_ids.shape) for batch in micro_batches), key=math.prod)
         what = f"out of memory in {doing}, on a batch of {rows} x {length:,} tokens"
-        raise OutOfMemoryError(what, where=name_rows(micro_batches), mend=mend) from error
+        raise OutOfMemoryError(what, where=name_rows(micro_batches), fix=fix) from error
 
 
 def name_rows(micro_batches: Sequence[MicroBatch], most: int = 4) -> str:

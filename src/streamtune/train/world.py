@@ -197,7 +197,7 @@ def _checked(size: int, rank: int) -> int:
     if not 0 < size <= MOST_BYTES:
         raise DistributedError(
             f"rank {rank} announced a value of {size} bytes",
-            mend="see that every rank runs the same version, and that no other program uses the ports of this run",
+            fix="see that every rank runs the same version, and that no other program uses the ports of this run",
         )
     return size
 
@@ -223,7 +223,7 @@ def decode_value(data: bytes, rank: int) -> Any:
     except (ValueError, TypeError, KeyError, RecursionError, struct.error):
         raise DistributedError(
             f"rank {rank} sent {len(data)} bytes that are no value of StreamTune's",
-            mend="see that every rank runs the same version, and that no other program uses the ports of this run",
+            fix="see that every rank runs the same version, and that no other program uses the ports of this run",
         ) from None
 
 
@@ -288,7 +288,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     """Return an error as a value for :func:`remake_error` on another rank: names and text, no object."""
     described: dict[str, Any] = {"kinds": [kind.__name__ for kind in type(error).__mro__], "text": str(error)}
     if isinstance(error, StreamTuneError):
-        described |= {"what": error.what, "where": error.where, "mend": error.mend, "exit_code": error.exit_code}
+        described |= {"what": error.what, "where": error.where, "mend": error.fix, "exit_code": error.exit_code}
     return described
 
 
@@ -302,8 +302,8 @@ def remake_error(described: Any, rank: int, *, named: bool) -> StreamTuneError:
         if "what" not in described:
             return errors.RunError(f"rank {rank} failed: {kinds[0]}: {text}")
         kind = next((name for name in kinds if name in errors.__all__ and name[0].isupper()), "RunError")
-        what, where, mend = (str(described[name]) for name in ("what", "where", "mend"))
-        made: StreamTuneError = getattr(errors, kind)(f"rank {rank}: {what}" if named else what, where=where, mend=mend)
+        what, where, fix = (str(described[name]) for name in ("what", "where", "mend"))
+        made: StreamTuneError = getattr(errors, kind)(f"rank {rank}: {what}" if named else what, where=where, fix=fix)
         if (code := int(described["exit_code"])) != made.exit_code:
             made.exit_code = code
     except (KeyError, TypeError, ValueError, IndexError):

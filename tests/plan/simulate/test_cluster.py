@@ -212,7 +212,7 @@ def test_where_nothing_fits_sequences_may_be_shared() -> None:
     step, limits = workload(Cluster(4, engine="zero3"), length=256), Limits(MIB // 2, 0)
     space = Space(6, 256, limits, {})
     error = nothing_fits(step, space, {CHUNKS: simulate(step, CHUNKS)}, limits, simulate)
-    assert "sequence_parallel_size: 4 shares each row between all 4 ranks" in error.mend
+    assert "sequence_parallel_size: 4 shares each row between all 4 ranks" in error.fix
 
 
 SEGMENTS = replace(CHUNKS, levels=2, segment_size=3)
@@ -270,7 +270,7 @@ def test_two_levels_are_chosen_for_weights_in_parts() -> None:
 def test_what_no_cluster_is(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ArgumentError, match=said) as caught:
         Cluster(**values)
-    assert caught.value.mend or "must be" in said
+    assert caught.value.fix or "must be" in said
 
 
 def test_which_form() -> None:
@@ -279,7 +279,7 @@ def test_which_form() -> None:
     assert form_of("ring", 4, heads) == "ring"
     with pytest.raises(ArgumentError, match="8 attention heads cannot be shared out to 16 ranks") as caught:
         form_of("ulysses", 16, heads)
-    assert "sequence_parallel: ring" in caught.value.mend
+    assert "sequence_parallel: ring" in caught.value.fix
     assert [heads.copies(Cluster(size, sequence_size=size)) for size in (1, 2, 4, 8)] == [1, 1, 2, 4]
     assert math.isclose(heads.copies(Cluster(16, sequence_size=16, form="ring")), 1)
 

@@ -112,7 +112,7 @@ def test_the_picture_shows_every_layout(report: BenchReport) -> None:
 def test_a_fault_of_the_subject_is_not_taken_for_out_of_memory() -> None:
     with pytest.raises(RunError, match="benchmark failed") as caught:
         run_bench(BenchReport({}, Schedule()), Job(partial(build, "no_such_family")), lengths=[8], modes=["plain"])
-    assert "no_such_family" in caught.value.mend
+    assert "no_such_family" in caught.value.fix
 
 
 @pytest.mark.full

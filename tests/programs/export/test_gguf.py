@@ -230,7 +230,7 @@ def test_a_missing_package_is_named_before_anything_is_read(tmp_path: Path, monk
     monkeypatch.setattr(elsewhere, "find_spec", lambda name: None if name == "gguf" else True)
     with pytest.raises(ArgumentError, match="needs the package gguf, not installed here") as error:
         export_model(str(tmp_path / "no-run"), tmp_path / "out", ExportOptions(gguf="f16", llama_cpp=tmp_path))
-    assert error.value.mend == "pip install gguf"
+    assert error.value.fix == "pip install gguf"
 
 
 def test_splitting_that_llama_cpp_has_a_name_for() -> None:
@@ -272,5 +272,5 @@ def test_a_tokenizer_that_the_converter_does_not_know_is_refused_before_anything
     write_run(tmp_path, "qwen3", "lora", torch.bfloat16, vocab_size=320)
     with pytest.raises(ArgumentError, match="BPE pre-tokenizer was not recognized") as error:
         export_model(str(tmp_path / "run"), tmp_path / "out", ExportOptions(gguf="f16", llama_cpp=Path(str(LLAMA_CPP))))
-    assert "get_vocab_base_pre" in error.value.mend
+    assert "get_vocab_base_pre" in error.value.fix
     assert not (tmp_path / "out").exists()

@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 def refused(folder: Path, *texts: str, **options: Any) -> None:
     with pytest.raises(StreamTuneError) as error:
         export_model(str(folder), folder.parent / "out", ExportOptions(**options))
-    told = f"{error.value.what} {error.value.where} {error.value.mend}"
+    told = f"{error.value.what} {error.value.where} {error.value.fix}"
     assert error.value.exit_code == 2
     for text in texts:
         assert text in told
@@ -204,7 +204,7 @@ def test_damaged_records_are_named(folder: Path) -> None:
 def test_places_that_cannot_be_written(folder: Path) -> None:
     with pytest.raises(StreamTuneError, match="Not a directory") as error:
         export_model(str(folder / "run"), folder / "run/run.json/out", ExportOptions(check=False))
-    assert error.value.mend == "name a folder that can be written to"
+    assert error.value.fix == "name a folder that can be written to"
     (folder / "there").mkdir()
     (folder / "link").symlink_to(folder / "there")
     with pytest.raises(StreamTuneError, match="is a link"):

@@ -530,7 +530,7 @@ def test_a_command_that_reads_a_file_names_it(command: str, tmp_path: Path) -> N
 def test_a_command_of_preferences_names_its_loss(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         convert(tmp_path, "trl orpo --config x.yaml\n", "r.sh")
-    assert "loss_type: orpo" in caught.value.mend
+    assert "loss_type: orpo" in caught.value.fix
 
 
 # --- what was mistaken ------------------------------------------------------------------------------------------------

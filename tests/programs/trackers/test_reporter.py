@@ -133,4 +133,4 @@ def test_a_tracker_that_is_not_installed_is_one_clear_error(monkeypatch: pytest.
     monkeypatch.setitem(PACKAGES, "wandb", ("no_such_module", "wandb"))
     with pytest.raises(ArgumentError, match="names 'wandb', which is not installed") as refused:
         check_installed(["tensorboard", "wandb"])
-    assert "pip install 'streamtune[trackers]'" in refused.value.mend
+    assert "pip install 'streamtune[trackers]'" in refused.value.fix

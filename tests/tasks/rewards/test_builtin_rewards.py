@@ -221,7 +221,7 @@ def test_an_error_of_a_row_names_the_row_and_blames_no_function() -> None:
     with pytest.raises(RunError, match="the reward 'json_schema' cannot be computed: the schema uses") as error:
         rewards(["?"] * 2, ["{}"] * 2, {"schema": [{}, {"$ref": "x"}]}, origins=["rows.jsonl:4", "rows.jsonl:9"])
     assert error.value.where == "rows.jsonl:9"
-    assert error.value.mend.startswith("mend the row")
+    assert error.value.fix.startswith("fix the row")
 
 
 @pytest.mark.parametrize("spec", ["regex_match(pattern='(')", "json_schema(schema={'$ref': 'x'})"])
@@ -232,7 +232,7 @@ def test_a_value_for_all_rows_is_checked_before_the_run(spec: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "mend"),
+    ("spec", "fix"),
     [
         ("format_tags(tags='think')", "give list or tuple"),
         ("exact_match(ignore_case=1)", "give bool"),
@@ -240,10 +240,10 @@ def test_a_value_for_all_rows_is_checked_before_the_run(spec: str) -> None:
         ("numeric_answer(tolerance=True)", "give int or float"),
     ],
 )
-def test_options_have_types(spec: str, mend: str) -> None:
+def test_options_have_types(spec: str, fix: str) -> None:
     with pytest.raises(ArgumentError, match="the option") as error:
         load_rewards([spec])
-    assert error.value.mend == mend
+    assert error.value.fix == fix
 
 
 def test_a_value_and_a_column_exclude_each_other() -> None:

@@ -188,7 +188,7 @@ def test_what_a_function_does_wrong_names_it_and_the_row(folder: Path, name: str
     with pytest.raises(RunError, match=says) as error:
         call(load(folder, name), origins=["rows.jsonl:1", "rows.jsonl:2", "rows.jsonl:3"])
     assert error.value.where == f"{folder}/{re.sub('{(.*)}', line_with, where)}"
-    assert error.value.mend
+    assert error.value.fix
 
 
 def test_a_function_changes_its_own_copies(folder: Path) -> None:
@@ -237,23 +237,23 @@ def test_a_column_that_is_missing_is_found_before_the_run(folder: Path) -> None:
     rewards.check_columns(["answer"])
     with pytest.raises(ArgumentError, match="reads the column 'answer'") as error:
         rewards.check_columns(["answers", "level"])
-    assert error.value.mend == "did you mean 'answers'?"
+    assert error.value.fix == "did you mean 'answers'?"
     assert (
         error.value.where
         == f"{folder}/own.py:{FUNCTIONS.splitlines().index('def matches(completions, answer, scale=1.0):') + 1}"
     )
     of_another_column = load_rewards(["exact_match(column='target')"])
-    for columns, mend in {
+    for columns, fix in {
         ("answer", "completion_ids"): "the rows have: answer",
         ("completion_ids",): "the rows have: no other columns",
     }.items():
         with pytest.raises(ArgumentError, match="'exact_match' reads the column 'target'") as error:
             of_another_column.check_columns(columns)
-        assert error.value.mend == mend
+        assert error.value.fix == fix
 
 
 @pytest.mark.parametrize(
-    ("spec", "says", "mend"),
+    ("spec", "says", "fix"),
     [
         ("exact_mach", "no built-in reward is called 'exact_mach'", "did you mean 'exact_match'?"),
         ("something_else", "no built-in reward", "choose one of: exact_match"),
@@ -273,11 +273,11 @@ def test_a_column_that_is_missing_is_found_before_the_run(folder: Path) -> None:
         ("no_such_module_of_mine.part:score", "there is no module", "install it"),
     ],
 )
-def test_wrong_specs(folder: Path, spec: str, says: str, mend: str) -> None:
+def test_wrong_specs(folder: Path, spec: str, says: str, fix: str) -> None:
     with pytest.raises(ArgumentError, match=says.replace("(", r"\(")) as error:
         load_rewards([spec], directory=folder)
     assert error.value.where == "reward_funcs"
-    assert mend in error.value.mend
+    assert fix in error.value.fix
 
 
 @pytest.mark.parametrize(

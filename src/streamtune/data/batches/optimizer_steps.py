@@ -95,7 +95,7 @@ class StepSampler:
             if state.get(key) != mine:
                 raise CheckpointError(
                     f"the checkpoint visits the data with {key} = {state.get(key)}, this run with {mine}",
-                    mend="resume with the data, the seed and the batching the checkpoint was made with",
+                    fix="resume with the data, the seed and the batching the checkpoint was made with",
                 )
         place_in(state, sys.maxsize)  # the epoch has to be a count before its steps are computed
         self.epoch, self.position = place_in(state, len(self.epoch_steps(state["epoch"]).units))

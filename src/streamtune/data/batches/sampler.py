@@ -174,7 +174,7 @@ class ResumableSampler:
             if state[key] != mine[key]:
                 raise CheckpointError(
                     f"the checkpoint visits the data with {key} = {state[key]}, this run with {mine[key]}",
-                    mend="resume with the data and the seed the checkpoint was made with",
+                    fix="resume with the data and the seed the checkpoint was made with",
                 )
         self.epoch, self.position = place_in(state, self.num_rows)
 
@@ -189,7 +189,7 @@ def place_in(state: Mapping[str, Any], units: int) -> tuple[int, int]:
     if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= units:
         raise CheckpointError(
             f"the checkpoint is at row {position} of epoch {epoch} of the data, which has {units:,}",
-            mend="use another checkpoint: --resume PATH",
+            fix="use another checkpoint: --resume PATH",
         )
     return epoch, position
 

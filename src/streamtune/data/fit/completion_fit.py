@@ -34,13 +34,13 @@ class LengthPolicy:
     def __post_init__(self) -> None:
         split = "a pair or a prompt cannot be split; use " if self.overlength == "split" else "use "
         known = COMPLETION_OVERLENGTH
-        check_choice("overlength", self.overlength, known, mend=split + ", ".join(known))
+        check_choice("overlength", self.overlength, known, fix=split + ", ".join(known))
         if self.max_prompt_length is not None and not 0 < self.max_prompt_length < self.max_length:
             raise ArgumentError(
                 f"max_prompt_length = {self.max_prompt_length:,} leaves no room for a completion in "
                 f"max_length = {self.max_length:,}",
                 where="max_prompt_length",
-                mend="set it to less than max_length, and to 1 at least",
+                fix="set it to less than max_length, and to 1 at least",
             )
 
     def holds(self, tree: Tree) -> bool:
@@ -111,7 +111,7 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
                 if self.kinds[0] == "chosen"
                 else "'chosen' and 'rejected' are the same: one answer cannot be desirable and undesirable",
                 where=origin,
-                mend="remove the row, or leave out all such rows with identical_pairs: drop",
+                fix="remove the row, or leave out all such rows with identical_pairs: drop",
             )
         self.counts["identical"] += 1
         self.counts["dropped"] += 1
@@ -148,14 +148,14 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
                 f"{have(self.counts['long_prompts'], 'prompt')} more than max_prompt_length = "
                 f"{policy.max_prompt_length:,} tokens; the longest has {size:,}",
                 where=origin,
-                mend=f"set max_prompt_length to {size} or more, or say what to do with them: overlength: truncate "
+                fix=f"set max_prompt_length to {size} or more, or say what to do with them: overlength: truncate "
                 "(keeps the end of the prompt) or drop",
             )
         if size >= policy.max_length:
             return DataError(
                 f"a prompt of {size:,} tokens leaves no room for a completion in max_length = {policy.max_length:,}",
                 where=origin,
-                mend=f"set max_length to {self.longest[0]} or more; or keep the end of prompts with max_prompt_length "
+                fix=f"set max_length to {self.longest[0]} or more; or keep the end of prompts with max_prompt_length "
                 "and overlength: truncate; or leave the rows out with overlength: drop",
             )
         size, origin = self.longest
@@ -163,7 +163,7 @@ class TreeFit(LengthFit[Tree, CompletionReport]):
             f"{have(self.counts['too_long'], 'row')} more than max_length = {policy.max_length:,} tokens of prompt "
             f"and longest completion; the longest has {size:,}",
             where=origin,
-            mend=f"set max_length to {size} or more, or say what to do with them: overlength: truncate or drop",
+            fix=f"set max_length to {size} or more, or say what to do with them: overlength: truncate or drop",
         )
 
     def own_counts(self) -> dict[str, Any]:
@@ -243,7 +243,7 @@ class PromptFit(LengthFit[Prompt, CompletionReport]):
         return DataError(
             f"{have(self.counts['too_long'], 'prompt')} more than {self.limit} tokens; the longest has {size:,}",
             where=origin,
-            mend=f"set max_prompt_length to {size} or more, or say what to do with them: overlength: truncate "
+            fix=f"set max_prompt_length to {size} or more, or say what to do with them: overlength: truncate "
             "(keeps the end) or drop",
         )
 

@@ -242,7 +242,7 @@ class LengthFit(ABC, Generic[RecordT, ReportT]):
             raise DataError(
                 f"no {self.noun} is left{to_train_on}: all {rows:,} were dropped",
                 where=origin,
-                mend=f"the longest has {self.about_longest} tokens, {self.limit}" if size else "",
+                fix=f"the longest has {self.about_longest} tokens, {self.limit}" if size else "",
             )
         if too_long:
             notify(f"{too_long:,} of {rows:,} {self.noun}s are over {self.over}: {self.changes()}{self._lost()}")

@@ -96,7 +96,7 @@ def choose_held_out(groups: Digests, starts: Sequence[SourceStart], val_size: fl
         if not count:
             where = next(start.source.place for start in starts if start.source.evaluates == name)
             what = "no row is left to train on" if name is None else f"no row of the eval set '{name}' is left"
-            raise DataError(what, where=where, mend="all were dropped; see overlength, on_empty and on_bad_row")
+            raise DataError(what, where=where, fix="all were dropped; see overlength, on_empty and on_bad_row")
     mine = kept[None]
     drawn = _draw_groups(groups.first(mine), val_size, seed)
     return np.concatenate([drawn, np.ones(len(groups) - mine, dtype=np.bool_)])
@@ -118,7 +118,7 @@ def _draw_groups(groups: Digests, val_size: float, seed: int) -> Mask:
         raise DataError(
             f"val_size = {val_size:g} holds out all of the {len(groups):,} rows ({len(sizes):,} different ones)",
             where="val_size",
-            mend="hold out fewer rows, or add data",
+            fix="hold out fewer rows, or add data",
         )
     return held_out
 
@@ -168,7 +168,7 @@ def make_mixture(sources: Sequence[Source], bounds: Sequence[int], rows: Numbers
         raise DataError(
             "no dataset with a weight above 0 has a row to train on",
             where=sources[0].place,
-            mend="give one of the others a weight",
+            fix="give one of the others a weight",
         )
     return mixture
 

@@ -234,7 +234,7 @@ class RowFit(LengthFit[Example, DataReport]):
             f"{have(self.counts['too_long'], 'row')} more than max_length = {self.policy.max_length:,} tokens; the "
             f"longest has {self.about_longest}",
             where=origin,
-            mend=f"set max_length to {size} or more, or say what to do with them: overlength: truncate, drop or split",
+            fix=f"set max_length to {size} or more, or say what to do with them: overlength: truncate, drop or split",
         )
 
     def own_counts(self) -> dict[str, Any]:

@@ -55,14 +55,14 @@ def check_message(message: Any, place: str, origin: str) -> dict[str, Any]:
         raise DataError(
             f"{place} must be an object with 'role' and 'content', it is {kind_of(message)}",
             where=origin,
-            mend='a list of pairs is how a map is written: write {"role": "user", "content": "..."}' if pairs else "",
+            fix='a list of pairs is how a map is written: write {"role": "user", "content": "..."}' if pairs else "",
         )
     role = message.get("role")
     if role not in ROLES:
         hint = did_you_mean(role, ROLES) if isinstance(role, str) else ""
         what = f"{place} has the unknown role '{role}'" if role is not None else f"{place} has no 'role'"
         known = f"roles are {', '.join(ROLES)}"
-        raise DataError(what, where=origin, mend=f"{known}; {hint}" if hint else known)
+        raise DataError(what, where=origin, fix=f"{known}; {hint}" if hint else known)
     checked = {key: value for key, value in _filled(message).items() if key not in FLAGS}
     stands_in = role == "assistant" and any(checked.get(field) for field in _ANSWER_FIELDS)
     if "content" in checked or not stands_in:
@@ -89,11 +89,11 @@ def _trained_flag(message: Mapping[str, Any], place: str, origin: str) -> bool |
             known = "0 (not trained) or 1" if name == "weight" else "true or false"
             shown = f"the text {value!r}" if isinstance(value, str) else repr(value)
             part = "a message is trained or not: a part of its loss is not" if isinstance(value, float) else ""
-            raise DataError(f"{place}.{name} must be {known}, it is {shown}", where=origin, mend=part)
+            raise DataError(f"{place}.{name} must be {known}, it is {shown}", where=origin, fix=part)
         given[name] = bool(value)
     if len(set(given.values())) > 1:
         both = " and ".join(f"'{name}: {json.dumps(message[name])}'" for name in given)
-        raise DataError(f"{place} has {both}, which contradict each other", where=origin, mend="keep one of them")
+        raise DataError(f"{place} has {both}, which contradict each other", where=origin, fix="keep one of them")
     return next(iter(given.values()), None)
 
 
@@ -105,8 +105,8 @@ def from_sharegpt(turn: Any, place: str, origin: str) -> dict[str, Any]:
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         known = f"known are {', '.join(SHAREGPT_ROLES)}"
         hint = did_you_mean(speaker, SHAREGPT_ROLES) if isinstance(speaker, str) else ""
-        mend = f"{known}; {hint}" if hint else known
-        raise DataError(f"{place} is from an unknown speaker '{speaker}'", where=origin, mend=mend)
+        fix = f"{known}; {hint}" if hint else known
+        raise DataError(f"{place} is from an unknown speaker '{speaker}'", where=origin, fix=fix)
     if speaker == "function_call":
         flags = {name: turn[name] for name in FLAGS if name in turn}
         return {"role": "assistant", "tool_calls": _sharegpt_calls(value, f"{place}.value", origin), **flags}
@@ -128,7 +128,7 @@ def _content(content: Any, place: str, origin: str) -> str:
     if isinstance(content, str):
         return _unicode(content, place, origin)
     if content is None:
-        raise DataError(f"{place} is missing", where=origin, mend="an empty string is allowed")
+        raise DataError(f"{place} is missing", where=origin, fix="an empty string is allowed")
     if not isinstance(content, list):
         raise DataError(f"{place} must be a string, it is of type {type(content).__name__}", where=origin)
     texts = []
@@ -260,7 +260,7 @@ def variables_of(value: Any, origin: str) -> dict[str, Any]:
         raise DataError(
             f"'chat_template_kwargs' must be an object, it is {kind_of(value)}",
             where=origin,
-            mend='write it as {"enable_thinking": false}',
+            fix='write it as {"enable_thinking": false}',
         )
     return _filled(value)
 
@@ -296,12 +296,12 @@ def text_or_messages(columns: Mapping[str, Any], name: str, origin: str) -> Text
     if isinstance(columns[name], str) and not (_first_has("role", value) or _first_has("from", value)):
         value = text_field(columns, name, origin)  # text that merely starts with a bracket stays text
         if not value.strip():
-            raise DataError(f"'{name}' is empty", where=origin, mend="remove the row")
+            raise DataError(f"'{name}' is empty", where=origin, fix="remove the row")
         return value
     if not isinstance(value, list):
         raise DataError(f"'{name}' must be a string or a list of messages, it is {kind_of(value)}", where=origin)
     if not value:
-        raise DataError(f"'{name}' is empty", where=origin, mend="remove the row")
+        raise DataError(f"'{name}' is empty", where=origin, fix="remove the row")
     messages = []
     for index, item in enumerate(value):
         place = f"{name}[{index}]"
@@ -322,7 +322,7 @@ def check_order(messages: Sequence[Mapping[str, Any]], name: str, origin: str) -
             raise DataError(
                 f"{name}[{index}] is a second '{role}' message in a row: user and assistant must alternate",
                 where=origin,
-                mend="join the two messages, or remove one",
+                fix="join the two messages, or remove one",
             )
 
 

@@ -151,7 +151,7 @@ def _replaced(what: str, how: str, source: Source) -> DataError:
     return DataError(
         f"{what} {how} while the rows are streamed: others would be trained on than the run began with",
         where=source.place,
-        mend="put it back and start again: the run goes on from its checkpoint; or start with --allow-change data, "
+        fix="put it back and start again: the run goes on from its checkpoint; or start with --allow-change data, "
         "which goes through the data as it is now from its beginning",
     )
 

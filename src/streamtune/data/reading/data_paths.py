@@ -54,7 +54,7 @@ def local_files(path: str, *, split: str, config: str | None, where: str) -> Fou
     elif _looks_like_hub_name(path):
         return None
     else:
-        raise DataError(f"there is no file '{path}'", where=where, mend=_nearest(local))
+        raise DataError(f"there is no file '{path}'", where=where, fix=_nearest(local))
     _refuse_split(path, split, config, where)
     return files, None
 
@@ -64,7 +64,7 @@ def _refuse_split(path: str, split: str, config: str | None, where: str) -> None
         raise DataError(
             f"'{path}' is a file: it has no split and no configuration",
             where=where,
-            mend="leave out 'split' and 'name', or name its folder; hold rows out with val_size",
+            fix="leave out 'split' and 'name', or name its folder; hold rows out with val_size",
         )
 
 
@@ -81,7 +81,7 @@ def _walk(folder: Path, shown: str, where: str) -> Iterator[str]:
         for entry in sorted(here.iterdir()):
             count += 1
             if count > MOST_LISTED:
-                raise DataError(f"'{shown}' holds more than {MOST_LISTED:,} files", where=where, mend="name the files")
+                raise DataError(f"'{shown}' holds more than {MOST_LISTED:,} files", where=where, fix="name the files")
             if entry.name.startswith("."):
                 continue
             if _is_folder(entry):
@@ -142,7 +142,7 @@ def remote_files(address: str, *, split: str, config: str | None, where: str) ->
     protocol = address.partition("://")[0].lower()
     if is_offline() and protocol not in _OWN_MACHINE:
         raise DataError(
-            f"'{address}' is elsewhere, and --offline forbids to connect", where=where, mend="fetch it first"
+            f"'{address}' is elsewhere, and --offline forbids to connect", where=where, fix="fetch it first"
         )
     try:
         system, path = fsspec.core.url_to_fs(address)
@@ -163,17 +163,17 @@ def remote_files(address: str, *, split: str, config: str | None, where: str) ->
             base = address.rstrip("/")
             return [_remote_file(system, f"{root}/{name}", f"{base}/{name}") for name in chosen.names], chosen
         if not system.exists(path):
-            raise DataError(f"there is nothing at '{address}'", where=where, mend="check the address and the access")
+            raise DataError(f"there is nothing at '{address}'", where=where, fix="check the address and the access")
     except DataError:
         raise
     except ImportError as error:
         package = _PACKAGES.get(protocol, "")
-        mend = f"pip install {package}" if package else ""
+        fix = f"pip install {package}" if package else ""
         raise DataError(
-            f"reading '{protocol}://' needs a package: {one_line(error, 300)}", where=where, mend=mend
+            f"reading '{protocol}://' needs a package: {one_line(error, 300)}", where=where, fix=fix
         ) from error
     except ValueError as error:
-        raise DataError(f"cannot read '{address}': {one_line(error, 300)}", where=where, mend=_PROTOCOLS) from error
+        raise DataError(f"cannot read '{address}': {one_line(error, 300)}", where=where, fix=_PROTOCOLS) from error
     except Exception as error:  # every backend and its network have errors of their own
         raise _cannot_reach(address, error, where) from error
     _refuse_split(address, split, config, where)
@@ -210,7 +210,7 @@ def _version(system: Any, path: str) -> str | None:
 
 def _cannot_reach(address: str, error: Exception, where: str) -> DataError:
     what = f"cannot read '{address}': {one_line(error, 300)}"
-    return DataError(what, where=where, mend="check the address, the access and the network")
+    return DataError(what, where=where, fix="check the address, the access and the network")
 
 
 def hub_rows(name: str, config: str | None, split: str, where: str, *, streamed: bool = False) -> Iterator[Row]:
@@ -226,7 +226,7 @@ def hub_rows(name: str, config: str | None, split: str, where: str, *, streamed:
             raise DataError(
                 f"cannot read on in the dataset '{name}': {_first_line(error)}",
                 where=f"{shown}:row {number + 1}",
-                mend="check access and the network, and start again: the run goes on from its last checkpoint",
+                fix="check access and the network, and start again: the run goes on from its last checkpoint",
             ) from error
         number += 1
         yield Row(f"{shown}:row {number}", without_nulls(columns))
@@ -262,11 +262,11 @@ def _cannot_load(name: str, config: str | None, split: str, error: Exception, wh
             splits = []
         if splits and split not in splits:
             what = f"'{name}' has no split '{split}'; it has {', '.join(splits)}"
-            return DataError(what, where=where, mend=did_you_mean(split, splits) or f"write split: {splits[0]}")
+            return DataError(what, where=where, fix=did_you_mean(split, splits) or f"write split: {splits[0]}")
     return DataError(
         f"cannot load the dataset '{name}': {_first_line(error)}",
         where=where,
-        mend="it is no local file; for the hub, check its name, 'name' and 'split', access and the network",
+        fix="it is no local file; for the hub, check its name, 'name' and 'split', access and the network",
     )
 
 
@@ -278,7 +278,7 @@ def _refuse_formats(name: str, where: str) -> None:
         raise DataError(
             f"'{name}' is a file format of the datasets library, not a dataset",
             where=where,
-            mend="name the file itself",
+            fix="name the file itself",
         )
 
 

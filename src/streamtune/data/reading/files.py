@@ -108,10 +108,10 @@ def _open_local(path: Path, shown: str) -> IO[bytes]:
             raise DataError(
                 f"the symbolic link leads to '{path.readlink()}', where nothing is",
                 where=shown,
-                mend="fetch that file, or make the link anew",
+                fix="fetch that file, or make the link anew",
             ) from error
-        mend = f"allow it: chmod u+r {path.name}" if isinstance(error, PermissionError) else ""
-        raise DataError(f"cannot read the file: {error.strerror or error}", where=shown, mend=mend or _FETCH) from error
+        fix = f"allow it: chmod u+r {path.name}" if isinstance(error, PermissionError) else ""
+        raise DataError(f"cannot read the file: {error.strerror or error}", where=shown, fix=fix or _FETCH) from error
     try:
         _check_regular(os.fstat(file.fileno()).st_mode, shown)
     except DataError:
@@ -124,7 +124,7 @@ def _check_regular(mode: int, shown: str) -> None:
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
         kind = kinds.get(stat.S_IFMT(mode), "a device")
-        raise DataError(f"this is {kind}, not a file", where=shown, mend="write the rows to a file")
+        raise DataError(f"this is {kind}, not a file", where=shown, fix="write the rows to a file")
 
 
 @contextmanager
@@ -150,10 +150,10 @@ def open_bytes(file: DataFile, *, text: bool = True) -> Iterator[IO[bytes]]:
                 raise
             is_damaged = suffix in COMPRESSED and error.errno is None  # errors of the system have a number
             what = f"the {COMPRESSED[suffix][0]} file is damaged" if is_damaged else "cannot read the file"
-            raise DataError(f"{what}: {error.strerror or error}", where=file.shown, mend=_FETCH) from error
+            raise DataError(f"{what}: {error.strerror or error}", where=file.shown, fix=_FETCH) from error
         except (EOFError, zlib.error, lzma.LZMAError) as error:
             raise DataError(
-                f"the {COMPRESSED[suffix][0]} file is damaged: {error}", where=file.shown, mend=_FETCH
+                f"the {COMPRESSED[suffix][0]} file is damaged: {error}", where=file.shown, fix=_FETCH
             ) from error
 
 
@@ -171,7 +171,7 @@ def _refuse_foreign(start: bytes, file: DataFile, *, text: bool) -> None:
         raise DataError(
             "the file is a Git LFS pointer: its content was not downloaded",
             where=f"{file.shown}:1",
-            mend="run git lfs pull in its repository",
+            fix="run git lfs pull in its repository",
         )
     bare = start.removeprefix(codecs.BOM_UTF8).lstrip().lower()
     is_document = format_of(file.name) in (".txt", ".md")
@@ -179,17 +179,17 @@ def _refuse_foreign(start: bytes, file: DataFile, *, text: bool) -> None:
         raise DataError(
             "the file is a page of HTML or XML, such as the answer of a server that refused a download",
             where=f"{file.shown}:1",
-            mend="download the file itself",
+            fix="download the file itself",
         )
     if not text:
         return
-    for magic, (kind, mend) in _MAGIC.items():
+    for magic, (kind, fix) in _MAGIC.items():
         if start.startswith(magic):
             packed = kind in {name for name, _ in COMPRESSED.values()}
             what = f"the file is compressed ({kind}), and its name does not say so" if packed else f"the file is {kind}"
-            raise DataError(what, where=file.shown, mend=mend.format(name=file.name))
+            raise DataError(what, where=file.shown, fix=fix.format(name=file.name))
     if start[257:262] == b"ustar":
-        raise DataError("the file is a tar archive", where=file.shown, mend="unpack it")
+        raise DataError("the file is a tar archive", where=file.shown, fix="unpack it")
 
 
 _WIDE = {
@@ -214,7 +214,7 @@ def iter_lines(file: DataFile, bad: BadRows) -> Iterator[tuple[int, str]]:
             raise DataError(
                 "the file is UTF-16 without its mark",
                 where=f"{file.shown}:1",
-                mend=f"convert it: iconv -f UTF-16{order} -t UTF-8",
+                fix=f"convert it: iconv -f UTF-16{order} -t UTF-8",
             )
         encoding = next((name for mark, name in _WIDE.items() if start.startswith(mark)), None)
         lines = _narrow_lines(buffered, file, bad) if encoding is None else _wide_lines(buffered, encoding, file, bad)
@@ -262,7 +262,7 @@ def _wide_lines(raw: IO[bytes], encoding: str, file: DataFile, bad: BadRows) -> 
         raise DataError(
             f"the file begins as {encoding.upper()} and is not valid from here on: {error}",
             where=f"{file.shown}:{number + 1}",
-            mend="save the file as UTF-8",
+            fix="save the file as UTF-8",
         ) from error
     finally:
         wrapped.detach()  # the file below is closed by whoever opened it
@@ -272,7 +272,7 @@ def _too_long(where: str) -> DataError:
     return DataError(
         f"the line has more than {MAX_LINE_BYTES >> 20:,} MiB",
         where=where,
-        mend="write one row a line, or split the row",
+        fix="write one row a line, or split the row",
     )
 
 
@@ -280,7 +280,7 @@ def _nul(where: str) -> DataError:
     return DataError(
         "the line holds a NUL byte, which no text has: the file is damaged or binary",
         where=where,
-        mend=_FETCH,
+        fix=_FETCH,
     )
 
 
@@ -289,9 +289,9 @@ def _not_utf8(line: bytes, error: UnicodeDecodeError, where: str) -> DataError:
     what = f"not valid UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}"
     high = [byte for byte in line[:4096] if byte >= 0x80] or [line[error.start]]
     if any(byte in (0x81, 0x8D, 0x8F, 0x90, 0x9D) for byte in high) or line[error.start] == 0xFF:
-        return DataError(what, where=where, mend="save the file as UTF-8, or mend the line")
+        return DataError(what, where=where, fix="save the file as UTF-8, or fix the line")
     name = "Windows-1252" if any(byte < 0xA0 for byte in high) else "Latin-1 (or Windows-1252)"
-    return DataError(f"{what}; it looks like {name}", where=where, mend="convert the file: iconv -f CP1252 -t UTF-8")
+    return DataError(f"{what}; it looks like {name}", where=where, fix="convert the file: iconv -f CP1252 -t UTF-8")
 
 
 def read_whole(file: DataFile) -> str:
@@ -303,7 +303,7 @@ def read_whole(file: DataFile) -> str:
             raise DataError(
                 f"more than {MAX_DOCUMENT >> 20:,} million characters",
                 where=f"{file.shown}:{number}",
-                mend="write .jsonl, which is read line by line",
+                fix="write .jsonl, which is read line by line",
             )
         parts.append(line)
     return "".join(parts)

@@ -88,8 +88,8 @@ def choose_files(
     splits = _configured(every, read, config, shown, where)
     if splits is None:
         if not data:
-            mend = f"it may hold {', '.join(READERS)}"
-            raise DataError(f"the folder '{shown}' holds no data file", where=where, mend=mend)
+            fix = f"it may hold {', '.join(READERS)}"
+            raise DataError(f"the folder '{shown}' holds no data file", where=where, fix=fix)
         splits = _split_names(data)
     if split not in splits:
         raise _no_split(split, splits, shown, where)
@@ -104,7 +104,7 @@ def _no_split(split: str, splits: Iterable[str], shown: str, where: str) -> Data
     return DataError(
         f"'{shown}' has no split '{split}'; it has {', '.join(names)}",
         where=where,
-        mend=did_you_mean(split, names) or f"write split: {names[0]}" if names else "",
+        fix=did_you_mean(split, names) or f"write split: {names[0]}" if names else "",
     )
 
 
@@ -146,20 +146,20 @@ def _configured(
     if not configs:
         if config is not None:
             raise DataError(
-                f"the folder '{shown}' has no configuration '{config}'", where=where, mend="leave out 'name'"
+                f"the folder '{shown}' has no configuration '{config}'", where=where, fix="leave out 'name'"
             )
         return None
     known = list(configs)
     if config is None:
         default = next((name for name in known if configs[name].get("default") or name == "default"), None)
         if default is None and len(known) > 1:
-            mend = f"write name: {known[0]}"
+            fix = f"write name: {known[0]}"
             what = f"'{shown}' has several configurations: {', '.join(known)}"
-            raise DataError(what, where=where, mend=mend)
+            raise DataError(what, where=where, fix=fix)
         config = default or known[0]
     if config not in configs:
-        mend = did_you_mean(config, known) or f"use {', '.join(known)}"
-        raise DataError(f"'{shown}' has no configuration '{config}'", where=where, mend=mend)
+        fix = did_you_mean(config, known) or f"use {', '.join(known)}"
+        raise DataError(f"'{shown}' has no configuration '{config}'", where=where, fix=fix)
     return {
         split: [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
         for split, patterns in configs[config]["splits"].items()
@@ -220,7 +220,7 @@ def _saved(names: Sequence[str], read: Callable[[str], str], split: str, shown: 
     state_name = f"{folder}state.json"
     if state_name not in names:
         what = f"the split '{split}' is not in '{shown}', although its dataset_dict.json lists it"
-        raise DataError(what, where=where, mend="save or fetch the dataset anew")
+        raise DataError(what, where=where, fix="save or fetch the dataset anew")
     state = _json(read, state_name, shown)
     own = state.get("_split")
     if not folder and split != (own or "train"):
@@ -228,7 +228,7 @@ def _saved(names: Sequence[str], read: Callable[[str], str], split: str, shown: 
     files = [folder + str(item.get("filename")) for item in state.get("_data_files") or () if isinstance(item, dict)]
     if missing := [name for name in files if name not in names]:
         what = f"'{missing[0]}' is not in '{shown}', although {state_name} lists it"
-        raise DataError(what, where=where, mend="save or fetch the dataset anew")
+        raise DataError(what, where=where, fix="save or fetch the dataset anew")
     return Chosen(files, [])
 
 
@@ -236,7 +236,7 @@ def _json(read: Callable[[str], str], name: str, shown: str) -> dict[str, Any]:
     try:
         found = json.loads(read(name))
     except ValueError as error:
-        raise DataError(f"malformed JSON: {error}", where=f"{shown}/{name}", mend="save the dataset anew") from error
+        raise DataError(f"malformed JSON: {error}", where=f"{shown}/{name}", fix="save the dataset anew") from error
     if not isinstance(found, dict):
-        raise DataError("this is no JSON object", where=f"{shown}/{name}", mend="save the dataset anew")
+        raise DataError("this is no JSON object", where=f"{shown}/{name}", fix="save the dataset anew")
     return found

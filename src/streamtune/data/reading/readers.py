@@ -57,7 +57,7 @@ def read_data_file(file: DataFile, bad: BadRows) -> Iterator[Row]:
         raise DataError(
             f"cannot read '{file.name}': its extension says no known format",
             where=file.shown,
-            mend=f"use one of {', '.join(READERS)}; text may be compressed: {', '.join(COMPRESSED)} behind it",
+            fix=f"use one of {', '.join(READERS)}; text may be compressed: {', '.join(COMPRESSED)} behind it",
         )
     return reader(file, bad)
 
@@ -67,7 +67,7 @@ def _object(value: Any, origin: str) -> Row:
         raise DataError(
             f"a row must be a JSON object, this one is {kind_of(value)}",
             where=origin,
-            mend='write one object per row, like {"messages": [...]} or {"text": "..."}',
+            fix='write one object per row, like {"messages": [...]} or {"text": "..."}',
         )
     return Row(origin, value)
 
@@ -99,16 +99,16 @@ def _json_fault(error: ValueError | RecursionError, origin: str, place: str) -> 
         place: Place where the decoder stopped.
     """
     if isinstance(error, _DuplicateKeyError):
-        return DataError(f"the key '{error}' appears twice in one object", where=origin, mend="keep one of the two")
-    mend = "mend the row or remove it"
+        return DataError(f"the key '{error}' appears twice in one object", where=origin, fix="keep one of the two")
+    fix = "fix the row or remove it"
     if isinstance(error, RecursionError):
-        return DataError("the JSON is nested too deeply", where=origin, mend=mend)
+        return DataError("the JSON is nested too deeply", where=origin, fix=fix)
     if isinstance(error, json.JSONDecodeError):
         if error.msg == "Extra data" and error.doc[error.pos :].lstrip().startswith(("{", "[")):
             what = f"two JSON values stand on one line, the second at column {error.colno}"
-            return DataError(what, where=place, mend="write one row a line")
-        return DataError(f"malformed JSON: {error.msg} (column {error.colno})", where=place, mend=mend)
-    return DataError(f"malformed JSON: {error}", where=origin, mend=mend)  # more digits than Python converts
+            return DataError(what, where=place, fix="write one row a line")
+        return DataError(f"malformed JSON: {error.msg} (column {error.colno})", where=place, fix=fix)
+    return DataError(f"malformed JSON: {error}", where=origin, fix=fix)  # more digits than Python converts
 
 
 def _read_jsonl(file: DataFile, bad: BadRows) -> Iterator[Row]:
@@ -121,7 +121,7 @@ def _read_jsonl(file: DataFile, bad: BadRows) -> Iterator[Row]:
             raise DataError(
                 "the file is one JSON list, not an object a line",
                 where=f"{file.shown}:{number}",
-                mend="rename it to .json",
+                fix="rename it to .json",
             )
         first = False
         with bad:
@@ -158,7 +158,7 @@ def _read_json(file: DataFile, bad: BadRows) -> Iterator[Row]:
                 raise DataError(
                     "malformed JSON: something follows the list of rows",
                     where=origin,
-                    mend="remove it, or write .jsonl, one row a line",
+                    fix="remove it, or write .jsonl, one row a line",
                 )
             return
         try:
@@ -179,7 +179,7 @@ def _read_json(file: DataFile, bad: BadRows) -> Iterator[Row]:
         raise DataError(
             "malformed JSON: the list of rows has no end",
             where=f"{shown}:{text.count(chr(10)) + 1}",
-            mend="fetch or write the file anew: its end is missing",
+            fix="fetch or write the file anew: its end is missing",
         )
 
 
@@ -200,7 +200,7 @@ def _next_item(text: str, position: int, shown: str) -> int:
     raise DataError(
         "malformed JSON: expected one ',' between rows",
         where=f"{shown}:{line}",
-        mend="write one comma between two rows",
+        fix="write one comma between two rows",
     )
 
 
@@ -224,8 +224,8 @@ def _read_csv(file: DataFile, bad: BadRows, delimiter: str | None = None) -> Ite
         except StopIteration:
             return
         except csv.Error as error:
-            mend = "close the quote, or double quotes that belong to the text"
-            raise DataError(f"malformed CSV: {error}", where=f"{shown}:{start}", mend=mend) from error
+            fix = "close the quote, or double quotes that belong to the text"
+            raise DataError(f"malformed CSV: {error}", where=f"{shown}:{start}", fix=fix) from error
         origin = f"{shown}:{start}"
         if not cells:
             continue
@@ -238,7 +238,7 @@ def _read_csv(file: DataFile, bad: BadRows, delimiter: str | None = None) -> Ite
                 DataError(
                     f"the row has {number}, the header has {len(header)} columns ({', '.join(header)})",
                     where=origin,
-                    mend="quote cells that hold the separator or a line break",
+                    fix="quote cells that hold the separator or a line break",
                 )
             )
             continue
@@ -284,7 +284,7 @@ def _unique_columns(names: Sequence[str], origin: str) -> list[str]:
     columns = [name.strip() for name in names]
     twice = sorted({name for name in columns if columns.count(name) > 1})
     if twice:
-        raise DataError(f"the column '{twice[0]}' appears twice", where=origin, mend="rename or remove one of the two")
+        raise DataError(f"the column '{twice[0]}' appears twice", where=origin, fix="rename or remove one of the two")
     return columns
 
 
@@ -341,8 +341,8 @@ def _arrow_rows(file: DataFile, batches: Callable[[Any], Iterator[Any]], kind: s
     # pyarrow raises its own errors, Python's, and MemoryError for a size that a damaged file claims
     except (pa.ArrowException, OSError, ValueError, TypeError, OverflowError, KeyError, MemoryError) as error:
         where = f"{file.shown}:row {number + 1}" if number else file.shown
-        mend = "fetch or write the file anew, or use .jsonl"
-        raise DataError(f"not a readable {kind} file: {one_line(error, 200)}", where=where, mend=mend) from error
+        fix = "fetch or write the file anew, or use .jsonl"
+        raise DataError(f"not a readable {kind} file: {one_line(error, 200)}", where=where, fix=fix) from error
 
 
 def one_line(error: BaseException, most: int) -> str:

@@ -132,10 +132,10 @@ def _renamed(rows: Iterable[Row], source: Source, bad: BadRows) -> Iterator[Row]
         missing = sorted(theirs - row.columns.keys())
         if missing:
             what = f"'columns' names '{missing[0]}', which is no column of the row: it has {column_names(row.columns)}"
-            mend = did_you_mean(missing[0], row.columns) or "name one of these"
+            fix = did_you_mean(missing[0], row.columns) or "name one of these"
             if number == 0:
-                raise DataError(f"{what} ({row.origin})", where=source.place, mend=mend)
-            bad.report(DataError(what, where=row.origin, mend=mend))
+                raise DataError(f"{what} ({row.origin})", where=source.place, fix=fix)
+            bad.report(DataError(what, where=row.origin, fix=fix))
             continue
         hidden = [name for name in source.columns if name in row.columns and name not in theirs]
         if hidden and number == 0:
@@ -163,7 +163,7 @@ def typed_rows(
             raise DataError(
                 f"rows of type '{row_type}' are read by {reader}" if reader else f"unknown row type '{row_type}'",
                 where=source.place,
-                mend=f"{'here ' if reader else ''}use {', '.join(('auto', *known))}",
+                fix=f"{'here ' if reader else ''}use {', '.join(('auto', *known))}",
             )
         for row in read_rows(source, bad):
             if row_type == "auto":
@@ -217,11 +217,11 @@ def _check_choices(source: Source, names: Sequence[str]) -> None:
         raise DataError(
             f"'{source.path}' is built in and has no split '{source.split}'",
             where=source.place,
-            mend="leave out 'split'; hold rows out with val_size",
+            fix="leave out 'split'; hold rows out with val_size",
         )
     if source.name is not None and source.name not in names:
-        mend = did_you_mean(source.name, names) or (f"use {', '.join(names)}" if names else "leave out 'name'")
-        raise DataError(f"'{source.path}' is built in and has no part '{source.name}'", where=source.place, mend=mend)
+        fix = did_you_mean(source.name, names) or (f"use {', '.join(names)}" if names else "leave out 'name'")
+        raise DataError(f"'{source.path}' is built in and has no part '{source.name}'", where=source.place, fix=fix)
 
 
 BUILT_IN: dict[str, Callable[[Source], Iterator[Row]]] = {

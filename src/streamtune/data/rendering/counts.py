@@ -145,7 +145,7 @@ class RenderLog:
             raise DataError(
                 f"{'1 answer is' if number == 1 else f'{number:,} answers are'} empty",
                 where=_first(place for counts in empty for place in counts.empty_at),
-                mend="mend the rows, or say what to do with them: on_empty: drop leaves these rows out, train trains "
+                fix="fix the rows, or say what to do with them: on_empty: drop leaves these rows out, train trains "
                 "an answer of no words",
             )
         dropped = [counts for counts in of_all.values() if counts.reasoning_dropped]
@@ -155,7 +155,7 @@ class RenderLog:
                 f"{sum(counts.answers for counts in of_all.values()):,} answers is not in the rendered text: the chat "
                 "template drops it",
                 where=_first(place for counts in dropped for place in counts.dropped_at),
-                mend="reasoning: keep puts it into the text; reasoning: template trains without it",
+                fix="reasoning: keep puts it into the text; reasoning: template trains without it",
             )
 
 

@@ -110,7 +110,7 @@ def rendering(
         raise ArgumentError(
             f"the tokenizer cannot be sent to another process: {error}",
             where="dataset_num_proc",
-            mend="set dataset_num_proc: 1",
+            fix="set dataset_num_proc: 1",
         ) from error
     children = [Child(_serve, packed) for _ in range(processes)]
     threads = ThreadPoolExecutor(processes)
@@ -177,7 +177,7 @@ def _elsewhere(
             raise RunError(
                 "a process that prepares rows ended",
                 where="dataset_num_proc",
-                mend="it was killed, perhaps for want of memory: set dataset_num_proc to less",
+                fix="it was killed, perhaps for want of memory: set dataset_num_proc to less",
             ) from error
         finally:
             free.put(child)

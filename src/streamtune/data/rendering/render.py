@@ -86,7 +86,7 @@ class RowRenderer:
         policy: RowPolicy | None = None,
     ) -> None:
         if train_on not in TRAIN_ON:
-            raise ArgumentError(f"train_on is '{train_on}'", where="train_on", mend=f"use {', '.join(TRAIN_ON)}")
+            raise ArgumentError(f"train_on is '{train_on}'", where="train_on", fix=f"use {', '.join(TRAIN_ON)}")
         self._tokenizer = tokenizer
         self._begin = tokenizer.bos_token_id  # which transformers takes a while to look up
         self._train_on = train_on
@@ -141,7 +141,7 @@ class RowRenderer:
             raise DataError(
                 "no token of the row is trained on",
                 where=origin,
-                mend="give it an answer or remove it; train_on: all trains on every token",
+                fix="give it an answer or remove it; train_on: all trains on every token",
             )
         return rendered
 
@@ -168,7 +168,7 @@ class RowRenderer:
         off = [index for index, message in enumerate(content.messages) if message.get("weight", 1) == 0]
         if self._train_on != "all" and not trained:
             names = ", ".join(self._options.roles_to_train)
-            raise DataError(f"no {names} message of the row is trained on", where=origin, mend="remove the row")
+            raise DataError(f"no {names} message of the row is trained on", where=origin, fix="remove the row")
         variables = self._variables(content.variables, content.tools, origin)
         chat = self._chat.render(
             ChatRequest(content.messages, content.tools, variables=variables),
@@ -286,7 +286,7 @@ class RowRenderer:
     def _document(self, content: Document, origin: str) -> Rendered:
         tokens = self._begun_once(content.text, self._text(content.text, origin))
         if not tokens.ids:
-            raise DataError("the tokenizer makes no token of the text", where=origin, mend="remove the row")
+            raise DataError("the tokenizer makes no token of the text", where=origin, fix="remove the row")
         return self._rendered(self._ended(tokens))
 
     def _begun_once(self, text: str, tokens: TextTokens) -> TextTokens:
@@ -424,7 +424,7 @@ class TreeRenderer:
             raise DataError(
                 "the prompt has no token that all its answers share, so nothing predicts their first token",
                 where=origin,
-                mend="give the row a prompt, or use a tokenizer that begins texts with a token",
+                fix="give the row a prompt, or use a tokenizer that begins texts with a token",
             )
         masks = [mask[start:] for mask in counted]
         return Tree(
@@ -493,7 +493,7 @@ class PromptRenderer:
             self._text(prompt, origin) if isinstance(prompt, str) else self._messages(prompt, tools, origin, variables)
         )
         if not ids:
-            raise DataError("the tokenizer makes no token of the prompt", where=origin, mend="remove the row")
+            raise DataError("the tokenizer makes no token of the prompt", where=origin, fix="remove the row")
         return ids
 
     def _text(self, prompt: str, origin: str) -> list[int]:

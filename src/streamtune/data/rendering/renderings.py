@@ -44,7 +44,7 @@ def require_template(tokenizer: PreTrainedTokenizerBase, noun: str, origin: str)
         raise DataError(
             f"the {noun} is a conversation and the tokenizer has no chat template",
             where=origin,
-            mend="set chat_template in the recipe: chatml, the path of a Jinja file, or the template itself",
+            fix="set chat_template in the recipe: chatml, the path of a Jinja file, or the template itself",
         )
 
 
@@ -94,13 +94,13 @@ def _refused_at(tokenizer: PreTrainedTokenizerBase, request: ChatRequest, templa
 
 def _refusal(messages: Sequence[Mapping[str, Any]], index: int | None, what: str, origin: str) -> DataError:
     at = "" if index is None else f" at messages[{index}], of the role '{messages[index]['role']}'"
-    mend = "mend the row, or set chat_template to a template that takes it"
+    fix = "fix the row, or set chat_template to a template that takes it"
     found = _MISSING.search(what)
     if found and index is not None and found[1] not in messages[index]:
         what = f"it reads '{found[1]}' of the message, which has none ({what})"
         hint = " (the function that was called)" if found[1] == "name" and messages[index]["role"] == "tool" else ""
-        mend = f"give the message its '{found[1]}'{hint}, or set chat_template to a template that needs none"
-    return DataError(f"the chat template refuses the conversation{at}: {what}", where=origin, mend=mend)
+        fix = f"give the message its '{found[1]}'{hint}, or set chat_template to a template that needs none"
+    return DataError(f"the chat template refuses the conversation{at}: {what}", where=origin, fix=fix)
 
 
 def without_flags(request: ChatRequest) -> ChatRequest:
@@ -336,7 +336,7 @@ class Renderings:
         return DataError(
             f"messages[{index}] cannot be masked exactly: the chat template {why}",
             where=self._origin,
-            mend="set chat_template to one that prints the whole conversation and marks the assistant's words with "
+            fix="set chat_template to one that prints the whole conversation and marks the assistant's words with "
             "{% generation %} ... {% endgeneration %}",
         )
 

@@ -95,7 +95,7 @@ class SpecialText:
             raise DataError(
                 "the tokenizer makes special tokens of their text, whatever it is told",
                 where=origin,
-                mend="write split_special_tokens: false, or remove these tokens from the row",
+                fix="write split_special_tokens: false, or remove these tokens from the row",
             )
         return replace(made, ids=array("i", (copy.numbers.get(number, number) for number in made.ids)))
 
@@ -113,7 +113,7 @@ class SpecialText:
                 "the row spells special tokens, and holds characters of the private-use planes 15 or 16: these stand "
                 "for special tokens while it is tokenised (split_special_tokens)",
                 where=origin,
-                mend="remove these characters",
+                fix="remove these characters",
             )
 
     @cached_property
@@ -151,7 +151,7 @@ def _copied(tokenizer: PreTrainedTokenizerBase, policy: RowPolicy | None, note: 
         raise ArgumentError(
             "split_special_tokens needs a fast tokenizer (tokenizer.json), and this one is in Python",
             where="split_special_tokens",
-            mend="use a fast tokenizer, or delete the line",
+            fix="use a fast tokenizer, or delete the line",
         )
     from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerFast

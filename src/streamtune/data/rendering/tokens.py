@@ -201,7 +201,7 @@ class MaskTokenizer:
                     raise DataError(
                         "a token crosses the border of an answer, and this tokenizer gives no character offsets",
                         where=asked.origin,
-                        mend="use a fast tokenizer (tokenizer.json)",
+                        fix="use a fast tokenizer (tokenizer.json)",
                     )
                 borders.append(len(prefix))
             trained[borders[0] : borders[1]] = True

@@ -74,7 +74,7 @@ class TemplateRefusalError(ArgumentError):
     """A chat template refuses a conversation, or is not a template."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(what, where="chat_template", mend="set chat_template to a template that takes it")
+        super().__init__(what, where="chat_template", fix="set chat_template to a template that takes it")
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class TemplateVariables:
                 raise error(
                     f"chat_template_kwargs has '{name}', which the chat template does not read",
                     where=where,
-                    mend=f"{did_you_mean(name, known) or 'delete it'}; the template reads {', '.join(known) or 'none'}",
+                    fix=f"{did_you_mean(name, known) or 'delete it'}; the template reads {', '.join(known) or 'none'}",
                 )
 
 
@@ -258,7 +258,7 @@ def fix_date(date: str | None) -> None:
     try:
         _WORKERS.date = None if date is None else datetime.fromisoformat(date).isoformat()
     except (TypeError, ValueError) as error:
-        raise ArgumentError(f"{date!r} is no date", where="date", mend="write it as 2025-01-31") from error
+        raise ArgumentError(f"{date!r} is no date", where="date", fix="write it as 2025-01-31") from error
 
 
 def fixed_date() -> str | None:
@@ -297,7 +297,7 @@ def _too_much(what: str) -> TemplateLimitError:
     return TemplateLimitError(
         f"the chat template {what}: it is broken, or means harm",
         where="chat_template",
-        mend="read the template; set chat_template to another one, such as chatml",
+        fix="read the template; set chat_template to another one, such as chatml",
     )
 
 

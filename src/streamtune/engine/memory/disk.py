@@ -234,7 +234,7 @@ class _File:
         return StorageError(
             what,
             where=self.directory,
-            mend="free space, name another offload_dir, or use levels: 2 or a shorter max_length; the file leaves "
+            fix="free space, name another offload_dir, or use levels: 2 or a shorter max_length; the file leaves "
             "nothing behind, no weight was changed, and the run resumes from its last checkpoint",
         )
 
@@ -258,5 +258,5 @@ def _open(directory: str) -> tuple[int, bool]:
         raise StorageError(
             f"no file can be made for layer inputs: {error.strerror}",
             where=directory,
-            mend="name a directory you may write to as offload_dir",
+            fix="name a directory you may write to as offload_dir",
         ) from error

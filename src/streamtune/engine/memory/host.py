@@ -210,7 +210,7 @@ def register_pages(region: Tensor, owner: object) -> None:
     if int(code) != 0:
         raise OutOfMemoryError(
             f"the driver would not lock {region.nbytes / GIB:.1f} GiB of host memory (error {int(code)})",
-            mend="raise the limit on locked memory (ulimit -l), or offload less: device_layers, levels: 2",
+            fix="raise the limit on locked memory (ulimit -l), or offload less: device_layers, levels: 2",
         )
     weakref.finalize(owner, runtime.cudaHostUnregister, region.data_ptr())
 
@@ -294,7 +294,7 @@ class Arena:
                 f"the host has no room for what is offloaded: {self.tally.live_bytes / GIB:.2f} GiB are held, "
                 f"{size / GIB:.2f} more are wanted, and {free / GIB:.2f} are free beside the "
                 f"{reserved_host_bytes() / GIB:.2f} GiB left alone",
-                mend="use levels: 2, raise device_layers, offload to disk, or lower max_length",
+                fix="use levels: 2, raise device_layers, offload to disk, or lower max_length",
             )
 
 
@@ -345,7 +345,7 @@ class HostPool:
             raise OutOfMemoryError(
                 f"the host has no room for weights or their gradients: {size / GIB:.2f} GiB are wanted, "
                 f"{free / GIB:.2f} are free",
-                mend="use a machine with more memory, or train adapters (finetuning_type: lora)",
+                fix="use a machine with more memory, or train adapters (finetuning_type: lora)",
             )
         return _Pages(size, device)
 

@@ -106,7 +106,7 @@ def step_layers(handle: StreamedModel, step: Callable[..., Any]) -> None:
 def refuse_removed(handle: StreamedModel) -> None:
     """Refuse to check a model that is not streamed any more."""
     if not handle.layers:
-        raise ArgumentError("the model is not streamed any more", mend="check before .remove()")
+        raise ArgumentError("the model is not streamed any more", fix="check before .remove()")
 
 
 def first_of(out: Any) -> Tensor:

@@ -37,7 +37,7 @@ from streamtune.engine.preflight.common import (
     streamed_forward,
     trial_batch,
 )
-from streamtune.engine.preflight.layer import MEND, DiffersError, LayerCheck, without_self
+from streamtune.engine.preflight.layer import FIX, DiffersError, LayerCheck, without_self
 from streamtune.engine.routers import not_balanced
 from streamtune.engine.streamed_layer import strange_leaves
 from streamtune.engine.streamed_model import StreamedModel
@@ -112,7 +112,7 @@ class _Preflight:
                 f"{self._name} cannot be checked: unstreamed, its loss cannot be computed from {ROWS} x {LENGTH} "
                 "tokens of text alone",
                 where=f"{type(error).__name__}: {error}",
-                mend="see why the plain model fails; one that needs more than text (images) is not streamed",
+                fix="see why the plain model fails; one that needs more than text (images) is not streamed",
             ) from error
         if not self.calls:
             raise UnsupportedModelError(f"{self._name} never calls its decoder layers, so there is nothing to stream")
@@ -135,7 +135,7 @@ class _Preflight:
             raise UnsupportedModelError(
                 f"{self._name} does not run in chunks ({type(error).__name__}: {error})",
                 where=self.layer_check.where(self.at),
-                mend=MEND,
+                fix=FIX,
             ) from error
 
     def _forward(self, step: Callable[..., Any]) -> tuple[Tensor, Tensor | None]:
@@ -217,7 +217,7 @@ class _Preflight:
             f"{self._name} computes a loss of {loss.item()} from text, without streaming: its weights, or numbers in "
             "its configuration (epsilons, rope_theta, scales), overflow",
             where="the head" if bad is None else self.layer_check.where(bad),
-            mend="use another copy of the checkpoint, or mend its config.json; for float16, dtype: bfloat16",
+            fix="use another copy of the checkpoint, or fix its config.json; for float16, dtype: bfloat16",
         )
 
     def _own_graph(self, index: int, z_out: Tensor, known: list[Tensor]) -> None:
@@ -231,7 +231,7 @@ class _Preflight:
                 f"gradient (shape {tuple(leaf.shape)} at its root) that is neither its argument nor its "
                 "parameter, such as keys and values shared between layers",
                 where=self.layer_check.where(index),
-                mend="train this model without streaming",
+                fix="train this model without streaming",
             )
 
     def _same_head(self, loss: Tensor, loss_ref: Tensor, grad: Tensor | None, grad_ref: Tensor | None) -> None:
@@ -246,7 +246,7 @@ class _Preflight:
                     f"{self._name} is not streamed exactly: its head's {what} differs by "
                     f"{distance(value, reference, None):.1e} (rounding explains {bound:.0e})",
                     where=f"the head of {self._name}",
-                    mend="use stream(model, head=False): layers are streamed, head and loss are the model's own",
+                    fix="use stream(model, head=False): layers are streamed, head and loss are the model's own",
                 )
 
     def _kinds(self) -> Iterator[tuple[RecordedCall, Arguments]]:

@@ -46,7 +46,7 @@ from streamtune.schedule import Schedule
 UNSETTLED = 0.3
 """Relative difference that a few flipped routes explain, if a layer cannot be copied to a wider dtype (quantised)."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
-MEND = (
+FIX = (
     "its layers let tokens meet outside the attention's key/value cache; train this model without streaming, or choose "
     "one whose layers only attend"
 )
@@ -197,7 +197,7 @@ class LayerCheck:
             f"{self.name} is not streamed exactly: the {what} of {type(self.layers[index]).__name__} in chunks "
             f"differs from the whole sequence's by {error:.1e} (rounding explains {bound:.0e})",
             where=self.where(index),
-            mend=MEND,
+            fix=FIX,
         )
 
 
@@ -243,7 +243,7 @@ def check_shared(handle: StreamedModel) -> None:
             raise UnsupportedModelError(
                 f"{type(handle.model).__name__} is another model when {ranks.size} ranks share its sequence: the "
                 f"{what} differs by {error:.1e} (rounding explains {bound:.0e})",
-                mend="set sequence_parallel_size: 1",
+                fix="set sequence_parallel_size: 1",
             )
 
 

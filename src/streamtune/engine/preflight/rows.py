@@ -78,7 +78,7 @@ class _Layout:
     begins: list[int]
     """First token of each row that others lie before, counted in the row."""
     fault: str
-    mend: str
+    fix: str
 
 
 @dataclass
@@ -133,12 +133,12 @@ def check_branches(handle: StreamedModel) -> None:
         _Trial(handle, layout).run()
 
 
-def _refuse_both(handle: StreamedModel, mend: str) -> None:
+def _refuse_both(handle: StreamedModel, fix: str) -> None:
     """Refuse layers that keep keys and values and a state too, where ranks would exchange those of rows."""
     if handle.sequence_parallel is not None and (kind := both_at_once(handle.model)) is not None:
         raise UnsupportedModelError(
             f"{kind} both attends and carries a state, and would meet several rows in a sequence that ranks share",
-            mend=mend,
+            fix=fix,
         )
 
 
@@ -182,7 +182,7 @@ class _Trial:
             raise
         except Exception as error:
             raise UnsupportedModelError(
-                f"{self._name} does not take packed rows ({type(error).__name__}: {error})", mend=self.layout.mend
+                f"{self._name} does not take packed rows ({type(error).__name__}: {error})", fix=self.layout.fix
             ) from error
         logits: Tensor = out[0] if isinstance(out, tuple) else out.logits
         return logits
@@ -201,7 +201,7 @@ class _Trial:
         bound = bind(self.layers[index], args, kwargs)
         call = self.seen[self.calls] if self.calls < len(self.seen) else None
         if call is None or call.index != index:
-            raise UnsupportedModelError(f"{self._name} calls other layers when rows are packed", mend=self.layout.mend)
+            raise UnsupportedModelError(f"{self._name} calls other layers when rows are packed", fix=self.layout.fix)
         self.calls += 1
         name, z_in = _hidden_name(bound), call.z_in[:, self.row]
         if self.calls == 1:  # positions that are learnt are added here, before any layer
@@ -234,7 +234,7 @@ class _Trial:
                 raise UnsupportedModelError(
                     f"{self._name} does not {fault}, {error:.0f} times as much as rounding explains",
                     where=f"layer {index} of {len(self.layers)} ({kind})" if layer else f"the head of {self._name}",
-                    mend=self.layout.mend,
+                    fix=self.layout.fix,
                 )
 
     def _dtype(self, index: int, z: Tensor) -> torch.dtype:
@@ -341,7 +341,7 @@ class _Forwards:
                     f"{chunk.start:,} to {chunk.stop:,} differ in chunks of {self.schedule.chunk_size:,} by "
                     f"{found:.0f} times what rounding explains, so the layer does something else above some length",
                     where=f"layer {index} of {len(self.layers)} ({type(layer).__name__})",
-                    mend="choose a chunk_size above that length and check again, or train without streaming",
+                    fix="choose a chunk_size above that length and check again, or train without streaming",
                 )
 
 

@@ -52,7 +52,7 @@ class Sharing:
         if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
             raise UnsupportedModelError(
                 "ranks share this model's sequences, and logits would be those of a strip",
-                mend="pass labels, ask handle.logprobs, or call it under torch.no_grad(), where ranks do not share",
+                fix="pass labels, ask handle.logprobs, or call it under torch.no_grad(), where ranks do not share",
             )
         return kwargs
 
@@ -133,7 +133,7 @@ def _placed(handle: StreamedModel, shards: SequenceShards, tokens: Tensor, kwarg
     if positions is None:
         if kind := _places_tokens_itself(handle, padded):
             raise UnsupportedModelError(
-                f"{kind} makes positions from tokens or padding, which no rank sees all of", mend="pass position_ids"
+                f"{kind} makes positions from tokens or padding, which no rank sees all of", fix="pass position_ids"
             )
         positions = torch.arange(shards.given, device=tokens.device)[None]
     if mask is None:
@@ -155,15 +155,15 @@ def _refuse(handle: StreamedModel, kwargs: dict[str, Any], length: int) -> None:
         if key in TOKEN_TYPES and isinstance(value, Tensor) and value.dim() == 2 and not bool(value.any()):
             continue
         if isinstance(value, Tensor) and value.dim() > 0:
-            raise UnsupportedModelError(f"{name} is handed {key!r}, which ranks cannot share", mend=UNSHARED)
+            raise UnsupportedModelError(f"{name} is handed {key!r}, which ranks cannot share", fix=UNSHARED)
         if key in (*CACHES, "output_hidden_states", "logits_to_keep") and value:
             raise UnsupportedModelError(
-                f"{key} is asked for, which ranks that share a sequence do not have", mend=UNSHARED
+                f"{key} is asked for, which ranks that share a sequence do not have", fix=UNSHARED
             )
     mask = kwargs.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == length):
         raise UnsupportedModelError(
-            "ranks that share a sequence take an attention_mask [B, T] of its padding, and no other", mend=UNSHARED
+            "ranks that share a sequence take an attention_mask [B, T] of its padding, and no other", fix=UNSHARED
         )
 
 

@@ -179,7 +179,7 @@ class SequenceShards:
         if not mask.causal or not _alone(mask.block_start):
             raise UnsupportedModelError(
                 "the attention mask lets a token see later tokens, which may be another rank's",
-                mend="set sequence_parallel_size: 1",
+                fix="set sequence_parallel_size: 1",
             )
         row_start = None
         if self.rows is not None:
@@ -187,7 +187,7 @@ class SequenceShards:
                 raise UnsupportedModelError(
                     "packed rows meet an attention mask that counts from the start of each; ranks that share a "
                     "sequence cannot tell it",
-                    mend="set packing: false, or sequence_parallel_size: 1",
+                    fix="set packing: false, or sequence_parallel_size: 1",
                 )
             begins = torch.nn.functional.pad(self.rows.begins, (0, self.total - self.given))
             begins[:, self.given :] = True
@@ -226,7 +226,7 @@ class ChunkExchange:
         if len(self.lengths) > 1:
             raise UnsupportedModelError(
                 "a layer counts its positions from the length of its cache, which several strips at once do not have",
-                mend="set keep_layers: 0",
+                fix="set keep_layers: 0",
             )
         return self.start
 
@@ -258,13 +258,13 @@ class ChunkExchange:
         heads, size = q.shape[1], self.shards.size
         if heads % size:
             what = f"{heads} query heads cannot be shared out to {size} ranks"
-            raise UnsupportedModelError(what, where=layer, mend="set sequence_parallel: ring")
+            raise UnsupportedModelError(what, where=layer, fix="set sequence_parallel: ring")
         of_cache = self.returned is None or self.one_head or self.part.start > 0  # one chunk tells for all
         if not of_cache and not all(_same(x, kept) for x, kept in zip((k, v), self.returned or (), strict=True)):
             raise UnsupportedModelError(
                 "keys or values are not those that the cache handed the layer; of others no rank knows the heads",
                 where=layer,
-                mend="set sequence_parallel: ring",
+                fix="set sequence_parallel: ring",
             )
         if self.one_head and k.shape[1] > 1:  # made of a latent, on every rank all of them
             copies = math.lcm(k.shape[1], size) // k.shape[1]
@@ -274,7 +274,7 @@ class ChunkExchange:
                 f"{heads // size} query heads of a rank meet {k.shape[1]} heads of keys, which the layer changed "
                 "after its cache had kept them",
                 where=layer,
-                mend="set sequence_parallel: ring",
+                fix="set sequence_parallel: ring",
             )
         return to_heads(q, self.shards.group, self.lengths), k, v
 
@@ -346,7 +346,7 @@ class SequenceParallel:
         if not (dist.is_available() and dist.is_initialized()):
             raise ArgumentError(
                 "sequence parallel needs the ranks of torch.distributed, which is not initialised",
-                mend="call torch.distributed.init_process_group first",
+                fix="call torch.distributed.init_process_group first",
             )
         if self.group is None:
             object.__setattr__(self, "group", dist.group.WORLD)
@@ -399,7 +399,7 @@ def chunks_between_rows(schedule: Schedule, own: int, size: int, rows: PackedRow
     raise UnsupportedModelError(
         f"rows of a few tokens cannot be cut for {size} ranks so that every part of a row that others go on from has "
         "two tokens or more on a rank, as layers with states need",
-        mend="set share_prefix: never, pack with per_device_train_batch_size: 1, or sequence_parallel_size: 1",
+        fix="set share_prefix: never, pack with per_device_train_batch_size: 1, or sequence_parallel_size: 1",
     )
 
 

@@ -159,7 +159,7 @@ class SharedStates(States):
         if self.rows is not None:
             raise UnsupportedModelError(
                 "a layer both attends and carries a state, and meets several rows in a sequence that ranks share",
-                mend="set packing: false and share_prefix: never, or sequence_parallel_size: 1",
+                fix="set packing: false and share_prefix: never, or sequence_parallel_size: 1",
             )
 
     def place(self, chunk: slice) -> tuple[int | None, int]:

@@ -134,7 +134,7 @@ def add_unstarted(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_toke
             raise ArgumentError(
                 f"peft cannot put adapters of kind {spec.kind} on {type(model).__name__}: {error}",
                 where="adapter_type",
-                mend="name other layers in lora_target, or write adapter_type: lora",
+                fix="name other layers in lora_target, or write adapter_type: lora",
             ) from error
     if spec.row.low_rank:
         _check_ranks(dict(low_rank_layers(adapted)), spec)
@@ -146,18 +146,18 @@ def add_unstarted(model: PreTrainedModel, spec: AdapterSpec, seed: int, new_toke
 def _refuse_for(spec: AdapterSpec, model: PreTrainedModel, new_tokens: Sequence[int]) -> None:
     """Refuse new tokens and shared ends for kinds that are not LoRA."""
     *others, last = (name for name, kind in ADAPTERS.items() if kind.low_rank)
-    mend = f"write adapter_type: {', '.join(others)} or {last}"
+    fix = f"write adapter_type: {', '.join(others)} or {last}"
     if new_tokens:
         raise ArgumentError(
             f"rows of new tokens are trained beside adapters of low rank, not of kind {spec.kind}",
             where="adapter_type",
-            mend=f"{mend}, or add no tokens",
+            fix=f"{fix}, or add no tokens",
         )
     for name in shared_ends(model, spec.whole):
         raise ArgumentError(
             f"{name} shares its weight, and a copy of it beside adapters of kind {spec.kind} would not",
             where="modules_to_save",
-            mend=f"{mend}, or leave it out",
+            fix=f"{fix}, or leave it out",
         )
 
 
@@ -177,7 +177,7 @@ def _check_ranks(layers: Mapping[str, Any], spec: AdapterSpec) -> None:
                 raise ArgumentError(
                     f"no layer with an adapter matches '{pattern}'",
                     where=where,
-                    mend=did_you_mean(pattern, known) or f"there are: {', '.join(known)}",
+                    fix=did_you_mean(pattern, known) or f"there are: {', '.join(known)}",
                 )
     ranks = {name: layer.r[layer.active_adapters[0]] for name, layer in layers.items()}
     too_small = [name for name, layer in layers.items() if ranks[name] > _largest_rank(layer, spec)]
@@ -191,7 +191,7 @@ def _check_ranks(layers: Mapping[str, Any], spec: AdapterSpec) -> None:
             f"adapters of rank {ranks[name]} are larger than {part}the matrix of {name}, "
             f"{layer.out_features:,} x {layer.in_features:,}",
             where="lora_r",
-            mend=f"write lora_r: {most}, or lora_rank_pattern: {{{last}: {most}}}",
+            fix=f"write lora_r: {most}, or lora_rank_pattern: {{{last}: {most}}}",
         )
 
 
@@ -205,7 +205,7 @@ def _check_lengths(adapted: Any) -> None:
                 f"DoRA divides by the length of each row of a weight, and {zeros:,} of {name} are all zeros (such as "
                 "that of a padding token)",
                 where="adapter_type",
-                mend="leave it out of lora_target, or write adapter_type: lora",
+                fix="leave it out of lora_target, or write adapter_type: lora",
             )
 
 
@@ -215,7 +215,7 @@ def _check_rank(layers: Sequence[Any], spec: AdapterSpec) -> None:
         raise ArgumentError(
             f"reflections start in pairs that undo each other, and {spec.r} is odd: the model would start as another",
             where="lora_r",
-            mend=f"write lora_r: {spec.r + 1}",
+            fix=f"write lora_r: {spec.r + 1}",
         )
     if spec.row.largest_rank != "largest":
         return
@@ -225,7 +225,7 @@ def _check_rank(layers: Sequence[Any], spec: AdapterSpec) -> None:
         raise ArgumentError(
             f"adapters of rank {spec.r:,} are larger than every matrix: the largest has {most:,} rows or columns",
             where="lora_r",
-            mend="write a rank far below that, such as 16",
+            fix="write a rank far below that, such as 16",
         )
 
 
@@ -308,7 +308,7 @@ def load_adapters(
 def _weights_in(folder: Path) -> Path:
     """Return the file of saved adapters; refuse a folder without safetensors."""
     if not (path := folder / "adapter_model.safetensors").is_file():
-        raise ArgumentError(f"{folder} has no adapters in safetensors", where="--resume", mend="use another checkpoint")
+        raise ArgumentError(f"{folder} has no adapters in safetensors", where="--resume", fix="use another checkpoint")
     return path
 
 
@@ -331,24 +331,24 @@ def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
     from safetensors import safe_open
 
     key, path = "adapter_name_or_path", Path(folder).expanduser()
-    mend = "name a folder with adapters of peft"
+    fix = "name a folder with adapters of peft"
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (path / name).is_file():
-            raise ArgumentError(f"{folder} has no {name}", where=key, mend=mend)
+            raise ArgumentError(f"{folder} has no {name}", where=key, fix=fix)
     check_saved_settings(path, module_names(model), where=key)
     try:
         config: Any = PeftConfig.from_pretrained(str(path))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ArgumentError(f"{path / 'adapter_config.json'} cannot be read: {error}", where=key, mend=mend) from error
+        raise ArgumentError(f"{path / 'adapter_config.json'} cannot be read: {error}", where=key, fix=fix) from error
     changed = str(getattr(config, "init_lora_weights", True)).lower()
     if config.is_prompt_learning or changed.startswith(("corda", *NAMED_STARTS)):
         kind = "a learnt prompt" if config.is_prompt_learning else f"adapters of {changed}, whose base was changed"
-        raise ArgumentError(f"{folder} holds {kind}", where=key, mend="convert them to LoRA with peft")
+        raise ArgumentError(f"{folder} holds {kind}", where=key, fix="convert them to LoRA with peft")
     if (path / LOFTQ_FILE).is_file():
         raise ArgumentError(
             f"the adapters in {folder} (loftq_iter) belong to weights that were changed before they were quantised",
             where=key,
-            mend=f"merge them, `streamtune export {folder} OUT`, and name OUT as the model",
+            fix=f"merge them, `streamtune export {folder} OUT`, and name OUT as the model",
         )
     config.inference_mode = False
     try:
@@ -361,7 +361,7 @@ def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
         raise ArgumentError(
             f"peft cannot put the adapters in {folder} on this base: {str(error).splitlines()[0]}",
             where=key,
-            mend="name adapters of this model",
+            fix="name adapters of this model",
         ) from error
     with safe_open(path / "adapter_model.safetensors", framework="pt") as file:
         there = {name for name in file.keys() if not name.endswith(".base_layer.weight")}  # noqa: SIM118
@@ -370,6 +370,6 @@ def start_from(model: PreTrainedModel, folder: str) -> PeftModel:
         raise ArgumentError(
             f"the adapters in {folder} are not those of this base: {len(lost)} weights do not match, such as {lost[0]}",
             where=key,
-            mend="name adapters of this model",
+            fix="name adapters of this model",
         )
     return adapted

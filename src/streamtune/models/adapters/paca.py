@@ -122,6 +122,6 @@ def train_columns(model: nn.Module, config: Any) -> None:
             raise ArgumentError(
                 f"adapter_type: paca changes columns of the weight of {name}, which is quantised",
                 where="adapter_type",
-                mend="write adapter_type: lora, or use the checkpoint it was made from",
+                fix="write adapter_type: lora, or use the checkpoint it was made from",
             )
     config._register_custom_module({nn.Linear: PacaLinear, inside(CONV1D): PacaLinear})

@@ -58,7 +58,7 @@ def start_from_weights(adapted: Any, spec: AdapterSpec) -> None:
             raise ArgumentError(
                 f"adapter_type: {spec.kind} starts from the weight of {name}, which is quantised",
                 where="adapter_type",
-                mend="write finetuning_type: lora, or adapter_type: lora",
+                fix="write finetuning_type: lora, or adapter_type: lora",
             )
         weight = weight.detach().float()
         weight = weight.T if layer.fan_in_fan_out else weight  # [out, in]
@@ -148,7 +148,7 @@ def first_factors(adapted: Any, losses: Sequence[Callable[[], Tensor]], *, gamma
             raise NonFiniteError(
                 f"the gradient of {name}, which adapter_type: lora_ga starts from, is not finite",
                 where="adapter_type",
-                mend="look at the rows; or write adapter_type: lora",
+                fix="look at the rows; or write adapter_type: lora",
             )
         factors[name] = leading_factors(grad, layer.r["default"], gamma, seed)
 
@@ -317,7 +317,7 @@ class QuantisedBefore:
         except (SafetensorError, KeyError) as error:
             raise ArgumentError(
                 f"{path} is damaged, by which the base of its adapters was quantised: {error}",
-                mend="use another checkpoint of the run",
+                fix="use another checkpoint of the run",
             ) from error
 
     @torch.no_grad()
@@ -340,7 +340,7 @@ class QuantisedBefore:
         return ArgumentError(
             f"the adapters (loftq_iter) were trained on another model: {name} is not the layer that was quantised for "
             "them",
-            mend="name the model they were trained on",
+            fix="name the model they were trained on",
         )
 
 
@@ -351,7 +351,7 @@ def start_from_quantisation(model: PreTrainedModel, layers: Iterable[tuple[str, 
             "adapters of kind loftq start from the difference between the weights and their quantised form, and this "
             "model has not both",
             where="adapter_type",
-            mend="write finetuning_type: qlora and name a checkpoint that is not quantised, or adapter_type: lora",
+            fix="write finetuning_type: qlora and name a checkpoint that is not quantised, or adapter_type: lora",
         )
     factors: Factors = getattr(model, FACTORS)
     delattr(model, FACTORS)

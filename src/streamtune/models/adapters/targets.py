@@ -52,7 +52,7 @@ def matching(ends: Sequence[str], names: Sequence[str], where: str, what: str, m
             raise ArgumentError(
                 f"{type(model).__name__} has no {what} called '{end}'",
                 where=where,
-                mend=did_you_mean(end, known) or f"choose among: {', '.join(known)}",
+                fix=did_you_mean(end, known) or f"choose among: {', '.join(known)}",
             )
     return [name for name in names if any(ends_with(name, end) for end in ends)]
 
@@ -89,7 +89,7 @@ def linear_targets(model: PreTrainedModel, spec: AdapterSpec) -> list[str]:
     else:
         targets = matching(spec.target, names, "lora_target", "linear layer", model)
     if not (left := [name for name in targets if name not in set(excluded)]):
-        raise ArgumentError("all layers of lora_target are excluded", where="lora_exclude", mend="exclude fewer")
+        raise ArgumentError("all layers of lora_target are excluded", where="lora_exclude", fix="exclude fewer")
     return left
 
 
@@ -135,7 +135,7 @@ def name_experts(model: PreTrainedModel, spec: AdapterSpec, config: PeftConfig) 
             f"{what or 'dropout of adapters'} cannot be on experts that are one tensor "
             f"({', '.join(sorted(options.target_parameters))})",
             where="adapter_type" if what else "lora_dropout",
-            mend="name other layers: lora_target: [q_proj, k_proj, v_proj, o_proj]",
+            fix="name other layers: lora_target: [q_proj, k_proj, v_proj, o_proj]",
         )
 
 

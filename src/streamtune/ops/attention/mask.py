@@ -251,7 +251,7 @@ class LazyMask(MaskRules):
         if not alone or offsets != (0, 0, table.length, table.length):
             raise UnsupportedModelError(
                 "this model's attention mask is not that of a single row, so rows cannot share their beginning",
-                mend="set share_prefix: never",
+                fix="set share_prefix: never",
             )
         return replace(self, branches=table)
 

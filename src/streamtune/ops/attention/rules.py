@@ -62,7 +62,7 @@ class NoTensor:
     def _refuse(operation: str) -> _MaskIsNoTensorError:
         return _MaskIsNoTensorError(
             f"a layer of this model computes with its attention mask ({operation}); a streamed mask is never a tensor",
-            mend="train this model without streaming",
+            fix="train this model without streaming",
         )
 
 

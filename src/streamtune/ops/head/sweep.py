@@ -250,7 +250,7 @@ def handed_out(ctx: Any) -> tuple[Tensor | None, ...]:
     grads: tuple[Tensor | None, ...] | None = ctx.grads
     if grads is None:
         raise ArgumentError(
-            "a streamed loss went backward a second time", mend="pass retain_graph=True to the backward before"
+            "a streamed loss went backward a second time", fix="pass retain_graph=True to the backward before"
         )
     ctx.grads = None
     if graph_is_kept():

@@ -96,13 +96,13 @@ class Cluster:
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name} must be 1 or more, not {getattr(self, name)!r}")
         if self.engine not in ENGINES:
-            raise ArgumentError(f"no engine is called {self.engine!r}", mend=f"there are {', '.join(ENGINES)}")
+            raise ArgumentError(f"no engine is called {self.engine!r}", fix=f"there are {', '.join(ENGINES)}")
         if self.ranks % self.nodes:
             nearest = self.ranks // self.nodes * self.nodes or self.nodes
             raise ArgumentError(
                 f"{self.ranks} ranks cannot be shared evenly by {self.nodes} nodes",
                 where="--ranks, --nodes",
-                mend=f"--ranks counts the devices of all nodes: {nearest} would do",
+                fix=f"--ranks counts the devices of all nodes: {nearest} would do",
             )
         if self.ranks % self.sequence_size:
             fitting = [size for size in range(1, self.ranks + 1) if self.ranks % size == 0]
@@ -110,13 +110,13 @@ class Cluster:
             raise ArgumentError(
                 f"{self.ranks} ranks cannot be cut into groups of sequence_parallel_size = {self.sequence_size}",
                 where="sequence_parallel_size",
-                mend=f"write sequence_parallel_size: {nearest}, or take a multiple of {self.sequence_size} ranks",
+                fix=f"write sequence_parallel_size: {nearest}, or take a multiple of {self.sequence_size} ranks",
             )
         if self.spans_nodes and self.sequence_size % self.ranks_per_node:
             raise ArgumentError(
                 f"groups of {self.sequence_size} ranks do not fill nodes of {self.ranks_per_node}",
                 where="sequence_parallel_size",
-                mend=f"a group has a divisor of {self.ranks_per_node} ranks, or a multiple of them",
+                fix=f"a group has a divisor of {self.ranks_per_node} ranks, or a multiple of them",
             )
 
     @property
@@ -205,6 +205,6 @@ def form_of(asked: str, size: int, heads: HeadCounts) -> Form:
         raise ArgumentError(
             f"{heads.queries} attention heads cannot be shared out to {size} ranks",
             where="sequence_parallel_size",
-            mend=f"write sequence_parallel: ring, which needs no heads, or sequence_parallel_size: {', '.join(sizes)}",
+            fix=f"write sequence_parallel: ring, which needs no heads, or sequence_parallel_size: {', '.join(sizes)}",
         )
     return "ulysses"

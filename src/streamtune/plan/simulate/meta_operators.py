@@ -193,12 +193,12 @@ class IntegerValues:
                 f"the micro-batch is more than a simulated step can hold: its positions or masks have {beyond:,} "
                 f"entries, and {LARGEST:,} are the most",
                 where="per_device_train_batch_size",
-                mend="lower it, or max_length; gradients are accumulated over micro-batches",
+                fix="lower it, or max_length; gradients are accumulated over micro-batches",
             )
         if value is None:
             raise UnsupportedModelError(
                 f"the model asks for the values of a tensor ({func}), and a simulated step has none",
-                mend="measure a real step instead",
+                fix="measure a real step instead",
             )
         return value
 

@@ -154,7 +154,7 @@ class Workload:
             raise ArgumentError(f"a row of training has 2 tokens or more, not {self.length!r}")
         if self.device_type not in DEVICES:
             known = " or ".join(map(repr, DEVICES))
-            raise ArgumentError(f"kernels of {self.device_type!r} are not known", mend=f"set device_type to {known}")
+            raise ArgumentError(f"kernels of {self.device_type!r} are not known", fix=f"set device_type to {known}")
 
     @cached_property
     def scored(self) -> Scored | None:

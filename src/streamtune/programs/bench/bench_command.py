@@ -74,7 +74,7 @@ def bench(
     if table not in LENGTHS:
         nearest = did_you_mean(table, LENGTHS)
         raise ArgumentError(
-            f"there is no table {table!r}", mend=nearest or f"choose from {', '.join(filter(None, LENGTHS))}"
+            f"there is no table {table!r}", fix=nearest or f"choose from {', '.join(filter(None, LENGTHS))}"
         )
     loaded = read_recipe(recipe, set_)
     folder = output_dir or Path(loaded.recipe.output_dir)
@@ -83,7 +83,7 @@ def bench(
         _bench(loaded, _numbers(lengths or LENGTHS[""]), compared, repeats, packed_rows, folder, as_json)
         return
     if packed_rows:
-        raise ArgumentError("--packed-rows is no part of a table", mend="leave out --table, or --packed-rows")
+        raise ArgumentError("--packed-rows is no part of a table", fix="leave out --table, or --packed-rows")
     sizes = {"--device-memory": device_memory, "--host-memory": host_memory, "--disk-memory": disk_memory}
     given = {
         "--table": table,
@@ -173,7 +173,7 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(item) for item in text.replace("_", "").split(",") if text]
     except ValueError:
-        raise ArgumentError(f"--lengths takes whole numbers, not {text!r}", mend="write --lengths 2048,8192") from None
+        raise ArgumentError(f"--lengths takes whole numbers, not {text!r}", fix="write --lengths 2048,8192") from None
 
 
 # --- the screens ------------------------------------------------------------------------------------------------------

@@ -87,11 +87,11 @@ def bench_recipe(
     completions = None
     if recipe.objective != "sft":
         if packed_rows:
-            raise ArgumentError(f"--packed-rows has no meaning in {recipe.objective}", mend="leave it out")
+            raise ArgumentError(f"--packed-rows has no meaning in {recipe.objective}", fix="leave it out")
         if unfit := [mode for mode in modes if mode not in SCORING]:
             raise ArgumentError(
                 f"'{unfit[0]}' computes the loss of next tokens and knows no completions",
-                mend=f"choose from {', '.join(SCORING)}",
+                fix=f"choose from {', '.join(SCORING)}",
             )
         device = choose_device(recipe.device)
         prepare_libraries(device)
@@ -101,7 +101,7 @@ def bench_recipe(
     if packed_rows and not 2 <= packed_rows <= min(lengths) // 2:
         raise ArgumentError(
             f"--packed-rows cuts every length into rows of two tokens or more; found {packed_rows}",
-            mend="write --packed-rows 16 --lengths 16384",
+            fix="write --packed-rows 16 --lengths 16384",
         )
     report = BenchReport({}, make_schedule(recipe.engine), packed_rows=packed_rows, objective=recipe.objective)
     job = replace(make_job(recipe), completions=completions)
@@ -110,9 +110,9 @@ def bench_recipe(
 
 def check_options(lengths: Sequence[int], modes: Sequence[Mode], repeats: int, shortest: int) -> None:
     if not lengths or any(length < shortest for length in lengths):
-        raise ArgumentError(f"--lengths takes numbers of tokens from {shortest} up", mend="write --lengths 2048,8192")
+        raise ArgumentError(f"--lengths takes numbers of tokens from {shortest} up", fix="write --lengths 2048,8192")
     if unknown := [mode for mode in modes if mode not in ALL_MODES]:
-        raise ArgumentError(f"--modes does not know {unknown[0]!r}", mend=f"choose from {', '.join(ALL_MODES)}")
+        raise ArgumentError(f"--modes does not know {unknown[0]!r}", fix=f"choose from {', '.join(ALL_MODES)}")
     if repeats < 1:
         raise ArgumentError("--repeats takes a number from 1 up")
 
@@ -148,7 +148,7 @@ def table_recipe(
         raise ArgumentError(
             f"--table {table} measures rows of supervised fine-tuning, and this is a recipe of {recipe.objective}",
             where="--table",
-            mend="leave --table out, or write --table max-length, or prefix-sharing for the layouts of a shared prompt",
+            fix="leave --table out, or write --table max-length, or prefix-sharing for the layouts of a shared prompt",
         )
     check_options(options.lengths or [4], options.modes, options.repeats, 2)
     if options.method not in ("measure", "simulate"):

@@ -222,7 +222,7 @@ def lengths_report(
     device_bytes, host_bytes, disk_bytes = options.sizes
     budget, simulates = Budget(device_bytes, host_bytes, disk_bytes), options.method == "simulate"
     if budget.device_bytes is None and (simulates or choose_device(recipe.device).type == "cpu"):
-        raise ArgumentError("there is no device to fill", mend="add --device-memory 80GiB, the size to keep to")
+        raise ArgumentError("there is no device to fill", fix="add --device-memory 80GiB, the size to keep to")
     notify("building the model")
     env, attempt = (_simulated_lengths if simulates else _measured_lengths)(recipe, job, budget)
     asked = {**asked, "budget": str(budget), "method": options.method}

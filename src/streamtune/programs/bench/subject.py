@@ -333,7 +333,7 @@ class Worker:
             self.failed = f"the process ended with exit code {process.exitcode} (out of memory?)"
             return {}
         if "fault" in answer:
-            raise RunError("the benchmark failed", mend=answer["fault"])
+            raise RunError("the benchmark failed", fix=answer["fault"])
         self.failed = answer.get("error", "")
         return {} if self.failed else answer
 

@@ -55,16 +55,16 @@ def evaluate(
     lengths = tuple(_whole(part) for part in _parts(needle_lengths))
     depths = tuple(_percent(part) for part in _parts(needle_depths))
     if (needle_lengths is not None or needle_depths != DEPTHS) and not needle:
-        raise ArgumentError("there is no needle probe", where="--needle-lengths", mend="add --needle")
+        raise ArgumentError("there is no needle probe", where="--needle-lengths", fix="add --needle")
     if not model.is_dir():
-        raise ArgumentError(f"there is no folder {model}", mend="name a run, or a folder with a model or adapters")
+        raise ArgumentError(f"there is no folder {model}", fix="name a run, or a folder with a model or adapters")
     path = recipe or _own_recipe(model)
     if path is None:
-        raise ArgumentError(f"{model} is no run with a recipe.yaml", mend="name a recipe as second argument")
+        raise ArgumentError(f"{model} is no run with a recipe.yaml", fix="name a recipe as second argument")
     tasks = tuple(_parts(lm_eval))
     loaded = read_recipe(path, [*(set_ or []), *(["allow_code=true"] if allow_code else [])], connects=bool(tasks))
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ArgumentError(f"{output} exists and is not empty", where="--output", mend="give a new folder")
+        raise ArgumentError(f"{output} exists and is not empty", where="--output", fix="give a new folder")
     with loading_libraries():
         from streamtune.programs.evaluate.eval_files import check_folder, write_results
         from streamtune.programs.evaluate.evaluate import EvalOptions, Feedback, evaluate_model
@@ -115,7 +115,7 @@ def _parts(text: str | None) -> list[str]:
 
 def _whole(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentError(f"'{text}' is no number of tokens", where="--needle-lengths", mend="write 1024,4096")
+        raise ArgumentError(f"'{text}' is no number of tokens", where="--needle-lengths", fix="write 1024,4096")
     return int(text)
 
 
@@ -125,7 +125,7 @@ def _percent(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 100:
-        raise ArgumentError(f"'{text}' is no depth", where="--needle-depths", mend="write percents: 0,50,100")
+        raise ArgumentError(f"'{text}' is no depth", where="--needle-depths", fix="write percents: 0,50,100")
     return float(value)
 
 
@@ -235,12 +235,12 @@ def teach(
     """
     if not output.name.endswith(TEACHER_FILE):
         raise ArgumentError(
-            f"the name {output.name} does not end in {TEACHER_FILE}", where="OUT", mend=f"write {output}{TEACHER_FILE}"
+            f"the name {output.name} does not end in {TEACHER_FILE}", where="OUT", fix=f"write {output}{TEACHER_FILE}"
         )
     if output.exists():
-        raise ArgumentError(f"{output} is there already", where="OUT", mend="give another name, or remove it")
+        raise ArgumentError(f"{output} is there already", where="OUT", fix="give another name, or remove it")
     if not output.absolute().parent.is_dir():
-        raise ArgumentError(f"there is no folder {output.parent}", where="OUT", mend="make it first")
+        raise ArgumentError(f"there is no folder {output.parent}", where="OUT", fix="make it first")
     loaded = read_recipe(recipe, set_)
     with loading_libraries():
         from streamtune.programs.evaluate.evaluate import Feedback

@@ -21,7 +21,7 @@ from streamtune.train.staging import replace_file, write_durably
 
 DOCUMENT, POSITIONS, NEEDLES = "eval.json", "position.png", "needle.png"
 NAMES = (DOCUMENT, POSITIONS, NEEDLES)
-MEND = "give another --output DIR"
+FIX = "give another --output DIR"
 
 
 def check_folder(folder: Path) -> None:
@@ -34,14 +34,14 @@ def check_folder(folder: Path) -> None:
     for name in NAMES:
         path = folder / name
         if (path.exists() or path.is_symlink()) and name not in mine:
-            raise ArgumentError(f"{path} is there, and no evaluation wrote it", where="--output", mend=MEND)
+            raise ArgumentError(f"{path} is there, and no evaluation wrote it", where="--output", fix=FIX)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / ".probe", b"", durably=False)
         (folder / ".probe").unlink()
     except OSError as error:
         raise ArgumentError(
-            f"nothing can be written to {folder}: {error.strerror or error}", where="--output", mend=MEND
+            f"nothing can be written to {folder}: {error.strerror or error}", where="--output", fix=FIX
         ) from error
 
 
@@ -80,7 +80,7 @@ def write_results(folder: Path, found: dict[str, Any], *, title: str) -> list[Pa
         for name in stale:
             (folder / name).unlink(missing_ok=True)
     except OSError as error:
-        raise RunError(f"the result cannot be written to {folder}: {error.strerror or error}", mend=MEND) from error
+        raise RunError(f"the result cannot be written to {folder}: {error.strerror or error}", fix=FIX) from error
     return [folder / name for name in found["files"]]
 
 

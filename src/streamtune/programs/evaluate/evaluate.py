@@ -88,7 +88,7 @@ def evaluate_model(
     options, feedback = options or EvalOptions(), feedback or Feedback()
     notify, doing = feedback.notify, feedback.doing
     if options.split not in SPLITS:
-        raise ArgumentError(f"--split does not know {options.split!r}", mend=f"choose from {', '.join(SPLITS)}")
+        raise ArgumentError(f"--split does not know {options.split!r}", fix=f"choose from {', '.join(SPLITS)}")
     if options.lm_eval:
         check_harness(options.lm_eval)
     with blame_recipe(loaded):
@@ -226,14 +226,14 @@ class _Evaluation:
 
 
 @contextmanager
-def _explained(doing: str, mend: str) -> Iterator[None]:
+def _explained(doing: str, fix: str) -> Iterator[None]:
     """Turn an out-of-memory error inside into a UserError."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not train.is_out_of_memory(error):
             raise
-        raise OutOfMemoryError(f"out of memory while {doing}", mend=mend) from error
+        raise OutOfMemoryError(f"out of memory while {doing}", fix=fix) from error
 
 
 def _here(recipe: Recipe, notify: Callable[[str], None]) -> Recipe:
@@ -262,7 +262,7 @@ def _choose(prepared: Any, options: EvalOptions) -> dict[str, tuple[Sequence[Any
         raise ArgumentError(
             f"the recipe has no {split} rows",
             where="val_size" if split == "held-out" else "datasets",
-            mend="write val_size or eval_datasets in the recipe, or give --split train",
+            fix="write val_size or eval_datasets in the recipe, or give --split train",
         )
     return chosen
 
@@ -285,11 +285,11 @@ def check_harness(tasks: Sequence[str]) -> None:
         raise ArgumentError(
             "lm-evaluation-harness is not installed",
             where=OPTION,
-            mend="pip install lm-eval, or leave --lm-eval out",
+            fix="pip install lm-eval, or leave --lm-eval out",
         )
     for task in tasks:
         if task.endswith((".yaml", ".yml")) and not Path(task).is_file():
-            raise ArgumentError(f"there is no file {task}", where=OPTION, mend="name a task, or the file of one")
+            raise ArgumentError(f"there is no file {task}", where=OPTION, fix="name a task, or the file of one")
 
 
 def run_harness(
@@ -320,7 +320,7 @@ def run_harness(
             raise ArgumentError(
                 f"lm-evaluation-harness knows no task '{unknown[0]}'",
                 where=OPTION,
-                mend="`lm-eval ls tasks` lists those it knows; a task of your own is named by its YAML file",
+                fix="`lm-eval ls tasks` lists those it knows; a task of your own is named by its YAML file",
             )
         wrapped = HFLM(pretrained=base_of(model), tokenizer=tokenizer, max_length=max_length, batch_size=1)
         found = lm_eval.simple_evaluate(
@@ -332,7 +332,7 @@ def run_harness(
         raise RunError(
             f"lm-evaluation-harness failed: {type(error).__name__}: {error}",
             where=OPTION,
-            mend="--debug shows where; `lm-eval run` with the exported model tells if it is the task",
+            fix="--debug shows where; `lm-eval run` with the exported model tells if it is the task",
         ) from error
     return {name: _figures(figures) for name, figures in found["results"].items()}
 
@@ -345,7 +345,7 @@ def _name_of(task: str) -> str:
         key, _, value = line.partition(":")
         if key == "task" and value.strip():
             return value.split("#")[0].strip().strip("'\"")
-    raise ArgumentError(f"{task} names no task", where=OPTION, mend="write `task: NAME` in it")
+    raise ArgumentError(f"{task} names no task", where=OPTION, fix="write `task: NAME` in it")
 
 
 def _figures(found: dict[str, Any]) -> dict[str, Any]:

@@ -204,7 +204,7 @@ def probe_needles(
         raise ArgumentError(
             f"{short:,} tokens are too few for a needle, its question and {LEAST_HAY} tokens of hay",
             where="--needle-lengths",
-            mend="give longer ones",
+            fix="give longer ones",
         )
     model, handle, tokenizer = streamed.model, streamed.handle, stack.tokenizer
     writer = TransformersWriter(

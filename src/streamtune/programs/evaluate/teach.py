@@ -48,10 +48,10 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
         if recipe.objective != "sft":
             raise ArgumentError(f"{recipe.objective} has no rows that a teacher is asked of", where="objective")
         if recipe.teacher is None or recipe.teacher_file is not None:
-            raise ArgumentError("the recipe names no model as teacher", where="teacher", mend="--set teacher=NAME")
+            raise ArgumentError("the recipe names no model as teacher", where="teacher", fix="--set teacher=NAME")
         # Refuse now what a run with the file would refuse.
-        for key, what, mend in recipe.model_copy(update={"teacher": str(output)}).refusals():
-            raise ArgumentError(what, where=key, mend=mend)
+        for key, what, fix in recipe.model_copy(update={"teacher": str(output)}).refusals():
+            raise ArgumentError(what, where=key, fix=fix)
         device = choose_device(recipe.device)
         prepare_libraries(device)
         sources = make_sources(loaded)
@@ -67,7 +67,7 @@ def teach(loaded: LoadedRecipe, output: Path, *, top_k: int, feedback: Feedback 
             raise ArgumentError(
                 f"the teacher has {vocabulary:,} tokens, and one class is for those that are left out",
                 where="--top-k",
-                mend=f"give a number below {vocabulary:,}; 64 is usual",
+                fix=f"give a number below {vocabulary:,}; 64 is usual",
             )
         with doing("planning"):
             alone = recipe.model_copy(update={"teacher": None})

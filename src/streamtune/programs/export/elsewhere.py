@@ -33,7 +33,7 @@ def check_gguf(kind: str, llama_cpp: Path | None) -> Path:
         raise ArgumentError(
             f"llama.cpp's converter writes no type '{kind}'",
             where="--gguf",
-            mend=did_you_mean(kind, GGUF_TYPES)
+            fix=did_you_mean(kind, GGUF_TYPES)
             or f"choose from {', '.join(GGUF_TYPES)}; llama-quantize makes smaller types of an f16 file",
         )
     found = find_converter(llama_cpp)
@@ -42,7 +42,7 @@ def check_gguf(kind: str, llama_cpp: Path | None) -> Path:
         raise ArgumentError(
             f"--gguf needs llama.cpp's converter, and there is no {CONVERTER[0]} {place}",
             where="--llama-cpp" if llama_cpp is not None else "--gguf",
-            mend="git clone https://github.com/ggml-org/llama.cpp, pip install gguf sentencepiece, and give its folder "
+            fix="git clone https://github.com/ggml-org/llama.cpp, pip install gguf sentencepiece, and give its folder "
             "with --llama-cpp; or leave --gguf out",
         )
     # The converter reads tokenizers with sentencepiece; the file is compared with gguf.
@@ -51,7 +51,7 @@ def check_gguf(kind: str, llama_cpp: Path | None) -> Path:
         raise ArgumentError(
             f"--gguf needs the package{'s' if len(lacking) > 1 else ''} {' and '.join(lacking)}, not installed here",
             where="--gguf",
-            mend=f"pip install {' '.join(lacking)}",
+            fix=f"pip install {' '.join(lacking)}",
         )
     return found
 
@@ -78,7 +78,7 @@ def check_convertible(config: Any, tokenizer: Any, converter: Path) -> None:
         out = folder / "vocabulary.gguf"
         if words := _convert(folder, out, ["--vocab-only"], converter):
             raise ArgumentError(
-                f"llama.cpp's converter does not take this model: {words}", where="--gguf", mend=_mend(words)
+                f"llama.cpp's converter does not take this model: {words}", where="--gguf", fix=_fix(words)
             )
 
 
@@ -99,7 +99,7 @@ def write_gguf(folder: Path, kind: str, converter: Path) -> Path:
         if words := _convert(folder, made, ["--outtype", kind], converter):
             raise RunError(
                 f"llama.cpp's converter failed: {words}", where=str(converter),
-                mend=f"{_mend(words)}; {folder} itself is whole",
+                fix=f"{_fix(words)}; {folder} itself is whole",
             )  # fmt: skip
         made.rename(out)
     return out
@@ -119,7 +119,7 @@ def _convert(folder: Path, out: Path, options: list[str], converter: Path) -> st
     return lines[-1][:300] if lines else f"exit code {done.returncode}"
 
 
-def _mend(words: str) -> str:
+def _fix(words: str) -> str:
     if "pre-tokenizer" in words:
         return (
             "it knows the tokenizers of released models, and byte-level ones without a pattern of their own; llama.cpp "
@@ -134,7 +134,7 @@ def check_push(repo: str) -> None:
     """Raise ArgumentError if an upload is impossible: ``--offline``, a bad repository name, or no token."""
     if is_offline():
         raise ArgumentError("--push uploads, and --offline forbids every connection", where="--push",
-                            mend="leave one of the two out")  # fmt: skip
+                            fix="leave one of the two out")  # fmt: skip
     from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined, unused-ignore]
@@ -143,10 +143,10 @@ def check_push(repo: str) -> None:
         validate_repo_id(repo)
     except HFValidationError as error:
         raise ArgumentError(f"'{repo}' is no name of a repository: {error}", where="--push",
-                            mend="write NAME/MODEL") from error  # fmt: skip
+                            fix="write NAME/MODEL") from error  # fmt: skip
     if get_token() is None:
         raise ArgumentError(
-            "there is no token for the hub", where="--push", mend="`hf auth login`, or set HF_TOKEN to a write token"
+            "there is no token for the hub", where="--push", fix="`hf auth login`, or set HF_TOKEN to a write token"
         )
 
 
@@ -167,6 +167,6 @@ def push_folder(folder: Path, repo: str, *, private: bool) -> str:
         raise RunError(
             f"the upload to {repo} failed: {first[0][:300] if first else type(error).__name__}",
             where="--push",
-            mend=f"{folder} is whole: `hf upload {repo} {folder}` tries again",
+            fix=f"{folder} is whole: `hf upload {repo} {folder}` tries again",
         ) from error
     return str(address)

@@ -179,7 +179,7 @@ def export_model(
                 raise RunError(
                     f"what was written is not the model that trained: {check.why_not}",
                     where=str(failed),
-                    mend="it is kept there to be looked at; --no-merge copies the adapters apart"
+                    fix="it is kept there to be looked at; --no-merge copies the adapters apart"
                     if merges
                     else "it is kept there to be looked at",
                 )
@@ -233,28 +233,28 @@ def _check(trained: TrainedModel, options: ExportOptions, notify: Notify) -> Non
         raise ArgumentError(
             f"{trained.folder} runs Python that comes with it (trust_remote_code), which a folder of weights has not",
             where="RUN",
-            mend="copy the folder as it is, with the code beside it",
+            fix="copy the folder as it is, with the code beside it",
         )
     if options.dtype is not None and options.dtype not in DTYPES:
-        raise ArgumentError(f"--dtype does not know '{options.dtype}'", mend=f"choose from {', '.join(DTYPES)}")
+        raise ArgumentError(f"--dtype does not know '{options.dtype}'", fix=f"choose from {', '.join(DTYPES)}")
     if not trained.adapters:
         for asked, name in ((not options.merge, "--no-merge"), (options.base is not None, "--base"),
                             (options.onto == "original", "--onto")):  # fmt: skip
             if asked:
                 raise ArgumentError(f"{name} is for adapters, and {trained.folder} holds all of its weights",
-                                    where=name, mend="leave it out")  # fmt: skip
+                                    where=name, fix="leave it out")  # fmt: skip
         return
     if not options.merge and (options.dtype is not None or options.gguf or options.onto == "original"):
         raise ArgumentError(
             "--no-merge copies the adapters as they are",
             where="--no-merge",
-            mend="leave --dtype, --gguf and --onto out",
+            fix="leave --dtype, --gguf and --onto out",
         )
     if not options.merge and trained.base is None and options.base is None:
         raise ArgumentError(
             "the base was made from a configuration and is in no folder, so adapters apart from it have none to name",
             where="--no-merge",
-            mend="leave --no-merge out, or name a base: --base PATH",
+            fix="leave --no-merge out, or name a base: --base PATH",
         )
     if options.onto == "original" and trained.quantization is None:
         notify("the base was not quantised while the adapters trained, so --onto original changes nothing")
@@ -264,7 +264,7 @@ def _check(trained: TrainedModel, options: ExportOptions, notify: Notify) -> Non
             f"adapters of kind {name} make up for what quantisation took from the base, and the original one lacks "
             "nothing",
             where="--onto",
-            mend="leave --onto out: they are merged into the base as they trained on it",
+            fix="leave --onto out: they are merged into the base as they trained on it",
         )
     if options.onto == "original" and trained.quantization is not None:
         notify(
@@ -295,7 +295,7 @@ def _check_model(model: Any, trained: TrainedModel, options: ExportOptions) -> N
             f"the weights of {options.base or trained.base or trained.folder} came quantised ({kind}), which is not "
             "written out here",
             where="RUN",
-            mend="--base with the checkpoint they were made from, or --no-merge" if trained.adapters else "copy it",
+            fix="--base with the checkpoint they were made from, or --no-merge" if trained.adapters else "copy it",
         )
 
 
@@ -355,7 +355,7 @@ def _compare_gguf(
         raise RunError(
             f"the GGUF file is not the model that was exported: {found.problems[0]}{more}",
             where=str(failed),
-            mend=f"it is kept there to be looked at, and {folder} is whole; --no-check leaves it uncompared",
+            fix=f"it is kept there to be looked at, and {folder} is whole; --no-check leaves it uncompared",
         )
     return found
 

@@ -97,7 +97,7 @@ def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
             raise ArgumentError(
                 f"adapters of type {config.peft_type.value} are a learnt prompt, which no weight can hold",
                 where="RUN",
-                mend="--no-merge copies them apart",
+                fix="--no-merge copies them apart",
             )
     return dict(_adapted_inside(base_of(model), ""))
 
@@ -161,7 +161,7 @@ def _merge(layer: Any) -> None:
         rule(layer)
     except (NotImplementedError, RuntimeError) as error:
         raise ArgumentError(
-            f"peft cannot merge these adapters: {error}", where="RUN", mend="--no-merge copies them apart"
+            f"peft cannot merge these adapters: {error}", where="RUN", fix="--no-merge copies them apart"
         ) from error
     finally:
         for name in read:
@@ -216,7 +216,7 @@ def must_untie(model: nn.Module) -> bool:
             raise ArgumentError(
                 f"the adapters change {name}, which other parts of the model share",
                 where="RUN",
-                mend="--no-merge copies the adapters apart",
+                fix="--no-merge copies the adapters apart",
             )
     return True
 

@@ -113,7 +113,7 @@ def find_trained(given: str, *, checkpoint: str | None = None, hub: bool = False
         raise ArgumentError(
             f"{path} holds neither a run nor a model: no run.json, config.json or adapter_config.json",
             where="RUN",
-            mend="give a run's directory (runs/NAME), one of its checkpoints, or a folder with a model",
+            fix="give a run's directory (runs/NAME), one of its checkpoints, or a folder with a model",
         )
     above = _run_above(path, 3) if path.name == "model" else _run_above(path, 1)
     return _refuse_checkpoint(_made(given, path, above, notify), checkpoint)
@@ -129,7 +129,7 @@ def _of_run(given: str, run: train.RunDirectory, checkpoint: str | None, notify:
             raise ArgumentError(
                 f"{run.path} has no checkpoint {name}",
                 where="--checkpoint",
-                mend=did_you_mean(name, names) or (f"it has {', '.join(names)}" if names else "it has none"),
+                fix=did_you_mean(name, names) or (f"it has {', '.join(names)}" if names else "it has none"),
             )
         return _of_checkpoint(given, open_checkpoint(path), run, notify)
     if run.final.is_dir():
@@ -140,7 +140,7 @@ def _of_run(given: str, run: train.RunDirectory, checkpoint: str | None, notify:
         raise ArgumentError(
             f"{run.path} has no model yet: neither final/ nor a checkpoint",
             where="RUN",
-            mend="train it first: save_steps saves checkpoints on the way",
+            fix="train it first: save_steps saves checkpoints on the way",
         )
     notify(f"the run is not done, so this is its newest checkpoint, after step {newest.step:,}")
     return _of_checkpoint(given, newest, run, notify)
@@ -179,7 +179,7 @@ def _made(
             now = run.read_identity()
         except StreamTuneError as error:
             raise ArgumentError(
-                error.what, where="RUN", mend=f"copy {folder} out of the run and export that; --base names its base"
+                error.what, where="RUN", fix=f"copy {folder} out of the run and export that; --base names its base"
             ) from error
         identity = identity if isinstance(identity, dict) and identity else now
         if run.recipe.is_file():
@@ -218,7 +218,7 @@ def _refuse_checkpoint(found: TrainedModel, checkpoint: str | None) -> TrainedMo
         raise ArgumentError(
             f"{found.given} is no run, so it has no checkpoint {checkpoint}",
             where="--checkpoint",
-            mend="give the run's directory",
+            fix="give the run's directory",
         )
     return found
 
@@ -237,7 +237,7 @@ def _missing(path: Path) -> ArgumentError:
     return ArgumentError(
         f"there is no folder {path}",
         where="RUN",
-        mend=did_you_mean(path.name, siblings) or "give a run's directory, such as runs/NAME, or a folder with a model",
+        fix=did_you_mean(path.name, siblings) or "give a run's directory, such as runs/NAME, or a folder with a model",
     )
 
 
@@ -331,19 +331,19 @@ def _load_adapters(base: Any, folder: Path) -> Any:
     from safetensors import SafetensorError
 
     if not (folder / "adapter_model.safetensors").is_file():
-        raise ArgumentError(f"{folder} has no adapter_model.safetensors", where="RUN", mend=USE_CHECKPOINT)
-    models.check_saved_settings(folder, [], where="RUN", mend=USE_CHECKPOINT)
+        raise ArgumentError(f"{folder} has no adapter_model.safetensors", where="RUN", fix=USE_CHECKPOINT)
+    models.check_saved_settings(folder, [], where="RUN", fix=USE_CHECKPOINT)
     try:
         config = PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ArgumentError(
             f"{folder / 'adapter_config.json'} cannot be read: {_first_line(error)}",
             where="RUN",
-            mend=USE_CHECKPOINT,
+            fix=USE_CHECKPOINT,
         ) from error
     if config.is_prompt_learning or getattr(config, "layer_replication", None):
         kind = "a learnt prompt" if config.is_prompt_learning else "adapters of layers that are repeated"
-        raise ArgumentError(f"{folder} holds {kind}, which cannot be loaded here", where="RUN", mend="use peft itself")
+        raise ArgumentError(f"{folder} holds {kind}, which cannot be loaded here", where="RUN", fix="use peft itself")
     try:
         adapted = models.load_lora(base, folder)
         _check_all_loaded(adapted, folder)
@@ -351,13 +351,13 @@ def _load_adapters(base: Any, folder: Path) -> Any:
         raise ArgumentError(
             f"{folder / 'adapter_model.safetensors'} is damaged: {error}",
             where="RUN",
-            mend=USE_CHECKPOINT,
+            fix=USE_CHECKPOINT,
         ) from error
     except (IndexError, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
         raise ArgumentError(
             f"peft cannot put the adapters in {folder} on this base: {_first_line(error)}",
             where="RUN",
-            mend=NAME_BASE,
+            fix=NAME_BASE,
         ) from error
     return adapted
 
@@ -429,7 +429,7 @@ def _made_again(trained: TrainedModel, tokenizer: Any, options: models.ModelOpti
         raise ArgumentError(
             f"{trained.folder} holds adapters, and nothing says which model they belong to",
             where="RUN",
-            mend="name it: --base PATH",
+            fix="name it: --base PATH",
         )
     return models.init_model(
         made["init"],
@@ -447,7 +447,7 @@ def _check_base(trained: TrainedModel, name: str, *, named: bool) -> None:
         raise ArgumentError(
             f"the base of the adapters in {trained.folder} is '{name}', which is no folder here",
             where="--base" if named else "RUN",
-            mend="give another --base" if named else "name the place where it is now: --base PATH",
+            fix="give another --base" if named else "name the place where it is now: --base PATH",
         )
     before = trained.identity.get("files", {}).get("base")
     if named or before is None or not models.is_folder(name):
@@ -456,7 +456,7 @@ def _check_base(trained: TrainedModel, name: str, *, named: bool) -> None:
         raise ArgumentError(
             f"the files of {name} have changed since the adapters in {trained.folder} were trained on them",
             where="RUN",
-            mend="name a copy of the model as it was: --base PATH; --base with this very folder takes it as it is",
+            fix="name a copy of the model as it was: --base PATH; --base with this very folder takes it as it is",
         )
 
 
@@ -474,7 +474,7 @@ def _below_adapters(trained: TrainedModel, name: str, notify: Notify) -> str:
         raise ArgumentError(
             f"the base of the adapters in {trained.folder} is itself a folder of adapters, {name}",
             where="--base",
-            mend=f"merge those first: `streamtune export {name} OUT`, then --base OUT",
+            fix=f"merge those first: `streamtune export {name} OUT`, then --base OUT",
         )
     # New adapters replaced those in the folder, which had the same name, until such runs were refused.
     notify(f"the run put its adapters in the place of those in {name}: they are on {below} alone, and so they trained")
@@ -495,5 +495,5 @@ def _check_all_loaded(model: Any, folder: Path) -> None:
         raise ArgumentError(
             f"the adapters in {folder} are not those of this base: {len(lost)} weights do not match, such as {lost[0]}",
             where="RUN",
-            mend=NAME_BASE,
+            fix=NAME_BASE,
         )

@@ -44,14 +44,14 @@ def check_target(out: Path) -> None:
         taken = any(out.iterdir()) if is_folder else out.exists() or out.is_symlink()
     except OSError as error:
         raise ArgumentError(
-            f"{out} cannot be looked at: {error.strerror}", where="OUT", mend="name a new folder"
+            f"{out} cannot be looked at: {error.strerror}", where="OUT", fix="name a new folder"
         ) from error
     if taken:
         what = "a link" if out.is_symlink() else "a folder that is not empty" if is_folder else "a file"
-        raise ArgumentError(f"{out} is {what}; nothing is overwritten", where="OUT", mend="name a new folder")
+        raise ArgumentError(f"{out} is {what}; nothing is overwritten", where="OUT", fix="name a new folder")
     partial = _beside(out, "partial")
     if os.path.lexists(partial) and not _is_ours(partial):
-        raise ArgumentError(f"{partial} is in the way", where="OUT", mend="move it, or name another folder")
+        raise ArgumentError(f"{partial} is in the way", where="OUT", fix="move it, or name another folder")
 
 
 def _is_ours(partial: Path) -> bool:
@@ -91,10 +91,10 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
             interrupts.remove_folder(str(partial))
         if _is_disk_error(error):
             if isinstance(error, OSError) and error.errno not in (None, errno.ENOSPC, errno.EDQUOT):
-                raise RunError(f"cannot write {out}: {error}", mend="name a folder that can be written to") from error
+                raise RunError(f"cannot write {out}: {error}", fix="name a folder that can be written to") from error
             raise RunError(
                 f"cannot write {out}: {error}; it takes {show_size(needed)} and {show_size(free_bytes(out))} are free",
-                mend="make room, or name a folder on another disk",
+                fix="make room, or name a folder on another disk",
             ) from error
         raise
     finally:
@@ -124,7 +124,7 @@ def _own(partial: Path, out: Path) -> int:
         with suppress(OSError):
             os.close(lock)
         raise ArgumentError(
-            f"another export is writing {out}", where="OUT", mend="wait for its end, or name another folder"
+            f"another export is writing {out}", where="OUT", fix="wait for its end, or name another folder"
         ) from error
     return lock
 

@@ -188,10 +188,10 @@ class PromptEncoder:
                 if not self._raw
                 else "--raw continues text, and these are messages",
                 where="--file",
-                mend="give the prompt as text",
+                fix="give the prompt as text",
             )
         if not asked:
-            raise ArgumentError("the prompt has no tokens", where="--prompt", mend="write something")
+            raise ArgumentError("the prompt has no tokens", where="--prompt", fix="write something")
         if isinstance(asked, str):
             given: str | list[dict[str, Any]] = [{"role": "user", "content": asked}] if self._templated else asked
             return self._render(given, None, "--prompt")
@@ -234,7 +234,7 @@ class Answerer:
             raise ArgumentError(
                 f"the tokenizer writes token {max(ids):,}, and the model knows {self.vocabulary:,}",
                 where="MODEL",
-                mend="use the tokenizer that belongs to the model",
+                fix="use the tokenizer that belongs to the model",
             )
         return ids
 
@@ -284,7 +284,7 @@ class Answerer:
             raise ArgumentError(
                 f"the prompt has {length:,} tokens; the model's table of positions ends at {self.positions:,}",
                 where="--prompt",
-                mend="shorten it, or /reset the conversation",
+                fix="shorten it, or /reset the conversation",
             )
         return replace(
             self.sampling, max_completion_length=min(self.sampling.max_completion_length, self.positions - length)
@@ -382,7 +382,7 @@ def check_vllm() -> None:
         raise ArgumentError(
             "--vllm needs vLLM, which is not installed",
             where="--vllm",
-            mend="pip install vllm, or leave --vllm out: transformers writes the answer then",
+            fix="pip install vllm, or leave --vllm out: transformers writes the answer then",
         )
 
 
@@ -398,7 +398,7 @@ def answer_with_vllm(given: str, asked: Sequence[Asked], options: GenerateOption
         raise ArgumentError(
             f"{trained.folder} holds adapters, and vLLM gets whole models here",
             where="--vllm",
-            mend=f"`streamtune export {given} OUT` merges them; then `streamtune generate OUT --vllm`",
+            fix=f"`streamtune export {given} OUT` merges them; then `streamtune generate OUT --vllm`",
         )
     import vllm  # type: ignore[import-not-found, unused-ignore]
 

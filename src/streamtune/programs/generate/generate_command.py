@@ -70,7 +70,7 @@ def generate(
     In a chat Ctrl-C stops the answer, Ctrl-D leaves, /reset begins a new conversation.
     """
     if prompt is not None and file is not None:
-        raise ArgumentError("--prompt and --file are two prompts", where="--file", mend="leave one of them out")
+        raise ArgumentError("--prompt and --file are two prompts", where="--file", fix="leave one of them out")
     _check_ranges(temperature, top_p, top_k, seed)
     with loading_libraries():
         from streamtune.programs.generate.answer import GenerateOptions, answer_with_vllm, check_vllm, load_answerer
@@ -96,12 +96,12 @@ def generate(
     elif not sys.stdin.isatty():
         asked = [text] if (text := sys.stdin.read()).strip() else []
         if not asked:
-            raise ArgumentError("there is no prompt", where="--prompt", mend="give --prompt TEXT or --file FILE")
+            raise ArgumentError("there is no prompt", where="--prompt", fix="give --prompt TEXT or --file FILE")
     if asked is None and (as_json or vllm):
         raise ArgumentError(
             f"{'--json' if as_json else '--vllm'} answers prompts, and holds no conversation",
             where="--prompt",
-            mend="give --prompt TEXT or --file FILE",
+            fix="give --prompt TEXT or --file FILE",
         )
     if vllm:
         check_vllm()
@@ -129,7 +129,7 @@ def _check_ranges(temperature: float | None, top_p: float | None, top_k: int | N
         ("--seed", seed, 0 <= seed < 2**32, "a whole number from 0 to 4294967295"),
     ):
         if not fits:
-            raise ArgumentError(f"{name} {value} is out of range", where=name, mend=f"it takes {range_}")
+            raise ArgumentError(f"{name} {value} is out of range", where=name, fix=f"it takes {range_}")
 
 
 # --- prompts --------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def read_prompts(path: Path) -> list[Asked]:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise DataError(
-            f"cannot read {path}: {error.strerror}", where="--file", mend="name a text or JSON file"
+            f"cannot read {path}: {error.strerror}", where="--file", fix="name a text or JSON file"
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text", where="--file") from error
@@ -59,7 +59,7 @@ def read_prompts(path: Path) -> list[Asked]:
     else:
         found = [text] if text.strip() else []
     if not found:
-        raise DataError(f"{path} is empty", where="--file", mend="write a prompt into it")
+        raise DataError(f"{path} is empty", where="--file", fix="write a prompt into it")
     return found
 
 
@@ -68,7 +68,7 @@ def _parse_json(text: str, where: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"this is no JSON: {error}", where=where, mend="a prompt in plain text needs a .txt file"
+            f"this is no JSON: {error}", where=where, fix="a prompt in plain text needs a .txt file"
         ) from error
 
 
@@ -95,7 +95,7 @@ def _prompt(value: Any, where: str) -> Asked:
     messages = [value] if isinstance(value, Mapping) else value
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise DataError(
-            "this is neither text nor a list of messages", where=where, mend='write {"role": "user", "content": "..."}'
+            "this is neither text nor a list of messages", where=where, fix='write {"role": "user", "content": "..."}'
         )
     asked = [_checked(message, f"messages[{index}]", where) for index, message in enumerate(messages)]
     if asked[-1]["role"] == "assistant":

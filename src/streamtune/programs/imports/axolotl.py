@@ -301,7 +301,7 @@ def _objective(conversion: Conversion) -> str:
     if not rl:
         return "sft"
     if rl not in OBJECTIVES:
-        raise conversion.refuse("rl", what=f"'rl: {rl}' has no counterpart", mend=f"known are {', '.join(OBJECTIVES)}")
+        raise conversion.refuse("rl", what=f"'rl: {rl}' has no counterpart", fix=f"known are {', '.join(OBJECTIVES)}")
     return OBJECTIVES[rl][0]
 
 

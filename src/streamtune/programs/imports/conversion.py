@@ -187,9 +187,9 @@ class Conversion:
         self.notes[key] = theirs.partition(":")[0]
         self.findings.append(FieldFinding("mapped", theirs, where, _short(key, value)))
 
-    def refuse(self, *path: str | int, what: str, mend: str = "") -> RecipeError:
+    def refuse(self, *path: str | int, what: str, fix: str = "") -> RecipeError:
         """Return the error for a recipe that cannot be imported."""
-        return RecipeError(what, where=self.file.marks.where(*path), mend=mend)
+        return RecipeError(what, where=self.file.marks.where(*path), fix=fix)
 
     def apply(self) -> None:
         """Apply the trainer's rules to all fields without an answer."""

@@ -45,7 +45,7 @@ def import_recipe(
     dest = dest or Path(f"{file.stem}-streamtune.yaml")
     piped, other = dest == Path("-"), f"`streamtune recipes import {file} OTHER.yaml`"
     if piped and json:
-        raise ArgumentError("--json and OUT '-' both print a document on stdout", mend=f"{other[:-1]} --json`")
+        raise ArgumentError("--json and OUT '-' both print a document on stdout", fix=f"{other[:-1]} --json`")
     if dest.is_dir():
         dest /= f"{file.stem}-streamtune.yaml"
     if dest.exists() and not piped:
@@ -71,16 +71,16 @@ def import_recipe(
         raise RecipeError(
             f"fields without counterpart that change training: {len(changed)}\n{places}",
             where=str(file),
-            mend="leave out --strict to write the recipe without them",
+            fix="leave out --strict to write the recipe without them",
         )
     if not piped:
         train = Text.assemble("wrote ", (str(dest), "bold"), f"; train with `streamtune {imported.objective} {dest}`")
         err.print(train, soft_wrap=True)
 
 
-def _write_checked(dest: Path, text: str, mend: str) -> None:
+def _write_checked(dest: Path, text: str, fix: str) -> None:
     """Write a recipe that can be loaded; leave none that cannot."""
-    write_new(dest, text, mend)
+    write_new(dest, text, fix)
     try:
         load_recipe(dest)
     except RecipeError:

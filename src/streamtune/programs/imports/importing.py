@@ -65,9 +65,9 @@ def import_recipe(path: Path, trainer: str | None = None, objective: str | None 
     if trainer is None:
         trainer, guessed = _recognise(file)
     if trainer not in TRAINERS:
-        raise ArgumentError(f"no recipes of '{trainer}' are read", where="--from", mend=f"use {', '.join(TRAINERS)}")
+        raise ArgumentError(f"no recipes of '{trainer}' are read", where="--from", fix=f"use {', '.join(TRAINERS)}")
     if objective is not None and objective not in RECIPES:
-        raise ArgumentError(f"there is no objective '{objective}'", where="--objective", mend=", ".join(RECIPES))
+        raise ArgumentError(f"there is no objective '{objective}'", where="--objective", fix=", ".join(RECIPES))
     conversion = Conversion(file, TRAINERS[trainer])
     conversion.kind = RECIPES[objective or conversion.trainer.objective(conversion)]
     if conversion.objective != "sft":
@@ -98,7 +98,7 @@ def _recognise(file: PeerFile) -> tuple[str, tuple[str, ...]]:
         raise ArgumentError(
             "this is a configuration of accelerate, which starts a training script and trains nothing itself",
             where=str(file.path),
-            mend="import the recipe, or a shell script with the whole command: accelerate launch --config_file ...",
+            fix="import the recipe, or a shell script with the whole command: accelerate launch --config_file ...",
         )
     names = {name for name, value in file.fields.items() if value is not None}
     signs = {name: sorted(names.intersection(trainer.signs.split())) for name, trainer in TRAINERS.items()}
@@ -108,7 +108,7 @@ def _recognise(file: PeerFile) -> tuple[str, tuple[str, ...]]:
     if not signs[ranked[0]] and isinstance(file.fields.get("datasets"), list) and names <= set(Recipe.model_fields):
         raise ArgumentError("this is a recipe of StreamTune already", where=str(file.path))
     raise ArgumentError(
-        "the fields do not show whose recipe this is", where=str(file.path), mend=f"say it: --from {'|'.join(TRAINERS)}"
+        "the fields do not show whose recipe this is", where=str(file.path), fix=f"say it: --from {'|'.join(TRAINERS)}"
     )
 
 
@@ -121,7 +121,7 @@ def _check(conversion: Conversion) -> None:
         found = to_error(mistakes, marks)
         what = found.what.replace(f"{len(mistakes)} mistakes", "", 1) if len(mistakes) > 1 else f" {found.what}"
         count = f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "a mistake"
-        raise RecipeError(f"as a recipe of ours it has {count}:{what}", where=found.where, mend=found.mend)
+        raise RecipeError(f"as a recipe of ours it has {count}:{what}", where=found.where, fix=found.fix)
 
 
 def _text(conversion: Conversion) -> str:

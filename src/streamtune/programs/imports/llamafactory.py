@@ -175,7 +175,7 @@ def _objective(conversion: Conversion) -> str:
     stage = str(conversion.get("stage", "sft"))
     if stage not in OBJECTIVES:
         known = ", ".join(OBJECTIVES)
-        raise conversion.refuse("stage", what=f"'stage: {stage}' has no counterpart", mend=f"known are {known}")
+        raise conversion.refuse("stage", what=f"'stage: {stage}' has no counterpart", fix=f"known are {known}")
     return OBJECTIVES[stage]
 
 

@@ -65,7 +65,7 @@ def read_peer_file(path: Path) -> PeerFile:
     fields, marks, mistakes = read_yaml(text, str(path))
     if not isinstance(fields, dict) or not fields:
         raise RecipeError(
-            "there are no keys and values in it", where=str(path), mend="name a YAML or JSON recipe, or a shell script"
+            "there are no keys and values in it", where=str(path), fix="name a YAML or JSON recipe, or a shell script"
         )
     notes = [f"{path}:{mistake.line}: {mistake.what}" for mistake in mistakes]
     return PeerFile(fields, marks, path, notes=notes)
@@ -77,7 +77,7 @@ def _read_script(text: str, path: Path) -> PeerFile:
         raise RecipeError(
             "there is no training command in it",
             where=str(path),
-            mend="commands that are read: swift sft, swift pt, swift rlhf, llamafactory-cli train, trl sft, dpo, grpo",
+            fix="commands that are read: swift sft, swift pt, swift rlhf, llamafactory-cli train, trl sft, dpo, grpo",
         )
     words, at = commands[0]
     trainer, command, options = COMMANDS[Path(words[at][0]).name][0], "", at + 1
@@ -102,7 +102,7 @@ def _read_script(text: str, path: Path) -> PeerFile:
             raise RecipeError(
                 f"the command takes its arguments from '{word}'",
                 where=f"{path}:{line}",
-                mend=f"import that file: `streamtune recipes import {word}`",
+                fix=f"import that file: `streamtune recipes import {word}`",
             )
         else:
             value, before = _value(word, assigned), read.fields[name]
@@ -113,7 +113,7 @@ def _read_script(text: str, path: Path) -> PeerFile:
         raise RecipeError(
             f"the command takes its arguments from '{config}'",
             where=f"{path}:{read.marks.lines[('config',)]}",
-            mend=f"add the command's other options{told} to it, and import it: `streamtune recipes import {config}`",
+            fix=f"add the command's other options{told} to it, and import it: `streamtune recipes import {config}`",
         )
     read.notes += [
         f"{path}:{line}: '${match[1] or match[2]}' is a variable that the script does not set"

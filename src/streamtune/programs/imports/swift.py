@@ -249,7 +249,7 @@ def _objective(conversion: Conversion) -> str:
         return "dpo" if conversion.file.command == "rlhf" else "sft"
     if kind not in OBJECTIVES:
         known = ", ".join(OBJECTIVES)
-        raise conversion.refuse("rlhf_type", what=f"'rlhf_type: {kind}' has no counterpart", mend=f"known are {known}")
+        raise conversion.refuse("rlhf_type", what=f"'rlhf_type: {kind}' has no counterpart", fix=f"known are {known}")
     return OBJECTIVES[kind][0]
 
 

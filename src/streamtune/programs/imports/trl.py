@@ -206,7 +206,7 @@ def _objective(conversion: Conversion) -> str:
     if command:
         if command not in COMMANDS:
             what = f"`trl {command}` has no counterpart"
-            raise conversion.refuse(what=what, mend="sft, dpo, kto, orpo, cpo and grpo have one")
+            raise conversion.refuse(what=what, fix="sft, dpo, kto, orpo, cpo and grpo have one")
         return COMMANDS[command]
     names, loss = set(conversion.file.fields), conversion.get("loss_type")
     if names & OF_GRPO or loss in POLICY_LOSSES:

@@ -126,18 +126,18 @@ def _check(options: ProbeOptions, shortest: int) -> None:
     if options.method not in ("measure", "simulate"):
         raise ArgumentError(
             f"--method is measure or simulate, not {options.method!r}",
-            mend=did_you_mean(options.method, ("measure", "simulate")),
+            fix=did_you_mean(options.method, ("measure", "simulate")),
         )
     if options.device is not None and options.method == "measure":
         raise ArgumentError(
             "--device names a device that is not there; what is measured runs on the one that is",
-            mend="add --method simulate, or write --set device=cpu to choose where to measure",
+            fix="add --method simulate, or write --set device=cpu to choose where to measure",
         )
     if options.method == "measure" and (options.ranks is not None or options.nodes is not None):
         raise ArgumentError(
             "--ranks and --nodes are of a step that is simulated; what is measured runs on one device",
             where="--ranks",
-            mend="add --method simulate",
+            fix="add --method simulate",
         )
     for name, number in (("--from", options.least), ("--to", options.most)):
         if number is not None and number < 1:
@@ -145,14 +145,14 @@ def _check(options: ProbeOptions, shortest: int) -> None:
     least, most = options.least or 1, options.most or LENGTHS.most
     if least > most:
         raise ArgumentError(
-            f"there is nothing from {least:,} to {most:,}", mend="--from is where to begin, --to where to end"
+            f"there is nothing from {least:,} to {most:,}", fix="--from is where to begin, --to where to end"
         )
     if not options.batch_size and options.least is not None and options.least < shortest:
         raise ArgumentError(_too_short(options.least, shortest), where="--from")
     if not options.batch_size and options.length is not None:
         raise ArgumentError(
             "--length is the fixed length of --batch-size; the length is what is looked for otherwise",
-            mend=f"add --batch-size, or write --to {options.length} to look no further",
+            fix=f"add --batch-size, or write --to {options.length} to look no further",
         )
     if options.length is not None and options.length < shortest:
         raise ArgumentError(_too_short(options.length, shortest), where="--length")
@@ -231,7 +231,7 @@ def _budget_here(device_bytes: int | None, host_bytes: int | None, here: torch.d
             f"the trials may take {show_size(wanted)} of this machine's memory, and {show_size(free)} are free: it "
             "would swap",
             where=" and ".join(name for name, size in asked.items() if size),
-            mend="ask for less, close other programs, or use --method simulate, which takes no memory",
+            fix="ask for less, close other programs, or use --method simulate, which takes no memory",
         )
     if here.type == "cpu" and device_bytes is None:
         return int((1 - margin) * (free - (host_bytes or 0)))
@@ -259,7 +259,7 @@ def _nothing_fits(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcom
     if outcome.cause not in ("device memory", "host memory", "disk memory"):
         return RunError(
             f"not even {tried} can be trained: {outcome.reason}",
-            mend=outcome.detail or "give --trial-timeout more seconds, or see what ended the process",
+            fix=outcome.detail or "give --trial-timeout more seconds, or see what ended the process",
         )
     what = f"not even {tried} fit: {outcome.reason}"
     known = needed or outcome
@@ -268,40 +268,40 @@ def _nothing_fits(recipe: Recipe, task: ProbeTask, failed: Trial, needed: Outcom
         largest = max(terms, key=lambda name: terms[name])
         parts = ", ".join(f"{name} {show_size(size)}" for name, size in terms.items())
         what += f"; the largest term is {largest} ({parts})"
-    mends = []
+    fixes = []
     if needed is not None and needed.peak_bytes is not None:
-        mends.append(f"{show_size(needed.peak_bytes)} on the device would hold {tried}")
+        fixes.append(f"{show_size(needed.peak_bytes)} on the device would hold {tried}")
     if task.scaled == "length" and task.within.least > LENGTHS.least:
-        mends.append(f"shorter rows are tried without --from {task.within.least}")
+        fixes.append(f"shorter rows are tried without --from {task.within.least}")
     if outcome.cause == "host memory":
-        mends += _less_on_host(recipe)
+        fixes += _less_on_host(recipe)
     else:
-        mends += _smaller(recipe, known.terms, task)
-        mends.append("larger chunks never help")
-    return ArgumentError(what, mend="; ".join(mends))
+        fixes += _smaller(recipe, known.terms, task)
+        fixes.append("larger chunks never help")
+    return ArgumentError(what, fix="; ".join(fixes))
 
 
 def _less_on_host(recipe: Recipe) -> list[str]:
-    mends = ["more memory of the machine (--host-memory, engine.host_memory)"]
+    fixes = ["more memory of the machine (--host-memory, engine.host_memory)"]
     if recipe.engine.order == "chunk":
-        mends.append("engine.order: auto lets the planner choose the order that takes less")
+        fixes.append("engine.order: auto lets the planner choose the order that takes less")
     if recipe.engine.offload_dir is None:
-        mends.append("engine.offload_dir lets it use a disk")
-    return mends
+        fixes.append("engine.offload_dir lets it use a disk")
+    return fixes
 
 
 def _smaller(recipe: Recipe, terms: dict[str, int], task: ProbeTask) -> list[str]:
     fixed = sum(terms.get(name, 0) for name in ("weights", "reference", "gradients", "optimizer"))
-    mends = []
+    fixes = []
     if terms.get("reference"):
-        mends.append("adapters (finetuning_type: lora) are their own reference, switched off, and hold no second model")
+        fixes.append("adapters (finetuning_type: lora) are their own reference, switched off, and hold no second model")
     if fixed > (task.device_bytes or 0) / 2:
         if recipe.finetuning_type == "full":
-            mends.append("finetuning_type: lora needs no gradients and no optimizer state of the weights")
+            fixes.append("finetuning_type: lora needs no gradients and no optimizer state of the weights")
         elif recipe.finetuning_type == "lora":
-            mends.append("finetuning_type: qlora keeps the weights in fewer bits")
+            fixes.append("finetuning_type: qlora keeps the weights in fewer bits")
         if recipe.dtype not in ("bfloat16", "auto"):  # auto already falls back to bfloat16
-            mends.append("dtype: bfloat16 halves what is in float32")
+            fixes.append("dtype: bfloat16 halves what is in float32")
     else:
-        mends.append("smaller engine.chunk_size and engine.head_chunk_size hold fewer activations")
-    return mends
+        fixes.append("smaller engine.chunk_size and engine.head_chunk_size hold fewer activations")
+    return fixes

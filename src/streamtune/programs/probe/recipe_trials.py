@@ -166,7 +166,7 @@ def take_step(
         save_total_limit=1,
         bf16=bool(recipe.bf16),
         seed=recipe.seed,
-        out_of_memory_mend="",
+        out_of_memory_fix="",
     )
     objective, make_batches = random_step
     batches = make_batches()
@@ -179,7 +179,7 @@ def take_step(
     gradients()
     norm = backend.clip_gradients(settings.max_grad_norm)
     # A learning rate of 0: the whole update runs, and random tokens change no weight.
-    with explain_out_of_memory("the optimizer at step 1", batches, settings.out_of_memory_mend):
+    with explain_out_of_memory("the optimizer at step 1", batches, settings.out_of_memory_fix):
         backend.step(0.0)
     backend.close()
     return norm

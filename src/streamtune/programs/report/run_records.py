@@ -75,7 +75,7 @@ def read_run(path: Path) -> RunRecords:
         raise ArgumentError(
             f"{path} {what}",
             where="RUN",
-            mend=f"name a run in it, such as {inner[0]}"
+            fix=f"name a run in it, such as {inner[0]}"
             if inner
             else "name the output_dir of a recipe that was trained",
         )

@@ -48,7 +48,7 @@ def check_installed(names: Sequence[str]) -> None:
         raise ArgumentError(
             f"report_to names {named}, which {'is' if len(missing) == 1 else 'are'} not installed",
             where="report_to",
-            mend=f"pip install 'streamtune[trackers]' (or only: pip install {packages}), or take it out of report_to",
+            fix=f"pip install 'streamtune[trackers]' (or only: pip install {packages}), or take it out of report_to",
         )
 
 
@@ -278,7 +278,7 @@ def _check_wandb_settings() -> None:
             raise ArgumentError(
                 f"{file} of the working directory sets {name} to {shown}: the run would be logged there",
                 where="report_to",
-                mend=f"set {variable} yourself if that is meant, or remove the line",
+                fix=f"set {variable} yourself if that is meant, or remove the line",
             )
 
 

@@ -205,7 +205,7 @@ def choose_rows(examples: Sequence[data.Example], length: int, at_least: int = 1
         raise DataError(
             "none of the rows has a token to train on after its first, so there is no gradient to compare",
             where=examples[0].origin,
-            mend="use longer rows, or look at train_on",
+            fix="use longer rows, or look at train_on",
         )
     return windows
 

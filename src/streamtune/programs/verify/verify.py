@@ -95,7 +95,7 @@ def verify_schedules(length: int, own: Schedule) -> list[Schedule]:
         ArgumentError: There are fewer than four tokens: a chunk has at least two.
     """
     if length < 4:
-        raise ArgumentError(f"{length} token(s) cannot be cut into chunks", where="max_length", mend="use longer rows")
+        raise ArgumentError(f"{length} token(s) cannot be cut into chunks", where="max_length", fix="use longer rows")
     parts = next((count for count in (3, 5, 7) if length % count), 3)  # a last chunk shorter than the others
     sizes = {-(-length // 2): length, -(-length // parts): -(-length // 5), max(1, min(SMALL, length // 8)): 7}
     chosen = [own] if own.chunk_size < length else []
@@ -253,7 +253,7 @@ class _Runs:
             raise NonFiniteError(
                 f"plain autograd gives a loss of {loss} and a gradient of norm {reference.whole} in "
                 f"{self._label(bf16, dtype)}, so there is nothing to compare with",
-                mend="look at the weights and at the first rows of the data",
+                fix="look at the weights and at the first rows of the data",
             )
         return reference
 

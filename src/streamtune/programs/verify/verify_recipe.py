@@ -146,9 +146,9 @@ def build_verify(
         doing: Returns a context that shows a message while something takes long.
     """
     if length is not None and length < LEAST:
-        raise ArgumentError(f"--length takes a number of tokens from {LEAST} up", mend="write --length 1024")
+        raise ArgumentError(f"--length takes a number of tokens from {LEAST} up", fix="write --length 1024")
     if dtype is not None and dtype not in DTYPES:
-        raise ArgumentError(f"--dtype does not know {dtype!r}", mend=f"choose from {', '.join(DTYPES)}")
+        raise ArgumentError(f"--dtype does not know {dtype!r}", fix=f"choose from {', '.join(DTYPES)}")
     recipe = precise(loaded.recipe)
     task = task_of(recipe)
     with blame_recipe(loaded):
@@ -275,7 +275,7 @@ def verify_recipe(subject: VerifySubject, notify: Callable[[str], None] = lambda
         rows, length = subject.alone.input_ids.shape
         raise OutOfMemoryError(
             f"out of memory on {rows} x {length:,} tokens: plain autograd, the reference, keeps all activations",
-            mend=f"choose a shorter length: --length {max(LEAST, length // 2)}",
+            fix=f"choose a shorter length: --length {max(LEAST, length // 2)}",
         ) from error
 
 
@@ -350,7 +350,7 @@ def _fitting_length(room: Room, device: torch.device, widened: torch.dtype | Non
     if longest < PROBE:  # no memory for a wider truth
         longest = room.longest(trained)
     if longest < LEAST:
-        raise RunError("there is no memory left beside the weights", mend="free some, or choose --length by hand")
+        raise RunError("there is no memory left beside the weights", fix="free some, or choose --length by hand")
     if longest >= enough:
         return enough, "enough for a proof"
     return longest, f"what plain autograd has room for in the {room.free / 2**30:.1f} GiB that are free"

@@ -47,7 +47,7 @@ class BucketSpec(Spec):
             raise mistake(
                 f"'buckets.min_length' takes a power of two; found {min_length}",
                 key="buckets.min_length",
-                mend=f"write {below} or {2 * below}",
+                fix=f"write {below} or {2 * below}",
             )
         return min_length
 

@@ -50,8 +50,8 @@ def _contradictions(spec: Any) -> Iterator[Refusal]:
     if choices["order"] == "chunk" and spec.keep_kv == "auto":
         choices["keep_kv"] = None  # it is kept without a word
     for field, what, (other, value) in contradictions(choices, _in_a_recipe):
-        mend = f"add {other}: {value}" if field == "offload" else f"write {other}: {value}, or delete the line"
-        yield Refusal(f"engine.{field}", what, mend)
+        fix = f"add {other}: {value}" if field == "offload" else f"write {other}: {value}, or delete the line"
+        yield Refusal(f"engine.{field}", what, fix)
 
 
 def _directory_without_disk(spec: Any) -> Iterator[Refusal]:

@@ -106,8 +106,8 @@ def _scheduler_options(recipe: Any) -> Iterator[Refusal]:
     for option, value in given.items():
         if option not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none; delete the line"
-            mend = did_you_mean(option, known) or takes
-            yield Refusal(KEY, f"the schedule '{name}' has no option '{option}'", mend)
+            fix = did_you_mean(option, known) or takes
+            yield Refusal(KEY, f"the schedule '{name}' has no option '{option}'", fix)
         elif (wrong := _wrong(value, known[option])) is not None:
             yield Refusal(KEY, f"'{option}' of the schedule '{name}' {wrong}")
     both = [option for option in ONE_OF.get(name, ()) if option in given]

@@ -25,7 +25,7 @@ class ModelInit(Spec):
     def _names_its_type(cls, init: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(init.get("model_type"), str):
             raise mistake(
-                "'model.init' does not say which kind of model", key="model", mend="add a model_type, such as qwen3"
+                "'model.init' does not say which kind of model", key="model", fix="add a model_type, such as qwen3"
             )
         return init
 
@@ -124,14 +124,14 @@ class RopeScaling(Spec):
                 raise mistake(
                     f"'{given}' is not for rope_type: {self.rope_type}",
                     key=f"rope_scaling.{given}",
-                    mend=f"delete it, or write rope_type: {kind[0]}",
+                    fix=f"delete it, or write rope_type: {kind[0]}",
                 )
         for key in ("short_factor", "long_factor"):
             if self.rope_type == "longrope" and getattr(self, key) is None:
                 raise mistake(
                     f"rope_type: longrope needs '{key}', a number for each frequency",
                     key="rope_scaling.rope_type",
-                    mend="write the factors that were searched for this model, or another rope_type: yarn needs none",
+                    fix="write the factors that were searched for this model, or another rope_type: yarn needs none",
                 )
         for above, below, defaults in (
             ("beta_fast", "beta_slow", (32, 1)),
@@ -145,7 +145,7 @@ class RopeScaling(Spec):
                 raise mistake(
                     f"'{above}' is {high:g} and '{below}' {low:g}: it must be the larger of the two",
                     key=f"rope_scaling.{above if getattr(self, above) is not None else below}",
-                    mend=f"without them they are {defaults[0]} and {defaults[1]}",
+                    fix=f"without them they are {defaults[0]} and {defaults[1]}",
                 )
         return self
 

@@ -108,16 +108,16 @@ USE_ADAMW = "write optim: adamw"
 
 def _optimizer_options(recipe: Any) -> Iterator[Refusal]:
     if found := argument_mistakes(recipe.optim, recipe.optim_args):
-        option, what, mend = found
-        yield Refusal(f"optim_args.{option}", what, mend)
+        option, what, fix = found
+        yield Refusal(f"optim_args.{option}", what, fix)
 
 
 def _keys_of_adam(recipe: Any) -> Iterator[Refusal]:
     name, options = recipe.optim, OPTIMIZERS[recipe.optim].options
     for key in ADAM_KEYS:
         if is_given(recipe, key):
-            mend = f"delete the line; the options of {name} are optim_args: {', '.join(options)}"
-            yield Refusal(key, f"'{key}' is AdamW's, and 'optim' is {name}", mend)
+            fix = f"delete the line; the options of {name} are optim_args: {', '.join(options)}"
+            yield Refusal(key, f"'{key}' is AdamW's, and 'optim' is {name}", fix)
 
 
 def _divided_optimizer(recipe: Any) -> Iterator[Refusal]:

@@ -281,7 +281,7 @@ def load_functions(
         raise ArgumentError(
             f"the reward '{own[0]}' is Python code that the recipe names, and it would run here",
             where="reward_funcs",
-            mend="read it; if it is yours, or you trust it, run with --allow-code or set allow_code: true",
+            fix="read it; if it is yours, or you trust it, run with --allow-code or set allow_code: true",
         )
     if own:
         notify(f"running the code of {', '.join(own)}")
@@ -308,7 +308,7 @@ def of_all_ranks(recipe: Settings, world: train.World) -> Settings:
             f"{written} completions written at once do not make whole optimizer steps of {a_step} on {world.data_size} "
             f"ranks, or not whole groups of {whole.num_generations}",
             where="generation_batch_size" if recipe.generation_batch_size is not None else "num_generations",
-            mend="an optimizer step takes per_device_train_batch_size x gradient_accumulation_steps x ranks",
+            fix="an optimizer step takes per_device_train_batch_size x gradient_accumulation_steps x ranks",
         )
     return whole
 

@@ -106,7 +106,7 @@ class RolloutTools:
             raise OutOfMemoryError(
                 f"out of memory while writing completions, {at_once} at a time of up to {longest:,} tokens",
                 where="per_device_generation_batch_size",
-                mend="lower per_device_generation_batch_size, or max_completion_length",
+                fix="lower per_device_generation_batch_size, or max_completion_length",
             ) from error
 
     def write_greedy(self, prompts: Sequence[data.Prompt]) -> list[rollout.Completion]:

@@ -161,16 +161,14 @@ class GrpoSteps:
     # --- a rollout ---------------------------------------------------------------------------------------------
 
     def _next_rollout(self) -> _Rollout:
-        why, mend = self.loss.nothing_learnt
+        why, fix = self.loss.nothing_learnt
         for skipped in range(self.recipe.skip_limit):
             groups = self._write_and_score()
             if any(any_gradient(part, self.tools.layout) for part in self.tools.parts(groups)):
                 self.tools.remember_logprobs(groups, old=self.recipe.needs_old_logprobs)
                 return _Rollout(groups, skipped=skipped)
             self.log.skipped(self.taken + 1, why)
-        raise RunError(
-            f"{self.recipe.skip_limit} batches in a row taught nothing: in every one of them {why}", mend=mend
-        )
+        raise RunError(f"{self.recipe.skip_limit} batches in a row taught nothing: in every one of them {why}", fix=fix)
 
     def _write_and_score(self) -> list[Group]:
         tools, numbers = self.tools, self.picker.next(self.recipe.prompts_per_generation)
@@ -240,7 +238,7 @@ class GrpoSteps:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from the position saved by ``state_dict``."""
         if type(state["taken"]) is not int or state["taken"] < 0:
-            raise CheckpointError(f"the checkpoint has taken {state['taken']} steps", mend="use another checkpoint")
+            raise CheckpointError(f"the checkpoint has taken {state['taken']} steps", fix="use another checkpoint")
         self.taken = state["taken"]
         self.picker.load_state_dict(state["picker"])
         for rule in self.rules:
@@ -344,7 +342,7 @@ def _demonstration(prompt: data.Prompt, render: RowRenderer, max_length: int) ->
         raise DataError(
             "'sft_steps' trains on the rows' own answers, and this row has none",
             where=prompt.origin,
-            mend="give the rows a column 'completion', or delete sft_steps",
+            fix="give the rows a column 'completion', or delete sft_steps",
         )
     row_type = "prompt_completion" if "completion" in row.columns else detect_type(row)
     content = normalise(row, row_type)
@@ -356,7 +354,7 @@ def _demonstration(prompt: data.Prompt, render: RowRenderer, max_length: int) ->
             f"the row has {len(rendered.input_ids):,} tokens with its answer, more than max_prompt_length and "
             f"max_completion_length together: {max_length:,}",
             where=prompt.origin,
-            mend="raise max_completion_length",
+            fix="raise max_completion_length",
         )
     ids, labels = np.array(rendered.input_ids, dtype=np.int32), np.array(rendered.labels, dtype=np.int32)
     return data.Example(ids, labels, prompt.origin)

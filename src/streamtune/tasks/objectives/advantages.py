@@ -198,13 +198,13 @@ def _kind(name: str, scale: str | None) -> _Kind:
         raise ArgumentError(
             f"scale_rewards is '{scale}'",
             where="scale_rewards",
-            mend=did_you_mean(scale, SCALES) or f"choose one of: {', '.join(SCALES)}",
+            fix=did_you_mean(scale, SCALES) or f"choose one of: {', '.join(SCALES)}",
         )
     if scale is not None and scale not in kind.scales:
         raise ArgumentError(
             f"the advantages of '{name}' are not divided by a standard deviation",
             where="scale_rewards",
-            mend="leave it out, or set scale_rewards: none",
+            fix="leave it out, or set scale_rewards: none",
         )
     return kind
 

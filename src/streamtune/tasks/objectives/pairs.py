@@ -298,13 +298,13 @@ def preference_loss(
     """
     loss = check_preference(name, knobs)
     if scores is not None and "scores" not in loss.reads:
-        raise ArgumentError(f"the loss '{name}' does not read scores", where="loss_type", mend="use copg")
+        raise ArgumentError(f"the loss '{name}' does not read scores", where="loss_type", fix="use copg")
     reads_reference = loss.needs_reference and not knobs.reference_free
     if reads_reference and reference is None:
         raise ArgumentError(
             f"the loss '{name}' compares with a reference, and there is none",
             where="loss_type",
-            mend="give the log-probs of a reference, or use orpo, simpo or cpo",
+            fix="give the log-probs of a reference, or use orpo, simpo or cpo",
         )
     if scores is not None:
         knobs = replace(knobs, reward_gap_P=(scores[0] - scores[1]).to(policy.chosen_P))
@@ -343,7 +343,7 @@ def check_preference(name: str, knobs: PairKnobs = PairKnobs()) -> PreferenceLos
         readers = [other for other, one in PREFERENCE_LOSSES.items() if key in one.reads]
         if readers and name not in readers and getattr(knobs, key) != getattr(PairKnobs, key):
             raise ArgumentError(
-                f"the loss '{name}' does not read {key}", where=key, mend=f"leave it out, or use {' or '.join(readers)}"
+                f"the loss '{name}' does not read {key}", where=key, fix=f"leave it out, or use {' or '.join(readers)}"
             )
     _check_combination(name, loss, knobs)
     return loss
@@ -353,14 +353,14 @@ def _check_ranges(knobs: PairKnobs) -> None:
     for field in fields(knobs):
         value = getattr(knobs, field.name)
         if isinstance(value, float) and not math.isfinite(value):
-            raise ArgumentError(f"{field.name} is {value}", where=field.name, mend="give a finite number")
+            raise ArgumentError(f"{field.name} is {value}", where=field.name, fix="give a finite number")
     if knobs.beta <= 0:
-        raise ArgumentError(f"beta is {knobs.beta}: it must be positive", where="beta", mend="0.1 is usual")
+        raise ArgumentError(f"beta is {knobs.beta}: it must be positive", where="beta", fix="0.1 is usual")
     if not 0 <= knobs.label_smoothing < 0.5:
         raise ArgumentError(
             f"label_smoothing is {knobs.label_smoothing}: it must be in [0, 0.5)",
             where="label_smoothing",
-            mend="at 0.5 half of the pairs would be the wrong way round, and nothing could be learnt from them",
+            fix="at 0.5 half of the pairs would be the wrong way round, and nothing could be learnt from them",
         )
     for field in fields(knobs):
         value = getattr(knobs, field.name)
@@ -373,12 +373,12 @@ def _check_combination(name: str, loss: PreferenceLoss, knobs: PairKnobs) -> Non
         raise ArgumentError(
             "exo_pair takes the logarithm of label_smoothing, which is 0",
             where="label_smoothing",
-            mend="set label_smoothing: 0.001",
+            fix="set label_smoothing: 0.001",
         )
     if knobs.reference_free and loss.needs_reference and not loss.margin_only:
         able = [other for other, one in PREFERENCE_LOSSES.items() if one.margin_only]
         raise ArgumentError(
             f"the loss '{name}' weighs each completion against the reference: it has no reference-free form",
             where="reference_free",
-            mend=f"leave it out, or use one of: {', '.join(able)}",
+            fix=f"leave it out, or use one of: {', '.join(able)}",
         )

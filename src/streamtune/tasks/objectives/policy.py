@@ -175,7 +175,7 @@ def policy_loss(
     )
     if beta > 0 and ref_K is None:
         raise ArgumentError(
-            f"beta is {beta}, and there is no reference to compute a KL with", where="beta", mend="set beta: 0"
+            f"beta is {beta}, and there is no reference to compute a KL with", where="beta", fix="set beta: 0"
         )
     rows = advantages_N.numel()
     by_sequence = (importance_level or loss.level) == "sequence"
@@ -235,14 +235,14 @@ def check_policy(
     """Return the loss of this name if it can be computed with these values, else raise with the key in ``where``."""
     loss = look_up(name, POLICY_LOSSES, "policy loss", where="loss_type")
     if not 0 < epsilon_low <= 1:
-        raise ArgumentError(f"epsilon is {epsilon_low}: it must be in (0, 1]", where="epsilon", mend="0.2 is usual")
+        raise ArgumentError(f"epsilon is {epsilon_low}: it must be in (0, 1]", where="epsilon", fix="0.2 is usual")
     if not (epsilon_high > 0 and math.isfinite(epsilon_high)):
         raise ArgumentError(f"epsilon_high is {epsilon_high}: it must be positive and finite", where="epsilon_high")
     if delta is not None and not delta > 1 + epsilon_high:
         raise ArgumentError(
             f"delta is {delta}: below 1 + epsilon_high = {1 + epsilon_high:g} it would undo the upper clip",
             where="delta",
-            mend=f"give a value above {1 + epsilon_high:g}, or leave it out",
+            fix=f"give a value above {1 + epsilon_high:g}, or leave it out",
         )
     if not (beta >= 0 and math.isfinite(beta)):
         raise ArgumentError(f"beta is {beta}: it must be finite and not negative", where="beta")
@@ -250,18 +250,18 @@ def check_policy(
         raise ArgumentError(
             f"'{name}' has no importance ratio at the level '{importance_level}'",
             where="importance_sampling_level",
-            mend=did_you_mean(importance_level, loss.levels) or f"choose one of: {', '.join(loss.levels)}",
+            fix=did_you_mean(importance_level, loss.levels) or f"choose one of: {', '.join(loss.levels)}",
         )
     if loss.kl_in_reward and beta > 0:
         raise ArgumentError(
             f"the KL of '{name}' belongs to the reward",
             where="beta",
-            mend="take it off the rewards (reward_with_kl) before their advantages, and give the loss beta = 0",
+            fix="take it off the rewards (reward_with_kl) before their advantages, and give the loss beta = 0",
         )
     if loss.aggregate is _per_token_of_longest and max_completion_length < 1:
         raise ArgumentError(
             f"'{name}' divides by max_completion_length, which is {max_completion_length}",
             where="max_completion_length",
-            mend="give the most tokens a rollout may have",
+            fix="give the most tokens a rollout may have",
         )
     return loss

@@ -147,7 +147,7 @@ def unpaired_loss(
         raise ArgumentError(
             f"the loss '{name}' compares with a KL baseline, and there is none",
             where="loss_type",
-            mend="give the log-probs of mismatched completions to kto_baseline",
+            fix="give the log-probs of mismatched completions to kto_baseline",
         )
     if knobs.length_normalization:
         policy, reference = policy.per_token(), reference.per_token()

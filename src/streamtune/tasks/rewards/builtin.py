@@ -278,7 +278,7 @@ def _check_types(builtin: Builtin, options: Mapping[str, Any]) -> None:
             raise ArgumentError(
                 f"the option '{key}' of the reward '{builtin.function.__name__}' is {value!r}",
                 where="reward_funcs",
-                mend=f"give {names}",
+                fix=f"give {names}",
             )
 
 

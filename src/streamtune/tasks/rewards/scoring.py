@@ -21,7 +21,7 @@ from streamtune.tasks.rewards.spec import RewardFunction, load_reward, shielded
 
 COMPLETION_IDS = "completion_ids"
 """The column of token ids, which functions get besides the rows' own."""
-MEND = "mend the function; where it has nothing to say of a completion, let it return None"
+FIX = "fix the function; where it has nothing to say of a completion, let it return None"
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,18 @@ def load_rewards(
         ArgumentError: A spec or the weights are wrong, or a reward would run code and may not.
     """
     if not specs:
-        raise ArgumentError("there is no reward function", where="reward_funcs", mend="name at least one")
+        raise ArgumentError("there is no reward function", where="reward_funcs", fix="name at least one")
     functions = [load_reward(spec, allow_code=allow_code, directory=directory or Path.cwd()) for spec in specs]
     weights = [1.0] * len(functions) if weights is None else list(weights)
     if len(weights) != len(functions):
         raise ArgumentError(
             f"there are {len(functions)} reward functions and {len(weights)} weights",
             where="reward_weights",
-            mend="give one weight for each function, in the same order",
+            fix="give one weight for each function, in the same order",
         )
     for weight in weights:
         if not math.isfinite(weight):
-            raise ArgumentError(f"a weight is {weight}", where="reward_weights", mend="give finite numbers")
+            raise ArgumentError(f"a weight is {weight}", where="reward_weights", fix="give finite numbers")
     return Rewards(dict(zip(_unique_names(functions), functions, strict=True)), tuple(weights))
 
 
@@ -94,7 +94,7 @@ class Rewards:
                 raise ArgumentError(
                     f"the reward function '{name}' reads the column '{column}', and the rows have none",
                     where=function.where or "reward_funcs",
-                    mend=did_you_mean(column, columns) or f"the rows have: {in_rows}",
+                    fix=did_you_mean(column, columns) or f"the rows have: {in_rows}",
                 )
 
     def __call__(
@@ -162,25 +162,25 @@ def _scores(name: str, function: RewardFunction, batch: _Batch) -> list[float | 
             raise RunError(
                 f"the reward '{name}' cannot be computed: {error}",
                 where=where,
-                mend="mend the row; where there is nothing to compare with, leave its value out (null)",
+                fix="fix the row; where there is nothing to compare with, leave its value out (null)",
             ) from error
         raise RunError(
             f"the reward function '{name}' raised {_named(error)}",
             where=", ".join(part for part in (_line_of(error, function), where) if part),
-            mend=MEND,
+            fix=FIX,
         ) from error
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(values, list | tuple):
         raise RunError(
             f"the reward function '{name}' returned {_shown(values)}, not a list",
             where=function.where,
-            mend="return a list with one number for each completion",
+            fix="return a list with one number for each completion",
         )
     if len(values) != count:
         raise RunError(
             f"the reward function '{name}' returned {len(values)} scores for {count} completions",
             where=function.where,
-            mend="return one number for each completion, None where it has nothing to say",
+            fix="return one number for each completion, None where it has nothing to say",
         )
     return [_number(name, function, batch, number, value) for number, value in enumerate(values)]
 
@@ -197,7 +197,7 @@ def _number(name: str, function: RewardFunction, batch: _Batch, number: int, val
     raise RunError(
         f"the reward function '{name}' gave the score {_shown(value)}",
         where=", ".join(part for part in (function.where, batch.where(number)) if part),
-        mend=MEND,
+        fix=FIX,
     )
 
 

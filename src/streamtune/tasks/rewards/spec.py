@@ -72,7 +72,7 @@ def load_reward(spec: str, *, allow_code: bool, directory: Path) -> RewardFuncti
     raise ArgumentError(
         f"'{spec}' names no reward function",
         where=WHERE,
-        mend=f"write module:function, path/to/file.py:function, or one of: {', '.join(BUILTINS)}",
+        fix=f"write module:function, path/to/file.py:function, or one of: {', '.join(BUILTINS)}",
     )
 
 
@@ -89,7 +89,7 @@ def _options(spec: str, text: str | None) -> dict[str, Any]:
     raise ArgumentError(
         f"cannot read the options of the reward '{spec}'",
         where=WHERE,
-        mend='write Python literals by keyword, like regex_match(pattern="^[0-9]+$", whole=True)',
+        fix='write Python literals by keyword, like regex_match(pattern="^[0-9]+$", whole=True)',
     )
 
 
@@ -98,7 +98,7 @@ def _built_in(name: str, options: dict[str, Any], *, allow_code: bool) -> Reward
         raise ArgumentError(
             f"no built-in reward is called '{name}'",
             where=WHERE,
-            mend=did_you_mean(name, BUILTINS)
+            fix=did_you_mean(name, BUILTINS)
             or f"choose one of: {', '.join(BUILTINS)}; a function of your own is module:function or file.py:function",
         )
     builtin = BUILTINS[name]
@@ -106,7 +106,7 @@ def _built_in(name: str, options: dict[str, Any], *, allow_code: bool) -> Reward
         raise ArgumentError(
             f"the reward '{name}' runs code that the model writes",
             where=WHERE,
-            mend="set allow_code: true, or run with --allow-code, if you accept that: it runs in a subprocess with "
+            fix="set allow_code: true, or run with --allow-code, if you accept that: it runs in a subprocess with "
             "limits on time and memory, as your user and with your network",
         )
     _check_options(name, options, builtin.options, builtin.options)
@@ -120,7 +120,7 @@ def _check_options(name: str, options: Iterable[str], accepted: Sequence[str], s
             raise ArgumentError(
                 f"the reward '{name}' has no option '{option}'",
                 where=WHERE,
-                mend=did_you_mean(option, shown) or f"it has: {', '.join(shown) or 'none'}",
+                fix=did_you_mean(option, shown) or f"it has: {', '.join(shown) or 'none'}",
             )
 
 
@@ -132,7 +132,7 @@ def _own(target: str, name: str, directory: Path) -> Callable[..., Any]:
         raise ArgumentError(
             f"{target} has no function '{name}'",
             where=WHERE,
-            mend=did_you_mean(name, callables) or f"it has: {', '.join(callables) or 'none'}",
+            fix=did_you_mean(name, callables) or f"it has: {', '.join(callables) or 'none'}",
         )
     if not callable(found):
         raise ArgumentError(f"'{name}' of {target} is no function, it is {type(found).__name__}", where=WHERE)
@@ -140,7 +140,7 @@ def _own(target: str, name: str, directory: Path) -> Callable[..., Any]:
         raise ArgumentError(
             f"'{name}' of {target} is an async function",
             where=WHERE,
-            mend="write a plain function, which may call asyncio.run",
+            fix="write a plain function, which may call asyncio.run",
         )
     return found
 
@@ -153,7 +153,7 @@ def import_target(target: str, directory: Path) -> ModuleType:
 def _file(target: str, directory: Path) -> ModuleType:
     path = directory / Path(target).expanduser()
     if not path.is_file():
-        raise ArgumentError(f"there is no file {target}", where=WHERE, mend=f"paths start at {directory}")
+        raise ArgumentError(f"there is no file {target}", where=WHERE, fix=f"paths start at {directory}")
     # A name of its own, so that the file shadows no module and two files of one name are two modules.
     name = f"_streamtune_reward_{re.sub(r'[^A-Za-z0-9]', '_', str(path.resolve()))}"
     if name in sys.modules:
@@ -185,7 +185,7 @@ def _module(target: str, directory: Path) -> ModuleType:
             raise ArgumentError(
                 f"there is no module '{target}'",
                 where=WHERE,
-                mend=f"install it, put it into {directory}, or write path/to/file.py:function",
+                fix=f"install it, put it into {directory}, or write path/to/file.py:function",
             ) from error
         raise _import_failed(target, error) from error
     except KeyboardInterrupt:
@@ -217,7 +217,7 @@ def _bound(name: str, function: Callable[..., Any], options: dict[str, Any]) -> 
             raise ArgumentError(
                 f"the parameter '{key}' of the reward function '{name}' cannot be given by name",
                 where=WHERE,
-                mend="declare def name(prompts, completions, **columns)",
+                fix="declare def name(prompts, completions, **columns)",
             )
     needs = frozenset(
         key for key in named if parameters[key].default is inspect.Parameter.empty and key not in (*given, *options)

@@ -151,7 +151,7 @@ class PromptPicker:
             if state[key] != mine[key]:
                 raise CheckpointError(
                     f"the checkpoint draws its prompts with {key} = {state[key]}, this run with {mine[key]}",
-                    mend="resume with the data and the settings the checkpoint was made with",
+                    fix="resume with the data and the settings the checkpoint was made with",
                 )
         self.drawn = int(state["drawn"])
         self.rates.load_state_dict(state["rates"])

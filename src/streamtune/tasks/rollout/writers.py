@@ -290,13 +290,13 @@ def check_vllm(device: torch.device) -> None:
         raise ArgumentError(
             "'use_vllm: true' needs vLLM, which is not installed",
             where="use_vllm",
-            mend="pip install vllm, or delete the line: transformers writes the completions then",
+            fix="pip install vllm, or delete the line: transformers writes the completions then",
         )
     if device.type != "cuda":
         raise ArgumentError(
             f"'use_vllm: true' needs a CUDA device, and this run is on {device.type}",
             where="use_vllm",
-            mend="delete the line: transformers writes the completions then",
+            fix="delete the line: transformers writes the completions then",
         )
 
 
