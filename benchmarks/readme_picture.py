@@ -1,11 +1,13 @@
-"""The picture of the README: memory of a training step over length, and the longest row, simulated.
+"""The pictures of the README and of the page on the longest row.
 
     python -m benchmarks.readme_picture [--redraw] [--out docs/images]
 
-Runs ``streamtune probe-max-len recipes/qwen3-8b-long.yaml --method simulate`` for devices of 24 and 80 GiB, twice each:
-with 256 GiB of host memory and the baselines, and with no host memory, so that everything stays on the device. Writes
-the results to ``memory.json`` and draws ``memory.png`` from it; ``--redraw`` only draws. The four searches take about
-half an hour on one CPU core.
+``measured.png`` shows seconds and peak memory measured on a GPU, from ``docs/benchmarks/h200.json``.
+
+``memory.png`` is simulated: memory over length, and the longest row. It is drawn from ``memory.json``, the results of
+``streamtune probe-max-len recipes/qwen3-8b-long.yaml --method simulate`` for devices of 24 and 80 GiB, twice each: with
+256 GiB of host memory and the baselines, and with no host memory, so that everything stays on the device. The four
+searches take about half an hour on one CPU core; ``--redraw`` only draws.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from streamtune.base.palette import COLOURS, INK
 RECIPE = "recipes/qwen3-8b-long.yaml"
 DEVICES = {"80GiB": "h100-80gb", "24GiB": "rtx-4090"}
 HOST = "256GiB"
+H200 = Path("docs/benchmarks/h200.json")
 GIB = 1 << 30
 
 NAMES = {
@@ -34,6 +37,12 @@ NAMES = {
     "liger-loss-offload": "the same, layer inputs on the host",
     "device": "StreamTune, all on the device",
     "host": "StreamTune, with host memory",
+}
+MEASURED = {
+    "checkpoint": ("transformers, checkpointing", COLOURS["checkpoint"]),
+    "liger": ("Liger, checkpointing", COLOURS["liger"]),
+    "stream": ("StreamTune", COLOURS["stream"]),
+    "stream-host": ("StreamTune, activations on the host", COLOURS["stream-keep-attention"]),
 }
 BASELINES = ("plain", "checkpoint", "liger-loss", "liger-loss-offload")
 PAINT = {
@@ -67,6 +76,41 @@ def collect() -> dict[str, Any]:
 def points(found: dict[str, Any], mode: str) -> list[tuple[int, int]]:
     """Return the length and peak bytes of every trial of a mode that fits, by length."""
     return sorted((t["length"], t["peak_bytes"]) for t in found["trials"] if t["mode"] == mode and t["fits"])
+
+
+def draw_measured(found: dict[str, Any], path: Path) -> None:
+    """Draw the measured peak memory of a step, with its seconds, a group of bars for each way of training."""
+    figure = Figure(figsize=(11, 3.6), dpi=160, layout="constrained")
+    axes, place, ticks = figure.subplots(), 0.0, dict[float, str]()
+    most = max(step["peak_gib"] for steps in found["steps"].values() for step in steps.values() if step)
+    for kind, steps in found["steps"].items():
+        ticks[place + (len(steps) - 1) / 2] = kind
+        for mode, step in steps.items():
+            name, colour = MEASURED[mode]
+            size = step["peak_gib"] if step else 0
+            said = f"{size:.1f} GiB, {step['seconds']:.3f} s" if step else "out of memory (139 GiB)"
+            axes.barh(place, size, color=colour, height=0.8)
+            axes.annotate(f" {name}: {said}", (size, place), va="center", color=INK, fontsize=11)
+            place += 1
+        place += 0.8
+    axes.set_title(
+        f"Measured on {found['card']}: a training step of one row of {found['tokens']:,} tokens",
+        loc="left",
+        color=INK,
+        fontsize=12,
+        fontweight="bold",
+    )
+    axes.set_yticks(list(ticks), list(ticks.values()))
+    axes.tick_params(axis="y", length=0, labelsize=11, colors=INK)
+    axes.tick_params(axis="x", labelsize=11, colors=INK)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.75 * most)
+    axes.set_xlabel("peak memory of the device, GiB", color=INK, fontsize=11)
+    axes.grid(alpha=0.25, axis="x")
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    FigureCanvasAgg(figure).print_png(str(path))
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
@@ -152,6 +196,7 @@ def main() -> None:
         figures.parent.mkdir(parents=True, exist_ok=True)
         figures.write_text(json.dumps(collect(), indent=1) + "\n")
     draw(json.loads(figures.read_text()), arguments.out / "memory.png")
+    draw_measured(json.loads(H200.read_text()), arguments.out / "measured.png")
 
 
 if __name__ == "__main__":

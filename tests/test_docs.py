@@ -26,7 +26,7 @@ GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md")), *T
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINES_OF_README = 200
+LINES_OF_README = 150
 
 
 def name_of(path: Path) -> str:
