@@ -129,7 +129,7 @@ SAME = {
 SHOWS = {
     "validate": "OK ",
     "plan": "device in all",
-    "verify": "\nexact: streamed loss and gradients are plain autograd's",
+    "verify": "\nexact: streamed loss and gradients equal plain autograd's",
     "data": "rows as the model sees them",
     "eval": "held-out, ",
     "probe-max-len": "Longest sequence",

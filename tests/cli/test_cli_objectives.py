@@ -279,8 +279,8 @@ def test_the_screen_says_what_was_scored(run: Callable[..., int], capsys: pytest
     shown = capsys.readouterr().out
     assert "4 completions of the first 2 prompts, cut to" in shown or "2 completions of the first prompt" in shown
     assert "prompts shared: " in shown
-    assert "  loss    sigmoid; the reference is a model beside it" in shown
-    assert "exact: streamed loss and gradients are plain autograd's" in shown
+    assert "  loss    sigmoid; reference: a second model" in shown
+    assert "exact: streamed loss and gradients equal plain autograd's" in shown
 
 
 def test_prompts_that_are_shared_wrongly_are_caught(

@@ -17,7 +17,7 @@ from streamtune.cli import main
 from streamtune.data import Example
 from streamtune.engine import cache, head, vjp
 from streamtune.engine.routers import RouterSums
-from streamtune.programs.verify.compared_rows import Room, choose_rows
+from streamtune.programs.verify.compared_rows import FreeMemory, choose_rows
 
 RECIPE: dict[str, Any] = {
     "model": {
@@ -78,12 +78,13 @@ def test_a_screen_that_says_what_was_compared_and_how_it_came_out(
     assert "all trained; float32 on cpu" in lines[1]
     assert "rows.jsonl:1, tokens 1 to 256 of" in lines[2]
     assert "(--length): 256 tokens" in lines[2]
-    assert lines[3] == "  chunks  100, 128, 32 tokens; in the head 50, 256, 7"
+    assert lines[3] == "  chunks  of 100, 128, 32 tokens; in the LM head of 50, 256, 7"
     for module in ("embed_tokens", "self_attn.q_proj", "self_attn.k_norm", "mlp.down_proj", "norm", "lm_head"):
         assert any(line.startswith(f"{module} ") for line in lines)
-    assert "against  plain autograd in float64, sdpa attention; largest of 3 chunk sizes" in shown
-    assert lines[-1] == (
-        "exact: streamed loss and gradients are plain autograd's in float64, and as precise in float32"
+    assert "reference  plain autograd in float64, sdpa attention; each error is the largest of 3 chunk sizes" in shown
+    assert lines[-1] == "Next: streamtune sft tiny.yaml"
+    assert lines[5] == (
+        "exact: streamed loss and gradients equal plain autograd's in float64, and are as precise in float32"
     )
     assert "float64, plain autograd (1 of 8)" in said
     assert "float32, streamed in chunks of 32 (8 of 8)" in said
@@ -114,8 +115,10 @@ def test_adapters_in_bfloat16(verify: Callable[..., int], capsys: pytest.Capture
     settings = ("finetuning_type=lora", "lora_dropout=0.2", "dtype=bfloat16", "bf16=true")
     assert verify("--length", "128", *(part for text in settings for part in ("--set", text))) == 0
     shown = capsys.readouterr().out
-    assert "14 matrices of zeros" in shown
-    assert "exact: streamed loss and gradients are plain autograd's in float32, and as precise in bfloat16" in shown
+    assert "14 all-zero matrices" in shown
+    assert (
+        "exact: streamed loss and gradients equal plain autograd's in float32, and are as precise in bfloat16" in shown
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,14 +135,14 @@ def test_another_dtype(verify: Callable[..., int], capsys: pytest.CaptureFixture
 def test_without_memory_for_a_truth_the_screen_says_so(
     verify: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Room, "lacks", lambda *given: "it takes 9.0 GiB more, 2.0 GiB are free")
+    monkeypatch.setattr(FreeMemory, "lacks", lambda *given: "needs 9.0 GiB more memory, 2.0 GiB are free")
     assert verify("--length", "64") == 0
     shown = capsys.readouterr().out
-    assert "plain autograd in float32 itself (not in float64: it takes 9.0 GiB more, 2.0 GiB are free)" in shown
-    assert shown.endswith("exact: streamed loss and gradients are plain autograd's in float32\n")
+    assert "float32, the training dtype (no wider dtype: float64: needs 9.0 GiB more memory, 2.0 GiB are free)" in shown
+    assert "\nexact: streamed loss and gradients equal plain autograd's in float32\n" in shown
     assert verify("--length", "64", "--set", "bf16=true") == 0
     shown = capsys.readouterr().out
-    assert shown.endswith("in bfloat16 autocast, as far as 3e-02 can tell without a wider truth\n")
+    assert "in bfloat16 autocast, to within 3e-02: no wider dtype was compared\n" in shown
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -202,9 +205,9 @@ def test_labels_shifted_inside_each_chunk_of_the_head(
 
     monkeypatch.setattr(head, "linear_cross_entropy", wrong)
     assert verify("--length", "128") == 1
-    verdict = capsys.readouterr().out.splitlines()[-1]
-    assert verdict.startswith("NOT exact: worst parameter ")
-    assert "; the loss is off by " in verdict
+    verdict = capsys.readouterr().out.splitlines()[5]
+    assert verdict.startswith("NOT exact: ")
+    assert "; loss has relative error " in verdict
 
 
 def test_a_dropped_prefix_gradient(
@@ -237,7 +240,7 @@ def test_the_lost_terms_of_one_chunk(
     monkeypatch.setattr(vjp.GradientSum, "add", wrong)
     assert verify("--length", "128", "--set", "bf16=true") == 1
     shown = capsys.readouterr().out
-    assert "NOT exact: worst parameter model.layers." in shown
+    assert "NOT exact: model.layers." in shown
     assert "would refuse this model: " in shown
 
 
@@ -255,14 +258,14 @@ def test_a_thousandth_in_one_parameter(
     monkeypatch.setattr(vjp.GradientSum, "result", lambda self: right[1](self) * self.factor)
     for settings in ((), ("--set", "bf16=true")):
         assert verify("--length", "128", *settings) == 1
-        verdict = capsys.readouterr().out.splitlines()[-1]
-        assert "mlp.down_proj.weight is off by 1.0e-03, where 2.0e-0" in verdict
+        verdict = capsys.readouterr().out.splitlines()[5]
+        assert "mlp.down_proj.weight has relative error 1.0e-03, allowed 2.0e-0" in verdict
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--length", "1"], "--length takes a number of tokens from 4 up"),
+        (["--length", "1"], "--length must be at least 4 tokens, found 1"),
         (["--dtype", "int8"], "choose from float32, bfloat16, float64"),
         (["--set", "max_length=8"], "more than max_length = 8 tokens"),
         (["--set", "datasets=[{path: nowhere.jsonl}]"], "nowhere.jsonl"),
@@ -282,7 +285,7 @@ def test_wrong_input_exits_2(
 @pytest.mark.full
 def test_the_table_fits_eighty_columns(verify: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert verify("--length", "64") == 0
-    table = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    table = capsys.readouterr().out.split("\n\n")[2].splitlines()
     assert len(table) > 10
     assert max(map(len, table)) <= 80
 
@@ -306,7 +309,10 @@ def test_the_balance_loss_is_part_of_the_proof(verify: Callable[..., int], capsy
     write_rows((10, 20), (5, 12))  # both fit: the second is padded, and its padding is not to count
     assert verify_mixture(verify, "--length", "256", router_z_loss_coef=0.1) == 0
     shown = capsys.readouterr().out
-    assert "routers  3 times the balance loss that transformers computes; no z-loss, which it does not know" in shown
+    assert (
+        "routers  3 times the balance loss of transformers; the z-loss is left out, because transformers has none"
+        in shown
+    )
     assert "the first 2, padded" in shown
     assert verify_mixture(verify, "--length", "256", "--json") == 0
     document = json.loads(capsys.readouterr().out)
@@ -324,7 +330,7 @@ def test_a_wrong_balance_loss_is_caught(
         RouterSums, "counts", property(lambda sums: torch.cat([1.001 * sums.routed, sums.tokens[None]]))
     )
     assert verify_mixture(verify, "--length", "128") == 1
-    assert "the loss is off by" in capsys.readouterr().out
+    assert "loss has relative error" in capsys.readouterr().out
 
 
 def test_a_mixture_that_cannot_be_balanced_is_refused(
@@ -347,7 +353,7 @@ def test_packed_rows_are_compared_with_each_alone(verify: Callable[..., int], ca
     assert document["packed"]
     assert len(document["rows"]) > 1
     assert packed(verify)() == 0
-    assert "packed into one sequence, against each alone" in capsys.readouterr().out
+    assert "packed into one sequence, compared with each alone" in capsys.readouterr().out
 
 
 @pytest.mark.full

@@ -1,1 +1,1 @@
-"""Compare a streamed gradient with plain autograd's, and both with a float64 gradient."""
+"""Compare the streamed gradient with plain autograd's, and both with a gradient in a wider dtype."""

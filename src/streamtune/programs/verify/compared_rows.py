@@ -1,13 +1,13 @@
-"""The rows and losses that ``verify`` compares, as long as plain autograd has memory for.
+"""The rows and losses that ``verify`` compares, and how long rows may be for plain autograd's memory.
 
 If completions are scored, the loss is the recipe's own, computed in two ways:
 
     streamed   the recipe's layout, prompts shared if the model can; log-probabilities by the engine
-    plain      a row for each completion behind its own copy of the prompt; log-probabilities from ordinary logits
+    plain      a row for each completion after its own copy of the prompt; log-probabilities from ordinary logits
 
 The reference's log-probabilities are computed in the same way as the model's. Completions of grpo are random tokens
-after the prompts of the first rows: nothing is generated and no reward is computed. Losses on routers are left out on
-both sides, since a shared prompt goes through the routers once.
+after the prompts of the first rows: nothing is generated and no reward is computed. Router losses are left out on both
+sides, because a shared prompt passes the routers only once.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from streamtune.train.objective import autocast, loss_of, output_of
 
 @dataclass(frozen=True)
 class RowLosses:
-    """The loss of rows of next tokens: as they are laid out in training, and one by one.
+    """The loss of rows with next-token targets: in the layout of training, and row by row.
 
-    The model itself adds the balance loss of routers, streamed or not; a router z-loss is left out on both sides.
+    The model itself adds the routers' balance loss, streamed or not. A router z-loss is left out on both sides.
     """
 
     batch: train.MicroBatch
@@ -60,20 +60,20 @@ class RowLosses:
     router_loss: RouterLoss | None
     token_loss: TokenLoss
     teacher: Any | None
-    """The model of a divergence."""
+    """Teacher model, if the loss is a divergence from it."""
 
     def plain(self, model: nn.Module, bf16: bool) -> Tensor:
-        """Compute the loss of the rows one by one, each with the rotary embeddings that it has alone."""
+        """Return the loss of the rows one by one, each with the rotary embeddings of an unpacked row."""
         packed = self.batch is not self.alone
         with as_alone(model, self.alone.attention_mask) if packed else nullcontext():
             return self._loss(self.alone, None, model, bf16)
 
     def streamed(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
-        """Return a function that computes the loss by the engine, in the layout of training."""
+        """Return a function that computes the streamed loss in the layout of training."""
         return partial(self._loss, self.batch, handle)
 
     def _loss(self, batch: train.MicroBatch, handle: StreamHandle | None, model: nn.Module, bf16: bool) -> Tensor:
-        """Return the loss of a batch; without ``bf16`` a teacher computes in the dtype of the model."""
+        """Return the loss of a batch; without ``bf16`` the teacher computes in the model's dtype."""
         router_loss, token_loss, teacher = self.router_loss, self.token_loss, self.teacher
         if token_loss.is_plain and batch.weights is None:
             return cross_entropy(batch, router_loss, model, bf16)
@@ -99,7 +99,7 @@ class RowLosses:
 
 
 def cross_entropy(batch: train.MicroBatch, router_loss: RouterLoss | None, model: nn.Module, bf16: bool) -> Tensor:
-    """Return the loss that a model, or its handle, computes from labels."""
+    """Return the cross entropy that the model computes from labels, with the balance loss if there is one."""
     arguments, balance = _balance(batch, router_loss, model)
     if not arguments:
         return loss_of(model, batch, num_targets=batch.target_weight, bf16=bf16)
@@ -112,7 +112,7 @@ def cross_entropy(batch: train.MicroBatch, router_loss: RouterLoss | None, model
 
 
 def _balance(batch: train.MicroBatch, router_loss: RouterLoss | None, model: nn.Module) -> tuple[dict[str, Any], float]:
-    """Return the arguments by which a model returns its balance loss, and its factor; empty and 0 without."""
+    """Return the arguments that make a model return its balance loss, and its factor; ``({}, 0)`` without one."""
     if router_loss is None or not (router_loss.balance or balances_itself(base_of(model))):
         return {}, 0.0
     # The balance loss counts the tokens of the mask: padded rows need it, and packed rows must do without.
@@ -130,49 +130,55 @@ class TreeLosses:
     """The recipe's loss on the same completions, in two layouts."""
 
     task: ScoringTask[Any]
-    held: Any | None
-    """A second model as reference; None if the model without adapters is the reference, or there is none."""
+    own_reference: Any | None
+    """Separate reference model; None if there is no reference, or if it is the model without its adapters."""
     shared: train.TreeBatch
-    """The layout of training."""
+    """The completions in the layout of training."""
     apart: train.TreeBatch
-    """A row for each completion."""
+    """The completions with a row for each."""
 
     def plain(self, model: nn.Module, bf16: bool) -> Tensor:
-        """Compute the loss from ordinary logits, with a row for each completion."""
+        """Return the loss from ordinary logits, with a row for each completion."""
         return self._loss(
-            PlainScores(model), reference_model(self.task, model, None, self.held), self.apart, model, bf16
+            PlainScores(model), reference_model(self.task, model, None, self.own_reference), self.apart, model, bf16
         )
 
     def streamed(self, handle: StreamHandle) -> Callable[[nn.Module, bool], Tensor]:
-        """Return a function that computes the loss by the engine, in the layout of training."""
+        """Return a function that computes the streamed loss in the layout of training."""
         return partial(self._streamed, handle)
 
     def _streamed(self, handle: StreamHandle, model: nn.Module, bf16: bool) -> Tensor:
-        reference = reference_model(self.task, model, handle, self.held)
-        with nullcontext() if self.held is None else reference.handle:
+        reference = reference_model(self.task, model, handle, self.own_reference)
+        with nullcontext() if self.own_reference is None else reference.handle:
             return self._loss(handle, reference, self.shared, model, bf16)
 
     def _loss(
         self, scorer: Any, reference: train.Reference, batch: train.TreeBatch, model: nn.Module, bf16: bool
     ) -> Tensor:
-        """Return the loss of a step of one batch; without ``bf16`` a held reference has the model's dtype."""
+        """Return the loss of one batch; without ``bf16`` a separate reference is widened to the model's dtype."""
         task = type(self.task)(self.task.recipe.model_copy(update={"bf16": bf16}))
         device = batch.input_ids.device
-        dtype = _dtype_of(model) if self.held is not None and not bf16 else None
-        with cast(self.held or model, dtype), autocast(device, bf16), scorer.routers.silenced():
+        dtype = _dtype_of(model) if self.own_reference is not None and not bf16 else None
+        with cast(self.own_reference or model, dtype), autocast(device, bf16), scorer.routers.silenced():
             batch = task.with_reference(batch, reference)
             objective: Any = task.objective(scorer, reference, device)
             loss: Tensor = objective.score(model, batch, objective.totals([batch])).loss
         return loss
 
 
-MOST_ROWS = 4
-"""Limit of rows in the batch."""
+MAX_ROWS = 4
+"""Maximum number of rows in the batch."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """The used part of a row."""
+    """The part of a row that is compared.
+
+    Attributes:
+        example: The cut row.
+        start: Position of its first token in the whole row.
+        row_length: Number of tokens in the whole row.
+    """
 
     example: data.Example
     start: int
@@ -184,13 +190,13 @@ class Window:
 
 
 def choose_rows(examples: Sequence[data.Example], length: int, at_least: int = 1) -> list[Window]:
-    """Return the first row with a trained token, cut to ``length``, and following rows too if it is short.
+    """Return the first row with a trained token, cut to ``length``; if it is short, further rows as well.
 
-    The batch has at most ``length`` tokens with padding, so short rows cost no more than one long row. Each row is cut
-    to ``length // at_least`` tokens, to make room for ``at_least`` rows.
+    The padded batch has at most ``length`` tokens, so several short rows cost no more than one long row. Each row is
+    cut to ``length // at_least`` tokens, so that ``at_least`` rows fit.
 
     Raises:
-        DataError: No row has a trained token after its first.
+        DataError: No row has a trained token after its first token.
     """
     windows: list[Window] = []
     for example in examples:
@@ -198,20 +204,20 @@ def choose_rows(examples: Sequence[data.Example], length: int, at_least: int = 1
         if window is None:
             continue
         longest = max(window.length, *(other.length for other in windows), 0)
-        if windows and (len(windows) == MOST_ROWS or longest * (len(windows) + 1) > length):
+        if windows and (len(windows) == MAX_ROWS or longest * (len(windows) + 1) > length):
             break
         windows.append(window)
     if not windows:
         raise DataError(
-            "none of the rows has a token to train on after its first, so there is no gradient to compare",
+            "no row has a trained token after its first token, so there is no gradient to compare",
             where=examples[0].origin,
-            fix="use longer rows, or look at train_on",
+            fix="use longer rows, or check train_on",
         )
     return windows
 
 
 def _window(example: data.Example, length: int) -> Window | None:
-    """Cut a row to ``length`` tokens, half of them prompt if the prompt is long; return None without trained tokens."""
+    """Return a row cut to ``length`` tokens, about half of them prompt if it is long; None without trained tokens."""
     ids, labels = np.asarray(example.input_ids), np.asarray(example.labels)
     trained = np.flatnonzero(labels[1:] != IGNORE_INDEX) + 1
     if not len(trained):
@@ -225,20 +231,21 @@ def _window(example: data.Example, length: int) -> Window | None:
 
 
 MARGIN = 0.8
-"""Fraction of the free memory to use."""
+"""Fraction of free memory that may be used."""
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Room:
-    """Free memory, and what a forward of T tokens holds: ``per_token T + per_square T^2`` bytes.
+class FreeMemory:
+    """Free memory, and the memory of a forward over T tokens: ``per_token T + per_square T^2`` bytes.
 
     Attributes:
-        measured: Dtype of the measurement.
+        model: The model, without the wrapper of adapters.
+        measured: Dtype in which the coefficients were measured.
         free: Free bytes on the model's device.
-        host_free: Free bytes on the host, which keeps the truth's gradients.
-        per_token, per_square: Bytes; the second if attention weights are kept.
+        host_free: Free bytes on the host, which stores the truth's gradients.
+        per_token, per_square: Coefficients in bytes; ``per_square`` is above 0 if attention weights are stored.
     """
 
     model: nn.Module
@@ -249,45 +256,50 @@ class Room:
     per_square: float
 
     def longest(self, dtype: torch.dtype) -> int:
-        """Return how many tokens plain autograd in ``dtype`` has memory for; 0 if not even the weights fit."""
+        """Return how many tokens plain autograd in ``dtype`` has memory for; 0 if the weights alone do not fit."""
         wider = dtype.itemsize / self.measured.itemsize
         spare = MARGIN * self.free - self._needed(0, dtype)
-        if spare <= 0 or self._kept(dtype) > MARGIN * self.host_free:
+        if spare <= 0 or self._truth_bytes(dtype) > MARGIN * self.host_free:
             return 0
         a, b = wider * self.per_square, wider * self.per_token
         return int(spare / b) if a <= 0 else int((math.sqrt(b * b + 4 * a * spare) - b) / (2 * a))
 
     def lacks(self, tokens: int, dtype: torch.dtype) -> str:
-        """Say what memory plain autograd in ``dtype`` lacks for a number of tokens; empty if none."""
-        needs = [("", self._needed(tokens, dtype), self.free), (" of the host", self._kept(dtype), self.host_free)]
-        for where, needed, free in needs:
+        """Return text that says which memory plain autograd in ``dtype`` lacks for ``tokens``; empty if it fits."""
+        needs = [
+            ("memory", self._needed(tokens, dtype), self.free),
+            ("host memory", self._truth_bytes(dtype), self.host_free),
+        ]
+        for which, needed, free in needs:
             if needed > MARGIN * free:
-                return f"it takes {needed / GIB:.1f} GiB{where} more, {free / GIB:.1f} GiB are free"
+                return f"needs {needed / GIB:.1f} GiB more {which}, {free / GIB:.1f} GiB are free"
         return ""
 
     def _needed(self, tokens: int, dtype: torch.dtype) -> float:
-        """Return the bytes of widened weights, of gradients held at a time, and of activations in ``dtype``."""
+        """Return the extra bytes of widening to ``dtype``, of gradients and of activations."""
         parameters = list(self.model.parameters())
         weights = sum(p.numel() * max(dtype.itemsize - p.dtype.itemsize, 0) for p in parameters)
         on_host = parameters[0].device.type == "cpu"
         largest = max((p.numel() for p in parameters if p.requires_grad), default=0) * dtype.itemsize
         wider = dtype.itemsize / self.measured.itemsize
         activations = wider * (self.per_token * tokens + self.per_square * tokens**2)
-        return weights + (self._kept(dtype) if on_host else largest) + activations
+        return weights + (self._truth_bytes(dtype) if on_host else largest) + activations
 
-    def _kept(self, dtype: torch.dtype) -> int:
-        """Return the bytes of all gradients of the truth."""
+    def _truth_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of all the truth's gradients."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad) * dtype.itemsize
 
 
-def measure_room(model: nn.Module, measured: torch.dtype, forward: Callable[[int], Tensor], tokens: int) -> Room:
-    """Measure what two short forwards with their graphs hold, and fit the coefficients of a longer one.
+def measure_memory(
+    model: nn.Module, measured: torch.dtype, forward: Callable[[int], Tensor], tokens: int
+) -> FreeMemory:
+    """Measure the memory of two short forwards with their graphs, and fit the coefficients for longer ones.
 
     Args:
         model: The model, without the wrapper of adapters.
-        measured: Dtype that ``forward`` computes in.
-        forward: Returns the loss on a number of tokens.
-        tokens: Tokens of the longer forward.
+        measured: Dtype in which ``forward`` computes.
+        forward: Function that returns the loss on a given number of tokens.
+        tokens: Number of tokens in the longer of the two forwards.
     """
     half, whole = tokens // 2, tokens
     held = []
@@ -305,4 +317,4 @@ def measure_room(model: nn.Module, measured: torch.dtype, forward: Callable[[int
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return Room(model, measured, free, host_free, per_token, square)
+    return FreeMemory(model, measured, free, host_free, per_token, square)

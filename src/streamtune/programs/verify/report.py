@@ -1,4 +1,4 @@
-"""The rule and the results of a verification, and the JSON document of them.
+"""Results of a verification, the rule that judges them, and their JSON document.
 
 The rule compares the gradient g of each parameter, and G of all parameters together, with the truth:
 
@@ -8,17 +8,18 @@ The rule compares the gradient g of each parameter, and G of all parameters toge
     precise   streamed in the training dtype        e <= 1.5  e(plain) + NOISE[dtype]
                                                     E <= 1.25 E(plain) + NOISE[dtype] / 16
 
-The first tests that it is the same sum: in float64 and float32, rounding is too small to hide a mistake. The second
-tests that it is rounded as well as plain autograd in the training dtype. A loss is treated like a parameter, with a
-quarter of either bound, because it averages the errors of all tokens.
+The first rule tests that both gradients are the same sum: in float64 and float32, rounding is too small to hide a
+mistake. The second tests that streaming rounds no worse than plain autograd in the training dtype. A loss is judged
+like a parameter, with a quarter of the absolute bounds, because it averages the errors of all tokens.
 
-Without a truth the plain run takes its place, and only the first rule applies, with the bound of that dtype.
+Without a truth, the plain run in the training dtype takes its place. Then only the first rule applies, with SAME of
+that dtype.
 
-A layer that passes its state in float32 whatever its input (delta rule, Mamba-2) computes in float32 too: in float64
-it is held to float32's bound.
+Some layers (delta rule, Mamba-2) pass their state in float32 whatever the dtype of their input, so they also compute in
+float32. A float64 run with such a layer is judged by float32's bound.
 
-A model with experts may route a token elsewhere because of rounding alone: a jump, not noise. If its gradients are
-compared with another dtype, or in a narrow dtype, only E is tested, with the bounds ROUTED.
+In a model with experts, rounding alone may send a token to another expert, and the gradient then jumps. If gradients of
+different dtypes are compared, or the dtype is narrow, only E is tested, and its bound is at least ROUTED.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from streamtune.schedule import Schedule
 
 @dataclass(frozen=True)
 class VerifyRun:
-    """One forward and backward.
+    """The result of one forward and backward.
 
     Attributes:
-        schedule: Schedule of streaming; None for plain autograd.
-        errors: Error of every trainable parameter, against the truth.
-        narrow_states: A layer passed its state between chunks in a narrower dtype than ``dtype``.
+        schedule: Schedule of the streamed run; None for plain autograd.
+        errors: Error e of every trainable parameter, by name.
+        narrow_states: True if a layer passed its state between chunks in a narrower dtype than ``dtype``.
     """
 
     schedule: Schedule | None
@@ -52,17 +53,17 @@ class VerifyRun:
 
     @property
     def overall(self) -> float:
-        """Root mean square of the errors; each parameter counts once, however large its gradient."""
+        """Root mean square E of the errors; each parameter counts once, whatever the size of its gradient."""
         return math.hypot(*self.errors.values()) / math.sqrt(len(self.errors))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """An error, with plain autograd's error and the error that the rule allows.
+    """An error of a streamed run, with plain autograd's error and the allowed error.
 
     Attributes:
         parameter: Name of the parameter; ``loss`` for the loss.
-        overall: The error is of all parameters, and ``parameter`` is the furthest off.
+        overall: True if the error is E of all parameters; ``parameter`` then has the largest e.
     """
 
     parameter: str
@@ -74,7 +75,7 @@ class Finding:
 
     @property
     def excess(self) -> float:
-        """The error divided by the allowed error: above 1 is wrong."""
+        """The error divided by the allowed error; above 1 the run is not exact."""
         if math.isinf(self.error):
             return math.inf
         return self.error / self.allowed
@@ -84,16 +85,16 @@ class Finding:
         return module_of(self.parameter)
 
     def describe(self) -> str:
-        """Return text like ``q_proj.weight is off by 3.2e-01, where 2.0e-06 is allowed (float64, chunks of 683)``."""
+        """Return text like ``q_proj.weight has relative error 3.2e-01, allowed 2.0e-06 (float64, ...)``."""
         assert self.run.schedule is not None
-        own = f", plain autograd by {self.torch_error:.1e}" if self.torch_error else ""
-        of = " is the furthest off; in the mean all are" if self.overall else " is"
-        how = f"{str(self.run.dtype).removeprefix('torch.')}, chunks of {self.run.schedule.chunk_size:,}"
-        bound = f"{self.allowed:.1e} is allowed" if math.isfinite(self.allowed) else "a token may change its expert"
-        return f"{self.parameter}{of} off by {self.error:.1e}{own}, where {bound} ({how})"
+        plain = f", plain autograd {self.torch_error:.1e}" if self.torch_error else ""
+        kind = " has the largest error; root mean square of all parameters" if self.overall else " has relative error"
+        how = f"{str(self.run.dtype).removeprefix('torch.')}, chunks of {self.run.schedule.chunk_size:,} tokens"
+        bound = f"allowed {self.allowed:.1e}" if math.isfinite(self.allowed) else "no bound: a token may change experts"
+        return f"{self.parameter}{kind} {self.error:.1e}, {bound}{plain} ({how})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values; infinities and NaN become None."""
+        """Return a dictionary of JSON values; infinity and NaN become None."""
         assert self.run.schedule is not None
         return {
             "parameter": self.parameter,
@@ -108,7 +109,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Loss:
-    """Losses in the training dtype, of plain autograd and of the schedule furthest from it; and the truth's."""
+    """The loss by plain autograd, streamed and in the truth's dtype.
+
+    Attributes:
+        plain: Loss of plain autograd in the training dtype.
+        streamed: Streamed loss in the training dtype, of the schedule that differs most from ``plain``.
+        truth: Loss in the truth's dtype.
+        worst: Finding about the loss that is nearest to its bound, or furthest above it.
+    """
 
     plain: float
     streamed: float
@@ -125,7 +133,7 @@ class ModuleRow:
     """The largest error of any parameter of one kind of module, over its layers and all schedules.
 
     Attributes:
-        module: Name within a layer, or of a module outside the layers.
+        module: Module name within a layer, or the last part of the name outside the layers.
         parameters: Number of trainable elements.
         exact_error: Error of streaming in the truth's dtype.
         error: Error of streaming in the training dtype.
@@ -141,18 +149,20 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The results of a verification.
+    """The result of a verification.
 
     Attributes:
-        dtype: Training dtype: ``float32``, ``bfloat16 autocast``.
+        exact: True if every error and the loss are within their bounds.
+        dtype: Training dtype, such as ``float32`` or ``bfloat16 autocast``.
         truth: Dtype of the truth; None if the plain run took its place.
-        why_no_truth: Wider dtypes that did not run, with the reasons.
+        why_no_truth: Wider dtypes that did not run, each with the reason.
         attention: Attention implementation of plain autograd.
-        routed: Tokens are routed to experts: other rules for narrow dtypes.
-        worst: The finding nearest to its bound, or furthest above it.
+        routed: True if tokens are routed to experts; narrow dtypes then have other bounds.
+        worst: Finding nearest to its bound, or furthest above it.
+        modules: Largest errors by kind of module.
         trained: Number of trainable tensors.
-        filled: Number of all-zero matrices that held random values meanwhile.
-        refusal: Reason why training would refuse a model that is not exact; empty if it would not.
+        filled: Number of all-zero matrices that were filled with random values during the comparison.
+        refusal: Reason why training would refuse a model that is not exact; empty if it would train.
     """
 
     exact: bool
@@ -174,7 +184,7 @@ class VerifyReport:
         return list(dict.fromkeys(run.schedule for run in self.runs if run.schedule is not None))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document of ``streamtune verify --json``."""
+        """Return the JSON document of ``streamtune verify --json``."""
         return {
             "exact": self.exact,
             "loss_difference": _number(self.loss.difference),
@@ -207,7 +217,7 @@ class VerifyReport:
 
 
 def module_of(parameter: str) -> str:
-    """Return the name of a parameter's module within a layer, without adapter and ending.
+    """Return the name of a parameter's module within its layer, without adapter names, ``weight`` and ``bias``.
 
     >>> module_of("base_model.model.model.layers.3.self_attn.q_proj.lora_A.default.weight")
     'self_attn.q_proj'
@@ -228,30 +238,30 @@ def _number(value: Any) -> Any:
 
 
 SAME = {torch.float64: 2e-6, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""Largest difference between two correct orders of summation. In float64, 2e-6 covers families that compute norms,
-rotary embeddings or routers in float32. The narrow dtypes serve if there is no truth."""
+"""Allowed error between two orders of summation, by dtype. In float64, 2e-6 covers families that compute norms, rotary
+embeddings or routers in float32. The bounds of narrow dtypes are used if there is no truth."""
 
 NOISE = {torch.float32: 2e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8}
-"""Allowance beyond plain autograd's error. In narrow dtypes it is four times epsilon: streaming rounds at other places,
-and for a parameter with few entries the ratio of two such errors is chance. (The most beyond 1.5 e(plain) in ten
-families with eight draws of weights and rows each: two epsilon, of a query norm.)"""
+"""Absolute allowance added to plain autograd's error, by dtype. In narrow dtypes it is four times epsilon. Streaming
+rounds at other places, and for a parameter with few entries the ratio of two such errors is random. In ten families
+with eight random weights and rows each, the largest excess over 1.5 e(plain) was two epsilon, at a query norm."""
 
 ROUTED = {torch.float32: 1e-2, torch.bfloat16: 0.3, torch.float16: 0.3}
-"""Bound of E where tokens may go to another expert."""
+"""Least bound of E if tokens may change experts, by dtype."""
 
 
 BLOCK = 1 << 24
-"""Entries compared at once: 128 MiB in float64."""
+"""Number of entries compared at once: 128 MiB in float64."""
 
 
 def judge(run: VerifyRun, plain: VerifyRun, *, same: bool, routed: bool) -> list[Finding]:
-    """Return the findings of a streamed run: for every parameter, and for all together.
+    """Return a finding for each parameter of a streamed run, and one for all together where that rule applies.
 
     Args:
         run: The streamed run.
         plain: Plain autograd in the training dtype.
-        same: The run has the truth's dtype, in which plain autograd has no error.
-        routed: The model routes tokens to experts.
+        same: True if the run has the truth's dtype, in which plain autograd's error is 0.
+        routed: True if the model routes tokens to experts.
     """
     jumps = routed and (not same or run.dtype.itemsize < 4)
     bound = max(SAME[run.dtype], SAME[torch.float32]) if run.narrow_states else SAME[run.dtype]
@@ -270,7 +280,7 @@ def judge(run: VerifyRun, plain: VerifyRun, *, same: bool, routed: bool) -> list
 
 
 def judge_loss(run: VerifyRun, plain: VerifyRun, truth: float, *, same: bool, routed: bool) -> Finding:
-    """Return the finding of a streamed run's loss; arguments as for :func:`judge`."""
+    """Return the finding about a streamed run's loss; the other arguments are those :func:`judge` takes."""
     own = 0.0 if same else ratio(abs(plain.loss - truth), abs(truth))
     bound = SAME[run.dtype] if same else NOISE[run.dtype]
     allowed = 1.5 * own + bound * (1.0 if routed and run.dtype.itemsize < 4 else 0.25)
@@ -278,7 +288,7 @@ def judge_loss(run: VerifyRun, plain: VerifyRun, truth: float, *, same: bool, ro
 
 
 def ratio(difference: float, whole: float) -> float:
-    """Return ``difference / whole``: 0 if the difference is 0, infinity if it is not finite or ``whole`` is 0."""
+    """Return ``difference / whole``; 0 if the difference is 0, infinity if it is not finite or ``whole`` is 0."""
     if difference == 0:
         return 0.0
     return difference / whole if whole > 0 and math.isfinite(difference) else math.inf

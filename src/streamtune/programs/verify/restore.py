@@ -13,16 +13,20 @@ from streamtune.base.adapters import base_of
 from streamtune.base.model_facts import IGNORE_INDEX
 from streamtune.engine.hf_names import CAUSAL_LOSS, FIXED_LOSS, LOSS, inside
 
-FILLED = 1e-2
-"""Standard deviation of the random values that replace zeros."""
+FILL_STD = 1e-2
+"""Standard deviation of the random values that replace all-zero matrices."""
 
 
 @contextmanager
-def borrowed(model: nn.Module) -> Iterator[int]:
-    """Put a model into evaluation mode: no gradients, full float32 precision, own random state; restore on exit.
+def prepared(model: nn.Module) -> Iterator[int]:
+    """Context manager: prepare a model for the comparison, and restore it on exit.
 
-    The second matrix of a fresh adapter is all zeros, so the gradient of the first matrix is zero even if the engine is
-    wrong. Such matrices hold small random values while inside; yields their number.
+    While active, the model is in evaluation mode, ``grad`` is cleared, float32 products have full precision, and the
+    random state is separate. The second matrix of a fresh LoRA adapter is all zeros, which makes the gradient of the
+    first matrix zero even if streaming is wrong. All-zero matrices therefore hold small random values while active.
+
+    Yields:
+        The number of all-zero matrices.
     """
     training = [(module, module.training) for module in model.modules()]
     grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
@@ -39,7 +43,7 @@ def borrowed(model: nn.Module) -> Iterator[int]:
             for p, _ in grads:
                 p.grad = None
             for p, _ in zeros:
-                p.data.normal_(std=FILLED)
+                p.data.normal_(std=FILL_STD)
             yield len(zeros)
         finally:
             torch.set_float32_matmul_precision(precision)
@@ -55,9 +59,10 @@ def borrowed(model: nn.Module) -> Iterator[int]:
 
 @contextmanager
 def cast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Widen parameters and buffers in place while inside; narrowed again they have their old values.
+    """Context manager: widen parameters and buffers in place to ``dtype``, and restore their old values on exit.
 
-    Nothing is made narrower. In float64, experts are computed one by one: their grouped matrix product has no float64.
+    Wider tensors stay as they are. In float64, experts are computed one by one, because grouped matrix products have no
+    float64 kernel.
     """
     if dtype is None:
         yield
@@ -75,7 +80,7 @@ def cast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
             p.data = p.data.to(dtype)
         for module, name, buffer in buffers:
             module._buffers[name] = buffer.to(dtype)
-        with _experts(model, dtype):
+        with _eager_experts(model, dtype):
             yield
     finally:
         for p, was in before:
@@ -85,10 +90,10 @@ def cast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 @contextmanager
-def _experts(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def _eager_experts(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     inner = base_of(model)
     before = getattr(inner.config, "_experts_implementation", None)
-    if dtype != torch.float64 or not isinstance(before, str) or before == "eager" or not routes(model):
+    if dtype != torch.float64 or not isinstance(before, str) or before == "eager" or not has_experts(model):
         yield
         return
     inner.set_experts_implementation("eager")
@@ -100,10 +105,10 @@ def _experts(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def wide_loss(model: nn.Module) -> Iterator[None]:
-    """Compute the loss of plain autograd in float64 while inside, if the logits are float64.
+    """Context manager: plain autograd computes the loss in float64 if the logits are float64.
 
-    ``ForCausalLMLoss`` of transformers begins with ``logits.float()``, which rounds every logit. The gradient at a
-    target that is predicted almost surely, softmax minus one, would keep few of its digits.
+    ``ForCausalLMLoss`` of transformers begins with ``logits.float()``, which rounds every logit. If a target has a
+    probability close to 1, its gradient (softmax minus one) would lose most of its digits.
     """
     inner = base_of(model)
     if inner.loss_function is not inside(CAUSAL_LOSS):  # the user's own, or a family's
@@ -129,7 +134,7 @@ def _causal_loss(
     shift_labels: Tensor | None = None,
     **more: Any,
 ) -> Tensor:
-    """Compute ``ForCausalLMLoss`` without narrowing the logits."""
+    """Compute ``ForCausalLMLoss`` without rounding the logits to float32."""
     if logits.dtype != torch.float64:
         return inside(CAUSAL_LOSS)(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **more)
     if shift_labels is None:
@@ -140,8 +145,8 @@ def _causal_loss(
 
 
 @contextmanager
-def attending(model: nn.Module, name: str | None) -> Iterator[str]:
-    """Set an attention implementation while inside, or keep the model's own; yields its name."""
+def using_attention(model: nn.Module, name: str | None) -> Iterator[str]:
+    """Context manager: use the attention implementation ``name`` (None: the model's own). Yields the name in use."""
     inner = base_of(model)
     own = str(inner.config._attn_implementation)
     if name is None or name == own:
@@ -154,7 +159,7 @@ def attending(model: nn.Module, name: str | None) -> Iterator[str]:
         inner.set_attn_implementation(own)
 
 
-def quantised_as(model: nn.Module) -> str:
+def why_not_widened(model: nn.Module) -> str:
     """Return the reason why the weights cannot be widened; empty if they can."""
     for p in model.parameters():
         if not p.is_floating_point() or type(p.data) is not torch.Tensor:
@@ -162,6 +167,6 @@ def quantised_as(model: nn.Module) -> str:
     return ""
 
 
-def routes(model: nn.Module) -> bool:
-    """Return True if the model routes tokens to experts, by the names of its parameters."""
+def has_experts(model: nn.Module) -> bool:
+    """Return True if a parameter's name shows that the model has_experts tokens to experts."""
     return any(part in name for name, _ in model.named_parameters() for part in ("expert", "router", "moe"))

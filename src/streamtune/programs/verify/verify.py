@@ -1,19 +1,19 @@
 """Compare the streamed gradient with plain autograd's, on one model and one batch.
 
-One batch goes through one model several times; only the dtype and the engine differ:
+One batch goes through one model several times. Only the dtype differs, and whether the model is streamed:
 
     truth     plain autograd in a wider dtype than training: float64 for float32, float32 for bfloat16
-    exact     streamed in the truth's dtype, once for every schedule: is it the same sum?
-    precise   plain and streamed in the training dtype, each against the truth: is it rounded as well?
+    exact     streamed in the truth's dtype, once for each schedule: is the gradient the same sum?
+    precise   plain and streamed in the training dtype, each against the truth: is the rounding error as small?
 
-``report.py`` has the rule for what counts as equal.
+``report.py`` defines what counts as equal.
 
-Everything runs in evaluation mode with gradients: dropout and router jitter draw other numbers for a chunk than for a
-whole sequence, so with them the gradients are equal in distribution only.
+The model is in evaluation mode, with gradients. Dropout and router jitter draw different random numbers for a chunk
+than for a whole sequence. With them, the gradients would be equal in distribution only.
 
-Memory: weights are widened in place and narrowed again, which loses no bit. Only the truth's gradients are kept, in
-host memory: 4 or 8 bytes for each trainable weight. Every other gradient is compared and freed as soon as the backward
-has finished it.
+Memory: weights are widened in place and narrowed again, which restores every bit. Only the truth's gradients are
+stored, in host memory: 4 or 8 bytes for each trainable weight. Every other gradient is compared and freed as soon as
+the backward has computed it.
 """
 
 from __future__ import annotations
@@ -41,40 +41,43 @@ from streamtune.programs.verify.report import (
     norm_of,
     ratio,
 )
-from streamtune.programs.verify.restore import attending, borrowed, cast, quantised_as, routes, wide_loss
+from streamtune.programs.verify.restore import cast, has_experts, prepared, using_attention, why_not_widened, wide_loss
 from streamtune.schedule import Schedule
 
 SMALL = 64
-"""Tokens of the smallest chunks."""
+"""Size of the smallest chunks, in tokens."""
 
 LossOf = Callable[[nn.Module, bool], Tensor]
 """``(model, bf16) -> loss``: the scalar loss of the batch, under bfloat16 autocast if ``bf16``."""
 
 
 class Losses(Protocol):
-    """The loss of one batch: for plain autograd, and for the engine, which may have the batch in another layout."""
+    """Computes the loss of one batch, by plain autograd and streamed.
+
+    The streamed batch may have another layout: packed rows, or completions with a shared prompt.
+    """
 
     def plain(self, model: nn.Module, bf16: bool, /) -> Tensor:
-        """Compute the loss by plain autograd."""
+        """Return the loss that plain autograd computes."""
         ...
 
     def streamed(self, handle: StreamHandle, /) -> LossOf:
-        """Return the loss of a streamed model."""
+        """Return a function that computes the loss of the streamed model."""
         ...
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One model and one batch, to compare streamed with plain autograd.
+    """The model, the batch and the schedules to compare.
 
     Attributes:
         model: A causal language model, with or without adapters, not streamed.
         losses: Losses of the batch.
         schedules: Schedules to stream with, one after another.
-        dtype: Widen the weights to this dtype first; None takes them as they are.
-        bf16: Train under bfloat16 autocast.
-        unfit: Returns why a truth in a dtype does not fit; empty if it fits.
-        notify: Called at the beginning of each run with its name.
+        dtype: Dtype to which the weights are widened first; None keeps their dtype.
+        bf16: True if training uses bfloat16 autocast.
+        unfit: Returns the reason why a truth in a dtype does not fit in memory; empty if it fits.
+        notify: Called at the start of each run with the run's name.
     """
 
     model: nn.Module
@@ -87,15 +90,17 @@ class Comparison:
 
 
 def verify_schedules(length: int, own: Schedule) -> list[Schedule]:
-    """Return schedules that cut ``length`` tokens: the recipe's own if it does, halves, odd parts and small parts.
+    """Return schedules that split ``length`` tokens into chunks, each schedule into a different number of chunks.
 
-    ``keep_kv`` alternates; each schedule has another ``head_chunk_size``.
+    The recipe's own schedule comes first, if it splits them. Then come halves, thirds, fifths or sevenths (the last
+    chunk is shorter if possible), and small chunks. ``keep_kv`` alternates, and each schedule has a different
+    ``head_chunk_size``.
 
     Raises:
-        ArgumentError: There are fewer than four tokens: a chunk has at least two.
+        ArgumentError: ``length`` is below 4: two chunks of two tokens are the minimum.
     """
     if length < 4:
-        raise ArgumentError(f"{length} token(s) cannot be cut into chunks", where="max_length", fix="use longer rows")
+        raise ArgumentError(f"{length} token(s) cannot be split into chunks", where="max_length", fix="use longer rows")
     parts = next((count for count in (3, 5, 7) if length % count), 3)  # a last chunk shorter than the others
     sizes = {-(-length // 2): length, -(-length // parts): -(-length // 5), max(1, min(SMALL, length // 8)): 7}
     chosen = [own] if own.chunk_size < length else []
@@ -108,31 +113,33 @@ def verify_schedules(length: int, own: Schedule) -> list[Schedule]:
     return list(found.values())
 
 
-def compare_gradients(asked: Comparison) -> VerifyReport:
-    """Compare streamed with plain autograd. The model is left as it was.
+def compare_gradients(comparison: Comparison) -> VerifyReport:
+    """Compare the streamed gradient with plain autograd's, and restore the model afterwards.
 
     Raises:
+        ArgumentError: The model has no trainable parameter.
         UnsupportedModelError: The model cannot be streamed.
-        NonFiniteError: Plain autograd itself gives no finite loss or gradient.
+        NonFiniteError: The loss or the gradient of plain autograd is not finite.
     """
-    model = asked.model
+    model = comparison.model
     if not any(p.requires_grad for p in model.parameters()):
         raise ArgumentError("the model has no trainable parameter, so there is no gradient to compare")
-    stream(model, schedule=asked.schedules[0]).remove()  # refuses unsupported models before anything is computed
-    with borrowed(model) as filled, cast(model, asked.dtype):
-        report = _against_own_attention(asked)
-        refusal = "" if report.exact else _refusal(model, asked.schedules[0])
+    stream(model, schedule=comparison.schedules[0]).remove()  # refuses unsupported models before anything is computed
+    with prepared(model) as filled, cast(model, comparison.dtype):
+        report = _against_own_attention(comparison)
+        refusal = "" if report.exact else _refusal(model, comparison.schedules[0])
         return replace(report, filled=filled, refusal=refusal)
 
 
-def _against_own_attention(asked: Comparison) -> VerifyReport:
-    """Compare under the model's own attention, and under eager attention if its own lacks what a layer needs.
+def _against_own_attention(comparison: Comparison) -> VerifyReport:
+    """Compare with the model's attention implementation; if that fails or differs, with eager attention too.
 
-    An attention without softcap or sinks refuses them or leaves them out: plain autograd is another function then. If
-    eager attention computes the same as the model's own, attention is not why the gradients differ.
+    An implementation without softcap or attention sinks raises an error or ignores them. If it ignores them, plain
+    autograd computes another function than the streamed model. If eager attention computes the same function as the
+    model's implementation, attention is not the reason why the gradients differ.
     """
-    with attending(asked.model, None) as own:
-        runs = _Runs(asked)
+    with using_attention(comparison.model, None) as own:
+        runs = _Runs(comparison)
         try:
             report = replace(runs.run(), attention=own)
         except (StreamTuneError, torch.OutOfMemoryError, MemoryError):
@@ -140,12 +147,12 @@ def _against_own_attention(asked: Comparison) -> VerifyReport:
         except Exception:
             if own == "eager":
                 raise
-            with attending(asked.model, "eager") as name:
-                return replace(_Runs(asked).run(), attention=name)
+            with using_attention(comparison.model, "eager") as name:
+                return replace(_Runs(comparison).run(), attention=name)
     if report.exact or own == "eager":
         return report
-    with attending(asked.model, "eager") as name:
-        eager_runs = _Runs(asked)
+    with using_attention(comparison.model, "eager") as name:
+        eager_runs = _Runs(comparison)
         try:
             if eager_runs.same_function(runs):
                 return report
@@ -156,7 +163,7 @@ def _against_own_attention(asked: Comparison) -> VerifyReport:
 
 
 def _refusal(model: nn.Module, schedule: Schedule) -> str:
-    """Return the preflight's error, which names the layer of an inexact model; empty if it raises none."""
+    """Return the preflight's error, which names the layer that is not exact; empty if the preflight passes."""
     with stream(model, schedule=schedule) as handle:
         try:
             handle.check()
@@ -166,8 +173,8 @@ def _refusal(model: nn.Module, schedule: Schedule) -> str:
 
 
 @dataclass
-class _Reference:
-    """The gradients to compare with."""
+class _Truth:
+    """The loss and the gradients that all runs are compared with."""
 
     dtype: torch.dtype
     loss: float
@@ -175,21 +182,21 @@ class _Reference:
     norms: dict[str, float]
 
     @property
-    def whole(self) -> float:
+    def total_norm(self) -> float:
         return math.hypot(*self.norms.values())
 
     def scale(self, name: str) -> float:
         """Return ``max(||g_truth||, 1e-3 ||G_truth||)``; g is the gradient of one parameter, G of all."""
-        return max(self.norms[name], 1e-3 * self.whole)
+        return max(self.norms[name], 1e-3 * self.total_norm)
 
 
 class _Runs:
-    """All runs of a comparison under one attention."""
+    """All runs of a comparison with one attention implementation."""
 
-    def __init__(self, asked: Comparison) -> None:
-        self.asked, self.model, self.bf16 = asked, asked.model, asked.bf16
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison, self.model, self.bf16 = comparison, comparison.model, comparison.bf16
         self.names = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.routed = routes(self.model)
+        self.routed = has_experts(self.model)
         weights = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         self.computed = torch.bfloat16 if self.bf16 else min(weights, key=lambda dtype: dtype.itemsize)
         self.why_no_truth = ""
@@ -198,47 +205,48 @@ class _Runs:
     def run(self) -> VerifyReport:
         truth, runs = self._truth()
         if truth is None:
-            truth = self._reference(self.bf16, self.computed)
-            runs = [self._itself(truth)]
+            truth = self._plain_gradients(self.bf16, self.computed)
+            runs = [self._truth_run(truth)]
         else:
             runs.append(self._compared(truth, None, self.bf16, self.computed))
         runs += self._streamed(truth, self.bf16, self.computed)
-        self.plainly = (truth.dtype, truth.loss, truth.norms)
+        self.plain_result = (truth.dtype, truth.loss, truth.norms)
         return self._report(truth, runs)
 
     def same_function(self, other: _Runs) -> bool:
-        """Return True if plain autograd gives the same loss and norms as in other, finished runs."""
-        dtype, loss, norms = other.plainly
+        """Return True if plain autograd gives the same loss and gradient norms as in ``other``, which has run."""
+        dtype, loss, norms = other.plain_result
         with cast(self.model, dtype):
-            found = self._reference(self.bf16 and dtype == self.computed, dtype)
+            found = self._plain_gradients(self.bf16 and dtype == self.computed, dtype)
         self.begun = 0
         gaps = [ratio(abs(norm - norms[name]), found.scale(name)) for name, norm in found.norms.items()]
         return max(*gaps, ratio(abs(found.loss - loss), abs(loss))) <= SAME[dtype]
 
-    def _truth(self) -> tuple[_Reference | None, list[VerifyRun]]:
-        """Return the gradients in the widest dtype that runs, with the runs in it; None if no wider dtype runs."""
+    def _truth(self) -> tuple[_Truth | None, list[VerifyRun]]:
+        """Return the gradients in the widest dtype that runs, with all runs in it; ``(None, [])`` if none runs."""
         wider = [torch.float64] if self.computed == torch.float32 or self.routed else []
         wider += [torch.float32] if self.computed.itemsize < 4 else []
         for dtype in wider if self.computed != torch.float64 else []:
-            reason = quantised_as(self.model) or self.asked.unfit(dtype)
+            reason = why_not_widened(self.model) or self.comparison.unfit(dtype)
             if not reason:
                 with cast(self.model, dtype):
                     try:
-                        truth = self._reference(False, dtype)
+                        truth = self._plain_gradients(False, dtype)
                     except StreamTuneError:
                         raise
                     except Exception as error:  # no kernel for this dtype, or no memory
                         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                         self.begun = 0
                     else:
-                        return truth, [self._itself(truth), *self._streamed(truth, False, dtype)]
-            self.why_no_truth = "; ".join(filter(None, [self.why_no_truth, f"{_name(dtype)}: {reason}"]))
+                        return truth, [self._truth_run(truth), *self._streamed(truth, False, dtype)]
+            self.why_no_truth = "; ".join(filter(None, [self.why_no_truth, f"{_dtype_name(dtype)}: {reason}"]))
         return None, []
 
-    def _itself(self, reference: _Reference) -> VerifyRun:
-        return VerifyRun(None, reference.dtype, reference.loss, dict.fromkeys(self.names, 0.0))
+    def _truth_run(self, truth: _Truth) -> VerifyRun:
+        """Return the run of the truth: it is compared with itself, so every error is 0."""
+        return VerifyRun(None, truth.dtype, truth.loss, dict.fromkeys(self.names, 0.0))
 
-    def _reference(self, bf16: bool, dtype: torch.dtype) -> _Reference:
+    def _plain_gradients(self, bf16: bool, dtype: torch.dtype) -> _Truth:
         self._begin(f"{self._label(bf16, dtype)}, plain autograd", wide=dtype != self.computed)
         grads = {name: torch.zeros(0) for name in self.names}
         norms = dict.fromkeys(self.names, 0.0)
@@ -247,35 +255,35 @@ class _Runs:
             grads[name], norms[name] = grad.to("cpu", copy=True), norm_of(grad)
 
         with wide_loss(self.model):
-            loss = self._backward(self.asked.losses.plain, bf16, keep)
-        reference = _Reference(dtype, loss, grads, norms)
-        if not math.isfinite(loss + reference.whole):
+            loss = self._backward(self.comparison.losses.plain, bf16, keep)
+        truth = _Truth(dtype, loss, grads, norms)
+        if not math.isfinite(loss + truth.total_norm):
             raise NonFiniteError(
-                f"plain autograd gives a loss of {loss} and a gradient of norm {reference.whole} in "
-                f"{self._label(bf16, dtype)}, so there is nothing to compare with",
+                f"plain autograd gives a loss of {loss} and a gradient of norm {truth.total_norm} in "
+                f"{self._label(bf16, dtype)}, so there is nothing to compare",
                 fix="look at the weights and at the first rows of the data",
             )
-        return reference
+        return truth
 
-    def _streamed(self, truth: _Reference, bf16: bool, dtype: torch.dtype) -> list[VerifyRun]:
-        return [self._compared(truth, schedule, bf16, dtype) for schedule in self.asked.schedules]
+    def _streamed(self, truth: _Truth, bf16: bool, dtype: torch.dtype) -> list[VerifyRun]:
+        return [self._compared(truth, schedule, bf16, dtype) for schedule in self.comparison.schedules]
 
-    def _compared(self, truth: _Reference, schedule: Schedule | None, bf16: bool, dtype: torch.dtype) -> VerifyRun:
-        """Run once; compare and free each gradient as soon as it is finished."""
+    def _compared(self, truth: _Truth, schedule: Schedule | None, bf16: bool, dtype: torch.dtype) -> VerifyRun:
+        """Run once; compare and free each gradient as soon as it is computed."""
         how = "plain autograd" if schedule is None else f"streamed in chunks of {schedule.chunk_size:,}"
         self._begin(f"{self._label(bf16, dtype)}, {how}", wide=True)
-        differences = dict(truth.norms)  # a gradient that never comes is wholly off
+        differences = dict(truth.norms)  # without a gradient, the whole gradient of the truth is the difference
 
         def compare(name: str, grad: Tensor) -> None:
             differences[name] = norm_of(grad, truth.grads[name])
 
         narrow = False
         if schedule is None:
-            loss = self._backward(self.asked.losses.plain, bf16, compare)
+            loss = self._backward(self.comparison.losses.plain, bf16, compare)
         else:
             with stream(self.model, schedule=schedule) as handle:
                 try:
-                    loss = self._backward(self.asked.losses.streamed(handle), bf16, compare)
+                    loss = self._backward(self.comparison.losses.streamed(handle), bf16, compare)
                 except (StreamTuneError, torch.OutOfMemoryError, MemoryError):
                     raise
                 except Exception:
@@ -286,14 +294,14 @@ class _Runs:
         return VerifyRun(schedule, dtype, loss, errors, narrow_states=narrow)
 
     def _backward(self, loss_of: LossOf, bf16: bool, take: Callable[[str, Tensor], None]) -> float:
-        """Run forward and backward; pass each finished gradient to ``take`` and free it. Return the loss."""
+        """Run forward and backward, pass each computed gradient to ``take`` and free it; return the loss."""
 
-        def taken(name: str, parameter: Tensor) -> None:
+        def take_gradient(name: str, parameter: Tensor) -> None:
             if parameter.grad is not None:
                 take(name, parameter.grad)
             parameter.grad = None
 
-        hooks = [p.register_post_accumulate_grad_hook(partial(taken, name)) for name, p in self.names.items()]
+        hooks = [p.register_post_accumulate_grad_hook(partial(take_gradient, name)) for name, p in self.names.items()]
         try:
             loss = loss_of(self.model, bf16)
             value = float(loss.detach())
@@ -305,14 +313,14 @@ class _Runs:
 
     def _begin(self, what: str, wide: bool) -> None:
         if not self.begun:
-            self.total = (1 + len(self.asked.schedules)) * (2 if wide else 1)
+            self.total = (1 + len(self.comparison.schedules)) * (2 if wide else 1)
         self.begun += 1
-        self.asked.notify(f"{what} ({self.begun} of {self.total})")
+        self.comparison.notify(f"{what} ({self.begun} of {self.total})")
 
     def _label(self, bf16: bool, dtype: torch.dtype) -> str:
-        return f"{_name(dtype)} autocast" if bf16 else _name(dtype)
+        return f"{_dtype_name(dtype)} autocast" if bf16 else _dtype_name(dtype)
 
-    def _report(self, truth: _Reference, runs: list[VerifyRun]) -> VerifyReport:
+    def _report(self, truth: _Truth, runs: list[VerifyRun]) -> VerifyReport:
         plain = next(run for run in reversed(runs) if run.schedule is None)
         findings, losses = [], []
         for run in (run for run in runs if run.schedule is not None):
@@ -326,7 +334,7 @@ class _Runs:
         return VerifyReport(
             exact=worst.excess <= 1 and worst_loss.excess <= 1,
             dtype=self._label(self.bf16, self.computed),
-            truth=_name(truth.dtype) if truth.dtype != self.computed else None,
+            truth=_dtype_name(truth.dtype) if truth.dtype != self.computed else None,
             why_no_truth=self.why_no_truth,
             attention="",
             routed=self.routed,
@@ -337,8 +345,8 @@ class _Runs:
             trained=len(self.names),
         )
 
-    def _modules(self, runs: list[VerifyRun], plain: VerifyRun, truth: _Reference) -> list[ModuleRow]:
-        """Return the largest error of any parameter over all schedules, by module and dtype."""
+    def _modules(self, runs: list[VerifyRun], plain: VerifyRun, truth: _Truth) -> list[ModuleRow]:
+        """Return a row for each kind of module: the largest error of its parameters over all schedules, by dtype."""
         groups: dict[str, list[str]] = {}
         for name in self.names:
             groups.setdefault(module_of(name), []).append(name)
@@ -359,5 +367,5 @@ class _Runs:
         ]
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

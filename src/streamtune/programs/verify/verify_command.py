@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +16,7 @@ from streamtune.cli.console import (
     loading_libraries,
     make_table,
     out,
+    print_hanging,
     print_json,
     print_note,
     print_rows,
@@ -28,19 +31,19 @@ if TYPE_CHECKING:
     from streamtune.programs.verify.verify_recipe import VerifySubject
 
 COARSE = 1e-3
-"""A larger bound could hide a mistake, and the verdict says so."""
+"""Bound above which a mistake could stay hidden; the verdict then says so."""
 
 
 def verify(
     recipe: RecipeArgument,
-    length: Annotated[int | None, option("N", "Tokens to compare on; by default what memory allows.")] = None,
-    dtype: Annotated[str | None, option("float32|bfloat16|float64", "Compute in this instead.")] = None,
+    length: Annotated[int | None, option("N", "Tokens to compare on. [default: as memory allows]")] = None,
+    dtype: Annotated[str | None, option("float32|bfloat16|float64", "Compute in this dtype, not the recipe's.")] = None,
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Prove on the recipe's own model and rows that streamed loss and gradients equal plain autograd's.
+    """Check that streamed loss and gradients equal plain autograd's, on the recipe's model and first rows.
 
-    Exits with 0 if they do and with 1, naming the worst parameter, if they do not.
+    Exits with 0 if they are equal. If not, exits with 1 and names the worst parameter.
     """
     loaded = read_recipe(recipe, set_)
     with loading_libraries():
@@ -54,7 +57,15 @@ def verify(
         print_json({**report.to_json(), **_facts(subject)})
     else:
         _print_report(report)
+        if report.exact:
+            print_hanging(Text("Next: ", style="bold"), Text(_train_command(loaded.recipe.objective, recipe, set_)))
     raise typer.Exit(0 if report.exact else 1)
+
+
+def _train_command(objective: str, recipe: Path, settings: list[str] | None) -> str:
+    """Return the command that trains with the verified recipe and settings."""
+    options = [part for setting in settings or [] for part in ("--set", setting)]
+    return shlex.join(["streamtune", objective, str(recipe), *options])
 
 
 def _facts(subject: VerifySubject) -> dict[str, object]:
@@ -85,7 +96,7 @@ def _print_banner(subject: VerifySubject) -> None:
             ("model", _describe_model(subject)),
             ("rows", _describe_rows(subject)),
             *([("loss", _describe_loss(subject))] if subject.tree_losses is not None else []),
-            ("chunks", f"{sizes} tokens; in the head {heads}"),
+            ("chunks", f"of {sizes} tokens; in the LM head of {heads}"),
             *([("routers", _describe_routers(loss))] if (loss := subject.router_loss) else []),
         ]
     )
@@ -102,21 +113,21 @@ def _describe_model(subject: VerifySubject) -> str:
 
 
 def _describe_routers(loss: RouterLoss) -> str:
-    balance = f"{loss.balance:g} times the balance loss that transformers computes"
-    return f"{balance}; no z-loss, which it does not know" if loss.z else balance
+    balance = f"{loss.balance:g} times the balance loss of transformers"
+    return f"{balance}; the z-loss is left out, because transformers has none" if loss.z else balance
 
 
 def _describe_rows(subject: VerifySubject) -> str:
     batch, windows = subject.batch, subject.windows
     if subject.tree_losses is not None:
         return _describe_completions(subject)
-    tokens = f"{batch.num_tokens:,} tokens, {batch.num_targets:,} of them trained on"
+    tokens = f"{batch.num_tokens:,} tokens, {batch.num_targets:,} of them trained"
     if getattr(batch, "branches", None) is not None:
-        return f"the first {len(windows)} in one sequence with common beginnings once, against each alone: {tokens}"
+        return f"the first {len(windows)} in one sequence that shares prefixes, compared with each alone: {tokens}"
     if batch.position_ids is not None:
-        return f"the first {len(windows)} packed into one sequence, against each alone: {tokens}"
+        return f"the first {len(windows)} packed into one sequence, compared with each alone: {tokens}"
     if len(windows) > 1:
-        return f"the first {len(windows)}, padded to {subject.length:,}: {tokens}"
+        return f"the first {len(windows)}, padded to {subject.length:,} tokens: {tokens}"
     return f"{windows[0].example.origin}{_describe_cut(windows[0], subject.length_limit)}: {tokens}"
 
 
@@ -131,8 +142,8 @@ def _describe_completions(subject: VerifySubject) -> str:
     if subject.length_limit:
         text += f", cut to {alone.input_ids.shape[1]:,} tokens ({subject.length_limit})"
     how = "prompts shared" if batch.branches is not None else "each with its own prompt"
-    against = f", against {alone.num_tokens:,} in rows of their own" if batch.branches is not None else ""
-    return f"{text}, {how}: {batch.num_tokens:,} tokens{against}; {batch.num_targets:,} trained on"
+    apart = f" ({alone.num_tokens:,} unshared)" if batch.branches is not None else ""
+    return f"{text}, {how}: {batch.num_tokens:,} tokens{apart}, {batch.num_targets:,} of them trained"
 
 
 def _describe_loss(subject: VerifySubject) -> str:
@@ -141,8 +152,8 @@ def _describe_loss(subject: VerifySubject) -> str:
     name: str = losses.task.recipe.loss_type
     if not losses.task.compares:
         return f"{name}, no reference"
-    held = "a model beside it" if losses.held is not None else "the model without its adapters"
-    return f"{name}; the reference is {held}"
+    reference = "a second model" if losses.own_reference is not None else "the model without its adapters"
+    return f"{name}; reference: {reference}"
 
 
 def _describe_cut(window: Window, why: str) -> str:
@@ -154,41 +165,41 @@ def _describe_cut(window: Window, why: str) -> str:
 
 def _print_report(report: VerifyReport) -> None:
     out.print()
+    out.print(_verdict(report), soft_wrap=not out.is_terminal)
+    out.print()
     out.print(_table(report))
     out.print()
     loss = report.loss
     wide = f"; {report.truth} {loss.truth:.7g}" if report.truth else ""
     rows = [
-        ("against", _describe_reference(report)),
+        ("reference", _describe_reference(report)),
         ("loss", f"plain {loss.plain:.7g}, streamed {loss.streamed:.7g}, difference {loss.difference:.1e}{wide}"),
     ]
     if report.exact:  # else the verdict names it
         rows.append(("worst", report.worst.describe()))
     if report.filled:
-        rows.append(("filled", f"{report.filled} matrices of zeros (fresh adapters) held random values meanwhile"))
+        rows.append(("filled", f"{report.filled} all-zero matrices (fresh adapters) held random values for this test"))
     if report.routed and not report.exact and report.worst.run.dtype.itemsize == 4:
         rows.append(
-            ("experts", "rounding may send a token to another one; a shorter --length, or --dtype float64, tells")
+            ("experts", "rounding may send a token to another expert; rule that out with a shorter --length or float64")
         )
     if report.refusal:
-        rows.append(("train", f"would refuse this model: {report.refusal}"))
+        rows.append(("training", f"would refuse this model: {report.refusal}"))
     print_rows(rows)
-    out.print(_verdict(report), soft_wrap=not out.is_terminal)
 
 
 def _describe_reference(report: VerifyReport) -> str:
-    dtype = report.truth or f"{report.dtype} itself"
-    none = f" (not in {report.why_no_truth})" if report.why_no_truth else ""
-    return (
-        f"plain autograd in {dtype}{none}, {report.attention} attention; largest of {len(report.schedules)} chunk sizes"
-    )
+    dtype = report.truth or f"{report.dtype}, the training dtype"
+    why = f" (no wider dtype: {report.why_no_truth})" if report.why_no_truth else ""
+    largest = f"each error is the largest of {len(report.schedules)} chunk sizes"
+    return f"plain autograd in {dtype}{why}, {report.attention} attention; {largest}"
 
 
 def _table(report: VerifyReport) -> Table:
-    """Return the largest gradient errors by module: streamed in the truth's dtype; streamed, plain in training's."""
+    """Return a table of gradient errors by kind of module, with a column for each dtype, streamed and plain."""
     dtype = report.dtype.split()[0]
     table = make_table(
-        Column("largest error of a\nparameter's gradient", overflow="fold"),
+        Column("largest relative\nerror of a gradient", overflow="fold"),
         Column("parameters", justify="right", vertical="bottom"),
         *([f"{report.truth}\nstreamed"] if report.truth else []),
         f"{dtype}\nstreamed",
@@ -204,12 +215,12 @@ def _table(report: VerifyReport) -> Table:
 def _verdict(report: VerifyReport) -> Text:
     worst, loss = report.worst, report.loss.worst
     if report.exact:
-        also = f" in {report.truth}, and as precise in {report.dtype}" if report.truth else f" in {report.dtype}"
+        where = f" in {report.truth}, and are as precise in {report.dtype}" if report.truth else f" in {report.dtype}"
         if not report.truth and worst.allowed > COARSE:
-            also += f", as far as {worst.allowed:.0e} can tell without a wider truth"
-        return Text.assemble(("exact", "bold green"), f": streamed loss and gradients are plain autograd's{also}")
-    wrong = [f"worst parameter {worst.describe()}"] if worst.excess > 1 else []
-    wrong += [f"the {loss.describe()}"] if loss.excess > 1 else []
+            where += f", to within {worst.allowed:.0e}: no wider dtype was compared"
+        return Text.assemble(("exact", "bold green"), f": streamed loss and gradients equal plain autograd's{where}")
+    wrong = [worst.describe()] if worst.excess > 1 else []
+    wrong += [loss.describe()] if loss.excess > 1 else []
     return Text.assemble(("NOT exact", "bold red"), ": ", "; ".join(wrong))
 
 

@@ -1,7 +1,7 @@
 """Verify the model of a recipe on the recipe's rows.
 
-build_verify    recipe -> tokenizer, first rows, model, schedules, as a training command makes them
-verify_recipe   plain autograd and streaming on them
+build_verify    makes tokenizer, first rows, model and schedules from a recipe, as training does
+verify_recipe   compares streaming with plain autograd on them
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from streamtune.engine import RouterLoss
 from streamtune.errors import ArgumentError, DataError, OutOfMemoryError, RunError
 from streamtune.plan.simulate.scored import PlainScores
 from streamtune.programs.verify.compared_rows import (
-    Room,
+    FreeMemory,
     RowLosses,
     TreeLosses,
     Window,
     choose_rows,
     cross_entropy,
-    measure_room,
+    measure_memory,
 )
 from streamtune.programs.verify.report import VerifyReport
 from streamtune.programs.verify.verify import Comparison, compare_gradients, verify_schedules
@@ -55,76 +55,78 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DTYPES = ("float32", "bfloat16", "float64")
-"""Values of ``--dtype``."""
+"""Accepted values of ``--dtype``."""
 
 FIRST_ROWS = 64
-"""Rows to read: a verification needs one or a few."""
+"""Number of rows to read: a verification needs one or a few."""
 
 PACKED_ROWS = 2
-"""Minimum of rows in a packed sequence, if the data has so many: one row would not test packing."""
+"""Minimum number of rows in a packed sequence, if the data has as many; one row would not test packing."""
 
-LEAST = 4
-"""Minimum of tokens: a chunk has at least two."""
+MIN_TOKENS = 4
+"""Minimum number of tokens: two chunks of two tokens."""
 
-LENGTH = {"cpu": 2048, "cuda": 8192}
-"""Default limit of tokens: enough for a proof."""
+ENOUGH_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Default limit of the batch's tokens, by device type: enough for a proof."""
 
-PROBE = 256
-"""Tokens of the forward that measures memory."""
+MEASURED_TOKENS = 256
+"""Number of tokens in the forward that measures memory."""
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Options:
     """The model to verify, and the options of the command line."""
 
     model: Any
     tokenizer: PreTrainedTokenizerBase
     length: int | None
-    """Limit of tokens in the batch; None is what memory allows and a proof needs."""
+    """Limit of tokens in the batch; None: as many as memory allows and a proof needs."""
     widened: torch.dtype | None
-    """Widen the weights to this dtype first."""
+    """Dtype to which the weights are widened first; None keeps their dtype."""
     bf16: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Chosen:
-    """The batch of a verification, as long as plain autograd has memory for."""
+    """The batch of a verification, no longer than plain autograd has memory for."""
 
     windows: tuple[Window, ...]
-    """The rows; empty if completions are scored."""
+    """The compared rows; empty if completions are scored."""
     batch: train.MicroBatch
     alone: train.MicroBatch
     """The same rows one by one; the batch itself if it is not packed."""
     length_limit: str
-    """Reason for the length of the batch, if a row was cut."""
-    room: Room
+    """Reason for the length of the batch; empty if no row was cut."""
+    memory: FreeMemory
     losses: RowLosses | TreeLosses
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifySubject(_Chosen):
+    """What is verified: recipe, model, batch and schedules."""
+
     loaded: LoadedRecipe
     model: Any
     parameters: models.ParameterCount
     device: torch.device
     schedules: list[Schedule]
     dtype: torch.dtype | None
-    """Widen the weights to this dtype first."""
+    """Dtype to which the weights are widened first; None keeps their dtype."""
     bf16: bool
 
     @property
     def length(self) -> int:
-        """Tokens of the longest sequence in the batch."""
+        """Number of tokens in the longest sequence of the batch."""
         return self.batch.input_ids.shape[1]
 
     @property
     def tree_losses(self) -> TreeLosses | None:
-        """The losses of completions; None if rows are compared."""
+        """The losses of the compared completions; None if rows are compared."""
         return self.losses if isinstance(self.losses, TreeLosses) else None
 
     @property
     def router_loss(self) -> RouterLoss | None:
-        """The recipe's loss on routers, of which only the balance loss is compared."""
+        """The recipe's router loss; only its balance loss is compared."""
         return self.losses.router_loss if isinstance(self.losses, RowLosses) else None
 
 
@@ -136,19 +138,22 @@ def build_verify(
     notify: Callable[[str], None] = lambda message: None,
     doing: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> VerifySubject:
-    """Load the recipe's model and its first rows. Nothing is written.
+    """Load the recipe's model and its first rows, and choose batch and schedules. Nothing is written.
 
     Args:
         loaded: The recipe.
-        length: Limit of tokens in the batch; None is what memory allows and a proof needs.
+        length: Limit of tokens in the batch; None: as many as memory allows and a proof needs.
         dtype: One of :data:`DTYPES`; None is the recipe's.
-        notify: Called with messages for the user.
-        doing: Returns a context that shows a message while something takes long.
+        notify: Called with each note for the user.
+        doing: Returns a context manager that shows a message during slow work.
+
+    Raises:
+        ArgumentError: ``length`` is below 4, or ``dtype`` is unknown.
     """
-    if length is not None and length < LEAST:
-        raise ArgumentError(f"--length takes a number of tokens from {LEAST} up", fix="write --length 1024")
+    if length is not None and length < MIN_TOKENS:
+        raise ArgumentError(f"--length must be at least {MIN_TOKENS} tokens, found {length}", fix="write --length 1024")
     if dtype is not None and dtype not in DTYPES:
-        raise ArgumentError(f"--dtype does not know {dtype!r}", fix=f"choose from {', '.join(DTYPES)}")
+        raise ArgumentError(f"--dtype: unknown dtype {dtype!r}", fix=f"choose from {', '.join(DTYPES)}")
     recipe = precise(loaded.recipe)
     task = task_of(recipe)
     with blame_recipe(loaded):
@@ -165,7 +170,7 @@ def build_verify(
         bf16 = bool(recipe.bf16) if dtype is None else dtype == "bfloat16"
         widened: torch.dtype | None = getattr(torch, dtype) if dtype in ("float32", "float64") else None
         choose: Any = _choose_trees if isinstance(task, ScoringTask) else _choose_rows
-        chosen = choose(task, _Asked(model, tokenizer, length, widened, bf16), rows, notify=notify, doing=doing)
+        chosen = choose(task, _Options(model, tokenizer, length, widened, bf16), rows, notify=notify, doing=doing)
         if (note := models.check_positions(model, chosen.alone.input_ids.shape[1], training=False)) is not None:
             notify(note)
         schedules = verify_schedules(chosen.batch.input_ids.shape[1], make_schedule(recipe.engine))
@@ -183,23 +188,23 @@ def build_verify(
 
 def _choose_rows(
     task: Task[Any],
-    asked: _Asked,
+    options: _Options,
     rows: Sequence[data.Example],
     *,
     notify: Callable[[str], None],
     doing: Callable[[str], AbstractContextManager[Any]],
 ) -> _Chosen:
-    """Choose rows of next tokens, as long as memory allows."""
-    model, tokenizer, length = asked.model, asked.tokenizer, asked.length
+    """Choose the rows of an objective with next-token targets, as long as memory allows."""
+    model, tokenizer, length = options.model, options.tokenizer, options.length
     recipe, device = task.recipe, model_device(model)
     router_loss = make_router_loss(recipe, model)
     teacher = None
     if task.compares:
         with doing("loading the teacher"):
             teacher = load_reference(task, model, tokenizer, device)
-    with doing("measuring how long a row plain autograd has room for"):
-        room = _measure(model, rows, tokenizer, device, asked.bf16, router_loss)
-    limit, why = (length, "--length") if length is not None else _fitting_length(room, device, asked.widened)
+    with doing("measuring the longest row that plain autograd has memory for"):
+        memory = _measure(model, rows, tokenizer, device, options.bf16, router_loss)
+    limit, why = (length, "--length") if length is not None else _fitting_length(memory, device, options.widened)
     per_turn = recipe.reasoning == "per_turn"
     windows = choose_rows(rows, limit, PACKED_ROWS if recipe.packing or per_turn else 1)
     alone = batch = _collate(windows, tokenizer).to(device)
@@ -207,7 +212,7 @@ def _choose_rows(
         batch = prefix_batch([window.example for window in windows]).to(device)
     elif recipe.packing:
         batch = _collate(windows, tokenizer, packed=True).to(device)
-    if top_k := task.teacher_top_k:  # the file has whole rows, not windows: random tokens stand for the top-k
+    if top_k := task.teacher_top_k:  # the file has whole rows, not windows: use random tokens as top-k
         taught = RandomTokens(recipe, model).top_k(alone, top_k)
         packed = batch is not alone
         alone = replace(alone, top_k=taught)
@@ -217,46 +222,51 @@ def _choose_rows(
         batch=batch,
         alone=alone,
         length_limit=why if any(window.length < window.row_length for window in windows) else "",
-        room=room,
+        memory=memory,
         losses=RowLosses(batch, alone, router_loss, task.token_loss, teacher),
     )
 
 
 def _choose_trees(
     task: ScoringTask[Any],
-    asked: _Asked,
+    options: _Options,
     rows: Sequence[Any],
     *,
     notify: Callable[[str], None],
     doing: Callable[[str], AbstractContextManager[Any]],
 ) -> _Chosen:
-    """Choose completions, as long as memory allows, with their loss in both layouts."""
-    model, tokenizer, length = asked.model, asked.tokenizer, asked.length
+    """Choose completions, as long as memory allows, and batch them in both layouts: prompts shared, and one by one."""
+    model, tokenizer, length = options.model, options.tokenizer, options.length
     device = model_device(model)
     with doing("loading the reference"):
         held = load_reference(task, model, tokenizer, device) if task.compares else None
     with doing("checking that prompts can be shared"):
         share = task.can_share(model, notify, beside=held)
-    with doing("measuring how long a row plain autograd has room for"):
-        room = _measure_scored(model, device, asked.bf16)
-    limit, why = (length, "--length") if length is not None else _fitting_length(room, device, asked.widened)
+    with doing("measuring the longest row that plain autograd has memory for"):
+        memory = _measure_scored(model, device, options.bf16)
+    limit, why = (length, "--length") if length is not None else _fitting_length(memory, device, options.widened)
     trees, cut = task.compared_trees(rows, limit, len(tokenizer))
     plain, pad = PlainScores(model), tokenizer.pad_token_id
     shared, apart = task.compared_batches(trees, model, plain, pad_token_id=pad, share=share)
     losses = TreeLosses(task, held, shared.to(device), apart.to(device))
     return _Chosen(
-        windows=(), batch=losses.shared, alone=losses.apart, length_limit=why if cut else "", room=room, losses=losses
+        windows=(),
+        batch=losses.shared,
+        alone=losses.apart,
+        length_limit=why if cut else "",
+        memory=memory,
+        losses=losses,
     )
 
 
 def verify_recipe(subject: VerifySubject, notify: Callable[[str], None] = lambda message: None) -> VerifyReport:
-    """Compare streamed with plain autograd.
+    """Compare the streamed gradient with plain autograd's.
 
     Raises:
         UnsupportedModelError: The model cannot be streamed.
-        OutOfMemoryError: Plain autograd itself does not fit at this length.
+        OutOfMemoryError: Plain autograd does not fit in memory at this length.
     """
-    unfit = partial(subject.room.lacks, subject.alone.input_ids.numel())
+    unfit = partial(subject.memory.lacks, subject.alone.input_ids.numel())
     try:
         return compare_gradients(
             Comparison(
@@ -274,8 +284,8 @@ def verify_recipe(subject: VerifySubject, notify: Callable[[str], None] = lambda
             raise
         rows, length = subject.alone.input_ids.shape
         raise OutOfMemoryError(
-            f"out of memory on {rows} x {length:,} tokens: plain autograd, the reference, keeps all activations",
-            fix=f"choose a shorter length: --length {max(LEAST, length // 2)}",
+            f"out of memory at {rows} x {length:,} tokens: plain autograd, the reference, keeps all activations",
+            fix=f"choose a shorter length: --length {max(MIN_TOKENS, length // 2)}",
         ) from error
 
 
@@ -288,7 +298,7 @@ def _first_rows(
     tokenizer: PreTrainedTokenizerBase,
     notify: Callable[[str], None],
 ) -> Sequence[Any]:
-    """Return the first rows of the first source, held-out rows too; all rows of all sources if none is usable."""
+    """Return the first rows of the first source, held-out rows included; if none is usable, all rows of all sources."""
     few = [
         replace(source, max_rows=min(source.max_rows or FIRST_ROWS, FIRST_ROWS), shuffle=False) for source in sources
     ]
@@ -316,10 +326,10 @@ def _measure(
     device: torch.device,
     bf16: bool,
     router_loss: RouterLoss | None,
-) -> Room:
+) -> FreeMemory:
     base = base_of(model)
-    [window] = choose_rows(examples, PROBE)[:1]
-    repeats = -(-PROBE // window.length)  # only the number of tokens matters
+    [window] = choose_rows(examples, MEASURED_TOKENS)[:1]
+    repeats = -(-MEASURED_TOKENS // window.length)  # only the number of tokens matters
 
     def forward(tokens: int) -> torch.Tensor:
         ids = np.tile(np.asarray(window.example.input_ids), repeats)[:tokens]
@@ -327,11 +337,11 @@ def _measure(
         return cross_entropy(probe.to(device), router_loss, model, bf16)
 
     limit = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    tokens = min(PROBE, limit) if isinstance(limit, int) else PROBE
-    return measure_room(base, torch.bfloat16 if bf16 else base.dtype, forward, tokens)
+    tokens = min(MEASURED_TOKENS, limit) if isinstance(limit, int) else MEASURED_TOKENS
+    return measure_memory(base, torch.bfloat16 if bf16 else base.dtype, forward, tokens)
 
 
-def _measure_scored(model: Any, device: torch.device, bf16: bool) -> Room:
+def _measure_scored(model: Any, device: torch.device, bf16: bool) -> FreeMemory:
     base = base_of(model)
 
     def forward(tokens: int) -> torch.Tensor:
@@ -339,18 +349,18 @@ def _measure_scored(model: Any, device: torch.device, bf16: bool) -> Room:
         with autocast(device, bf16):
             return PlainScores(base).logprobs(ids, ids).logprobs.sum()
 
-    return measure_room(base, torch.bfloat16 if bf16 else base.dtype, forward, PROBE)
+    return measure_memory(base, torch.bfloat16 if bf16 else base.dtype, forward, MEASURED_TOKENS)
 
 
-def _fitting_length(room: Room, device: torch.device, widened: torch.dtype | None) -> tuple[int, str]:
-    """Return how many tokens to take, and why: enough for a proof, or fewer if memory is short."""
-    enough = LENGTH["cpu" if device.type == "cpu" else "cuda"]
-    trained = widened or room.measured
-    longest = room.longest(torch.float32 if trained.itemsize < 4 else torch.float64)
-    if longest < PROBE:  # no memory for a wider truth
-        longest = room.longest(trained)
-    if longest < LEAST:
-        raise RunError("there is no memory left beside the weights", fix="free some, or choose --length by hand")
+def _fitting_length(memory: FreeMemory, device: torch.device, widened: torch.dtype | None) -> tuple[int, str]:
+    """Return how many tokens to compare on, and why: enough for a proof, or fewer if memory is short."""
+    enough = ENOUGH_TOKENS["cpu" if device.type == "cpu" else "cuda"]
+    trained = widened or memory.measured
+    longest = memory.longest(torch.float32 if trained.itemsize < 4 else torch.float64)
+    if longest < MEASURED_TOKENS:  # no memory for a wider truth
+        longest = memory.longest(trained)
+    if longest < MIN_TOKENS:
+        raise RunError("no memory is left beside the weights", fix="free memory, or give --length")
     if longest >= enough:
         return enough, "enough for a proof"
-    return longest, f"what plain autograd has room for in the {room.free / 2**30:.1f} GiB that are free"
+    return longest, f"all that plain autograd has memory for: {memory.free / 2**30:.1f} GiB are free"
